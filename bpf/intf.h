@@ -1,0 +1,282 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
+/*
+ * Every layout and every limit that the kernel's side and user space share, once.
+ *
+ * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
+ * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
+ *
+ * Rules: only fixed-width types, no implicit padding (the Rust side derives zerocopy's IntoBytes, which refuses a
+ * struct with padding), addresses and ports in network byte order as they stand in the packet, everything else in the
+ * host's order.
+ *
+ * THE COOKIE (Cheetah, NSDI'20, Sect. 3.2; the layout is ours, see docs/design.md, "The cookie")
+ *
+ *    TSval on the wire, from server to client; the client echoes it in TSecr:
+ *
+ *    31                              16 15  14  13                       0
+ *    +--------------------------------+---+---+--------------------------+
+ *    |  (ms + time mask) mod 2^16     | K | k |        id or index       |
+ *    +--------------------------------+---+---+--------------------------+
+ *                                       |   \___________ XOR low 15 bits of the keyed hash
+ *                                       which of the two keys, in clear
+ *
+ *    h         = SipHash-1-3(key[K], 4-tuple), 64 bits
+ *    time mask = bits 16..31 of h;  id mask = bits 0..14 of h
+ *    k (kind)  = 0: the id of a server; 1: an index into a connection table (stateful mode)
+ */
+#ifndef COREWARD_INTF_H
+#define COREWARD_INTF_H
+
+#ifndef __bpf__
+#include <linux/types.h>
+#endif
+
+/* ---- the cookie ------------------------------------------------------------------------------------------------ */
+
+#define COOKIE_KEY_BIT 0x8000u
+#define COOKIE_KIND_BIT 0x4000u
+#define COOKIE_ID_MASK 0x3fffu
+/* What the keyed hash hides: everything but the key bit. */
+#define COOKIE_HIDDEN_MASK 0x7fffu
+#define COOKIE_TIME_SHIFT 16
+/* Ids of one service: all that the cookie can hold. */
+#define SERVER_ID_COUNT 16384
+
+struct cookie_key {
+	__u64 k0;
+	__u64 k1;
+};
+
+/* What every load balancer and every server of the fleet must agree on. */
+struct fleet_keys {
+	struct cookie_key key[2];
+	/* Which of the two stamps new TSvals (0 or 1); both are always accepted. */
+	__u32 current;
+	__u32 reserved;
+};
+
+/* ---- services -------------------------------------------------------------------------------------------------- */
+
+#define MAX_SERVICES 64
+/*
+ * Services stand in a perfect hash: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a seed that
+ * gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
+ */
+#define SERVICE_SLOT_BITS 8
+#define SERVICE_SLOTS 256
+#define SERVICE_SLOT_SHIFT 56
+
+#define ADDRESS_FAMILY_IPV4 4
+#define ADDRESS_FAMILY_IPV6 6
+
+/*
+ * IPv4 addresses stand in address[3], the rest as in an IPv4-mapped IPv6 address (::ffff:a.b.c.d).
+ * The last 8 bytes (address[3], port, protocol, family) are the "tail": one 64-bit word that alone names an IPv4 service.
+ */
+struct service_key {
+	__u32 address[4];
+	__u16 port;
+	__u8 protocol;
+	__u8 family;
+};
+
+/* ---- RSS ------------------------------------------------------------------------------------------------------- */
+
+/* Toeplitz input of IPv4 with ports: source address, destination address, source port, destination port. */
+#define RSS_INPUT_IPV4_BYTES 12
+#define RSS_KEY_BYTES 40
+#define RSS_KEY_MAX_BYTES 52
+/* Source address (4) and source port (2): the bytes of the input that differ between packets of one service. */
+#define RSS_SOURCE_BYTES 6
+#define MAX_RSS_GROUPS 4
+/* ice has 2048 entries, mlx5 256, ixgbe 128 or 512. */
+#define MAX_INDIRECTION_ENTRIES 2048
+
+/*
+ * Toeplitz is linear over GF(2): hash(a ^ b) = hash(a) ^ hash(b). So the hash of a tuple is the XOR of one table entry
+ * per input byte, and the part of the destination is a constant of the service.
+ */
+struct toeplitz_source_tables {
+	__u32 byte[RSS_SOURCE_BYTES][256];
+};
+
+/* ---- placement tables ------------------------------------------------------------------------------------------ */
+
+#define MAX_BUCKETS 2048
+#define MAX_CANDIDATES 8
+/* Candidates of all groups and buckets of one table together. */
+#define MAX_TABLE_CANDIDATES 16384
+#define MAX_CORE_SLOTS 8192
+#define MAX_MEMBERS 16384
+
+/* Load in fractions of a core's capacity: 1.0 is LOAD_ONE. */
+#define LOAD_ONE_SHIFT 20
+#define LOAD_ONE 1048576u
+
+/* How a first packet finds its server. */
+enum placement_rule {
+	PLACEMENT_RULE_TABLE = 0, /* bucket -> server, one look-up: hash, crossrss */
+	PLACEMENT_RULE_LEAST_ASSIGNED =
+		1, /* the least of the bucket's candidates, load + assigned since: crossrss-plus */
+	PLACEMENT_RULE_ROUND_ROBIN = 2, /* a counter: rr */
+	PLACEMENT_RULE_POWER_OF_TWO = 3, /* the less loaded of two drawn by hash: pow2 */
+	PLACEMENT_RULE_COUNT = 4,
+};
+
+struct candidate {
+	__u32 load;
+	__u16 server_id;
+	/* Counts the connections assigned since the table was switched in, per (server, core). */
+	__u16 core_slot;
+};
+
+struct member {
+	__u32 load;
+	__u16 server_id;
+	__u16 reserved;
+};
+
+/*
+ * One half of a service's double buffer. User space fills the half that is not active, then switches
+ * service.active_half, then waits for an RCU grace period (membarrier) before it touches the other half again.
+ */
+struct placement_table {
+	__u64 generation;
+	/* Power of two, 1..MAX_BUCKETS. */
+	__u32 bucket_count;
+	/* 1..MAX_RSS_GROUPS; group g's candidates of bucket b start at (g * bucket_count + b) * candidates_per_bucket. */
+	__u32 group_count;
+	__u32 candidates_per_bucket;
+	/* What one connection assigned since the switch adds to a candidate's load. */
+	__u32 assignment_cost;
+	__u32 member_count;
+	__u32 rule;
+	/* Fixed choice for connections without timestamps: by bucket, changes only when the pool changes. */
+	__u16 consistent[MAX_BUCKETS];
+	struct candidate candidates[MAX_TABLE_CANDIDATES];
+	struct member members[MAX_MEMBERS];
+	__u32 assigned[MAX_CORE_SLOTS];
+};
+
+#define NO_SERVER 0xffffu
+
+struct service {
+	struct service_key key;
+	__u16 index;
+	__u8 active_half;
+	__u8 in_use;
+	/* XOR part of destination address and port in the Toeplitz hash, per RSS group. */
+	__u32 toeplitz_destination[MAX_RSS_GROUPS];
+	/* The counter of rule ROUND_ROBIN. */
+	__u64 round_robin;
+	__u64 reserved[2];
+};
+
+/* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
+
+#define SERVER_KNOWN 1u
+#define SERVER_RESOLVED 2u
+/* Takes new connections; without it (draining, unhealthy) only established ones reach it. */
+#define SERVER_ELIGIBLE 4u
+
+/* At (service.index << 14) | server_id: reached by shift and add, no hash. 8 bytes: one load. */
+struct server_entry {
+	__u8 mac_address[6];
+	__u16 flags;
+};
+
+/* ---- counters -------------------------------------------------------------------------------------------------- */
+
+/* What lb.bpf.c did with a packet. Names are shown to users in lower case without the prefix. */
+enum lb_counter {
+	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
+	LB_COUNTER_ESTABLISHED, /* by cookie */
+	LB_COUNTER_FIRST, /* by the placement rule */
+	LB_COUNTER_CONSISTENT, /* without timestamps: by the fixed choice */
+	LB_COUNTER_TO_ALL, /* to all servers of the service, rate-limited */
+	LB_COUNTER_DROP_MALFORMED_IPV4,
+	LB_COUNTER_DROP_MALFORMED_TCP,
+	LB_COUNTER_DROP_FRAGMENT,
+	LB_COUNTER_DROP_UNKNOWN_COOKIE,
+	LB_COUNTER_DROP_SERVER_UNRESOLVED,
+	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
+	LB_COUNTER_DROP_TO_ALL_RATE_LIMITED,
+	LB_COUNTER_DROP_INTERNAL,
+	LB_COUNTER_COUNT,
+};
+
+/* What server.bpf.c did. */
+enum server_counter {
+	SERVER_COUNTER_STAMPED,
+	SERVER_COUNTER_RESTORED,
+	SERVER_COUNTER_HELD,
+	SERVER_COUNTER_HELD_CONFIRMED,
+	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
+	SERVER_COUNTER_INGRESS_WITHOUT_TIMESTAMP,
+	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
+	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere */
+	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
+	SERVER_COUNTER_RSS_MISMATCHED,
+	SERVER_COUNTER_DROP_MALFORMED,
+	SERVER_COUNTER_COUNT,
+};
+
+/* What steer.bpf.c did. */
+enum steer_counter {
+	STEER_COUNTER_STEERED,
+	STEER_COUNTER_NO_WORKER, /* no socket for that core: the kernel's own choice */
+	STEER_COUNTER_COUNT,
+};
+
+/* ---- servers as they see themselves ---------------------------------------------------------------------------- */
+
+/* In the server's own perfect hash of services (same slot function as the load balancer's). */
+struct stamped_service {
+	struct service_key key;
+	__u16 server_id;
+	__u8 in_use;
+	__u8 reserved;
+};
+
+/* The 4-tuple as the client's packets carry it. Addresses as in struct service_key. */
+struct flow_key {
+	__u32 client_address[4];
+	__u32 vip_address[4];
+	__u16 client_port;
+	__u16 vip_port;
+};
+
+/*
+ * The hold rule (docs/design.md, "Idle connections"): a TSval sent that is not the server's own clock, kept until the
+ * client has echoed it and something newer.
+ */
+struct held_timestamp {
+	/* Time part as sent, before the time mask. */
+	__u16 sent;
+	__u16 confirmed;
+	/* The server's own TSval that `sent` stands for. */
+	__u32 original;
+};
+
+/* One SYN as it arrived, for comparing predicted and actual receive queue. */
+struct rss_sample {
+	__u32 source_address;
+	__u32 destination_address;
+	__u16 source_port;
+	__u16 destination_port;
+	__u32 hash;
+	__u16 predicted_queue;
+	__u16 actual_queue;
+	__u32 sequence;
+};
+#define RSS_SAMPLES 256
+
+/* The server's own RSS as the agent read it; entry_count 0: unknown, nothing is predicted. */
+struct rss_mapping {
+	__u32 entry_count;
+	__u32 generation;
+	__u16 queue[MAX_INDIRECTION_ENTRIES];
+	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
+};
+
+#endif
