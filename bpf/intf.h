@@ -279,4 +279,17 @@ struct rss_mapping {
 	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
 };
 
+/* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
+
+/*
+ * The "registers" of one server's emulated NIC: veth has no RSS, so testbed/rss_emulation.bpf.c computes it at tc egress
+ * of the switch port that feeds the server. One entry of an array map, pinned by the testbed; the agent reads and
+ * writes it there as it would a real NIC's by ETHTOOL_GRSSH and ETHTOOL_SRSSH. Whoever writes the key fills
+ * mapping.byte from it.
+ */
+struct emulated_rss {
+	struct rss_mapping mapping;
+	__u8 key[RSS_KEY_BYTES];
+};
+
 #endif
