@@ -1,0 +1,379 @@
+//! Arrival logs: which connections a client opens when, and what each asks for.
+//!
+//! A log is drawn once from a seed and then replayed, open loop, under every policy: by the demo on real packets, by the
+//! simulator in virtual time. It names source address and port of every connection, so that RSS and the load
+//! balancer's hash see the same 4-tuples each time.
+//!
+//! The file is text, one line per connection in the order of their starts:
+//!
+//! ```text
+//! coreward-arrivals 1 seed=1 duration_us=38000000 source_addresses=4
+//! start_us source_address source_port requests interval_us service_us
+//! 5120 2 41233 1 125000 5000
+//! ```
+
+use std::collections::HashSet;
+use std::fmt;
+use std::str::FromStr;
+
+use rand::Rng as _;
+
+use crate::rss::{seeded_rng, uniform_below};
+
+/// [`seeded_rng`]'s stream for arrival logs.
+const PURPOSE_ARRIVALS: u64 = 2;
+
+/// Source ports of a log: above the well-known ones, below those that the kernel draws by itself last.
+const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
+
+/// One connection: request `i` is due at `start_us + i * interval_us`, whether or not earlier ones were answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrival {
+    /// When the connection is opened and its first request is due (us after the log's start).
+    pub start_us: u64,
+    /// Which of the client's addresses (0 .. [`ArrivalLog::source_addresses`]).
+    pub source_address: u16,
+    /// Source port (1..=65535); with the address unique in the log.
+    pub source_port: u16,
+    /// Number of requests, at least 1. The client closes after the last answer.
+    pub requests: u32,
+    /// Time from one request to the next (us).
+    pub interval_us: u32,
+    /// How long a core serves each request (us), at least 1.
+    pub service_us: u32,
+}
+
+impl Arrival {
+    /// When request `index` is due (us after the log's start).
+    pub fn due_us(&self, index: u32) -> u64 {
+        self.start_us + u64::from(index) * u64::from(self.interval_us)
+    }
+
+    /// When the last request is due (us after the log's start).
+    pub fn last_due_us(&self) -> u64 {
+        self.due_us(self.requests - 1)
+    }
+
+    /// Work that the connection brings in all (us of one core).
+    pub fn work_us(&self) -> u64 {
+        u64::from(self.requests) * u64::from(self.service_us)
+    }
+}
+
+/// The connections of one run, in the order of their starts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArrivalLog {
+    /// What it was drawn from.
+    pub seed: u64,
+    /// Requests are due within this time (us).
+    pub duration_us: u64,
+    /// How many addresses the client needs.
+    pub source_addresses: u16,
+    /// The connections.
+    pub arrivals: Vec<Arrival>,
+}
+
+/// What a log is drawn for: many mice, and elephants that carry most of the work, as in a data centre.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Workload {
+    /// Requests are due within this time (us).
+    pub duration_us: u64,
+    /// Cores of the whole pool.
+    pub cores: u32,
+    /// Load of a core averaged over the pool, in thousandths of its capacity.
+    pub mean_load_permille: u32,
+    /// How long a core serves each request (us).
+    pub service_us: u32,
+    /// Part of the work that elephants bring, in thousandths.
+    pub elephant_work_permille: u32,
+    /// Rate of an elephant in thousandths of a core's mean load.
+    pub elephant_rate_permille: u32,
+    /// How long elephants live, drawn uniformly (us).
+    pub elephant_life_us: (u64, u64),
+    /// Requests of a mouse, drawn uniformly.
+    pub mouse_requests: (u32, u32),
+    /// Time between two requests of a mouse (us).
+    pub mouse_interval_us: u32,
+    /// How many addresses the client has.
+    pub source_addresses: u16,
+}
+
+impl Default for Workload {
+    /// The demo's: 16 cores at 40 %. 80 requests of 5 ms per second and core are what two CPUs carry for five pools at
+    /// once; a core then holds about eight elephants, each 10 % of its mean load.
+    fn default() -> Self {
+        Self {
+            duration_us: 38_000_000,
+            cores: 16,
+            mean_load_permille: 400,
+            service_us: 5_000,
+            elephant_work_permille: 800,
+            elephant_rate_permille: 100,
+            elephant_life_us: (5_000_000, 10_000_000),
+            mouse_requests: (1, 2),
+            mouse_interval_us: 10_000,
+            source_addresses: 4,
+        }
+    }
+}
+
+impl Workload {
+    /// Time between two requests of an elephant (us).
+    pub fn elephant_interval_us(&self) -> u32 {
+        let rate_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_rate_permille);
+        (u64::from(self.service_us) * 1_000_000 / rate_ppm.max(1)) as u32
+    }
+
+    /// Draws the log of `seed`.
+    ///
+    /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count, which needs no
+    /// logarithm and so comes out the same on every machine. At time 0 the elephants of a pool that has been running for
+    /// long are there already (each with what is left of its life), so that the load is stationary from the start.
+    ///
+    /// # Panics
+    /// When more connections are asked for than source addresses and ports can name.
+    pub fn generate(&self, seed: u64) -> ArrivalLog {
+        let mut draw = Draw { rng: seeded_rng(seed, PURPOSE_ARRIVALS), used: HashSet::new(), workload: *self };
+        let work_us_per_s = u64::from(self.cores) * u64::from(self.mean_load_permille) * 1_000;
+        let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
+        let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
+        let interval_us = self.elephant_interval_us();
+        let (life_min, life_max) = self.elephant_life_us;
+        let mean_life_us = (life_min + life_max) / 2;
+
+        let elephant_request_rate_per_s = elephant_work_us_per_s / u64::from(self.service_us.max(1));
+        let alive = elephant_request_rate_per_s * u64::from(interval_us) / 1_000_000;
+        let mut arrivals = Vec::new();
+        for _ in 0..alive {
+            // The life of an elephant met at a random moment is longer than average: drawn in proportion to its length.
+            let life_us = loop {
+                let life_us = draw.between(life_min, life_max);
+                if draw.below(life_max) < life_us {
+                    break life_us;
+                }
+            };
+            let left_us = draw.below(life_us).max(1);
+            let phase_us = draw.below(u64::from(interval_us));
+            arrivals.extend(draw.elephant(phase_us, left_us));
+        }
+        for _ in 0..alive * self.duration_us / mean_life_us.max(1) {
+            let (start_us, life_us) = (draw.below(self.duration_us), draw.between(life_min, life_max));
+            arrivals.extend(draw.elephant(start_us, life_us));
+        }
+        let (fewest, most) = self.mouse_requests;
+        let mouse_work_us = u64::from(fewest + most) * u64::from(self.service_us) / 2;
+        for _ in 0..mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1) {
+            let start_us = draw.below(self.duration_us);
+            let requests = draw.between(u64::from(fewest), u64::from(most)) as u32;
+            arrivals.extend(draw.connection(start_us, requests, self.mouse_interval_us));
+        }
+        arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address, arrival.source_port));
+        ArrivalLog { seed, duration_us: self.duration_us, source_addresses: self.source_addresses, arrivals }
+    }
+}
+
+struct Draw {
+    rng: rand_xoshiro::Xoshiro256PlusPlus,
+    used: HashSet<(u16, u16)>,
+    workload: Workload,
+}
+
+impl Draw {
+    /// Uniform below `bound` (0 for a bound of 0). The bias of a 64-bit remainder is below 2^-30 here.
+    fn below(&mut self, bound: u64) -> u64 {
+        self.rng.next_u64() % bound.max(1)
+    }
+
+    /// Uniform, both ends included.
+    fn between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high - low + 1)
+    }
+
+    fn elephant(&mut self, start_us: u64, life_us: u64) -> Option<Arrival> {
+        let interval_us = self.workload.elephant_interval_us();
+        self.connection(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
+    }
+
+    /// A connection cut off at the end of the run; `None` when it would start after it.
+    fn connection(&mut self, start_us: u64, requests: u32, interval_us: u32) -> Option<Arrival> {
+        let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
+        let requests = u64::from(requests).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
+        let (source_address, source_port) = self.source();
+        let service_us = self.workload.service_us;
+        Some(Arrival { start_us, source_address, source_port, requests, interval_us, service_us })
+    }
+
+    fn source(&mut self) -> (u16, u16) {
+        let (first, last) = (*SOURCE_PORTS.start(), *SOURCE_PORTS.end());
+        let ports = u32::from(last - first) + 1;
+        let all = ports as usize * usize::from(self.workload.source_addresses);
+        // Beyond half of them the search for a free one becomes slow; nobody needs that many.
+        assert!(self.used.len() < all / 2, "{} source addresses are too few for this log", all / ports as usize);
+        loop {
+            let address = uniform_below(&mut self.rng, u32::from(self.workload.source_addresses)) as u16;
+            let port = first + uniform_below(&mut self.rng, ports) as u16;
+            if self.used.insert((address, port)) {
+                return (address, port);
+            }
+        }
+    }
+}
+
+const MAGIC: &str = "coreward-arrivals 1";
+const COLUMNS: &str = "start_us source_address source_port requests interval_us service_us";
+
+impl fmt::Display for ArrivalLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seed, duration_us, source_addresses, arrivals } = self;
+        writeln!(f, "{MAGIC} seed={seed} duration_us={duration_us} source_addresses={source_addresses}\n{COLUMNS}")?;
+        for a in arrivals {
+            let Arrival { start_us, source_address, source_port, requests, interval_us, service_us } = a;
+            writeln!(f, "{start_us} {source_address} {source_port} {requests} {interval_us} {service_us}")?;
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong with an arrival log, and where.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("arrival log, line {line}: {found:?}: expected {expected}")]
+pub struct ArrivalLogError {
+    /// Counted from 1.
+    pub line: usize,
+    /// What stands there.
+    pub found: String,
+    /// What should.
+    pub expected: &'static str,
+}
+
+impl FromStr for ArrivalLog {
+    type Err = ArrivalLogError;
+
+    /// # Errors
+    /// When the header or a line is not as the module's documentation shows, connections are not in the order of their
+    /// starts, two have the same source, or one starts after the log's end.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut lines = text.lines().enumerate();
+        let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());
+        match columns {
+            Some((_, line)) if line == COLUMNS => {}
+            other => return Err(error(1, other.map_or("", |(_, line)| line), COLUMNS)),
+        }
+        let (mut sources, mut earliest_us) = (HashSet::new(), 0);
+        for (index, line) in lines {
+            let arrival = parse_arrival(line)
+                .ok_or_else(|| error(index, line, "six numbers: start_us source_address ... (the second line)"))?;
+            let rules = [
+                (arrival.start_us >= earliest_us, "connections in the order of their starts"),
+                (arrival.start_us < log.duration_us, "a start before the end of the log"),
+                (arrival.source_address < log.source_addresses, "a source address below source_addresses"),
+                (arrival.source_port > 0, "a source port from 1 to 65535"),
+                (arrival.requests > 0, "at least one request"),
+                (arrival.service_us > 0, "a service time of at least 1 us"),
+                (sources.insert((arrival.source_address, arrival.source_port)), "a source that no other line has"),
+            ];
+            if let Some((_, expected)) = rules.into_iter().find(|(holds, _)| !holds) {
+                return Err(error(index, line, expected));
+            }
+            earliest_us = arrival.start_us;
+            log.arrivals.push(arrival);
+        }
+        Ok(log)
+    }
+}
+
+fn error(index: usize, found: &str, expected: &'static str) -> ArrivalLogError {
+    ArrivalLogError { line: index + 1, found: found.to_owned(), expected }
+}
+
+fn parse_header(line: &str) -> Result<ArrivalLog, ArrivalLogError> {
+    let parse = || {
+        let mut words = line.strip_prefix(MAGIC)?.split_whitespace();
+        let log = ArrivalLog {
+            seed: words.next()?.strip_prefix("seed=")?.parse().ok()?,
+            duration_us: words.next()?.strip_prefix("duration_us=")?.parse().ok()?,
+            source_addresses: words.next()?.strip_prefix("source_addresses=")?.parse().ok()?,
+            arrivals: Vec::new(),
+        };
+        words.next().is_none().then_some(log)
+    };
+    parse().ok_or_else(|| error(0, line, "coreward-arrivals 1 seed=N duration_us=N source_addresses=N"))
+}
+
+fn parse_arrival(line: &str) -> Option<Arrival> {
+    let mut words = line.split_whitespace();
+    let arrival = Arrival {
+        start_us: words.next()?.parse().ok()?,
+        source_address: words.next()?.parse().ok()?,
+        source_port: words.next()?.parse().ok()?,
+        requests: words.next()?.parse().ok()?,
+        interval_us: words.next()?.parse().ok()?,
+        service_us: words.next()?.parse().ok()?,
+    };
+    words.next().is_none().then_some(arrival)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_seed_gives_the_same_log_and_the_text_gives_it_back() {
+        let workload = Workload { duration_us: 3_000_000, ..Workload::default() };
+        let log = workload.generate(7);
+        assert_eq!(log, workload.generate(7));
+        assert_ne!(log, workload.generate(8));
+        assert_eq!(log.to_string().parse(), Ok(log));
+    }
+
+    #[test]
+    fn the_load_is_the_one_asked_for_from_start_to_end() {
+        let workload = Workload::default();
+        let log = workload.generate(1);
+        let mut work_us = vec![0u64; (log.duration_us / 1_000_000) as usize];
+        for arrival in &log.arrivals {
+            for index in 0..arrival.requests {
+                work_us[(arrival.due_us(index) / 1_000_000) as usize] += u64::from(arrival.service_us);
+            }
+        }
+        // 16 cores at 40 %.
+        let whole: u64 = work_us.iter().sum();
+        assert!((whole as f64 / (6_400_000.0 * 38.0) - 1.0).abs() < 0.05, "{whole}");
+        for (second, work_us) in work_us.iter().enumerate() {
+            assert!((*work_us as f64 / 6_400_000.0 - 1.0).abs() < 0.3, "second {second}: {work_us} us");
+        }
+    }
+
+    #[test]
+    fn elephants_are_at_most_a_tenth_of_a_cores_mean_load() {
+        let workload = Workload::default();
+        let core_work_us_per_s = u64::from(workload.mean_load_permille) * 1_000;
+        assert_eq!(workload.elephant_interval_us(), 125_000);
+        for arrival in workload.generate(3).arrivals.iter().filter(|arrival| arrival.requests > 2) {
+            let work_us_per_s = u64::from(arrival.service_us) * 1_000_000 / u64::from(arrival.interval_us);
+            assert!(work_us_per_s * 10 <= core_work_us_per_s, "{arrival:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let header = "coreward-arrivals 1 seed=1 duration_us=1000 source_addresses=2\n\
+                      start_us source_address source_port requests interval_us service_us\n";
+        let wrong = [
+            ("10 0 5 1 100", "six numbers"),
+            ("10 0 5 1 100 x", "six numbers"),
+            ("1000 0 5 1 100 5", "before the end"),
+            ("10 2 5 1 100 5", "below source_addresses"),
+            ("10 0 5 0 100 5", "at least one request"),
+            ("10 0 5 1 100 5\n9 0 6 1 100 5", "order of their starts"),
+            ("10 0 5 1 100 5\n10 0 5 1 100 5", "no other line"),
+        ];
+        for (lines, expected) in wrong {
+            let error = format!("{header}{lines}\n").parse::<ArrivalLog>().unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+            assert_eq!(error.line, 2 + lines.lines().count());
+        }
+        assert_eq!("nonsense".parse::<ArrivalLog>().unwrap_err().line, 1);
+        assert_eq!("".parse::<ArrivalLog>().unwrap_err().line, 1);
+    }
+}
