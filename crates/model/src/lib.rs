@@ -1,1 +1,25 @@
-//! DESC
+//! The pure logic of coreward: what RSS does, what a cookie is, where a connection goes.
+//!
+//! No I/O, no clock, no global randomness: time and random numbers come in as arguments, so that the live controller,
+//! the tests of the BPF programs and the simulator all decide by the same code, and the same input gives the same
+//! answer on every machine.
+//!
+//! * [`tuple`]: addresses, services, the 4-tuple of a connection
+//! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables
+//! * [`cookie`]: the cookie in the TCP timestamp
+//! * [`load`]: absolute reports become smoothed loads per core
+//! * [`placement`]: the table that the data plane consults for a first packet, and how it does
+//! * [`policy`]: what fills that table; one file per policy
+//! * [`statistics`]: variance % and friends
+//! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
+
+pub mod arrivals;
+pub mod cookie;
+pub mod load;
+pub mod placement;
+pub mod policy;
+pub mod rss;
+pub mod statistics;
+pub mod tuple;
+
+pub use tuple::{FourTuple, ServerId, ServiceAddress};

@@ -1,0 +1,192 @@
+//! Absolute reports become smoothed loads per core.
+
+/// The weight of the newest value: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Alpha(f64);
+
+/// A weight outside (0, 1].
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("alpha {0}: expected a number above 0, at most 1")]
+pub struct AlphaOutOfRange(pub f64);
+
+impl Alpha {
+    /// As published (CrossRSS as published, and the default).
+    pub const PUBLISHED: Alpha = Alpha(0.5);
+
+    /// # Errors
+    /// When `value` is not in (0, 1].
+    pub fn new(value: f64) -> Result<Self, AlphaOutOfRange> {
+        if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(AlphaOutOfRange(value)) }
+    }
+
+    /// The weight.
+    pub fn get(self) -> f64 {
+        self.0
+    }
+}
+
+/// What one report says of the cores: absolute values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CoreReadings {
+    /// Grows with every report of one agent process.
+    pub sequence: u64,
+    /// The server's monotonic clock when the cores were read, ns.
+    pub measured_ns: u64,
+    /// Busy time of each core since some fixed moment, ns.
+    pub busy_ns: Vec<u64>,
+}
+
+/// Why readings were not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReadingsRefused {
+    /// Late, or sent twice.
+    #[error("report {sequence} after report {newest}: out of order")]
+    OutOfOrder {
+        /// Of the refused report.
+        sequence: u64,
+        /// The newest that was taken.
+        newest: u64,
+    },
+    /// The clock stood still or went back, though the sequence went on.
+    #[error("measured at {measured_ns} ns, not after the previous report's {newest_ns} ns")]
+    ClockStoodStill {
+        /// Of the refused report.
+        measured_ns: u64,
+        /// Of the newest that was taken.
+        newest_ns: u64,
+    },
+    /// No cores.
+    #[error("a report without cores")]
+    NoCores,
+}
+
+/// Follows the cores of one server.
+#[derive(Debug, Clone, Default)]
+pub struct LoadTracker {
+    newest: Option<CoreReadings>,
+    loads: Option<Vec<f64>>,
+}
+
+impl LoadTracker {
+    /// Takes a report. Loads exist from the second one on: a rate needs two readings.
+    ///
+    /// A core count that changed, or a counter that went back (the server was booted again), starts anew.
+    ///
+    /// # Errors
+    /// When the report is older than the newest one, its clock did not move, or it has no cores.
+    pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRefused> {
+        if readings.busy_ns.is_empty() {
+            return Err(ReadingsRefused::NoCores);
+        }
+        if let Some(newest) = &self.newest {
+            if readings.sequence <= newest.sequence {
+                return Err(ReadingsRefused::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
+            }
+            if restarted(newest, &readings) {
+                self.loads = None;
+            } else if readings.measured_ns <= newest.measured_ns {
+                return Err(ReadingsRefused::ClockStoodStill {
+                    measured_ns: readings.measured_ns,
+                    newest_ns: newest.measured_ns,
+                });
+            } else {
+                self.smooth(rates(newest, &readings), alpha);
+            }
+        }
+        self.newest = Some(readings);
+        Ok(())
+    }
+
+    /// Forgets the sequence, not the loads: the agent was restarted and counts its reports anew.
+    pub fn new_stream(&mut self) {
+        if let Some(newest) = &mut self.newest {
+            newest.sequence = 0;
+        }
+    }
+
+    /// The smoothed load of each core in fractions of its capacity; `None` before the second report.
+    pub fn loads(&self) -> Option<&[f64]> {
+        self.loads.as_deref()
+    }
+
+    fn smooth(&mut self, new: Vec<f64>, alpha: Alpha) {
+        match &mut self.loads {
+            Some(old) => {
+                for (old, new) in old.iter_mut().zip(new) {
+                    *old = alpha.get() * new + (1.0 - alpha.get()) * *old;
+                }
+            }
+            None => self.loads = Some(new),
+        }
+    }
+}
+
+/// Whether the readings cannot be of the same run as `newest`: other cores, or a counter that went back.
+fn restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
+    newest.busy_ns.len() != readings.busy_ns.len()
+        || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
+}
+
+/// Busy fraction of each core between two readings of the same run.
+fn rates(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
+    let elapsed = (readings.measured_ns - newest.measured_ns) as f64;
+    newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed).collect()
+}
+
+/// A load in the data plane's fixed point (1.0 is `LOAD_ONE`); below 0 is 0, above 4095 is 4095.
+pub fn fixed_point(load: f64) -> u32 {
+    (load * f64::from(coreward_intf::LOAD_ONE)) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn readings(sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
+        let busy_ns = busy_ms.iter().map(|ms| ms * 1_000_000).collect();
+        CoreReadings { sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
+    }
+
+    #[test]
+    fn loads_are_smoothed_rates() {
+        let mut tracker = LoadTracker::default();
+        tracker.report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), None);
+        tracker.report(readings(2, 100, &[50, 0]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), Some(&[0.5, 0.0][..]));
+        tracker.report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), Some(&[0.25, 0.5][..]));
+        // A report was lost: absolute values make the next one right all the same.
+        tracker.report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
+        assert_eq!(tracker.loads(), Some(&[0.0, 1.0][..]));
+    }
+
+    #[test]
+    fn what_is_late_is_refused_and_changes_nothing() {
+        let mut tracker = LoadTracker::default();
+        tracker.report(readings(7, 0, &[0]), Alpha::PUBLISHED).unwrap();
+        tracker.report(readings(8, 100, &[10]), Alpha::PUBLISHED).unwrap();
+        let refused = tracker.report(readings(8, 200, &[100]), Alpha::PUBLISHED).unwrap_err();
+        assert_eq!(refused, ReadingsRefused::OutOfOrder { sequence: 8, newest: 8 });
+        assert!(tracker.report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
+        assert!(tracker.report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
+        assert_eq!(tracker.loads(), Some(&[0.1][..]));
+    }
+
+    #[test]
+    fn a_reboot_starts_anew() {
+        let mut tracker = LoadTracker::default();
+        tracker.report(readings(1, 0, &[1000]), Alpha::PUBLISHED).unwrap();
+        tracker.report(readings(2, 100, &[1100]), Alpha::PUBLISHED).unwrap();
+        tracker.new_stream();
+        tracker.report(readings(1, 5, &[5]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), None);
+    }
+
+    #[test]
+    fn alpha_is_a_weight() {
+        assert_eq!(Alpha::new(0.0).unwrap_err().to_string(), "alpha 0: expected a number above 0, at most 1");
+        assert!(Alpha::new(f64::NAN).is_err());
+        assert!(Alpha::new(1.0).is_ok());
+    }
+}

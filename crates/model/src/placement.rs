@@ -1,0 +1,336 @@
+//! The table that the data plane consults for the first packet of a connection, and how it does.
+//!
+//! [`PlacementTable`] is what a policy computes, the controller sends and `lb.bpf.c` reads (`struct placement_table` of
+//! `bpf/intf.h`); [`PlacementTable::choose`] is, decision by decision, what `lb.bpf.c` does with it. The tests of the
+//! BPF program compare the two.
+
+use coreward_intf as intf;
+
+use crate::rss::RssKey;
+use crate::{FourTuple, ServerId};
+
+/// Number of buckets: a power of two from 1 to 2048.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BucketCount(u32);
+
+/// A number of buckets that the low bits of a hash cannot address.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0} buckets: expected a power of two from 1 to {max}", max = intf::MAX_BUCKETS)]
+pub struct BucketCountError(pub u64);
+
+impl BucketCount {
+    /// 128, as published (CrossRSS, CoNEXT'20) and as most NICs' indirection tables have.
+    pub const PUBLISHED: BucketCount = BucketCount(128);
+
+    /// # Errors
+    /// When `count` is no power of two from 1 to 2048.
+    pub fn new(count: u64) -> Result<Self, BucketCountError> {
+        if count.is_power_of_two() && count <= u64::from(intf::MAX_BUCKETS) {
+            Ok(Self(count as u32))
+        } else {
+            Err(BucketCountError(count))
+        }
+    }
+
+    /// The number.
+    pub fn get(self) -> u32 {
+        self.0
+    }
+
+    /// The bucket of a hash: its low bits.
+    pub fn bucket(self, hash: u32) -> u32 {
+        hash & (self.0 - 1)
+    }
+}
+
+/// How a first packet finds its server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Rule {
+    /// Bucket to server, one look-up.
+    Table,
+    /// The least of the bucket's candidates, by load and connections assigned since the table was switched in.
+    LeastAssigned,
+    /// The next member in turn.
+    RoundRobin,
+    /// The less loaded of two members drawn by hash.
+    PowerOfTwo,
+}
+
+impl Rule {
+    /// All rules in the order of `enum placement_rule`.
+    pub const ALL: [Rule; intf::PLACEMENT_RULE_COUNT as usize] =
+        [Rule::Table, Rule::LeastAssigned, Rule::RoundRobin, Rule::PowerOfTwo];
+
+    /// The value in `enum placement_rule`.
+    pub fn number(self) -> u32 {
+        self as u32
+    }
+
+    /// The name in `bpf/intf.h`, lower case.
+    pub fn name(self) -> &'static str {
+        intf::PLACEMENT_RULE_NAMES[self as usize]
+    }
+
+    /// The rule with that name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|rule| rule.name() == name)
+    }
+}
+
+/// One core of one server that a bucket may go to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Candidate {
+    /// Where the connection would go.
+    pub server: ServerId,
+    /// The core's load in fixed point ([`crate::load::fixed_point`]).
+    pub load: u32,
+    /// Position of the core in [`PlacementTable::core_slots`].
+    pub core_slot: u16,
+}
+
+/// A server that takes new connections, and its mean load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Member {
+    /// Its id.
+    pub server: ServerId,
+    /// Its load in fixed point.
+    pub load: u32,
+}
+
+/// A core of a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Core {
+    /// The server.
+    pub server: ServerId,
+    /// Its receive queue.
+    pub core: u16,
+}
+
+/// Everything that one service's first packets need.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlacementTable {
+    /// Grows with every table of the service.
+    pub generation: u64,
+    /// How first packets are placed.
+    pub rule: Rule,
+    /// Number of buckets.
+    pub bucket_count: BucketCount,
+    /// The Toeplitz key of each group of candidates.
+    pub groups: Vec<RssKey>,
+    /// How many candidates stand for each bucket of each group; the same everywhere, missing ones repeat the last.
+    pub candidates_per_bucket: u32,
+    /// `groups` x `bucket_count` x `candidates_per_bucket`, the best first.
+    pub candidates: Vec<Candidate>,
+    /// What one connection assigned since the switch adds to a core's load, in fixed point.
+    pub assignment_cost: u32,
+    /// The core of each slot.
+    pub core_slots: Vec<Core>,
+    /// The servers that take new connections, by id.
+    pub members: Vec<Member>,
+    /// By bucket, a choice that changes only with the pool: for connections that cannot carry a cookie.
+    pub consistent: Vec<ServerId>,
+}
+
+/// What changes with each first packet.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PlacementState {
+    /// Connections assigned since the table was switched in, per core slot.
+    pub assigned: Vec<u32>,
+    /// The counter of [`Rule::RoundRobin`].
+    pub round_robin: u64,
+}
+
+impl PlacementState {
+    /// The state with which a new table is switched in.
+    pub fn for_table(table: &PlacementTable) -> Self {
+        Self { assigned: vec![0; table.core_slots.len()], round_robin: 0 }
+    }
+}
+
+/// Mixes a Toeplitz hash into two independent draws (the finaliser of MurmurHash3, 64 bits: every input bit reaches
+/// every output bit). The hash's own low bits are the bucket, that is: the core; a draw from them would not be free.
+pub fn mix(hash: u32) -> u64 {
+    let mut x = u64::from(hash) | 0x9e37_79b9 << 32;
+    x ^= x >> 33;
+    x = x.wrapping_mul(0xff51_afd7_ed55_8ccd);
+    x ^= x >> 33;
+    x = x.wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    x ^ x >> 33
+}
+
+/// The first and second draw below `count` from a mixed hash: multiply and shift (Lemire 2019).
+pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
+    let below = |half: u64| (half * u64::from(count) >> 32) as u32;
+    (below(mixed & 0xffff_ffff), below(mixed >> 32))
+}
+
+impl PlacementTable {
+    /// The server for a connection's first packet; `None` when no server is eligible.
+    pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
+        if self.members.is_empty() {
+            return None;
+        }
+        match self.rule {
+            Rule::Table => self.least_candidate(tuple, |candidate| u64::from(candidate.load)).map(|c| c.server),
+            Rule::LeastAssigned => self.choose_least_assigned(state, tuple),
+            Rule::RoundRobin => {
+                let turn = state.round_robin;
+                state.round_robin += 1;
+                Some(self.members[(turn % self.members.len() as u64) as usize].server)
+            }
+            Rule::PowerOfTwo => {
+                let (first, second) = self.two_members(tuple);
+                Some(if second.load < first.load { second.server } else { first.server })
+            }
+        }
+    }
+
+    /// The choice for a connection without timestamps: the same whatever the loads.
+    pub fn choose_consistent(&self, tuple: &FourTuple) -> Option<ServerId> {
+        let key = self.groups.first()?;
+        self.consistent.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
+    }
+
+    /// The candidates of a group's bucket, the best first.
+    pub fn candidates_of(&self, group: usize, bucket: u32) -> &[Candidate] {
+        let per_bucket = self.candidates_per_bucket as usize;
+        let start = (group * self.bucket_count.get() as usize + bucket as usize) * per_bucket;
+        &self.candidates[start..start + per_bucket]
+    }
+
+    fn choose_least_assigned(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
+        let cost = |candidate: &Candidate| {
+            let assigned = state.assigned.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
+            u64::from(candidate.load) + u64::from(assigned) * u64::from(self.assignment_cost)
+        };
+        let chosen = self.least_candidate(tuple, cost)?;
+        if let Some(assigned) = state.assigned.get_mut(usize::from(chosen.core_slot)) {
+            *assigned += 1;
+        }
+        Some(chosen.server)
+    }
+
+    /// The first candidate of least cost over all groups. Rule `Table` looks at one candidate per group.
+    fn least_candidate(&self, tuple: &FourTuple, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
+        let bytes = tuple.bytes();
+        let looked_at = if self.rule == Rule::Table { 1 } else { self.candidates_per_bucket as usize };
+        let candidates = self.groups.iter().enumerate().flat_map(|(group, key)| {
+            let bucket = self.bucket_count.bucket(key.toeplitz(&bytes));
+            &self.candidates_of(group, bucket)[..looked_at]
+        });
+        // min_by_key takes the first of equals, as the BPF program does.
+        candidates.min_by_key(|candidate| cost(candidate)).copied()
+    }
+
+    fn two_members(&self, tuple: &FourTuple) -> (Member, Member) {
+        let hash = self.groups.first().map_or(0, |key| key.toeplitz(&tuple.bytes()));
+        let (first, second) = two_draws(mix(hash), self.members.len() as u32);
+        (self.members[first as usize], self.members[second as usize])
+    }
+}
+
+/// Highest random weight (Thaler and Ravishankar, 1998): for each bucket the member whose hash with it is highest.
+/// When a member leaves, only its own buckets move.
+pub fn rendezvous(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
+    let weight = |bucket: u32, server: ServerId| mix(bucket << 16 | u32::from(server.get()));
+    (0..buckets.get())
+        .filter_map(|bucket| members.iter().copied().max_by_key(|server| (weight(bucket, *server), *server)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    fn id(number: u64) -> ServerId {
+        ServerId::try_from(number).unwrap()
+    }
+
+    fn tuple(port: u16) -> FourTuple {
+        FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
+    }
+
+    fn table(rule: Rule, loads: &[u32]) -> PlacementTable {
+        let servers: Vec<ServerId> = (0..loads.len() as u64).map(|n| id(n + 1)).collect();
+        let bucket_count = BucketCount::new(4).unwrap();
+        let mut ordered: Vec<Candidate> = loads
+            .iter()
+            .enumerate()
+            .map(|(n, load)| Candidate { server: servers[n], load: *load, core_slot: n as u16 })
+            .collect();
+        ordered.sort_by_key(|candidate| (candidate.load, candidate.server));
+        PlacementTable {
+            generation: 1,
+            rule,
+            bucket_count,
+            groups: vec![RssKey::microsoft()],
+            candidates_per_bucket: loads.len() as u32,
+            candidates: ordered.repeat(4),
+            assignment_cost: 10,
+            core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
+            members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
+            consistent: rendezvous(&servers, bucket_count),
+        }
+    }
+
+    #[test]
+    fn the_table_rule_takes_the_first_candidate() {
+        let table = table(Rule::Table, &[30, 10, 20]);
+        let mut state = PlacementState::for_table(&table);
+        for port in 0..50 {
+            assert_eq!(table.choose(&mut state, &tuple(port)), Some(id(2)));
+        }
+    }
+
+    #[test]
+    fn assigned_connections_count_as_load() {
+        let table = table(Rule::LeastAssigned, &[0, 25, 1000]);
+        let mut state = PlacementState::for_table(&table);
+        let chosen: Vec<u16> = (0..5).map(|port| table.choose(&mut state, &tuple(port)).unwrap().get()).collect();
+        // Costs of server 1: 0, 10, 20, then 30 against 25, then 30 against 35.
+        assert_eq!(chosen, [1, 1, 1, 2, 1]);
+        assert_eq!(state.assigned, [4, 1, 0]);
+    }
+
+    #[test]
+    fn round_robin_takes_turns_and_pow2_prefers_the_less_loaded() {
+        let round_robin = table(Rule::RoundRobin, &[0, 0, 0]);
+        let mut state = PlacementState::for_table(&round_robin);
+        let chosen: Vec<u16> = (0..4).map(|_| round_robin.choose(&mut state, &tuple(1)).unwrap().get()).collect();
+        assert_eq!(chosen, [1, 2, 3, 1]);
+
+        let pow2 = table(Rule::PowerOfTwo, &[10, 0, 20, 30]);
+        let mut counts = [0; 5];
+        (0..4000).for_each(|port| counts[usize::from(pow2.choose(&mut state, &tuple(port)).unwrap().get())] += 1);
+        // Of two draws with replacement the least loaded of four is taken with probability 7/16, the most loaded 1/16.
+        assert!((1600..1900).contains(&counts[2]) && (180..330).contains(&counts[4]), "{counts:?}");
+    }
+
+    #[test]
+    fn without_members_there_is_no_server() {
+        let mut empty = table(Rule::Table, &[1]);
+        empty.members.clear();
+        assert_eq!(empty.choose(&mut PlacementState::default(), &tuple(1)), None);
+    }
+
+    #[test]
+    fn rendezvous_moves_only_what_must_move() {
+        let servers: Vec<ServerId> = (1..=5).map(id).collect();
+        let buckets = BucketCount::new(1024).unwrap();
+        let (before, after) = (rendezvous(&servers, buckets), rendezvous(&servers[1..], buckets));
+        assert!(before.iter().zip(&after).all(|(old, new)| *old == servers[0] || old == new));
+        assert!(servers.iter().all(|server| (150..260).contains(&before.iter().filter(|s| *s == server).count())));
+    }
+
+    #[test]
+    fn buckets_are_a_power_of_two() {
+        assert_eq!(
+            BucketCount::new(100).unwrap_err().to_string(),
+            "100 buckets: expected a power of two from 1 to 2048"
+        );
+        assert!(BucketCount::new(4096).is_err());
+        assert!(BucketCount::new(1).is_ok());
+    }
+}

@@ -1,0 +1,50 @@
+//! `crossrss`, as published (Barbette et al., CoNEXT'20, Sect. 2): at every tick each bucket goes to the server whose
+//! core for that bucket has the strictly smallest load (ties: lowest id), each bucket on its own. Until the first report
+//! bucket i goes to server i mod n.
+
+use super::groups::{fill_candidates, rss_groups};
+use super::{Policy, Pool, independent_key, striped, table_of};
+use crate::placement::{BucketCount, PlacementTable, Rule};
+use crate::rss::RssKey;
+
+pub const NAME: &str = "crossrss";
+
+pub struct CrossRss {
+    key: RssKey,
+}
+
+impl CrossRss {
+    pub fn new(seed: u64) -> Self {
+        Self { key: independent_key(seed) }
+    }
+}
+
+impl Policy for CrossRss {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1)
+    }
+}
+
+/// A table with the least loaded cores of each bucket; `per_bucket` gives how many from the number of eligible servers
+/// and of groups.
+pub fn core_aware(
+    pool: &Pool,
+    buckets: BucketCount,
+    generation: u64,
+    fallback: &RssKey,
+    rule: Rule,
+    per_bucket: impl Fn(usize, usize) -> usize,
+) -> PlacementTable {
+    let groups = rss_groups(pool, fallback);
+    if !pool.has_loads() {
+        return striped(pool, buckets, generation, groups[0].key.clone());
+    }
+    let mut table = table_of(pool, rule, buckets, generation, groups[0].key.clone());
+    let per_bucket = per_bucket(table.members.len(), groups.len());
+    fill_candidates(&mut table, &groups, buckets, pool.neutral_load(), per_bucket);
+    table
+}

@@ -1,0 +1,43 @@
+//! `crossrss-plus`, ours: `crossrss` that also knows what was assigned since the last report.
+//!
+//! Between two reports every bucket of `crossrss` sends all its new connections to the core that was least loaded at the
+//! last one; a burst then piles up there. Here the data plane gets several candidates per bucket, and counts the
+//! connections it gives to each core: a connection goes to the candidate of least load + assigned x cost, where the cost
+//! is what a connection brings on average (all load over all open connections). docs/policies.md says what else was
+//! tried.
+
+use coreward_intf as intf;
+
+use super::crossrss::core_aware;
+use super::{Policy, Pool, independent_key};
+use crate::load::fixed_point;
+use crate::placement::{BucketCount, PlacementTable, Rule};
+use crate::rss::RssKey;
+
+pub const NAME: &str = "crossrss-plus";
+
+pub struct CrossRssPlus {
+    key: RssKey,
+}
+
+impl CrossRssPlus {
+    pub fn new(seed: u64) -> Self {
+        Self { key: independent_key(seed) }
+    }
+}
+
+impl Policy for CrossRssPlus {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let fits = |groups: usize| intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
+        let per_bucket =
+            |servers: usize, groups: usize| servers.min(intf::MAX_CANDIDATES as usize).min(fits(groups)).max(1);
+        let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket);
+        // Every load balancer sees only its own assignments; the others' are about as many.
+        table.assignment_cost = fixed_point(pool.load_per_connection() * f64::from(pool.load_balancers));
+        table
+    }
+}

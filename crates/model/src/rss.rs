@@ -1,0 +1,299 @@
+//! Receive-side scaling: the Toeplitz hash, its keys, and indirection tables.
+
+use std::fmt;
+
+use coreward_intf as intf;
+use rand::SeedableRng as _;
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+/// A random generator of its own for `seed` and what it is used for, so that no two uses share a stream.
+pub fn seeded_rng(seed: u64, purpose: u64) -> Xoshiro256PlusPlus {
+    // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring purposes apart; seed_from_u64 mixes further.
+    Xoshiro256PlusPlus::seed_from_u64(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// A uniform number below `bound` without modulo bias (Lemire, "Fast random integer generation in an interval", 2019).
+pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
+    assert!(bound > 0, "an empty range has no numbers");
+    loop {
+        let product = u64::from(rng.next_u32()) * u64::from(bound);
+        if product as u32 >= bound.wrapping_neg() % bound {
+            return (product >> 32) as u32;
+        }
+    }
+}
+
+/// An RSS key: 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window).
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RssKey(Vec<u8>);
+
+/// A key of another length.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("an RSS key of {0} bytes: expected {min} to {max}", min = intf::RSS_KEY_BYTES, max = intf::RSS_KEY_MAX_BYTES)]
+pub struct RssKeyLength(pub usize);
+
+impl RssKey {
+    /// # Errors
+    /// When the key is shorter than 40 or longer than 52 bytes.
+    pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLength> {
+        let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
+        if allowed.contains(&bytes.len()) { Ok(Self(bytes.to_vec())) } else { Err(RssKeyLength(bytes.len())) }
+    }
+
+    /// A 40-byte key drawn from `rng`.
+    pub fn random(rng: &mut impl rand::Rng) -> Self {
+        let mut bytes = vec![0; intf::RSS_KEY_BYTES as usize];
+        rng.fill_bytes(&mut bytes);
+        Self(bytes)
+    }
+
+    /// Microsoft's verification key ("Verifying the RSS Hash Calculation"), the default of many drivers.
+    pub fn microsoft() -> Self {
+        Self(vec![
+            0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca,
+            0x2b, 0xcb, 0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b,
+            0xbe, 0xac, 0x01, 0xfa,
+        ])
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// 32 bits of the key from bit `position` on; zeros beyond its end.
+    fn window(&self, position: usize) -> u32 {
+        let (byte, bit) = (position / 8, position % 8);
+        let word = (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.0.get(byte + i).copied().unwrap_or(0)));
+        (word >> (8 - bit)) as u32
+    }
+
+    /// The Toeplitz hash of `input`: XOR of the key's windows at the input's set bits.
+    pub fn toeplitz(&self, input: &[u8]) -> u32 {
+        let mut hash = 0;
+        for (index, byte) in input.iter().enumerate() {
+            hash ^= self.toeplitz_of_byte(index, *byte);
+        }
+        hash
+    }
+
+    /// What `byte` at position `index` of the input adds (by XOR) to the hash.
+    pub fn toeplitz_of_byte(&self, index: usize, byte: u8) -> u32 {
+        (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.window(index * 8 + bit))
+    }
+
+    /// One table of 256 entries per input byte: the hash of an input is the XOR of its bytes' entries.
+    pub fn byte_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
+        let mut tables = Box::new([[0; 256]; BYTES]);
+        for (index, table) in tables.iter_mut().enumerate() {
+            for (byte, entry) in table.iter_mut().enumerate() {
+                *entry = self.toeplitz_of_byte(index, byte as u8);
+            }
+        }
+        tables
+    }
+
+    /// The tables for IPv4 source address and source port: the bytes that differ between the packets of one service.
+    pub fn source_tables(&self) -> Box<intf::toeplitz_source_tables> {
+        let all = self.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
+        let byte = [all[0], all[1], all[2], all[3], all[8], all[9]];
+        Box::new(intf::toeplitz_source_tables { byte })
+    }
+
+    /// The constant part of an IPv4 service: what VIP and port add to the hash.
+    pub fn destination_part(&self, vip: std::net::SocketAddrV4) -> u32 {
+        let mut hash = 0;
+        for (index, byte) in vip.ip().octets().into_iter().enumerate() {
+            hash ^= self.toeplitz_of_byte(4 + index, byte);
+        }
+        for (index, byte) in vip.port().to_be_bytes().into_iter().enumerate() {
+            hash ^= self.toeplitz_of_byte(10 + index, byte);
+        }
+        hash
+    }
+}
+
+impl fmt::Debug for RssKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RssKey({self})")
+    }
+}
+
+/// As `ethtool -x` prints it: bytes in hexadecimal, separated by colons.
+impl fmt::Display for RssKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, byte) in self.0.iter().enumerate() {
+            if index > 0 {
+                f.write_str(":")?;
+            }
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+/// An RSS indirection table: the receive queue (here: the core) for the low bits of the hash.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct IndirectionTable {
+    queues: Vec<u16>,
+}
+
+/// A table that RSS cannot use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum IndirectionTableError {
+    /// The low bits of the hash cannot address it.
+    #[error(
+        "an indirection table of {0} entries: expected a power of two from 1 to {max}",
+        max = intf::MAX_INDIRECTION_ENTRIES
+    )]
+    Length(usize),
+    /// No NIC has that many queues.
+    #[error("receive queue {queue} in entry {entry} of the indirection table: expected 0 to 65535")]
+    Queue {
+        /// Position in the table.
+        entry: usize,
+        /// What stands there.
+        queue: u32,
+    },
+}
+
+impl IndirectionTable {
+    /// # Errors
+    /// When the length is no power of two from 1 to 2048, or a queue does not fit 16 bits.
+    pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
+        if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
+            return Err(IndirectionTableError::Length(queues.len()));
+        }
+        let narrow = |(entry, queue): (usize, &u32)| {
+            u16::try_from(*queue).map_err(|_| IndirectionTableError::Queue { entry, queue: *queue })
+        };
+        Ok(Self { queues: queues.iter().enumerate().map(narrow).collect::<Result<_, _>>()? })
+    }
+
+    /// A table in which every core has the same number of entries (+-1), in an order drawn from the server's id.
+    ///
+    /// The paper draws each entry on its own, which by chance gives some cores twice the buckets of others; a balanced
+    /// draw removes that part of the imbalance for nothing (docs/design.md, "Indirection tables").
+    ///
+    /// # Errors
+    /// When `entries` is no power of two from 1 to 2048.
+    pub fn balanced(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
+        let cores = u32::from(cores.max(1));
+        let mut queues: Vec<u32> = (0..entries as u32).map(|entry| entry % cores).collect();
+        let mut rng = seeded_rng(server_seed, PURPOSE_INDIRECTION);
+        // Fisher and Yates.
+        for last in (1..queues.len()).rev() {
+            queues.swap(last, uniform_below(&mut rng, last as u32 + 1) as usize);
+        }
+        Self::new(&queues)
+    }
+
+    /// Each entry drawn on its own from the server's id, as published (CrossRSS, CoNEXT'20, Sect. 2).
+    ///
+    /// # Errors
+    /// When `entries` is no power of two from 1 to 2048.
+    pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
+        let mut rng = seeded_rng(server_seed, PURPOSE_INDIRECTION);
+        let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
+        Self::new(&queues)
+    }
+
+    /// The queue for a hash: its low bits are the entry.
+    pub fn queue(&self, hash: u32) -> u16 {
+        self.queues[hash as usize & (self.queues.len() - 1)]
+    }
+
+    /// All entries.
+    pub fn queues(&self) -> &[u16] {
+        &self.queues
+    }
+
+    /// Number of entries, a power of two.
+    pub fn entry_count(&self) -> usize {
+        self.queues.len()
+    }
+}
+
+/// [`seeded_rng`]'s stream for indirection tables.
+const PURPOSE_INDIRECTION: u64 = 1;
+
+/// One server's RSS as its agent reported it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rss {
+    /// The key of its NIC.
+    pub key: RssKey,
+    /// The table of its NIC; entries are cores.
+    pub indirection_table: IndirectionTable,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::FourTuple;
+
+    /// Microsoft, "Verifying the RSS Hash Calculation", IPv4 and IPv6 with TCP ports.
+    #[test]
+    fn microsoft_vectors() {
+        let key = RssKey::microsoft();
+        let vectors = [
+            ("66.9.149.187:2794", "161.142.100.80:1766", 0x51cc_c178),
+            ("199.92.111.2:14230", "65.69.140.83:4739", 0xc626_b0ea),
+            ("24.19.198.95:12898", "12.22.207.184:38024", 0x5c2b_394a),
+            ("38.27.205.30:48228", "209.142.163.6:2217", 0xafc7_327f),
+            ("153.39.163.191:44251", "202.188.127.2:1303", 0x10e8_28a2),
+            ("[3ffe:2501:200:1fff::7]:2794", "[3ffe:2501:200:3::1]:1766", 0x4020_7d3d),
+            ("[3ffe:501:8::260:97ff:fe40:efab]:14230", "[ff02::1]:4739", 0xdde5_1bbf),
+            ("[3ffe:1900:4545:3:200:f8ff:fe21:67cf]:44251", "[fe80::200:f8ff:fe21:67cf]:38024", 0x02d1_feef),
+        ];
+        for (client, vip, hash) in vectors {
+            let tuple = FourTuple::new(client.parse().unwrap(), vip.parse().unwrap()).unwrap();
+            assert_eq!(key.toeplitz(&tuple.bytes()), hash, "{client} -> {vip}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn source_tables_and_destination_part_give_the_whole_hash(
+            seed: u64, client: [u8; 4], port: u16, vip: [u8; 4], vip_port: u16,
+        ) {
+            let key = RssKey::random(&mut seeded_rng(seed, 0));
+            let (client, vip) = (Ipv4Addr::from(client), Ipv4Addr::from(vip));
+            let tables = key.source_tables();
+            let source = [&client.octets()[..], &port.to_be_bytes()[..]].concat();
+            let parts = source.iter().zip(&tables.byte).fold(0, |hash, (byte, table)| hash ^ table[*byte as usize]);
+            let whole = key.toeplitz(&FourTuple::ipv4((client, port), (vip, vip_port)).bytes());
+            prop_assert_eq!(parts ^ key.destination_part(std::net::SocketAddrV4::new(vip, vip_port)), whole);
+        }
+
+        #[test]
+        fn balanced_tables_are_balanced(seed: u64, cores in 1u16..70, bits in 0u32..10) {
+            let table = IndirectionTable::balanced(seed, 1 << bits, cores).unwrap();
+            let mut counts = vec![0usize; usize::from(cores)];
+            table.queues().iter().for_each(|queue| counts[usize::from(*queue)] += 1);
+            prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1);
+        }
+    }
+
+    #[test]
+    fn what_is_no_table_is_refused() {
+        assert_eq!(
+            IndirectionTable::new(&[0; 100]).unwrap_err().to_string(),
+            "an indirection table of 100 entries: expected a power of two from 1 to 2048"
+        );
+        assert!(IndirectionTable::new(&[]).is_err());
+        assert!(IndirectionTable::new(&[70_000]).is_err());
+        assert_eq!(RssKey::new(&[0; 39]).unwrap_err().to_string(), "an RSS key of 39 bytes: expected 40 to 52");
+    }
+
+    #[test]
+    fn uniform_numbers_reach_every_value() {
+        let mut rng = seeded_rng(7, 7);
+        let mut seen = [0u32; 6];
+        (0..6000).for_each(|_| seen[uniform_below(&mut rng, 6) as usize] += 1);
+        assert!(seen.iter().all(|count| (850..1150).contains(count)), "{seen:?}");
+    }
+}

@@ -1,0 +1,49 @@
+//! The measures that the papers and the demo print.
+
+/// Variance % of one window: the population variance of x / mean, times 100 (CrossRSS, CoNEXT'20, Sect. 3, Fig. 2a).
+/// `None` without values or when nothing was served.
+pub fn variance_pct(values: &[f64]) -> Option<f64> {
+    let mean = mean(values)?;
+    if mean <= 0.0 {
+        return None;
+    }
+    Some(values.iter().map(|x| (x / mean - 1.0).powi(2)).sum::<f64>() / values.len() as f64 * 100.0)
+}
+
+/// The arithmetic mean; `None` without values.
+pub fn mean(values: &[f64]) -> Option<f64> {
+    if values.is_empty() { None } else { Some(values.iter().sum::<f64>() / values.len() as f64) }
+}
+
+/// The median (of an even number: the mean of the two in the middle); `None` without values.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => None,
+        n if n % 2 == 1 => Some(sorted[middle]),
+        _ => Some((sorted[middle - 1] + sorted[middle]) / 2.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variance_by_hand() {
+        assert_eq!(variance_pct(&[1.0, 1.0, 1.0]), Some(0.0));
+        // x / mean = 0.5 and 1.5: variance 0.25.
+        assert_eq!(variance_pct(&[1.0, 3.0]), Some(25.0));
+        assert_eq!(variance_pct(&[]), None);
+        assert_eq!(variance_pct(&[0.0, 0.0]), None);
+    }
+
+    #[test]
+    fn median_of_odd_and_even() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
+        assert_eq!(median(&[]), None);
+    }
+}

@@ -1,0 +1,230 @@
+//! Addresses, services and the 4-tuple of a connection, for both address families.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use coreward_intf as intf;
+
+/// The id of a server inside a service: what the cookie carries. 0 to 16,383.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ServerId(u16);
+
+/// A number that no cookie can hold.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie holds", max = intf::SERVER_ID_COUNT - 1)]
+pub struct ServerIdOutOfRange(pub u64);
+
+impl ServerId {
+    /// How many ids there are.
+    pub const COUNT: usize = intf::SERVER_ID_COUNT as usize;
+
+    /// The id as a number below [`ServerId::COUNT`].
+    pub fn get(self) -> u16 {
+        self.0
+    }
+}
+
+impl TryFrom<u64> for ServerId {
+    type Error = ServerIdOutOfRange;
+
+    fn try_from(value: u64) -> Result<Self, Self::Error> {
+        if value < Self::COUNT as u64 { Ok(Self(value as u16)) } else { Err(ServerIdOutOfRange(value)) }
+    }
+}
+
+impl fmt::Display for ServerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A layer-4 protocol that coreward balances.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Protocol {
+    /// TCP, number 6.
+    Tcp,
+}
+
+impl Protocol {
+    /// The number in the IP header (IANA protocol numbers).
+    pub fn number(self) -> u8 {
+        match self {
+            Protocol::Tcp => 6,
+        }
+    }
+
+    /// The name as configuration and wire write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Protocol::Tcp => "tcp",
+        }
+    }
+}
+
+/// A protocol that is not balanced.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("protocol {0:?} is not known: expected \"tcp\"")]
+pub struct UnknownProtocol(pub String);
+
+impl FromStr for Protocol {
+    type Err = UnknownProtocol;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        match name {
+            "tcp" => Ok(Protocol::Tcp),
+            other => Err(UnknownProtocol(other.to_string())),
+        }
+    }
+}
+
+/// What clients connect to: VIP, port and protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ServiceAddress {
+    /// VIP and port.
+    pub socket: SocketAddr,
+    /// The protocol.
+    pub protocol: Protocol,
+}
+
+impl fmt::Display for ServiceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.socket, self.protocol.name())
+    }
+}
+
+/// An address as `bpf/intf.h` holds it: four words in network byte order, IPv4 in the last (IPv4-mapped, RFC 4291
+/// Sect. 2.5.5.2).
+pub fn address_words(address: IpAddr) -> [u32; 4] {
+    let octets = match address {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    };
+    std::array::from_fn(|word| u32::from_ne_bytes(octets[word * 4..word * 4 + 4].try_into().expect("four bytes")))
+}
+
+impl ServiceAddress {
+    /// The key under which the BPF programs find the service.
+    pub fn key(&self) -> intf::service_key {
+        intf::service_key {
+            address: address_words(self.socket.ip()),
+            port: self.socket.port().to_be(),
+            protocol: self.protocol.number(),
+            family: match self.socket {
+                SocketAddr::V4(_) => intf::ADDRESS_FAMILY_IPV4,
+                SocketAddr::V6(_) => intf::ADDRESS_FAMILY_IPV6,
+            } as u8,
+        }
+    }
+}
+
+/// A connection as the client's packets carry it: client to VIP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FourTuple {
+    client: SocketAddr,
+    vip: SocketAddr,
+}
+
+/// Client and VIP of different address families.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("client {client} and VIP {vip} are of different address families")]
+pub struct MixedFamilies {
+    client: SocketAddr,
+    vip: SocketAddr,
+}
+
+impl FourTuple {
+    /// # Errors
+    /// When one side is IPv4 and the other IPv6.
+    pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedFamilies> {
+        if client.is_ipv4() == vip.is_ipv4() { Ok(Self { client, vip }) } else { Err(MixedFamilies { client, vip }) }
+    }
+
+    /// An IPv4 tuple; cannot be mixed.
+    pub fn ipv4(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> Self {
+        Self { client: client.into(), vip: vip.into() }
+    }
+
+    /// An IPv6 tuple; cannot be mixed.
+    pub fn ipv6(client: (Ipv6Addr, u16), vip: (Ipv6Addr, u16)) -> Self {
+        Self { client: client.into(), vip: vip.into() }
+    }
+
+    /// The client's address and port.
+    pub fn client(&self) -> SocketAddr {
+        self.client
+    }
+
+    /// The VIP and its port.
+    pub fn vip(&self) -> SocketAddr {
+        self.vip
+    }
+
+    /// Source address, destination address, source port, destination port in network byte order: the input of RSS with
+    /// ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the cookie's keyed hash. 12 bytes, or 36 for IPv6.
+    pub fn bytes(&self) -> TupleBytes {
+        let mut bytes = TupleBytes { buffer: [0; 36], length: 0 };
+        for address in [self.client.ip(), self.vip.ip()] {
+            match address {
+                IpAddr::V4(v4) => bytes.push(&v4.octets()),
+                IpAddr::V6(v6) => bytes.push(&v6.octets()),
+            }
+        }
+        bytes.push(&self.client.port().to_be_bytes());
+        bytes.push(&self.vip.port().to_be_bytes());
+        bytes
+    }
+}
+
+/// The bytes of a [`FourTuple`], without a heap.
+#[derive(Debug, Clone, Copy)]
+pub struct TupleBytes {
+    buffer: [u8; 36],
+    length: usize,
+}
+
+impl TupleBytes {
+    fn push(&mut self, part: &[u8]) {
+        self.buffer[self.length..self.length + part.len()].copy_from_slice(part);
+        self.length += part.len();
+    }
+}
+
+impl std::ops::Deref for TupleBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.buffer[..self.length]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn service_key_has_the_layout_of_the_packet() {
+        let address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let key = address.key();
+        assert_eq!(key.address[3].to_ne_bytes(), [10, 200, 0, 1]);
+        assert_eq!(key.address[2].to_ne_bytes(), [0, 0, 0xff, 0xff]);
+        assert_eq!(key.port.to_ne_bytes(), [0, 80]);
+        assert_eq!((key.protocol, key.family), (6, 4));
+    }
+
+    #[test]
+    fn tuple_bytes_are_in_the_order_of_rss() {
+        let tuple = FourTuple::ipv4((Ipv4Addr::new(1, 2, 3, 4), 0x0506), (Ipv4Addr::new(7, 8, 9, 10), 0x0b0c));
+        assert_eq!(&tuple.bytes()[..], &[1, 2, 3, 4, 7, 8, 9, 10, 5, 6, 11, 12]);
+    }
+
+    #[test]
+    fn families_do_not_mix_and_ids_do_not_overflow() {
+        assert!(FourTuple::new("10.0.0.1:1".parse().unwrap(), "[::1]:80".parse().unwrap()).is_err());
+        assert!(ServerId::try_from(16_383).is_ok());
+        assert_eq!(
+            ServerId::try_from(16_384).unwrap_err().to_string(),
+            "server id 16384 is out of range: expected 0 to 16383, the 14 bits that a cookie holds"
+        );
+    }
+}
