@@ -292,4 +292,11 @@ struct emulated_rss {
 	__u8 key[RSS_KEY_BYTES];
 };
 
+/* What testbed/receive_queues.bpf.c (tests only) saw of one flow. */
+struct received_flow {
+	/* Receive queue + 1; 0: none was recorded. */
+	__u32 recorded_queue;
+	__u32 hash;
+};
+
 #endif

@@ -226,6 +226,51 @@ pub struct Rss {
     pub indirection_table: IndirectionTable,
 }
 
+/// What the testbed's emulated NIC cannot take, or cannot hold.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum EmulatedRssError {
+    /// Its key register has one size.
+    #[error("an RSS key of {0} bytes: the testbed's emulated NIC takes {expected}", expected = intf::RSS_KEY_BYTES)]
+    KeyLength(usize),
+    /// Its table was never written.
+    #[error(transparent)]
+    IndirectionTable(#[from] IndirectionTableError),
+}
+
+impl Rss {
+    /// The layout in which BPF programs predict a packet's receive queue.
+    pub fn mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
+        let mut mapping = Box::new(intf::rss_mapping {
+            entry_count: self.indirection_table.entry_count() as u32,
+            generation,
+            byte: *self.key.byte_tables(),
+            ..Default::default()
+        });
+        mapping.queue[..self.indirection_table.entry_count()].copy_from_slice(self.indirection_table.queues());
+        mapping
+    }
+
+    /// The registers of the testbed's emulated NIC.
+    ///
+    /// # Errors
+    /// When the key has not 40 bytes.
+    pub fn emulated(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
+        let bytes = self.key.bytes();
+        let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;
+        Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key }))
+    }
+
+    /// What the registers of the testbed's emulated NIC hold.
+    ///
+    /// # Errors
+    /// When they hold no indirection table.
+    pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
+        let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
+        let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();
+        Ok(Self { key: RssKey(registers.key.to_vec()), indirection_table: IndirectionTable::new(&queues)? })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
@@ -276,6 +321,23 @@ mod tests {
             table.queues().iter().for_each(|queue| counts[usize::from(*queue)] += 1);
             prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1);
         }
+    }
+
+    #[test]
+    fn the_emulated_nic_holds_what_was_written() {
+        let rng = &mut seeded_rng(1, 1);
+        let indirection_table = IndirectionTable::balanced(1, 128, 4).unwrap();
+        let rss = Rss { key: RssKey::random(rng), indirection_table: indirection_table.clone() };
+        let registers = rss.emulated(3).unwrap();
+        assert_eq!((registers.mapping.entry_count, registers.mapping.generation), (128, 3));
+        let input = [10, 1, 0, 7, 10, 200, 0, 1, 157, 120, 0, 80];
+        let by_bytes = input.iter().zip(&registers.mapping.byte).fold(0, |h, (byte, table)| h ^ table[*byte as usize]);
+        assert_eq!(by_bytes, rss.key.toeplitz(&input));
+        assert_eq!(Rss::from_emulated(&registers), Ok(rss));
+
+        let long = Rss { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
+        assert_eq!(long.emulated(1).unwrap_err(), EmulatedRssError::KeyLength(52));
+        assert!(Rss::from_emulated(&intf::emulated_rss::default()).is_err());
     }
 
     #[test]
