@@ -2,7 +2,7 @@
 //!
 //! Nothing is written here by hand: change `bpf/intf.h`, and both sides change. Every struct can be read from and
 //! written to bytes (`zerocopy`), which the compiler refuses for a struct with padding.
-#![allow(non_camel_case_types, missing_docs)]
+#![allow(non_camel_case_types, missing_docs, clippy::undocumented_unsafe_blocks)]
 
 include!(concat!(env!("OUT_DIR"), "/intf.rs"));
 include!(concat!(env!("OUT_DIR"), "/names.rs"));

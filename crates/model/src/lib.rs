@@ -12,12 +12,14 @@
 //! * [`policy`]: what fills that table; one file per policy
 //! * [`statistics`]: variance % and friends
 //! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
+//! * [`replay`]: an arrival log in virtual time
 
 pub mod arrivals;
 pub mod cookie;
 pub mod load;
 pub mod placement;
 pub mod policy;
+pub mod replay;
 pub mod rss;
 pub mod statistics;
 pub mod tuple;

@@ -165,6 +165,22 @@ pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
 }
 
 impl PlacementTable {
+    /// A table that places nothing: no server is eligible.
+    pub fn empty(bucket_count: BucketCount) -> Self {
+        Self {
+            generation: 0,
+            rule: Rule::Table,
+            bucket_count,
+            groups: Vec::new(),
+            candidates_per_bucket: 0,
+            candidates: Vec::new(),
+            assignment_cost: 0,
+            core_slots: Vec::new(),
+            members: Vec::new(),
+            consistent: Vec::new(),
+        }
+    }
+
     /// The server for a connection's first packet; `None` when no server is eligible.
     pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         if self.members.is_empty() {

@@ -1,0 +1,279 @@
+//! An arrival log replayed in virtual time: servers with cores that serve one request at a time, agents that report,
+//! a controller that ticks, a load balancer that places. Everything that decides is the code that decides live.
+//!
+//! What it leaves out: the network takes no time, a report is seen and a table is in force at the tick. The demo uses it
+//! for the noise floor, the policies' tests to compare one with another before any packet is sent.
+
+use std::net::Ipv4Addr;
+
+use crate::arrivals::{Arrival, ArrivalLog};
+use crate::load::{Alpha, CoreReadings, LoadTracker};
+use crate::placement::{BucketCount, PlacementState, PlacementTable};
+use crate::policy::{Policy, Pool, PoolServer};
+use crate::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use crate::statistics::{mean, variance_pct};
+use crate::{FourTuple, ServerId};
+
+/// What is replayed against.
+#[derive(Debug, Clone, Copy)]
+pub struct Pools {
+    /// Servers, ids 1 to n.
+    pub servers: u16,
+    /// Cores of each server.
+    pub cores: u16,
+    /// Buckets of the placement table and entries of the indirection tables.
+    pub buckets: BucketCount,
+    /// Time between two reports, and between two tables (us).
+    pub report_interval_us: u64,
+    /// Weight of the newest report.
+    pub alpha: Alpha,
+    /// Windows that start before this are left out (us).
+    pub warm_up_us: u64,
+    /// Draws the fleet's RSS key.
+    pub seed: u64,
+}
+
+impl Default for Pools {
+    /// The paper's pool: 4 servers of 4 cores, 128 buckets, reports at 10 Hz (CrossRSS, CoNEXT'20, Sect. 3).
+    fn default() -> Self {
+        Self {
+            servers: 4,
+            cores: 4,
+            buckets: BucketCount::PUBLISHED,
+            report_interval_us: 100_000,
+            alpha: Alpha::PUBLISHED,
+            warm_up_us: 5_000_000,
+            seed: 1,
+        }
+    }
+}
+
+/// Means over the 1 s windows after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Variances {
+    /// Of the work that servers served.
+    pub server_pct: f64,
+    /// Of the work that cores served.
+    pub core_pct: f64,
+}
+
+/// How a connection finds its core.
+pub enum Placer<'a> {
+    /// By a policy, as live.
+    Policy(&'a mut dyn Policy),
+    /// The core on which the connection's requests add least to the sum of squares of the work per core and window, by
+    /// every request that it and the connections already placed will send: what no real balancer can know. The variance
+    /// it leaves is the noise floor.
+    Oracle,
+}
+
+const WINDOW_US: u64 = 1_000_000;
+
+/// Replays `log` and measures the work served.
+pub fn replay(log: &ArrivalLog, pools: Pools, mut placer: Placer<'_>) -> Variances {
+    let mut datacentre = Datacentre::new(log, pools);
+    let mut requests: Vec<(u64, usize)> = Vec::new();
+    for (connection, arrival) in log.arrivals.iter().enumerate() {
+        requests.extend((0..arrival.requests).map(|index| (arrival.due_us(index), connection)));
+    }
+    requests.sort_unstable();
+    let mut core_of = vec![usize::MAX; log.arrivals.len()];
+    let mut next_tick_us = 0;
+    for (due_us, connection) in requests {
+        while next_tick_us <= due_us {
+            datacentre.tick(next_tick_us, &mut placer);
+            next_tick_us += pools.report_interval_us;
+        }
+        if core_of[connection] == usize::MAX {
+            core_of[connection] = datacentre.place(log, connection, &placer);
+        }
+        datacentre.serve(core_of[connection], due_us, u64::from(log.arrivals[connection].service_us));
+    }
+    datacentre.variances(pools)
+}
+
+struct Datacentre {
+    pools: Pools,
+    rss: Vec<Rss>,
+    trackers: Vec<LoadTracker>,
+    table: PlacementTable,
+    state: PlacementState,
+    generation: u64,
+    /// Per core (server x cores + core): when it is free, and its busy time in bins of one report interval.
+    free_us: Vec<u64>,
+    busy_us: Vec<Vec<u64>>,
+    reported_us: Vec<u64>,
+    /// Per core: when each open connection ends.
+    open: Vec<Vec<u64>>,
+    /// Per core: work by the window in which it is due, of all connections placed so far.
+    planned_us: Vec<Vec<u64>>,
+}
+
+impl Datacentre {
+    fn new(log: &ArrivalLog, pools: Pools) -> Self {
+        let cores = usize::from(pools.servers) * usize::from(pools.cores);
+        let key = RssKey::random(&mut seeded_rng(pools.seed, PURPOSE_RSS_KEY));
+        let entries = pools.buckets.get() as usize;
+        let rss = (0..pools.servers)
+            .map(|server| Rss {
+                key: key.clone(),
+                indirection_table: IndirectionTable::balanced(u64::from(server) + 1, entries, pools.cores)
+                    .expect("as many entries as buckets"),
+            })
+            .collect();
+        let bins = (log.duration_us / pools.report_interval_us + 2) as usize;
+        Self {
+            pools,
+            rss,
+            trackers: vec![LoadTracker::default(); usize::from(pools.servers)],
+            table: PlacementTable::empty(pools.buckets),
+            state: PlacementState::default(),
+            generation: 0,
+            free_us: vec![0; cores],
+            busy_us: vec![vec![0; bins]; cores],
+            reported_us: vec![0; cores],
+            open: vec![Vec::new(); cores],
+            planned_us: vec![vec![0; (log.duration_us / WINDOW_US + 2) as usize]; cores],
+        }
+    }
+
+    fn id(server: usize) -> ServerId {
+        ServerId::try_from(server as u64 + 1).expect("few servers")
+    }
+
+    /// Agents report, the controller computes, the table is switched in.
+    fn tick(&mut self, now_us: u64, placer: &mut Placer<'_>) {
+        let cores = usize::from(self.pools.cores);
+        let bin = (now_us / self.pools.report_interval_us) as usize;
+        for core in 0..self.free_us.len() {
+            if bin > 0 {
+                self.reported_us[core] += self.busy_us[core].get(bin - 1).copied().unwrap_or(0);
+            }
+            self.open[core].retain(|end_us| *end_us > now_us);
+        }
+        let Placer::Policy(policy) = placer else { return };
+        for (server, tracker) in self.trackers.iter_mut().enumerate() {
+            let busy_ns = self.reported_us[server * cores..][..cores].iter().map(|us| us * 1_000).collect();
+            let readings = CoreReadings { sequence: bin as u64 + 1, measured_ns: now_us * 1_000, busy_ns };
+            tracker.report(readings, self.pools.alpha).expect("reports in order");
+        }
+        let servers = (0..usize::from(self.pools.servers)).map(|server| PoolServer {
+            id: Self::id(server),
+            eligible: true,
+            loads: self.trackers[server].loads().map(<[f64]>::to_vec),
+            rss: Some(self.rss[server].clone()),
+            open_connections: self.open[server * cores..][..cores].iter().map(|open| open.len() as u32).sum(),
+        });
+        self.generation += 1;
+        let table = policy.place(&Pool::new(servers.collect(), 1), self.pools.buckets, self.generation);
+        self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
+        self.table = table;
+    }
+
+    fn place(&mut self, log: &ArrivalLog, connection: usize, placer: &Placer<'_>) -> usize {
+        let arrival = &log.arrivals[connection];
+        let core = match placer {
+            Placer::Policy(_) => {
+                let client = Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 1, 0, 7)) + u32::from(arrival.source_address));
+                let tuple = FourTuple::ipv4((client, arrival.source_port), (Ipv4Addr::new(10, 200, 0, 1), 80));
+                let server = self.table.choose(&mut self.state, &tuple).expect("every server is eligible");
+                let server = usize::from(server.get()) - 1;
+                let hash = self.rss[server].key.toeplitz(&tuple.bytes());
+                server * usize::from(self.pools.cores) + usize::from(self.rss[server].indirection_table.queue(hash))
+            }
+            Placer::Oracle => self.least_added_square(arrival),
+        };
+        for index in 0..arrival.requests {
+            self.planned_us[core][(arrival.due_us(index) / WINDOW_US) as usize] += u64::from(arrival.service_us);
+        }
+        self.open[core].push(arrival.last_due_us() + u64::from(arrival.service_us));
+        core
+    }
+
+    /// Adding w to a core's x adds 2xw + w^2 to the sum of squares; w^2 is the same on every core.
+    fn least_added_square(&self, arrival: &Arrival) -> usize {
+        let windows: Vec<usize> =
+            (0..arrival.requests).map(|index| (arrival.due_us(index) / WINDOW_US) as usize).collect();
+        let added = |core: &usize| -> u64 { windows.iter().map(|window| self.planned_us[*core][*window]).sum() };
+        (0..self.open.len()).min_by_key(added).expect("at least one core")
+    }
+
+    fn serve(&mut self, core: usize, due_us: u64, service_us: u64) {
+        let start_us = self.free_us[core].max(due_us);
+        let end_us = start_us + service_us;
+        self.free_us[core] = end_us;
+        let bin_us = self.pools.report_interval_us;
+        let mut from_us = start_us;
+        while from_us < end_us {
+            let bin = from_us / bin_us;
+            let until_us = end_us.min((bin + 1) * bin_us);
+            if let Some(busy_us) = self.busy_us[core].get_mut(bin as usize) {
+                *busy_us += until_us - from_us;
+            }
+            from_us = until_us;
+        }
+    }
+
+    fn variances(&self, pools: Pools) -> Variances {
+        let bins_per_window = (WINDOW_US / pools.report_interval_us) as usize;
+        let first = (pools.warm_up_us / pools.report_interval_us) as usize;
+        let last = self.busy_us.first().map_or(0, Vec::len) - 2;
+        let (mut servers_pct, mut cores_pct) = (Vec::new(), Vec::new());
+        for start in (first..(last + 1).saturating_sub(bins_per_window)).step_by(bins_per_window) {
+            let work: Vec<f64> = self
+                .busy_us
+                .iter()
+                .map(|bins| bins[start..start + bins_per_window].iter().sum::<u64>() as f64)
+                .collect();
+            let of_servers: Vec<f64> = work.chunks(usize::from(pools.cores)).map(|cores| cores.iter().sum()).collect();
+            servers_pct.extend(variance_pct(&of_servers));
+            cores_pct.extend(variance_pct(&work));
+        }
+        Variances { server_pct: mean(&servers_pct).unwrap_or(0.0), core_pct: mean(&cores_pct).unwrap_or(0.0) }
+    }
+}
+
+/// [`seeded_rng`]'s stream for the replayed fleet's RSS key.
+const PURPOSE_RSS_KEY: u64 = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arrivals::Workload;
+    use crate::statistics::median;
+
+    /// Fixed before any result was seen.
+    const SEEDS: std::ops::RangeInclusive<u64> = 1..=7;
+
+    fn medians(policy: &str) -> Variances {
+        let of_seed = |seed| {
+            let pools = Pools { seed, ..Pools::default() };
+            let mut policy = crate::policy::named(policy, seed).unwrap();
+            replay(&Workload::default().generate(seed), pools, Placer::Policy(policy.as_mut()))
+        };
+        let all: Vec<Variances> = SEEDS.map(of_seed).collect();
+        let median_of = |value: fn(&Variances) -> f64| median(&all.iter().map(value).collect::<Vec<_>>()).unwrap();
+        Variances { server_pct: median_of(|v| v.server_pct), core_pct: median_of(|v| v.core_pct) }
+    }
+
+    #[test]
+    fn core_aware_placement_keeps_its_order() {
+        let [hash, rr, crossrss, plus] = ["hash", "rr", "crossrss", "crossrss-plus"].map(medians);
+        let oracle = replay(&Workload::default().generate(1), Pools::default(), Placer::Oracle);
+        println!("hash {hash:?}\nrr {rr:?}\ncrossrss {crossrss:?}\ncrossrss-plus {plus:?}\noracle {oracle:?}");
+        assert!(crossrss.core_pct * 5.0 <= hash.core_pct, "crossrss {crossrss:?}, hash {hash:?}");
+        assert!(crossrss.server_pct <= rr.server_pct, "crossrss {crossrss:?}, rr {rr:?}");
+        assert!(plus.core_pct <= crossrss.core_pct, "crossrss-plus {plus:?}, crossrss {crossrss:?}");
+        assert!(oracle.core_pct <= plus.core_pct, "oracle {oracle:?}, crossrss-plus {plus:?}");
+    }
+
+    #[test]
+    fn the_same_log_gives_the_same_result() {
+        let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
+        let run = || {
+            let mut policy = crate::policy::named("crossrss-plus", 1).unwrap();
+            replay(&log, Pools::default(), Placer::Policy(policy.as_mut()))
+        };
+        assert_eq!(run(), run());
+    }
+}
