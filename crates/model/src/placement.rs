@@ -160,7 +160,7 @@ pub fn mix(hash: u32) -> u64 {
 
 /// The first and second draw below `count` from a mixed hash: multiply and shift (Lemire 2019).
 pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
-    let below = |half: u64| (half * u64::from(count) >> 32) as u32;
+    let below = |half: u64| ((half * u64::from(count)) >> 32) as u32;
     (below(mixed & 0xffff_ffff), below(mixed >> 32))
 }
 

@@ -1,0 +1,36 @@
+# coreward: everything a person types. Each target installs what it is missing (scripts/install).
+
+CARGO ?= cargo
+COREWARD := target/release/coreward
+BENCH := target/release/coreward-bench
+
+.PHONY: help install build demo test test-nic lint bench bench-quick cost clean
+
+help: ## what can be typed
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: ## Debian packages that are missing, by apt-get when root
+	@scripts/install build
+
+build: install ## everything, optimised
+	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --release --workspace --locked
+
+demo: build ## the whole system in namespaces, five policies side by side (DEMO="--seconds 20 ...")
+	@scripts/install run
+	@$(COREWARD) demo $(DEMO)
+
+test: ## all tests; what needs missing rights is skipped by name
+	@scripts/test
+
+test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
+	@scripts/test-nic
+
+lint: install ## formatting, clippy, licences
+	@scripts/lint
+
+bench: build ## what a packet, a report and a table cost; writes docs/cost.md
+	@scripts/install run
+	@$(BENCH) all --write docs/cost.md
+
+clean: ## build products
+	@$(CARGO) clean
