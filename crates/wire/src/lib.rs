@@ -1,4 +1,25 @@
-//! What coreward's processes say to each other: the generated gRPC types, and their conversion from and to `model`.
+//! What coreward's processes say to each other: the generated gRPC types ([`v1`]), and their conversion from and to
+//! types that cannot hold nonsense. Whoever receives a message parses it here, once.
+//!
+//! * [`address`]: addresses of servers and services
+//! * [`keys`]: the fleet's cookie keys
+//! * [`rss`]: a server's RSS key and indirection table
+//! * [`report`]: what an agent says of its cores
+//! * [`configuration`]: what the controller tells load balancers and agents to know
+//! * [`table`]: placement tables
+
+pub mod address;
+pub mod configuration;
+mod error;
+pub mod keys;
+pub mod report;
+pub mod rss;
+pub mod table;
+
+pub use configuration::{AgentConfiguration, FleetConfiguration, Server, Service, ServiceIndex, StampedService};
+pub use error::{Context, WireError};
+pub use report::{Report, ReportError};
+pub use rss::ReportedRss;
 
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]

@@ -1,0 +1,94 @@
+//! Addresses: 4 bytes for IPv4, 16 for IPv6, in the order of the packet.
+
+use std::net::{IpAddr, SocketAddr};
+
+use coreward_model::tuple::{Protocol, ServiceAddress};
+
+use crate::{WireError, v1};
+
+/// The address as bytes.
+pub fn address_bytes(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    }
+}
+
+/// # Errors
+/// When `bytes` are neither 4 nor 16.
+pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
+    if let Ok(octets) = <[u8; 4]>::try_from(bytes) {
+        return Ok(octets.into());
+    }
+    let octets = <[u8; 16]>::try_from(bytes).map_err(|_| {
+        WireError::new(field, format!("an address of {} bytes: expected 4 (IPv4) or 16 (IPv6)", bytes.len()))
+    })?;
+    Ok(octets.into())
+}
+
+/// # Errors
+/// When `port` is 0 or above 65,535.
+pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
+    match u16::try_from(port) {
+        Ok(port) if port > 0 => Ok(port),
+        _ => Err(WireError::new(field, format!("port {port}: expected 1 to 65535"))),
+    }
+}
+
+/// # Errors
+/// When `id` does not fit a cookie.
+pub fn parse_server_id(field: &str, id: u32) -> Result<coreward_model::ServerId, WireError> {
+    u64::from(id).try_into().map_err(|error| WireError::new(field, error))
+}
+
+impl From<ServiceAddress> for v1::ServiceAddress {
+    fn from(address: ServiceAddress) -> Self {
+        Self {
+            address: address_bytes(address.socket.ip()),
+            port: address.socket.port().into(),
+            protocol: address.protocol.name().to_owned(),
+        }
+    }
+}
+
+impl TryFrom<&v1::ServiceAddress> for ServiceAddress {
+    type Error = WireError;
+
+    fn try_from(message: &v1::ServiceAddress) -> Result<Self, WireError> {
+        let ip = parse_address("address", &message.address)?;
+        let port = parse_port("port", message.port)?;
+        let protocol: Protocol = message.protocol.parse().map_err(|error| WireError::new("protocol", error))?;
+        Ok(Self { socket: SocketAddr::new(ip, port), protocol })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn service_addresses_come_back(ip: IpAddr, port in 1u16..) {
+            let address = ServiceAddress { socket: SocketAddr::new(ip, port), protocol: Protocol::Tcp };
+            prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(address)), Ok(address));
+        }
+    }
+
+    #[test]
+    fn errors_name_field_and_value() {
+        let good = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
+        let error = |message: v1::ServiceAddress| ServiceAddress::try_from(&message).unwrap_err().to_string();
+        assert_eq!(
+            error(v1::ServiceAddress { address: vec![1; 5], ..good.clone() }),
+            "address: an address of 5 bytes: expected 4 (IPv4) or 16 (IPv6)"
+        );
+        assert_eq!(error(v1::ServiceAddress { port: 65_536, ..good.clone() }), "port: port 65536: expected 1 to 65535");
+        assert_eq!(error(v1::ServiceAddress { port: 0, ..good.clone() }), "port: port 0: expected 1 to 65535");
+        assert_eq!(
+            error(v1::ServiceAddress { protocol: "udp".into(), ..good }),
+            "protocol: protocol \"udp\" is not known: expected \"tcp\""
+        );
+    }
+}

@@ -1,0 +1,50 @@
+//! The fleet's cookie keys.
+
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+
+use crate::{WireError, v1};
+
+impl From<&FleetKeys> for v1::FleetKeys {
+    fn from(keys: &FleetKeys) -> Self {
+        let key = keys.keys.iter().map(|key| v1::CookieKey { k0: key.k0, k1: key.k1 }).collect();
+        Self { key, current: keys.current.get() as u32 }
+    }
+}
+
+impl TryFrom<&v1::FleetKeys> for FleetKeys {
+    type Error = WireError;
+
+    fn try_from(message: &v1::FleetKeys) -> Result<Self, WireError> {
+        let [first, second] = message.key.as_slice() else {
+            return Err(WireError::new("key", format!("{} cookie keys: expected 2", message.key.len())));
+        };
+        let current = match message.current {
+            0 => KeyIndex::First,
+            1 => KeyIndex::Second,
+            other => return Err(WireError::new("current", format!("key {other} is to stamp: expected 0 or 1"))),
+        };
+        Ok(Self { keys: [first, second].map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_come_back_and_there_are_two() {
+        let keys = FleetKeys {
+            keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: u64::MAX }],
+            current: KeyIndex::Second,
+        };
+        let mut message = v1::FleetKeys::from(&keys);
+        assert_eq!(FleetKeys::try_from(&message), Ok(keys));
+        message.current = 2;
+        assert_eq!(
+            FleetKeys::try_from(&message).unwrap_err().to_string(),
+            "current: key 2 is to stamp: expected 0 or 1"
+        );
+        message.key.pop();
+        assert_eq!(FleetKeys::try_from(&message).unwrap_err().to_string(), "key: 1 cookie keys: expected 2");
+    }
+}

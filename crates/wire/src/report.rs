@@ -1,0 +1,131 @@
+//! What an agent says of its server, ten times a second.
+
+use std::time::Duration;
+
+use coreward_model::load::CoreReadings;
+
+use crate::{Context as _, ReportedRss, WireError, v1};
+
+/// A report, all values absolute.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// When it was sent, by the server's wall clock (since 1970).
+    pub sent: Duration,
+    /// After this long without a newer one the server counts as neutral.
+    pub time_to_live: Duration,
+    /// Sequence, time and busy time of the cores.
+    pub readings: CoreReadings,
+    /// Open TCP connections.
+    pub open_connections: u32,
+    /// Grows when the RSS changes.
+    pub rss_generation: u64,
+    /// `None`: not said in this report.
+    pub rss: Option<ReportedRss>,
+    /// SYNs that arrived on the predicted receive queue.
+    pub rss_matched: u64,
+    /// SYNs that arrived on another one.
+    pub rss_mismatched: u64,
+    /// Counters of the server's BPF programs by name.
+    pub counters: Vec<(String, u64)>,
+    /// What the agent found wrong, in words.
+    pub warnings: Vec<String>,
+}
+
+/// A report that cannot be understood.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReportError {
+    /// The rest may be right, but the generation that it announces is of no use.
+    #[error("{0}")]
+    Rss(WireError),
+    /// After no time at all every report would be too old.
+    #[error("time_to_live_ms: 0: expected at least 1")]
+    NoTimeToLive,
+}
+
+impl TryFrom<v1::Report> for Report {
+    type Error = ReportError;
+
+    fn try_from(message: v1::Report) -> Result<Self, ReportError> {
+        if message.time_to_live_ms == 0 {
+            return Err(ReportError::NoTimeToLive);
+        }
+        let rss =
+            message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
+        Ok(Self {
+            sent: Duration::from_nanos(message.sent_unix_ns),
+            time_to_live: Duration::from_millis(message.time_to_live_ms.into()),
+            readings: CoreReadings {
+                sequence: message.sequence,
+                measured_ns: message.measured_ns,
+                busy_ns: message.core_busy_ns,
+            },
+            open_connections: message.open_connections,
+            rss_generation: message.rss_generation,
+            rss,
+            rss_matched: message.rss_matched,
+            rss_mismatched: message.rss_mismatched,
+            counters: message.counters.into_iter().collect(),
+            warnings: message.warnings,
+        })
+    }
+}
+
+impl From<Report> for v1::Report {
+    fn from(report: Report) -> Self {
+        Self {
+            sequence: report.readings.sequence,
+            sent_unix_ns: report.sent.as_nanos() as u64,
+            time_to_live_ms: report.time_to_live.as_millis() as u32,
+            measured_ns: report.readings.measured_ns,
+            core_busy_ns: report.readings.busy_ns,
+            open_connections: report.open_connections,
+            rss_generation: report.rss_generation,
+            rss: report.rss.as_ref().map(v1::Rss::from),
+            rss_matched: report.rss_matched,
+            rss_mismatched: report.rss_mismatched,
+            counters: report.counters.into_iter().collect(),
+            warnings: report.warnings,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message() -> v1::Report {
+        v1::Report {
+            sequence: 7,
+            sent_unix_ns: 1_700_000_000_000_000_001,
+            time_to_live_ms: 300,
+            measured_ns: 5,
+            core_busy_ns: vec![1, 2, 3],
+            open_connections: 4,
+            rss_generation: 1,
+            rss: Some(v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0, 1] }),
+            rss_matched: 9,
+            rss_mismatched: 1,
+            counters: [("stamped".to_owned(), 12)].into(),
+            warnings: vec!["aRFS is on".into()],
+        }
+    }
+
+    #[test]
+    fn reports_come_back() {
+        let report = Report::try_from(message()).unwrap();
+        assert_eq!(v1::Report::from(report), message());
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let mut bad = message();
+        bad.rss.as_mut().unwrap().indirection_table.push(0);
+        let error = Report::try_from(bad).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "rss.indirection_table: an indirection table of 3 entries: expected a power of two from 1 to 2048"
+        );
+        let error = Report::try_from(v1::Report { time_to_live_ms: 0, ..message() }).unwrap_err();
+        assert_eq!(error.to_string(), "time_to_live_ms: 0: expected at least 1");
+    }
+}

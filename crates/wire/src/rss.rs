@@ -1,0 +1,70 @@
+//! A server's RSS as its agent reports it.
+
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+
+use crate::{WireError, v1};
+
+/// What an agent knows of its NIC's RSS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReportedRss {
+    /// Where it was read: "ethtool" or "testbed emulation".
+    pub source: String,
+    /// `None`: the NIC does not tell.
+    pub rss: Option<Rss>,
+}
+
+impl From<&ReportedRss> for v1::Rss {
+    fn from(reported: &ReportedRss) -> Self {
+        let source = reported.source.clone();
+        match &reported.rss {
+            None => Self { source, key: Vec::new(), indirection_table: Vec::new() },
+            Some(rss) => Self {
+                source,
+                key: rss.key.bytes().to_vec(),
+                indirection_table: rss.indirection_table.queues().iter().map(|queue| u32::from(*queue)).collect(),
+            },
+        }
+    }
+}
+
+impl TryFrom<&v1::Rss> for ReportedRss {
+    type Error = WireError;
+
+    fn try_from(message: &v1::Rss) -> Result<Self, WireError> {
+        let source = message.source.clone();
+        if message.key.is_empty() && message.indirection_table.is_empty() {
+            return Ok(Self { source, rss: None });
+        }
+        let key = RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?;
+        let indirection_table = IndirectionTable::new(&message.indirection_table)
+            .map_err(|error| WireError::new("indirection_table", error))?;
+        Ok(Self { source, rss: Some(Rss { key, indirection_table }) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(key: usize, entries: usize) -> v1::Rss {
+        v1::Rss { source: "ethtool".into(), key: vec![7; key], indirection_table: (0..entries as u32).collect() }
+    }
+
+    #[test]
+    fn known_and_unknown_rss_come_back() {
+        for message in [message(40, 128), message(52, 2048), message(0, 0)] {
+            assert_eq!(v1::Rss::from(&ReportedRss::try_from(&message).unwrap()), message);
+        }
+    }
+
+    #[test]
+    fn malformed_rss_is_refused() {
+        let error = |message| ReportedRss::try_from(&message).unwrap_err().to_string();
+        assert_eq!(
+            error(message(40, 100)),
+            "indirection_table: an indirection table of 100 entries: expected a power of two from 1 to 2048"
+        );
+        assert_eq!(error(message(39, 128)), "key: an RSS key of 39 bytes: expected 40 to 52");
+        assert_eq!(error(message(0, 128)), "key: an RSS key of 0 bytes: expected 40 to 52");
+    }
+}

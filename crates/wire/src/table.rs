@@ -1,0 +1,232 @@
+//! Placement tables, as the controller sends them at every tick.
+
+use coreward_intf as intf;
+use coreward_model::ServerId;
+use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule};
+use coreward_model::rss::RssKey;
+use prost::Message as _;
+use prost::bytes::Bytes;
+
+use crate::address::parse_server_id;
+use crate::configuration::ServiceIndex;
+use crate::{WireError, v1};
+
+/// A service's table in the form that every load balancer's stream shares.
+pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
+    message(service, table).encode_to_vec().into()
+}
+
+/// # Errors
+/// When `bytes` are no table that the data plane could hold.
+pub fn decode(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), WireError> {
+    let message = v1::PlacementTable::decode(bytes).map_err(|error| WireError::new("table", error))?;
+    parse(&message)
+}
+
+fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable {
+    let of_candidates = |field: fn(&Candidate) -> u32| table.candidates.iter().map(field).collect();
+    v1::PlacementTable {
+        service_index: service.get().into(),
+        generation: table.generation,
+        rule: table.rule.name().to_owned(),
+        bucket_count: table.bucket_count.get(),
+        candidates_per_bucket: table.candidates_per_bucket,
+        group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
+        candidate_load: of_candidates(|candidate| candidate.load),
+        candidate_server_id: of_candidates(|candidate| candidate.server.get().into()),
+        candidate_core_slot: of_candidates(|candidate| candidate.core_slot.into()),
+        assignment_cost: table.assignment_cost,
+        member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
+        member_load: table.members.iter().map(|member| member.load).collect(),
+        consistent_server_id: table.consistent.iter().map(|server| server.get().into()).collect(),
+        core_slot: table
+            .core_slots
+            .iter()
+            .map(|core| u32::from(core.server.get()) << 16 | u32::from(core.core))
+            .collect(),
+    }
+}
+
+fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable), WireError> {
+    let service = ServiceIndex::parse("service_index", message.service_index)?;
+    let table = PlacementTable {
+        generation: message.generation,
+        rule: parse_rule(&message.rule)?,
+        bucket_count: BucketCount::new(message.bucket_count.into())
+            .map_err(|error| WireError::new("bucket_count", error))?,
+        groups: parse_groups(&message.group_keys)?,
+        candidates_per_bucket: at_most("candidates_per_bucket", message.candidates_per_bucket, intf::MAX_CANDIDATES)?,
+        candidates: parse_candidates(message)?,
+        assignment_cost: message.assignment_cost,
+        core_slots: parse_core_slots(&message.core_slot)?,
+        members: parse_members(message)?,
+        consistent: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
+    };
+    check_lengths(&table)?;
+    Ok((service, table))
+}
+
+fn parse_rule(name: &str) -> Result<Rule, WireError> {
+    let expected = || format!("rule {name:?} is not known: expected one of {}", intf::PLACEMENT_RULE_NAMES.join(", "));
+    Rule::named(name).ok_or_else(|| WireError::new("rule", expected()))
+}
+
+fn at_most(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
+    if value <= largest { Ok(value) } else { Err(WireError::new(field, format!("{value}: expected 0 to {largest}"))) }
+}
+
+fn length_at_most(field: &str, length: usize, largest: u32) -> Result<(), WireError> {
+    if length <= largest as usize {
+        return Ok(());
+    }
+    Err(WireError::new(field, format!("{length} entries: expected at most {largest}")))
+}
+
+fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
+    if length == expected {
+        return Ok(());
+    }
+    Err(WireError::new(field, format!("{length} entries: expected {expected}")))
+}
+
+fn parse_groups(keys: &[Vec<u8>]) -> Result<Vec<RssKey>, WireError> {
+    length_at_most("group_keys", keys.len(), intf::MAX_RSS_GROUPS)?;
+    keys.iter()
+        .enumerate()
+        .map(|(group, key)| RssKey::new(key).map_err(|error| WireError::new(format!("group_keys[{group}]"), error)))
+        .collect()
+}
+
+fn parse_server_ids(field: &str, ids: &[u32]) -> Result<Vec<ServerId>, WireError> {
+    ids.iter().map(|id| parse_server_id(field, *id)).collect()
+}
+
+fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, WireError> {
+    let count = message.candidate_load.len();
+    length_at_most("candidate_load", count, intf::MAX_TABLE_CANDIDATES)?;
+    length_is("candidate_server_id", message.candidate_server_id.len(), count)?;
+    length_is("candidate_core_slot", message.candidate_core_slot.len(), count)?;
+    let slots = message.core_slot.len();
+    let parallel = message.candidate_load.iter().zip(&message.candidate_server_id).zip(&message.candidate_core_slot);
+    parallel
+        .map(|((load, server), slot)| {
+            if *slot as usize >= slots {
+                let problem = format!("slot {slot}: expected one of the table's {slots} core slots");
+                return Err(WireError::new("candidate_core_slot", problem));
+            }
+            let server = parse_server_id("candidate_server_id", *server)?;
+            Ok(Candidate { server, load: *load, core_slot: *slot as u16 })
+        })
+        .collect()
+}
+
+fn parse_core_slots(cores: &[u32]) -> Result<Vec<Core>, WireError> {
+    length_at_most("core_slot", cores.len(), intf::MAX_CORE_SLOTS)?;
+    cores
+        .iter()
+        .map(|packed| Ok(Core { server: parse_server_id("core_slot", packed >> 16)?, core: *packed as u16 }))
+        .collect()
+}
+
+fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError> {
+    length_at_most("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
+    length_is("member_load", message.member_load.len(), message.member_server_id.len())?;
+    let parallel = message.member_server_id.iter().zip(&message.member_load);
+    parallel
+        .map(|(server, load)| Ok(Member { server: parse_server_id("member_server_id", *server)?, load: *load }))
+        .collect()
+}
+
+/// The lists fit each other: what the data plane reaches by arithmetic exists.
+fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
+    let buckets = table.bucket_count.get() as usize;
+    let per_bucket = table.candidates_per_bucket as usize;
+    length_is("candidate_load", table.candidates.len(), table.groups.len() * buckets * per_bucket)?;
+    if table.members.is_empty() {
+        return length_is("consistent_server_id", table.consistent.len(), 0);
+    }
+    length_is("consistent_server_id", table.consistent.len(), buckets)?;
+    if table.groups.is_empty() {
+        return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
+    }
+    if per_bucket == 0 && matches!(table.rule, Rule::Table | Rule::LeastAssigned) {
+        let problem = format!("0: expected at least 1 under rule {}", table.rule.name());
+        return Err(WireError::new("candidates_per_bucket", problem));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::policy::{self, Pool, PoolServer};
+    use coreward_model::rss::{IndirectionTable, Rss};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pool(servers: u64) -> Pool {
+        let server = |n: u64| PoolServer {
+            id: (n * 31).try_into().unwrap(),
+            eligible: true,
+            loads: Some(vec![n as f64 / 10.0; 4]),
+            rss: Some(Rss {
+                key: RssKey::microsoft(),
+                indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
+            }),
+            open_connections: 3,
+        };
+        Pool::new((0..servers).map(server).collect(), 1)
+    }
+
+    proptest! {
+        #[test]
+        fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..64) {
+            for name in policy::names() {
+                let buckets = BucketCount::new(1 << bits).unwrap();
+                let table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);
+                let service = ServiceIndex::new(index).unwrap();
+                prop_assert_eq!(decode(encode(service, &table)), Ok((service, table)));
+            }
+        }
+    }
+
+    /// On the wire a table is the message that the proto file describes.
+    #[test]
+    fn bytes_are_the_message() {
+        let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);
+        let service = ServiceIndex::new(0).unwrap();
+        let decoded = v1::PlacementTable::decode(encode(service, &table)).unwrap();
+        assert_eq!((decoded.bucket_count, decoded.member_server_id), (128, vec![0, 31, 62]));
+    }
+
+    #[test]
+    fn what_the_data_plane_cannot_hold_is_refused() {
+        let error = |change: fn(&mut v1::PlacementTable)| {
+            let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);
+            let mut message = message(ServiceIndex::new(0).unwrap(), &table);
+            change(&mut message);
+            parse(&message).unwrap_err().to_string()
+        };
+        assert_eq!(
+            error(|m| m.bucket_count = 100),
+            "bucket_count: 100 buckets: expected a power of two from 1 to 2048"
+        );
+        assert_eq!(error(|m| m.bucket_count = 64), "candidate_load: 128 entries: expected 64");
+        assert_eq!(error(|m| m.candidates_per_bucket = 9), "candidates_per_bucket: 9: expected 0 to 8");
+        assert_eq!(
+            error(|m| m.candidate_core_slot[5] = 5_000),
+            "candidate_core_slot: slot 5000: expected one of the table's 4 core slots"
+        );
+        assert_eq!(
+            error(|m| m.member_server_id[0] = 20_000),
+            "member_server_id: server id 20000 is out of range: expected 0 to 16383, the 14 bits that a cookie holds"
+        );
+        assert_eq!(
+            error(|m| m.rule = "best".into()),
+            "rule: rule \"best\" is not known: expected one of table, least_assigned, round_robin, power_of_two"
+        );
+        assert_eq!(error(|m| m.consistent_server_id.clear()), "consistent_server_id: 0 entries: expected 128");
+        assert_eq!(error(|m| m.member_load.clear()), "member_load: 0 entries: expected 3");
+        assert!(decode(Bytes::from_static(&[0xff; 3])).is_err());
+    }
+}
