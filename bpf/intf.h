@@ -61,10 +61,11 @@ struct fleet_keys {
 /*
  * Services stand in a perfect hash: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a seed that
  * gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
+ * bpf/service.bpf.h looks up, crates/dataplane/src/service_slots.rs searches the seed; load balancer and servers share
+ * both.
  */
-#define SERVICE_SLOT_BITS 8
-#define SERVICE_SLOTS 256
-#define SERVICE_SLOT_SHIFT 56
+#define SERVICE_SLOTS 1024
+#define SERVICE_SLOT_SHIFT 54
 
 #define ADDRESS_FAMILY_IPV4 4
 #define ADDRESS_FAMILY_IPV6 6
@@ -78,6 +79,30 @@ struct service_key {
 	__u16 port;
 	__u8 protocol;
 	__u8 family;
+};
+
+/* find_service() found none. */
+#define NO_SERVICE 0xffffffffu
+/* The number of a slot with port 0: a VIP's address alone, for packets whose ports cannot be read. */
+#define SERVICE_ADDRESS_ONLY 0xfffffffeu
+
+/* 32 bytes: reached by shift and add. `number` first, so that the key's tail is aligned. */
+struct service_slot {
+	/* At the load balancer the service's index (below MAX_SERVICES), on a server its id in that service. */
+	__u32 number;
+	struct service_key key;
+	__u64 reserved;
+};
+
+struct service_directory {
+	__u64 seed;
+	struct service_slot slots[SERVICE_SLOTS];
+};
+
+/* User space fills the half that is not active, switches, and waits for an RCU grace period before the next change. */
+struct service_directories {
+	__u64 active;
+	struct service_directory half[2];
 };
 
 /* ---- RSS ------------------------------------------------------------------------------------------------------- */
@@ -137,8 +162,9 @@ struct member {
 };
 
 /*
- * One half of a service's double buffer. User space fills the half that is not active, then switches
- * service.active_half, then waits for an RCU grace period (membarrier) before it touches the other half again.
+ * One half of a service's double buffer, at (service index << 1 | half). User space fills the half that is not active,
+ * then switches service_state.active_half, then waits for an RCU grace period (membarrier) before it touches the other
+ * half again. All that a decision depends on is in here, so that one switch changes it all.
  */
 struct placement_table {
 	__u64 generation;
@@ -151,6 +177,9 @@ struct placement_table {
 	__u32 assignment_cost;
 	__u32 member_count;
 	__u32 rule;
+	/* By group: XOR part of the service's address and port in the Toeplitz hash, and the tables for the rest. */
+	__u32 toeplitz_destination[MAX_RSS_GROUPS];
+	struct toeplitz_source_tables toeplitz[MAX_RSS_GROUPS];
 	/* Fixed choice for connections without timestamps: by bucket, changes only when the pool changes. */
 	__u16 consistent[MAX_BUCKETS];
 	struct candidate candidates[MAX_TABLE_CANDIDATES];
@@ -160,16 +189,13 @@ struct placement_table {
 
 #define NO_SERVER 0xffffu
 
-struct service {
-	struct service_key key;
-	__u16 index;
-	__u8 active_half;
-	__u8 in_use;
-	/* XOR part of destination address and port in the Toeplitz hash, per RSS group. */
-	__u32 toeplitz_destination[MAX_RSS_GROUPS];
+/* 64 bytes: a cache line of its own for each service. */
+struct service_state {
+	__u32 active_half;
+	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
-	__u64 reserved[2];
+	__u64 unused[6];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
@@ -229,14 +255,6 @@ enum steer_counter {
 };
 
 /* ---- servers as they see themselves ---------------------------------------------------------------------------- */
-
-/* In the server's own perfect hash of services (same slot function as the load balancer's). */
-struct stamped_service {
-	struct service_key key;
-	__u16 server_id;
-	__u8 in_use;
-	__u8 reserved;
-};
 
 /* The 4-tuple as the client's packets carry it. Addresses as in struct service_key. */
 struct flow_key {

@@ -1,1 +1,9 @@
-//! DESC
+//! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
+
+pub mod service_slots;
+
+/// What libbpf-cargo generates from each `bpf/*.bpf.c`.
+#[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
+pub mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/skeletons.rs"));
+}
