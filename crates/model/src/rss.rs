@@ -132,6 +132,31 @@ impl fmt::Display for RssKey {
     }
 }
 
+/// Text that is no RSS key.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RssKeyText {
+    /// Not pairs of hexadecimal digits.
+    #[error("RSS key {0:?}: expected bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)")]
+    NotHexadecimal(String),
+    /// Too short or too long.
+    #[error(transparent)]
+    Length(#[from] RssKeyLength),
+}
+
+/// Bytes in hexadecimal, with or without colons between them.
+impl std::str::FromStr for RssKey {
+    type Err = RssKeyText;
+
+    fn from_str(text: &str) -> Result<Self, RssKeyText> {
+        let digits: Vec<u32> = text.chars().filter(|c| *c != ':').filter_map(|c| c.to_digit(16)).collect();
+        if digits.len() != text.chars().filter(|c| *c != ':').count() || digits.len() % 2 != 0 {
+            return Err(RssKeyText::NotHexadecimal(text.to_owned()));
+        }
+        let bytes: Vec<u8> = digits.chunks(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
+        Ok(Self::new(&bytes)?)
+    }
+}
+
 /// An RSS indirection table: the receive queue (here: the core) for the low bits of the hash.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct IndirectionTable {
@@ -315,6 +340,13 @@ mod tests {
         }
 
         #[test]
+        fn keys_are_read_as_they_are_shown(seed: u64) {
+            let key = RssKey::random(&mut seeded_rng(seed, 0));
+            prop_assert_eq!(key.to_string().parse(), Ok(key.clone()));
+            prop_assert_eq!(key.to_string().replace(':', "").parse(), Ok(key));
+        }
+
+        #[test]
         fn balanced_tables_are_balanced(seed: u64, cores in 1u16..70, bits in 0u32..10) {
             let table = IndirectionTable::balanced(seed, 1 << bits, cores).unwrap();
             let mut counts = vec![0usize; usize::from(cores)];
@@ -348,6 +380,9 @@ mod tests {
         );
         assert!(IndirectionTable::new(&[]).is_err());
         assert!(IndirectionTable::new(&[70_000]).is_err());
+        assert!("6d:5a:5".parse::<RssKey>().unwrap_err().to_string().contains("expected bytes in hexadecimal"));
+        assert!("6d:5g".parse::<RssKey>().is_err());
+        assert_eq!("6d:5a".parse::<RssKey>().unwrap_err().to_string(), "an RSS key of 2 bytes: expected 40 to 52");
         assert_eq!(RssKey::new(&[0; 39]).unwrap_err().to_string(), "an RSS key of 39 bytes: expected 40 to 52");
     }
 

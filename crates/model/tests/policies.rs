@@ -1,0 +1,177 @@
+//! What the policies promise, table by table.
+
+use std::collections::{HashMap, HashSet};
+use std::net::Ipv4Addr;
+
+use coreward_model::placement::{BucketCount, PlacementState, Rule};
+use coreward_model::policy::{Pool, PoolServer, named, names};
+use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::{FourTuple, ServerId};
+use proptest::prelude::*;
+
+fn id(number: u64) -> ServerId {
+    ServerId::try_from(number).unwrap()
+}
+
+fn key(seed: u64) -> RssKey {
+    RssKey::random(&mut seeded_rng(seed, 99))
+}
+
+/// A server of four cores with a balanced table of 128 entries.
+fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer {
+    PoolServer {
+        id: id(number),
+        eligible: true,
+        loads: loads.map(Vec::from),
+        rss: Some(Rss { key: rss_key.clone(), indirection_table: IndirectionTable::balanced(number, 128, 4).unwrap() }),
+        open_connections: 10,
+    }
+}
+
+fn tuples(count: u32) -> impl Iterator<Item = FourTuple> {
+    (0..count).map(|n| {
+        let client = Ipv4Addr::from(0x0a01_0007 + n / 500);
+        FourTuple::ipv4((client, (1024 + (n * 7919) % 60_000) as u16), (Ipv4Addr::new(10, 200, 0, 1), 80))
+    })
+}
+
+fn core_of(server: &PoolServer, tuple: &FourTuple) -> u16 {
+    let rss = server.rss.as_ref().unwrap();
+    rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes()))
+}
+
+#[test]
+fn hash_uses_all_cores_of_every_server() {
+    let rss_key = key(1);
+    let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
+    let table = named("hash", 5).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
+    for tuple in tuples(16_000) {
+        let chosen = table.choose(&mut PlacementState::default(), &tuple).unwrap();
+        let server = pool.servers().iter().find(|server| server.id == chosen).unwrap();
+        *counts.entry((chosen, core_of(server, &tuple))).or_default() += 1;
+    }
+    assert_eq!(counts.len(), 16);
+    // 1,000 expected on each; a bucket of the servers' own hash would leave most cores of a server with none.
+    assert!(counts.values().all(|count| (600..1_500).contains(count)), "{counts:?}");
+}
+
+#[test]
+fn crossrss_before_the_first_report_stripes_the_buckets() {
+    let rss_key = key(1);
+    let pool = Pool::new([9, 3, 5].map(|n| server(n, &rss_key, None)).to_vec(), 1);
+    for policy in ["crossrss", "crossrss-plus"] {
+        let table = named(policy, 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+        for bucket in 0..128 {
+            assert_eq!(table.candidates_of(0, bucket)[0].server, id([3, 5, 9][bucket as usize % 3]), "bucket {bucket}");
+        }
+    }
+}
+
+#[test]
+fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
+    let rss_key = key(1);
+    let loads = [[0.5, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.3], [0.2, 0.2, 0.9, 0.9]];
+    let servers: Vec<_> = (0..3).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
+    let pool = Pool::new(servers, 1);
+    let table = named("crossrss", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    assert_eq!(table.rule, Rule::Table);
+    for bucket in 0..128 {
+        let load = |server: &&PoolServer| {
+            let core = server.rss.as_ref().unwrap().indirection_table.queue(bucket);
+            server.loads.as_ref().unwrap()[usize::from(core)]
+        };
+        let least = pool.servers().iter().map(|server| load(&server)).fold(f64::INFINITY, f64::min);
+        let expected = pool.servers().iter().find(|server| load(server) == least).unwrap();
+        assert_eq!(table.candidates_of(0, bucket)[0].server, expected.id, "bucket {bucket}");
+    }
+}
+
+#[test]
+fn a_burst_between_two_reports_is_spread_by_crossrss_plus() {
+    let rss_key = key(1);
+    let servers: Vec<_> = (1..=4).map(|n| server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
+    let pool = Pool::new(servers, 1);
+    let largest_share = |policy: &str| {
+        let table = named(policy, 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+        let mut state = PlacementState::for_table(&table);
+        let mut counts: HashMap<ServerId, u32> = HashMap::new();
+        tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
+        counts.into_values().max().unwrap()
+    };
+    assert_eq!(largest_share("crossrss"), 400);
+    assert!(largest_share("crossrss-plus") <= 110);
+}
+
+#[test]
+fn servers_with_other_keys_are_groups_and_the_rest_takes_part() {
+    // Six keys: four groups, the servers of the two others count with their mean load; one server's RSS is unknown.
+    let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
+    servers.push(PoolServer { rss: None, ..server(8, &key(1), Some([0.0, 0.0, 0.2, 0.2])) });
+    let pool = Pool::new(servers, 1);
+    let table = named("crossrss", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    assert_eq!(table.groups.len(), 4);
+    assert_eq!(table.groups[0], key(6));
+    let chosen: HashSet<_> =
+        tuples(100).map(|tuple| table.choose(&mut PlacementState::default(), &tuple).unwrap()).collect();
+    assert_eq!(chosen, HashSet::from([id(8)]));
+}
+
+#[test]
+fn a_server_without_a_fresh_report_is_neutral_and_one_that_drains_gets_nothing() {
+    let rss_key = key(1);
+    let mut servers: Vec<_> =
+        [[0.1; 4], [0.9; 4]].iter().zip(1..).map(|(loads, n)| server(n, &rss_key, Some(*loads))).collect();
+    servers.push(server(3, &rss_key, None));
+    let first = |servers: &[PoolServer]| {
+        let pool = Pool::new(servers.to_vec(), 1);
+        let table = named("crossrss", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+        table.candidates_of(0, 0)[0].server
+    };
+    assert_eq!(first(&servers), id(1));
+    servers[0].eligible = false;
+    // Neutral is now the mean of what is left: 0.9 on both, the lower id wins.
+    assert_eq!(first(&servers), id(2));
+    servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9]);
+    let pool = Pool::new(servers.clone(), 1);
+    assert!((pool.neutral_load() - 0.925).abs() < 1e-9);
+}
+
+proptest! {
+    #[test]
+    fn every_policy_only_names_eligible_servers(
+        eligible in proptest::collection::vec(any::<bool>(), 1..20), seed: u64, bits in 0u32..9, cores in 1u16..9,
+        known in proptest::collection::vec(any::<bool>(), 20),
+    ) {
+        let servers: Vec<PoolServer> = eligible.iter().enumerate().map(|(n, eligible)| PoolServer {
+            id: id(n as u64 * 37),
+            eligible: *eligible,
+            loads: known[n].then(|| (0..cores).map(|core| f64::from(core) / 10.0).collect()),
+            rss: (n % 5 != 0).then(|| Rss {
+                key: key(n as u64 % 6),
+                indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), cores).unwrap(),
+            }),
+            open_connections: n as u32,
+        }).collect();
+        let allowed: HashSet<ServerId> = servers.iter().filter(|s| s.eligible).map(|s| s.id).collect();
+        let pool = Pool::new(servers, 2);
+        for name in names() {
+            let table = named(name, seed).unwrap().place(&pool, BucketCount::new(1 << bits).unwrap(), 1);
+            let mut state = PlacementState::for_table(&table);
+            for tuple in tuples(50) {
+                let chosen = table.choose(&mut state, &tuple);
+                prop_assert_eq!(chosen.is_none(), allowed.is_empty());
+                prop_assert!(chosen.is_none_or(|server| allowed.contains(&server)), "{}: {:?}", name, chosen);
+                prop_assert!(table.choose_consistent(&tuple).is_none_or(|server| allowed.contains(&server)));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
+    assert_eq!(
+        named("crosrss", 1).err().unwrap().to_string(),
+        "policy \"crosrss\" does not exist: expected one of hash, rr, pow2, crossrss, crossrss-plus"
+    );
+}
