@@ -1,1 +1,20 @@
-//! DESC
+//! A datacentre in network namespaces: for the demo and for every end-to-end test.
+//!
+//! Two things in it are emulated, and said to be wherever they show: RSS (virtual Ethernet has none) and cores (one
+//! machine with two CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
+//!
+//! * [`topology`]: [`Testbed`], the hosts and the switch between them
+//! * [`rss_emulation`]: a server's NIC
+//! * [`nginx`]: stock nginx on a server
+//! * [`process`], [`namespace`]: what runs where
+
+pub mod instance;
+pub mod namespace;
+pub mod nginx;
+pub mod process;
+pub mod rss_emulation;
+pub mod topology;
+
+pub use namespace::Namespace;
+pub use process::Process;
+pub use topology::{Testbed, TestbedOptions, missing_privilege, skip_without_privilege};

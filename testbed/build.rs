@@ -1,0 +1,26 @@
+//! Compiles the testbed's own BPF programs and generates their skeletons.
+
+use std::path::{Path, PathBuf};
+
+use libbpf_cargo::SkeletonBuilder;
+
+const PROGRAMS: [&str; 3] = ["rss_emulation", "xdp_pass", "receive_queues"];
+
+fn main() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
+    let layouts = here.join("../bpf");
+    println!("cargo::rerun-if-changed={}", layouts.join("intf.h").display());
+    // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
+    let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
+    for program in PROGRAMS {
+        let source = here.join(format!("{program}.bpf.c"));
+        println!("cargo::rerun-if-changed={}", source.display());
+        SkeletonBuilder::new()
+            .source(&source)
+            .clang("clang-19")
+            .clang_args(["-I", layouts.to_str().unwrap(), "-idirafter", &architecture_headers, "-Wall", "-Werror"])
+            .build_and_generate(out.join(format!("{program}.skel.rs")))
+            .unwrap_or_else(|error| panic!("{program}.bpf.c (needs the Debian package clang-19): {error:?}"));
+    }
+}

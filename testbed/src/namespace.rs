@@ -1,0 +1,150 @@
+//! Network namespaces: names, entering them, the processes inside, and getting rid of them.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, bail};
+use nix::sched::{CloneFlags, setns};
+
+/// Where `ip netns` keeps its namespaces.
+const NETNS_DIRECTORY: &str = "/run/netns";
+
+/// A network namespace made by `ip netns add`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Namespace {
+    name: String,
+}
+
+impl Namespace {
+    pub(crate) fn new(name: String) -> Self {
+        Self { name }
+    }
+
+    /// Its name, as `ip netns` shows it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The file that holds it: for `nsenter --net=PATH`, which, other than `ip netns exec`, keeps bpffs mounted.
+    pub fn path(&self) -> PathBuf {
+        Path::new(NETNS_DIRECTORY).join(&self.name)
+    }
+
+    /// Runs `action` inside the namespace, in a thread of its own, so that the caller's thread stays where it is.
+    ///
+    /// # Errors
+    /// When the namespace does not exist or cannot be entered, or as `action` fails.
+    pub fn within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+        let file = self.open()?;
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                setns(file.as_fd(), CloneFlags::CLONE_NEWNET)
+                    .with_context(|| format!("cannot enter network namespace {}", self.name))?;
+                action()
+            });
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Writes `value` to `/proc/sys/net/PATH` of this namespace, for each (path, value).
+    ///
+    /// # Errors
+    /// When one cannot be written; the error names it.
+    pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
+        self.within(|| {
+            for (path, value) in settings {
+                let path = Path::new("/proc/sys/net").join(path);
+                std::fs::write(&path, value).with_context(|| format!("cannot set {} to {value}", path.display()))?;
+            }
+            Ok(())
+        })
+    }
+
+    pub(crate) fn open(&self) -> anyhow::Result<File> {
+        File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
+    }
+
+    /// Kills whatever runs inside, then removes the namespace (and with it every device in it).
+    pub(crate) fn remove(&self) -> anyhow::Result<()> {
+        self.kill_processes()?;
+        ip_batch(None, &format!("netns delete {}\n", self.name))
+    }
+
+    /// Kills every process whose network namespace is this one, found by comparing namespaces, not names or pids.
+    fn kill_processes(&self) -> anyhow::Result<()> {
+        use std::os::unix::fs::MetadataExt as _;
+        let Ok(namespace) = self.open()?.metadata() else { return Ok(()) };
+        let inside = |pid: &str| {
+            std::fs::metadata(format!("/proc/{pid}/ns/net"))
+                .is_ok_and(|of_process| (of_process.dev(), of_process.ino()) == (namespace.dev(), namespace.ino()))
+        };
+        // A process may fork between two looks; a few rounds catch its children.
+        for _ in 0..10 {
+            let mut found = false;
+            for entry in std::fs::read_dir("/proc")?.flatten() {
+                let Ok(name) = entry.file_name().into_string() else { continue };
+                let Ok(pid) = name.parse::<i32>() else { continue };
+                if inside(&name) && !is_zombie(pid) {
+                    found = true;
+                    kill_if(pid, || inside(&name));
+                }
+            }
+            if !found {
+                return Ok(());
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        bail!("processes in network namespace {} do not end", self.name)
+    }
+}
+
+fn is_zombie(pid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state is the first word after the command's name, which ends with the last parenthesis.
+    status.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
+}
+
+/// SIGKILL by pidfd: between opening it and `still` the pid cannot come to name another process.
+fn kill_if(pid: i32, still: impl Fn() -> bool) {
+    // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
+    let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if descriptor < 0 {
+        return;
+    }
+    // SAFETY: the descriptor was just opened and nobody else owns it.
+    let pidfd = unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(descriptor as i32) };
+    if still() {
+        use std::os::fd::AsRawFd as _;
+        let no_info = std::ptr::null_mut::<libc::siginfo_t>();
+        // SAFETY: the descriptor is open, and a null siginfo means "as kill() would fill it".
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, no_info, 0) };
+    }
+}
+
+/// The namespaces whose names start with `prefix`.
+pub(crate) fn with_prefix(prefix: &str) -> Vec<Namespace> {
+    let entries = std::fs::read_dir(NETNS_DIRECTORY).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| name.starts_with(prefix)).map(Namespace::new).collect()
+}
+
+/// Runs one batch of `ip` commands, in `namespace` or in our own.
+pub(crate) fn ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
+    use io::Write as _;
+    let mut ip = Command::new("ip");
+    if let Some(namespace) = namespace {
+        ip.args(["-n", namespace.name()]);
+    }
+    ip.args(["-batch", "-"]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = ip.spawn().context("cannot run ip (Debian package iproute2)")?;
+    child.stdin.take().expect("stdin is piped").write_all(commands.as_bytes())?;
+    let output = child.wait_with_output()?;
+    if !output.status.success() {
+        let place = namespace.map_or(String::new(), |namespace| format!(" in namespace {}", namespace.name()));
+        bail!("ip{place}: {} in this batch:\n{commands}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}

@@ -1,0 +1,137 @@
+//! Stock nginx on a server: the application that coreward must not notice it serves.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::sys::signal::Signal;
+
+use crate::Process;
+use crate::topology::Testbed;
+
+/// Size of the file at [`LARGE_FILE`].
+pub const LARGE_FILE_BYTES: usize = 1_000_000;
+/// A file of a megabyte.
+pub const LARGE_FILE: &str = "/large";
+/// The same file at 4 kB/s: a connection that stays busy for minutes.
+pub const SLOW_FILE: &str = "/slow";
+/// Answers with the server's number and the worker's process id.
+pub const WHO: &str = "/who";
+
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// An nginx on a server; ends with this value.
+#[derive(Debug)]
+pub struct Nginx {
+    master: Process,
+    directory: PathBuf,
+}
+
+impl Testbed {
+    /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP.
+    ///
+    /// # Errors
+    /// When there is no such server, or nginx does not start; the error holds what it said.
+    pub fn start_nginx(&self, number: u16) -> anyhow::Result<Nginx> {
+        let namespace = self.server(number)?;
+        let directory = self.directory().join(format!("nginx-s{number}"));
+        fs::create_dir_all(directory.join("www"))?;
+        // Other bytes at each place, so that a mixed-up answer shows.
+        let large: Vec<u8> = (0..LARGE_FILE_BYTES as u32).map(|i| (i.wrapping_mul(0x9e37_79b1) >> 24) as u8).collect();
+        fs::write(directory.join("www").join(LARGE_FILE.trim_start_matches('/')), large)?;
+        let mut nginx = Nginx { master: self.launch(namespace, number, &directory)?, directory };
+        nginx.wait_for_workers(usize::from(self.options().cores))?;
+        Ok(nginx)
+    }
+
+    fn launch(
+        &self,
+        namespace: &crate::Namespace,
+        number: u16,
+        directory: &std::path::Path,
+    ) -> anyhow::Result<Process> {
+        let configuration = directory.join("nginx.conf");
+        fs::write(&configuration, self.nginx_configuration(number, directory, self.options().cores))?;
+        let mut command = Command::new("nginx");
+        command.arg("-c").arg(&configuration).arg("-e").arg(directory.join("error.log"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        self.spawn(namespace, command).context("nginx (Debian package nginx-light)")
+    }
+
+    fn nginx_configuration(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
+        let directory = directory.display();
+        let listen: String = self.vips().map(|vip| format!("        listen {vip}:80 reuseport;\n")).collect();
+        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .map(|kind| format!("    {kind}_temp_path {directory}/{kind};\n"))
+            .concat();
+        format!(
+            "user root;
+daemon off;
+worker_processes {workers};
+pid {directory}/nginx.pid;
+error_log {directory}/error.log warn;
+lock_file {directory}/nginx.lock;
+events {{ worker_connections 16384; }}
+http {{
+    access_log off;
+    sendfile on;
+    tcp_nopush on;
+    keepalive_timeout 600s;
+    keepalive_requests 100000000;
+{temporary}    server {{
+{listen}        root {directory}/www;
+        location = {WHO} {{ return 200 \"{number} $pid\\n\"; }}
+        location = {SLOW_FILE} {{ alias {directory}/www{LARGE_FILE}; limit_rate 4k; }}
+    }}
+}}
+"
+        )
+    }
+}
+
+impl Nginx {
+    /// Process id of the master.
+    pub fn pid(&self) -> u32 {
+        self.master.pid()
+    }
+
+    /// Process ids of the workers.
+    pub fn workers(&self) -> Vec<u32> {
+        let children = format!("/proc/{0}/task/{0}/children", self.pid());
+        let children = fs::read_to_string(children).unwrap_or_default();
+        children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+    }
+
+    /// Reloads, perhaps with another number of workers.
+    ///
+    /// # Errors
+    /// When the configuration cannot be written or the master has ended.
+    pub fn reload(&self, testbed: &Testbed, number: u16, workers: u16) -> anyhow::Result<()> {
+        let configuration = testbed.nginx_configuration(number, &self.directory, workers);
+        fs::write(self.directory.join("nginx.conf"), configuration)?;
+        self.master.signal(Signal::SIGHUP)
+    }
+
+    fn wait_for_workers(&mut self, count: usize) -> anyhow::Result<()> {
+        let end = Instant::now() + START_LIMIT;
+        // The sockets listen before the first worker is started (ngx_init_cycle).
+        while self.workers().len() < count {
+            let ended = self.master.try_wait()?;
+            if ended.is_some() || Instant::now() > end {
+                let log = fs::read_to_string(self.directory.join("error.log")).unwrap_or_default();
+                bail!("nginx did not start ({ended:?}): {}", log.trim());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Nginx {
+    fn drop(&mut self) {
+        // Killing the master would leave the workers running.
+        let _ = self.master.terminate(Duration::from_secs(5));
+    }
+}

@@ -1,0 +1,136 @@
+//! Processes inside a namespace that end with the testbed.
+
+use std::os::fd::AsRawFd as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, ExitStatus, Output};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::namespace::Namespace;
+
+/// A running process; killed when dropped.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    name: String,
+}
+
+impl Process {
+    /// Starts `command` in `namespace`. The kernel kills it when the *thread* that called this ends (PR_SET_PDEATHSIG), so
+    /// that nothing outlives a killed testbed: call it from a thread that lives as long as the process should.
+    ///
+    /// # Errors
+    /// When the namespace cannot be opened or the program cannot be started.
+    pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
+        enter(namespace, &mut command)?;
+        let name = command.get_program().to_string_lossy().into_owned();
+        let child =
+            command.spawn().with_context(|| format!("cannot start {name} in namespace {}", namespace.name()))?;
+        Ok(Self { child, name })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The process as the standard library knows it, for its pipes.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Errors
+    /// When the process has ended.
+    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        kill(Pid::from_raw(self.child.id() as i32), signal)
+            .with_context(|| format!("cannot send {signal} to {} (pid {})", self.name, self.child.id()))
+    }
+
+    /// How it ended; `None` while it runs.
+    ///
+    /// # Errors
+    /// When the kernel does not know the process.
+    pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
+        Ok(self.child.try_wait()?)
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// When it still runs after `limit`.
+    pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
+        let end = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() > end {
+                bail!("{} (pid {}) still runs after {limit:?}", self.name, self.pid());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Asks it to end (SIGTERM) and waits.
+    ///
+    /// # Errors
+    /// When it still runs after `limit`.
+    pub fn terminate(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
+        if let Some(status) = self.try_wait()? {
+            return Ok(status);
+        }
+        self.signal(Signal::SIGTERM)?;
+        self.wait(limit)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Both fail only for a process that has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs `command` in `namespace` to its end and returns what it printed.
+///
+/// # Errors
+/// When it cannot be started or does not exit with 0; the error holds what it wrote to stderr.
+pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
+    enter(namespace, &mut command)?;
+    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        bail!("{command:?} in namespace {}: {}: {}", namespace.name(), output.status, stderr.trim());
+    }
+    Ok(output)
+}
+
+fn enter(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
+    let namespace = namespace.open()?;
+    let parent = std::process::id() as i32;
+    let prepare = move || {
+        // SAFETY: setns, prctl and getppid are plain system calls, allowed between fork and exec.
+        let prepared = unsafe {
+            libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) == 0
+                && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0
+        };
+        if !prepared {
+            return Err(std::io::Error::last_os_error());
+        }
+        // SAFETY: as above.
+        if unsafe { libc::getppid() } != parent {
+            // The parent died before the signal was armed.
+            return Err(std::io::ErrorKind::BrokenPipe.into());
+        }
+        Ok(())
+    };
+    // SAFETY: `prepare` makes system calls only: no allocation, no lock.
+    unsafe { command.pre_exec(prepare) };
+    Ok(())
+}

@@ -1,0 +1,134 @@
+//! The emulated NIC of a server: RSS by a BPF program at the switch's port, its registers in a pinned map.
+
+use std::fs;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
+
+use anyhow::Context as _;
+use coreward_intf as intf;
+use coreward_model::rss::Rss;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{
+    MapCore as _, MapFlags, MapHandle, TC_EGRESS, TC_INGRESS, TcAttachPoint, TcHookBuilder, Xdp, XdpFlags,
+};
+use zerocopy::{FromBytes as _, IntoBytes as _};
+
+use crate::namespace::Namespace;
+
+#[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
+mod skeletons {
+    pub mod rss_emulation {
+        include!(concat!(env!("OUT_DIR"), "/rss_emulation.skel.rs"));
+    }
+    pub mod xdp_pass {
+        include!(concat!(env!("OUT_DIR"), "/xdp_pass.skel.rs"));
+    }
+    pub mod receive_queues {
+        include!(concat!(env!("OUT_DIR"), "/receive_queues.skel.rs"));
+    }
+}
+
+/// Puts the emulation at egress of `port` in `switch`, its registers at `pin`.
+pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> anyhow::Result<()> {
+    let mut storage = MaybeUninit::uninit();
+    let open = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
+    let mut program = open.load().context("the kernel does not load rss_emulation.bpf.c")?;
+    fs::create_dir_all(pin.parent().context("the pin has no directory")?)?;
+    program.maps.registers.pin(pin).with_context(|| format!("cannot pin {}", pin.display()))?;
+    write_registers(pin, rss)?;
+    attach_tc(switch, port, program.progs.rss_emulation.as_fd(), TC_EGRESS)
+        .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
+}
+
+/// Writes key and indirection table, as the agent does with `manage_rss = true`.
+///
+/// # Errors
+/// When `pin` is not a pinned map of registers, or the key has not 40 bytes.
+pub fn write_registers(pin: &Path, rss: &Rss) -> anyhow::Result<()> {
+    let generation = read(pin)?.mapping.generation.wrapping_add(1);
+    let registers = rss.emulated(generation)?;
+    open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
+    Ok(())
+}
+
+/// Reads key and indirection table.
+///
+/// # Errors
+/// When `pin` is not a pinned map of registers, or holds no table.
+pub fn read_registers(pin: &Path) -> anyhow::Result<Rss> {
+    Ok(Rss::from_emulated(&*read(pin)?)?)
+}
+
+fn open(pin: &Path) -> anyhow::Result<MapHandle> {
+    MapHandle::from_pinned_path(pin).with_context(|| format!("cannot open the emulated RSS at {}", pin.display()))
+}
+
+fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
+    let bytes = open(pin)?.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an array without its only entry")?;
+    let registers = intf::emulated_rss::read_from_bytes(&bytes);
+    Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
+}
+
+/// Lets frames sent by XDP_TX on the peer of `port` in: see xdp_pass.bpf.c.
+pub(crate) fn attach_xdp_pass(switch: &Namespace, port: &str) -> anyhow::Result<()> {
+    let mut storage = MaybeUninit::uninit();
+    let open = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
+    let program = open.load().context("the kernel does not load xdp_pass.bpf.c")?;
+    let descriptor = program.progs.xdp_pass.as_fd();
+    switch.within(|| {
+        let index = interface_index(port)?;
+        Xdp::new(descriptor).attach(index, XdpFlags::DRV_MODE).with_context(|| format!("no native XDP on port {port}"))
+    })
+}
+
+/// Watches on which receive queues flows arrive at `device`. For tests.
+pub struct ReceiveQueues {
+    map: MapHandle,
+}
+
+impl ReceiveQueues {
+    /// Starts to watch; goes on until the device goes.
+    ///
+    /// # Errors
+    /// When the program does not load or attach.
+    pub fn watch(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
+        let mut storage = MaybeUninit::uninit();
+        let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
+        let program = open.load().context("the kernel does not load receive_queues.bpf.c")?;
+        attach_tc(namespace, device, program.progs.receive_queues.as_fd(), TC_INGRESS)?;
+        Ok(Self { map: MapHandle::try_from(&program.maps.received_flows)? })
+    }
+
+    /// Receive queue and hash of the last frame of a flow, as the kernel had them; `None` when none arrived or no
+    /// queue was recorded.
+    ///
+    /// # Errors
+    /// When the map cannot be read.
+    pub fn of(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
+        let Some(bytes) = self.map.lookup(&flow.bytes(), MapFlags::ANY)? else { return Ok(None) };
+        let received = intf::received_flow::read_from_bytes(&bytes);
+        let received = received.map_err(|_| anyhow::anyhow!("an entry of another size"))?;
+        Ok(received.recorded_queue.checked_sub(1).map(|queue| (queue as u16, received.hash)))
+    }
+}
+
+/// clsact rather than tcx: it is there before Linux 6.6, and it goes with the device.
+fn attach_tc(
+    namespace: &Namespace,
+    device: &str,
+    program: BorrowedFd<'_>,
+    direction: TcAttachPoint,
+) -> anyhow::Result<()> {
+    namespace.within(|| {
+        let mut hook = TcHookBuilder::new(program).ifindex(interface_index(device)?).replace(true).hook(direction);
+        hook.create()?;
+        hook.attach()?;
+        Ok(())
+    })
+}
+
+fn interface_index(device: &str) -> anyhow::Result<i32> {
+    let index = nix::net::if_::if_nametoindex(device).with_context(|| format!("no interface {device}"))?;
+    Ok(index as i32)
+}

@@ -1,0 +1,348 @@
+//! The datacentre: a client host, a load balancer, a controller, servers, and a switch between them.
+//!
+//! ```text
+//!   cwX-client 10.1.0.7 ..  --+                     +-- cwX-s1 10.1.1.1  (VIP on lo)
+//!   cwX-lb     10.1.0.1  -----+-- cwX-switch: br0 --+-- cwX-s2 10.1.1.2
+//!   cwX-controller 10.1.0.2 --+                     +-- ...
+//! ```
+//!
+//! Every host is a namespace with one device, `eth0`, whose peer in the switch has the host's name and is a port of the
+//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancer; servers hold
+//! them on `lo` and answer the client directly.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use anyhow::{Context as _, bail};
+use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+
+use crate::instance::Instance;
+use crate::namespace::{Namespace, ip_batch};
+use crate::process::{self, Process};
+use crate::rss_emulation;
+
+/// The device of every host.
+pub const DEVICE: &str = "eth0";
+/// The first VIP; the others follow.
+pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+/// The service that the demo balances.
+pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
+/// The load balancer's own address.
+pub const LOAD_BALANCER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
+/// The controller's address.
+pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
+const FIRST_CLIENT_ADDRESS: u8 = 7;
+const CLIENT_ADDRESSES_MAX: u16 = 200;
+const SERVERS_MAX: u16 = 250;
+const CORES_MAX: u16 = 64;
+
+/// [`seeded_rng`]'s stream for the keys that emulated NICs have when they come up.
+const PURPOSE_NIC_KEY: u64 = 3;
+
+/// What a testbed looks like.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TestbedOptions {
+    /// Name among the testbeds of this machine: 1 to 16 lower-case letters and digits.
+    pub instance: String,
+    /// Servers to start with (0 to 250); more can be added.
+    pub servers: u16,
+    /// Cores (receive queues) of each server (1 to 64).
+    pub cores: u16,
+    /// Addresses of the client, from 10.1.0.7 on (1 to 200).
+    pub client_addresses: u16,
+    /// VIPs on the servers, from 10.200.0.1 on (1 to 250).
+    pub vips: u8,
+    /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
+    pub indirection_entries: usize,
+    /// What the random RSS keys are drawn from that the emulated NICs have when they come up.
+    pub seed: u64,
+}
+
+impl Default for TestbedOptions {
+    fn default() -> Self {
+        Self {
+            instance: "testbed".to_owned(),
+            servers: 4,
+            cores: 4,
+            client_addresses: 4,
+            vips: 1,
+            indirection_entries: 128,
+            seed: 1,
+        }
+    }
+}
+
+/// A running testbed. Dropping it removes everything; after a SIGKILL the next one of the same name does.
+#[derive(Debug)]
+pub struct Testbed {
+    options: TestbedOptions,
+    instance: Instance,
+    client: Namespace,
+    load_balancer: Namespace,
+    controller: Namespace,
+    switch: Namespace,
+    /// Server K at K - 1; `None` once removed.
+    servers: Vec<Option<Namespace>>,
+}
+
+/// Why no testbed can be made here, in one sentence; `None` when it can.
+pub fn missing_privilege() -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("the testbed needs root, for network namespaces and BPF programs; run it as root".to_owned());
+    }
+    // In a thread of its own: the namespace is gone with it.
+    let namespaces = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
+    if !matches!(namespaces, Ok(Ok(()))) {
+        return Some("the testbed needs the right to make network namespaces (CAP_SYS_ADMIN)".to_owned());
+    }
+    let options = libbpf_rs::libbpf_sys::bpf_map_create_opts {
+        sz: size_of::<libbpf_rs::libbpf_sys::bpf_map_create_opts>() as _,
+        ..Default::default()
+    };
+    let map = libbpf_rs::MapHandle::create(libbpf_rs::MapType::Array, None::<&str>, 4, 4, 1, &options);
+    map.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
+}
+
+/// For tests: whether `test` must be skipped here; says so, by name, past the test runner's capture.
+pub fn skip_without_privilege(test: &str) -> bool {
+    use std::io::Write as _;
+    let Some(missing) = missing_privilege() else { return false };
+    writeln!(std::io::stderr(), "SKIPPED {test}: {missing}").expect("stderr is open");
+    true
+}
+
+impl Testbed {
+    /// Makes the testbed; removes first what a killed one of the same name left.
+    ///
+    /// # Errors
+    /// Without root (one sentence), when the name is in use by a living process, or when `ip` or the kernel refuse
+    /// something.
+    pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
+        for (value, min, max, name) in [
+            (options.servers, 0, SERVERS_MAX, "servers"),
+            (options.cores, 1, CORES_MAX, "cores"),
+            (options.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
+            (u16::from(options.vips), 1, 250, "VIPs"),
+        ] {
+            if !(min..=max).contains(&value) {
+                bail!("{value} {name} in a testbed: expected {min} to {max}");
+            }
+        }
+        if let Some(missing) = missing_privilege() {
+            bail!(missing);
+        }
+        let instance = Instance::take(&options.instance)?;
+        let mut testbed = Self {
+            client: instance.namespace("client"),
+            load_balancer: instance.namespace("lb"),
+            controller: instance.namespace("controller"),
+            switch: instance.namespace("switch"),
+            servers: Vec::new(),
+            options,
+            instance,
+        };
+        testbed.make_switch()?;
+        testbed.make_hosts()?;
+        for _ in 0..testbed.options.servers {
+            testbed.add_server()?;
+        }
+        Ok(testbed)
+    }
+
+    fn make_switch(&self) -> anyhow::Result<()> {
+        make_namespaces(&[&self.switch])?;
+        // No spanning tree, no snooping: a port forwards at once, and nobody but our hosts says a word.
+        ip_batch(
+            Some(&self.switch),
+            "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br0 up\n",
+        )
+    }
+
+    fn make_hosts(&self) -> anyhow::Result<()> {
+        make_namespaces(&[&self.client, &self.load_balancer, &self.controller])?;
+        self.connect(&self.client, "client", 1)?;
+        self.connect(&self.load_balancer, "lb", 1)?;
+        self.connect(&self.controller, "controller", 1)?;
+        let mut addresses = String::new();
+        for index in 0..self.options.client_addresses {
+            addresses += &format!("address add {}/16 dev {DEVICE}\n", self.client_address(index));
+        }
+        ip_batch(Some(&self.client), &format!("{addresses}route add 10.200.0.0/24 via {LOAD_BALANCER_ADDRESS}\n"))?;
+        ip_batch(Some(&self.load_balancer), &format!("address add {LOAD_BALANCER_ADDRESS}/16 dev {DEVICE}\n"))?;
+        ip_batch(Some(&self.controller), &format!("address add {CONTROLLER_ADDRESS}/16 dev {DEVICE}\n"))?;
+        rss_emulation::attach_xdp_pass(&self.switch, "lb")?;
+        // veth leaves checksums to a NIC that is not there; a packet sent on by XDP_TX would carry the unfinished sum.
+        let mut ethtool = Command::new("ethtool");
+        ethtool.args(["-K", "lb", "tx", "off"]);
+        self.run(&self.switch, ethtool).map(drop)
+    }
+
+    /// Adds a server and returns its number, counted from 1. Numbers are not used again.
+    ///
+    /// # Errors
+    /// When `ip` or the kernel refuse something.
+    pub fn add_server(&mut self) -> anyhow::Result<u16> {
+        let number = self.servers.len() as u16 + 1;
+        if number > SERVERS_MAX {
+            bail!("{number} servers in a testbed: expected at most {SERVERS_MAX}");
+        }
+        let name = format!("s{number}");
+        let namespace = self.instance.namespace(&name);
+        make_namespaces(&[&namespace])?;
+        // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name.
+        namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
+        self.connect(&namespace, &name, self.options.cores)?;
+        let mut addresses = format!("address add {}/16 dev {DEVICE}\n", server_address(number));
+        for vip in self.vips() {
+            addresses += &format!("address add {vip}/32 dev lo\n");
+        }
+        ip_batch(Some(&namespace), &addresses)?;
+        self.servers.push(Some(namespace));
+        rss_emulation::attach(&self.switch, &name, &self.emulated_rss(number), &self.nic_default(number)?)?;
+        Ok(number)
+    }
+
+    /// Kills what runs on a server and removes it, as if its power had failed.
+    ///
+    /// # Errors
+    /// When there is no such server.
+    pub fn remove_server(&mut self, number: u16) -> anyhow::Result<()> {
+        self.server(number)?;
+        let removed = self.servers[usize::from(number) - 1].take();
+        removed.expect("just found").remove()?;
+        Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
+    }
+
+    /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch.
+    fn connect(&self, host: &Namespace, port: &str, queues: u16) -> anyhow::Result<()> {
+        let (host_name, switch) = (host.name(), self.switch.name());
+        // One transmit queue more at the port: see rss_emulation.bpf.c, "Why + 2".
+        let (host_size, port_size) = (
+            format!("numrxqueues {queues} numtxqueues {queues}"),
+            format!("numrxqueues {queues} numtxqueues {}", queues + 1),
+        );
+        ip_batch(
+            None,
+            &format!(
+                "link add {DEVICE} netns {host_name} {host_size} type veth peer name {port} netns {switch} {port_size}\n"
+            ),
+        )?;
+        ip_batch(Some(&self.switch), &format!("link set {port} master br0 up\n"))?;
+        ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
+    }
+
+    /// What a NIC has when Linux brings it up: a random key, and queue `i mod cores` in entry `i`
+    /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
+    fn nic_default(&self, number: u16) -> anyhow::Result<Rss> {
+        let cores = u32::from(self.options.cores);
+        let queues: Vec<u32> = (0..self.options.indirection_entries as u32).map(|entry| entry % cores).collect();
+        let key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), PURPOSE_NIC_KEY));
+        Ok(Rss { key, indirection_table: IndirectionTable::new(&queues)? })
+    }
+
+    /// What it was made from.
+    pub fn options(&self) -> &TestbedOptions {
+        &self.options
+    }
+
+    /// The client's host.
+    pub fn client(&self) -> &Namespace {
+        &self.client
+    }
+
+    /// The load balancer's host.
+    pub fn load_balancer(&self) -> &Namespace {
+        &self.load_balancer
+    }
+
+    /// The controller's host.
+    pub fn controller(&self) -> &Namespace {
+        &self.controller
+    }
+
+    /// The switch.
+    pub fn switch(&self) -> &Namespace {
+        &self.switch
+    }
+
+    /// Server `number`, counted from 1.
+    ///
+    /// # Errors
+    /// When there is none, or it was removed.
+    pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
+        let position = usize::from(number).checked_sub(1);
+        let server = position.and_then(|position| self.servers.get(position)).and_then(Option::as_ref);
+        server.with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
+    }
+
+    /// The numbers of the servers that are there.
+    pub fn server_numbers(&self) -> Vec<u16> {
+        (1..).zip(&self.servers).filter_map(|(number, server)| server.as_ref().map(|_| number)).collect()
+    }
+
+    /// The client's address `index`, counted from 0.
+    pub fn client_address(&self, index: u16) -> Ipv4Addr {
+        Ipv4Addr::new(10, 1, 0, FIRST_CLIENT_ADDRESS + index as u8)
+    }
+
+    /// The VIPs, each on every server.
+    pub fn vips(&self) -> impl Iterator<Item = Ipv4Addr> + use<> {
+        (0..self.options.vips).map(|index| Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)))
+    }
+
+    /// A directory for configurations, logs and results; goes with the testbed.
+    pub fn directory(&self) -> PathBuf {
+        self.instance.directory()
+    }
+
+    /// A directory in the BPF file system; goes with the testbed.
+    pub fn pin_directory(&self) -> PathBuf {
+        self.instance.pin_directory()
+    }
+
+    fn server_pin_directory(&self, number: u16) -> PathBuf {
+        self.pin_directory().join(format!("s{number}"))
+    }
+
+    /// Where a server's emulated NIC has its registers: a pinned map, `struct emulated_rss` of bpf/intf.h.
+    pub fn emulated_rss(&self, number: u16) -> PathBuf {
+        self.server_pin_directory(number).join("emulated_rss")
+    }
+
+    /// Starts a process on a host: see [`Process::spawn`] for its end.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
+        Process::spawn(namespace, command)
+    }
+
+    /// Runs a program on a host to its end.
+    ///
+    /// # Errors
+    /// When it cannot be started or fails; the error holds its stderr.
+    pub fn run(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
+        process::run(namespace, command)
+    }
+}
+
+/// The address of server `number`, counted from 1.
+pub fn server_address(number: u16) -> Ipv4Addr {
+    Ipv4Addr::new(10, 1, 1, number as u8)
+}
+
+/// Makes namespaces in which nothing speaks unasked: no IPv6, so no neighbour discovery and no multicast reports.
+fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
+    let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
+    ip_batch(None, &commands)?;
+    for namespace in namespaces {
+        namespace.set_sysctls(&[
+            ("ipv6/conf/all/disable_ipv6", "1"),
+            ("ipv6/conf/default/disable_ipv6", "1"),
+            ("ipv4/conf/all/rp_filter", "0"),
+            ("ipv4/conf/default/rp_filter", "0"),
+        ])?;
+    }
+    Ok(())
+}

@@ -1,0 +1,186 @@
+//! The testbed itself: hosts that reach each other, RSS that delivers as predicted, and nothing left behind.
+
+use std::io::{BufRead as _, BufReader};
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use coreward_model::FourTuple;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_testbed::rss_emulation::{ReceiveQueues, read_registers, write_registers};
+use coreward_testbed::topology::{DEVICE, SERVICE, VIP, server_address};
+use coreward_testbed::{Testbed, TestbedOptions, nginx, skip_without_privilege};
+
+fn options(instance: &str, servers: u16) -> TestbedOptions {
+    TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
+}
+
+/// Without a load balancer: the client sends what is for the VIP to server 1.
+fn route_vip_to_server_1(testbed: &Testbed) -> anyhow::Result<()> {
+    let mut ip = Command::new("ip");
+    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+    testbed.run(testbed.client(), ip).map(drop)
+}
+
+fn curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+    let mut curl = Command::new("curl");
+    curl.args(["-sS", "--max-time", "10"]).args(arguments).arg(format!("http://{SERVICE}{path}"));
+    Ok(testbed.run(testbed.client(), curl)?.stdout)
+}
+
+#[test]
+fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
+    if skip_without_privilege("hosts_reach_each_other_and_nginx_serves") {
+        return Ok(());
+    }
+    let start = Instant::now();
+    let mut testbed = Testbed::create(options("ttopology", 2))?;
+    let made = start.elapsed();
+    assert!(made < Duration::from_secs(5), "making a testbed of two servers took {made:?}");
+
+    let nginx = testbed.start_nginx(1)?;
+    assert_eq!(nginx.workers().len(), 4);
+    route_vip_to_server_1(&testbed)?;
+    let large = curl(&testbed, nginx::LARGE_FILE, &[])?;
+    assert_eq!(large.len(), nginx::LARGE_FILE_BYTES);
+    let who = String::from_utf8(curl(&testbed, nginx::WHO, &[])?)?;
+    let (server, pid) = who.trim().split_once(' ').context("server and pid")?;
+    assert_eq!(server, "1");
+    assert!(nginx.workers().contains(&pid.parse()?), "{who:?} is none of {:?}", nginx.workers());
+
+    let added = testbed.add_server()?;
+    assert_eq!((added, testbed.server_numbers()), (3, vec![1, 2, 3]));
+    // Nothing listens there: a refusal (curl's exit code 7) comes from the host itself, silence would be a time-out (28).
+    let mut added_host = Command::new("curl");
+    added_host.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added))]);
+    let refused = testbed.run(testbed.client(), added_host).unwrap_err().to_string();
+    assert!(refused.contains("exit status: 7"), "{refused}");
+    testbed.remove_server(2)?;
+    assert_eq!(testbed.server_numbers(), [1, 3]);
+    assert!(testbed.server(2).is_err() && testbed.server(0).is_err());
+    Ok(())
+}
+
+/// Opens one connection per source port and compares the queue it arrived on with Toeplitz and table.
+fn delivered_as_predicted(testbed: &Testbed, queues: &ReceiveQueues, rss: &Rss, first_port: u16) -> anyhow::Result<()> {
+    let mut used = vec![false; usize::from(testbed.options().cores)];
+    for port in first_port..first_port + 32 {
+        curl(testbed, nginx::WHO, &["--local-port", &port.to_string()])?;
+        let tuple = FourTuple::ipv4((testbed.client_address(0), port), (VIP, SERVICE.port()));
+        let hash = rss.key.toeplitz(&tuple.bytes());
+        let predicted = rss.indirection_table.queue(hash);
+        assert_eq!(queues.of(&tuple)?, Some((predicted, hash)), "source port {port}");
+        used[usize::from(predicted)] = true;
+    }
+    assert!(used.iter().all(|used| *used), "32 flows did not use all queues: {used:?}");
+    Ok(())
+}
+
+#[test]
+fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Result<()> {
+    if skip_without_privilege("emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue") {
+        return Ok(());
+    }
+    let testbed = Testbed::create(options("trss", 1))?;
+    let _nginx = testbed.start_nginx(1)?;
+    route_vip_to_server_1(&testbed)?;
+    let queues = ReceiveQueues::watch(testbed.server(1)?, DEVICE)?;
+    let registers = testbed.emulated_rss(1);
+
+    let fresh = read_registers(&registers)?;
+    assert_eq!(fresh.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
+    delivered_as_predicted(&testbed, &queues, &fresh, 20_000)?;
+
+    let set = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
+    write_registers(&registers, &set)?;
+    assert_eq!(read_registers(&registers)?, set);
+    delivered_as_predicted(&testbed, &queues, &set, 21_000)
+}
+
+#[test]
+fn fresh_nics_have_keys_of_their_own() -> anyhow::Result<()> {
+    if skip_without_privilege("fresh_nics_have_keys_of_their_own") {
+        return Ok(());
+    }
+    let testbed = Testbed::create(options("tkeys", 2))?;
+    let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss(number))?.key) };
+    assert_ne!(key(1)?, key(2)?);
+    Ok(())
+}
+
+const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
+const KILLED: &str = "tkilled";
+
+/// Run by the next test in a process of its own: makes a testbed, says so, and waits to be killed.
+#[test]
+fn owner_that_waits_to_be_killed() -> anyhow::Result<()> {
+    if std::env::var_os(OWNER_VARIABLE).is_none() {
+        return Ok(());
+    }
+    let testbed = Testbed::create(options(KILLED, 1))?;
+    let nginx = testbed.start_nginx(1)?;
+    // Not println!: the test runner would keep it for itself.
+    std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.workers()[0]).as_bytes())?;
+    std::thread::sleep(Duration::from_secs(60));
+    Ok(())
+}
+
+/// A process that has ended has no namespace any more, even if nobody has waited for it.
+fn runs(pid: u32) -> bool {
+    std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
+}
+
+#[test]
+fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
+    if skip_without_privilege("a_killed_testbed_is_cleaned_up_by_the_next") {
+        return Ok(());
+    }
+    let mut owner = Command::new(std::env::current_exe()?)
+        .args(["--exact", "owner_that_waits_to_be_killed"])
+        .env(OWNER_VARIABLE, "1")
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut lines = BufReader::new(owner.stdout.take().context("stdout")?).lines();
+    let worker: u32 = loop {
+        let line = lines.next().context("the owner ended early")??;
+        if let Some((_, worker)) = line.split_once("ready ") {
+            break worker.parse()?;
+        }
+    };
+    let living = Testbed::create(options(KILLED, 1)).unwrap_err().to_string();
+    assert_eq!(living, format!("testbed {KILLED} is in use by process {}", owner.id()));
+
+    owner.kill()?;
+    owner.wait()?;
+    // nginx's master was tied to its owner; its workers are not, and their master could not tell them.
+    assert!(runs(worker));
+    drop(Testbed::create(options(KILLED, 1))?);
+    assert!(!runs(worker));
+    for remains in
+        [format!("/run/coreward-testbed/{KILLED}"), format!("/sys/fs/bpf/coreward-testbed/{KILLED}")].map(Into::into)
+    {
+        let remains: std::path::PathBuf = remains;
+        assert!(!remains.exists(), "{} is left", remains.display());
+    }
+    for role in ["client", "lb", "controller", "switch", "s1"] {
+        assert!(!Path::new("/run/netns").join(format!("cw{KILLED}-{role}")).exists(), "{role} is left");
+    }
+    Ok(())
+}
+
+#[test]
+fn addresses_are_the_documented_ones() {
+    assert_eq!(server_address(3), Ipv4Addr::new(10, 1, 1, 3));
+    assert_eq!(SERVICE, SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80));
+}
+
+#[test]
+fn impossible_testbeds_are_refused() {
+    let refused = |options| Testbed::create(options).unwrap_err().to_string();
+    let error = refused(TestbedOptions { cores: 0, ..TestbedOptions::default() });
+    assert_eq!(error, "0 cores in a testbed: expected 1 to 64");
+    let error = refused(TestbedOptions { servers: 251, ..TestbedOptions::default() });
+    assert_eq!(error, "251 servers in a testbed: expected 0 to 250");
+}
