@@ -20,13 +20,21 @@ pub const NAME: &str = "crossrss-plus";
 /// of four workloads; counting in full, or a quarter, was up to half as bad again on some (docs/policies.md).
 const SHARE_AT_NEXT_REPORT: f64 = 0.5;
 
+/// `crossrss` that counts what it assigned since the last report.
 pub struct CrossRssPlus {
     key: RssKey,
+    share: f64,
 }
 
 impl CrossRssPlus {
+    /// The policy as the registry has it.
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+        Self::counting(seed, SHARE_AT_NEXT_REPORT)
+    }
+
+    /// The policy with connections counted as `share` of what one brings on average: for comparing, 0 is `crossrss`.
+    pub fn counting(seed: u64, share: f64) -> Self {
+        Self { key: independent_key(seed), share }
     }
 }
 
@@ -41,7 +49,7 @@ impl Policy for CrossRssPlus {
             |servers: usize, groups: usize| servers.min(intf::MAX_CANDIDATES as usize).min(fits(groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket);
         // Every load balancer sees only its own assignments; the others' are about as many.
-        let cost = SHARE_AT_NEXT_REPORT * pool.load_per_connection() * f64::from(pool.load_balancers);
+        let cost = self.share * pool.load_per_connection() * f64::from(pool.load_balancers);
         table.assignment_cost = fixed_point(cost);
         table
     }

@@ -11,6 +11,7 @@ mod hash;
 mod pow2;
 mod rr;
 
+pub use crossrss_plus::CrossRssPlus;
 pub use groups::RssGroup;
 
 use crate::ServerId;

@@ -1,0 +1,71 @@
+//! `coreward-bench placement`: the policies side by side on four workloads in virtual time, and how much an assigned
+//! connection should count in `crossrss-plus`. The table of docs/policies.md.
+
+use comfy_table::Table;
+use coreward_model::arrivals::Workload;
+use coreward_model::policy::{CrossRssPlus, Policy, named};
+use coreward_model::replay::{Placer, Pools, replay};
+use coreward_model::statistics::median;
+
+/// Options of `coreward-bench placement`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Seeds 1 to this
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    seeds: u64,
+}
+
+fn workloads() -> [(&'static str, Workload); 4] {
+    let demo = Workload::default();
+    let mice = Workload { elephant_work_permille: 500, mouse_requests: (1, 8), mouse_interval_us: 50_000, ..demo };
+    let long_lived = Workload {
+        elephant_work_permille: 700,
+        elephant_rate_permille: 60,
+        elephant_life_us: (2_000_000, 20_000_000),
+        mouse_requests: (1, 4),
+        mouse_interval_us: 30_000,
+        ..demo
+    };
+    let short_requests = Workload { service_us: 2_000, mouse_requests: (1, 10), mouse_interval_us: 20_000, ..demo };
+    [("demo", demo), ("more mice", mice), ("long-lived", long_lived), ("short requests", short_requests)]
+}
+
+/// A row's name, and the policy for a seed; `None`: the oracle.
+type Row = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
+
+fn rows() -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
+        rows.push((name.to_string(), Box::new(move |seed| Some(named(name, seed).expect("a policy of the registry")))));
+    }
+    for share in [0.1, 0.25, 1.0, 2.0] {
+        let make = move |seed| Some(Box::new(CrossRssPlus::counting(seed, share)) as Box<dyn Policy>);
+        rows.push((format!("crossrss-plus, counting {share}"), Box::new(make)));
+    }
+    rows.push(("noise floor (perfect placement)".to_string(), Box::new(|_| None)));
+    rows
+}
+
+/// Prints per-core variance % / server variance %, medians over the seeds.
+pub fn run(args: &Args) {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::ASCII_MARKDOWN);
+    let header = workloads().map(|(name, _)| name.to_string());
+    table.set_header(std::iter::once("core variance % / server variance %".to_string()).chain(header));
+    for (name, policy) in rows() {
+        let cells = workloads().map(|(_, workload)| {
+            let all: Vec<_> = (1..=args.seeds)
+                .map(|seed| {
+                    let mut policy = policy(seed);
+                    let placer = policy.as_mut().map_or(Placer::Oracle, |policy| Placer::Policy(policy.as_mut()));
+                    replay(&workload.generate(seed), Pools { seed, ..Pools::default() }, placer)
+                })
+                .collect();
+            let core = median(&all.iter().map(|v| v.core_pct).collect::<Vec<_>>()).unwrap_or_default();
+            let server = median(&all.iter().map(|v| v.server_pct).collect::<Vec<_>>()).unwrap_or_default();
+            format!("{core:.2} / {server:.2}")
+        });
+        table.add_row(std::iter::once(name).chain(cells));
+    }
+    println!("{table}");
+}
