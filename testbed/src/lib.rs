@@ -6,8 +6,10 @@
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
+//! * [`fleet`]: controller, load balancer and agents, started and killed
 //! * [`process`], [`namespace`]: what runs where
 
+pub mod fleet;
 pub mod instance;
 pub mod namespace;
 pub mod nginx;

@@ -1,0 +1,305 @@
+//! coreward's own processes in a testbed: a controller, a load balancer, an agent per server, each the real daemon with
+//! a configuration file of its own, in the namespace where it belongs.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use nix::sys::signal::Signal;
+
+use crate::namespace::Namespace;
+use crate::process::Process;
+use crate::topology::{CONTROLLER_ADDRESS, DEVICE, Testbed, server_address};
+
+/// The controller's port.
+pub const CONTROLLER_PORT: u16 = 7400;
+
+/// How a fleet is set up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FleetOptions {
+    /// Policy of every service.
+    pub policy: String,
+    /// Time between two reports, and between two tables.
+    pub report_interval_ms: u32,
+    /// Where agents find the load of a server's cores.
+    pub load: LoadSource,
+}
+
+impl Default for FleetOptions {
+    fn default() -> Self {
+        Self { policy: "crossrss".to_owned(), report_interval_ms: 100, load: LoadSource::Cpu }
+    }
+}
+
+/// Where an agent finds the load of the cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadSource {
+    /// Busy time of the machine's CPUs.
+    Cpu,
+    /// The busy file of the paced server ([`busy_file`]): the emulated cores.
+    PacedServer,
+}
+
+/// What the controller's file says of a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Takes new connections.
+    Active,
+    /// Keeps what it has.
+    Draining,
+}
+
+/// The running daemons; all end with this value.
+#[derive(Debug)]
+pub struct Fleet {
+    options: FleetOptions,
+    pool: BTreeMap<u16, Standing>,
+    controller: Process,
+    load_balancer: Process,
+    agents: BTreeMap<u16, Process>,
+}
+
+/// Where the paced server of a server publishes the busy time of its workers.
+pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
+    testbed.directory().join(format!("busy-s{number}"))
+}
+
+/// The `coreward` command: this program, or, from a test, the one built beside it.
+///
+/// # Errors
+/// When there is none.
+pub fn coreward_command() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    if own.file_name().is_some_and(|name| name == "coreward") {
+        return Ok(own);
+    }
+    let beside =
+        own.ancestors().skip(1).take(2).map(|directory| directory.join("coreward")).find(|path| path.is_file());
+    beside.with_context(|| format!("no coreward beside {}: `make build` makes it", own.display()))
+}
+
+impl Fleet {
+    /// Starts controller, load balancer and an agent for each server of the testbed, all of them in the pool, and waits
+    /// until every agent reports and a table is in force.
+    ///
+    /// # Errors
+    /// When a daemon cannot be started or is not ready in time; the error holds its log's last lines.
+    pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
+        let pool: BTreeMap<u16, Standing> =
+            testbed.server_numbers().into_iter().map(|number| (number, Standing::Active)).collect();
+        write_controller_file(testbed, &options, &pool)?;
+        write_load_balancer_file(testbed)?;
+        let controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?;
+        let load_balancer = start_daemon(testbed, testbed.load_balancer(), "lb", "lb")?;
+        let mut fleet = Self { options, pool, controller, load_balancer, agents: BTreeMap::new() };
+        for number in testbed.server_numbers() {
+            fleet.start_agent(testbed, number)?;
+        }
+        fleet.wait_until_ready(testbed)?;
+        Ok(fleet)
+    }
+
+    /// Starts the agent of a server (again, if it was killed).
+    ///
+    /// # Errors
+    /// When there is no such server or the daemon cannot be started.
+    pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        write_agent_file(testbed, &self.options, number)?;
+        let agent = start_daemon(testbed, testbed.server(number)?, "agent", &format!("agent-s{number}"))?;
+        self.agents.insert(number, agent);
+        Ok(())
+    }
+
+    /// Writes the controller's file with this pool and lets it read it again.
+    ///
+    /// # Errors
+    /// When the file cannot be written or the controller has ended.
+    pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, Standing>) -> anyhow::Result<()> {
+        write_controller_file(testbed, &self.options, &pool)?;
+        self.pool = pool;
+        self.controller.signal(Signal::SIGHUP)
+    }
+
+    /// The pool as the controller's file has it.
+    pub fn pool(&self) -> &BTreeMap<u16, Standing> {
+        &self.pool
+    }
+
+    /// The daemon of that name: `controller`, `lb`, `agent-s1` ...
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
+        match name {
+            "controller" => Ok(&mut self.controller),
+            "lb" => Ok(&mut self.load_balancer),
+            _ => {
+                let number = name.strip_prefix("agent-s").and_then(|number| number.parse().ok());
+                let agent = number.and_then(|number: u16| self.agents.get_mut(&number));
+                agent.with_context(|| format!("no daemon {name:?}: expected controller, lb or agent-sN"))
+            }
+        }
+    }
+
+    /// Kills a daemon with SIGKILL.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
+        let daemon = self.daemon(name)?;
+        daemon.signal(Signal::SIGKILL)?;
+        daemon.wait(Duration::from_secs(5)).map(drop)
+    }
+
+    /// Starts a killed daemon again.
+    ///
+    /// # Errors
+    /// When there is none of that name, or it cannot be started.
+    pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
+        match name {
+            "controller" => self.controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?,
+            "lb" => self.load_balancer = start_daemon(testbed, testbed.load_balancer(), "lb", "lb")?,
+            _ => {
+                let number = name.strip_prefix("agent-s").and_then(|number| number.parse().ok());
+                self.start_agent(testbed, number.with_context(|| format!("no daemon {name:?}"))?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What `coreward status --format json` says.
+    ///
+    /// # Errors
+    /// When the controller does not answer.
+    pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
+        let mut command = Command::new(coreward_command()?);
+        command.args(["status", "--format", "json", "--controller"]).arg(controller_address());
+        let output = testbed.run(testbed.controller(), command)?;
+        Ok(serde_json::from_slice(&output.stdout)?)
+    }
+
+    /// Waits until every active server of the pool reports and the load balancer has a table.
+    ///
+    /// # Errors
+    /// When that takes longer than ten seconds; the error holds the last lines of the daemons' logs.
+    pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
+        let end = Instant::now() + Duration::from_secs(10);
+        loop {
+            let status = self.status(testbed);
+            if status.as_ref().is_ok_and(|status| self.is_ready(status)) {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                bail!("the fleet is not ready: {status:?}\n{}", logs(testbed));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn is_ready(&self, status: &serde_json::Value) -> bool {
+        let servers = status["servers"].as_array().map_or(&[][..], Vec::as_slice);
+        let reporting = servers.iter().filter(|server| server["state"] == "reporting").count();
+        let active = self.pool.values().filter(|standing| **standing == Standing::Active).count();
+        let balancers = status["load_balancers"].as_array().map_or(&[][..], Vec::as_slice);
+        let resolved = |balancer: &serde_json::Value| {
+            let state = &balancer["state"];
+            state["unresolved_servers"].as_array().is_none_or(Vec::is_empty)
+                && state["table_generations"].as_object().is_some_and(|tables| !tables.is_empty())
+        };
+        reporting >= active && !balancers.is_empty() && balancers.iter().all(resolved)
+    }
+}
+
+/// The last lines of every daemon's log.
+fn logs(testbed: &Testbed) -> String {
+    let mut all = String::new();
+    let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
+    for path in files.filter(|path| path.extension().is_some_and(|extension| extension == "log")) {
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        let last = lines[lines.len().saturating_sub(10)..].join("\n");
+        let _ = writeln!(all, "-- {}:\n{last}", path.display());
+    }
+    all
+}
+
+fn controller_address() -> String {
+    format!("{CONTROLLER_ADDRESS}:{CONTROLLER_PORT}")
+}
+
+fn configuration(testbed: &Testbed, daemon: &str) -> PathBuf {
+    testbed.directory().join(format!("{daemon}.toml"))
+}
+
+/// `daemon`: sub-command of coreward; `name`: of its files.
+fn start_daemon(testbed: &Testbed, namespace: &Namespace, daemon: &str, name: &str) -> anyhow::Result<Process> {
+    let log_path = testbed.directory().join(format!("{name}.log"));
+    let log = File::options().create(true).append(true).open(&log_path)?;
+    let mut command = Command::new(coreward_command()?);
+    command.arg(daemon).arg("--config").arg(configuration(testbed, name));
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    let mut process = testbed.spawn(namespace, command)?;
+    // A configuration that is wrong shows at once.
+    std::thread::sleep(Duration::from_millis(20));
+    let ended = process.try_wait()?;
+    ensure!(ended.is_none(), "{name} ended: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
+    Ok(process)
+}
+
+fn write_controller_file(
+    testbed: &Testbed,
+    options: &FleetOptions,
+    pool: &BTreeMap<u16, Standing>,
+) -> anyhow::Result<()> {
+    let mut text = format!(
+        "listen = \"{}\"\nstore = \"{}\"\nreport_interval_ms = {}\n",
+        controller_address(),
+        testbed.directory().join("controller.redb").display(),
+        options.report_interval_ms,
+    );
+    for (number, standing) in pool {
+        let state = if *standing == Standing::Active { "active" } else { "draining" };
+        let address = server_address(*number);
+        write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
+    }
+    for (index, vip) in testbed.vips().enumerate() {
+        let policy = &options.policy;
+        write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}:80\"\npolicy = \"{policy}\"\n")?;
+    }
+    write(&configuration(testbed, "controller"), &text)
+}
+
+fn write_load_balancer_file(testbed: &Testbed) -> anyhow::Result<()> {
+    let text = format!(
+        "name = \"lb\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n",
+        controller_address(),
+        testbed.pin_directory().join("lb").display(),
+    );
+    write(&configuration(testbed, "lb"), &text)
+}
+
+fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
+    let load = match options.load {
+        LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
+        LoadSource::PacedServer => {
+            format!("{{ source = \"published\", path = \"{}\" }}", busy_file(testbed, number).display())
+        }
+    };
+    let text = format!(
+        "server = \"s{number}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
+         manage_rss = true\nmanage_timestamps = true\nsteer = \"order\"\nload = {load}\n\
+         rss = {{ source = \"testbed\", path = \"{}\" }}\n",
+        controller_address(),
+        testbed.pin_directory().join(format!("agent-s{number}")).display(),
+        testbed.emulated_rss(number).display(),
+    );
+    write(&configuration(testbed, &format!("agent-s{number}")), &text)
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
