@@ -1,0 +1,191 @@
+//! A guest: one QEMU process under software emulation, driven over its second serial line.
+
+use std::fs;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::packages::Packages;
+
+/// Receive queues of the emulated NIC, and CPUs of the guest.
+pub const QUEUES: u16 = 4;
+/// The guest's NIC as the frames address it: locally administered.
+pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
+/// The tap, in the network namespace of this process.
+pub const TAP: &str = "nictest0";
+
+const BOOT_LIMIT: Duration = Duration::from_secs(120);
+const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+
+/// An emulated NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Nic {
+    /// virtio-net with RSS, on a tap with one queue per receive queue.
+    Virtio,
+    /// Intel 82576.
+    Igb,
+    /// VMware's, which shows a table that QEMU does not carry out.
+    Vmxnet3,
+}
+
+impl Nic {
+    /// The driver's module, and with it the NIC's name.
+    pub fn driver(self) -> &'static str {
+        match self {
+            Nic::Virtio => "virtio_net",
+            Nic::Igb => "igb",
+            Nic::Vmxnet3 => "vmxnet3",
+        }
+    }
+
+    /// A command that prints, per receive queue, its number and numbers whose sum moves with every packet.
+    ///
+    /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`: its interrupts are counted. igb raises the interrupts
+    /// of all queues every two seconds by itself (igb_watchdog_task): its packets are counted.
+    pub fn counters_command(self) -> &'static str {
+        match self {
+            Nic::Virtio => r"sed -n 's/^ *[0-9]*:\([ 0-9]*\).*-input\.\([0-9]*\)$/\2 \1/p' /proc/interrupts",
+            Nic::Igb => r"ethtool -S eth0 | sed -n 's/^ *rx_queue_\([0-9]*\)_packets: /\1 /p'",
+            Nic::Vmxnet3 => r"sed -n 's/^ *[0-9]*:\([ 0-9]*\).*-rxtx-\([0-9]*\)$/\2 \1/p' /proc/interrupts",
+        }
+    }
+
+    fn device(self) -> String {
+        let mac = MAC_ADDRESS.map(|byte| format!("{byte:02x}")).join(":");
+        // Two interrupt vectors per queue, one for the configuration, one for the control queue.
+        let vectors = 2 * QUEUES + 2;
+        match self {
+            Nic::Virtio => {
+                format!("virtio-net-pci,netdev=net,mac={mac},mq=on,rss=on,hash=on,vectors={vectors},romfile=")
+            }
+            Nic::Igb => format!("igb,netdev=net,mac={mac},romfile="),
+            Nic::Vmxnet3 => format!("vmxnet3,netdev=net,mac={mac},romfile="),
+        }
+    }
+
+    fn backend(self) -> String {
+        let queues = if self == Nic::Virtio { format!(",queues={QUEUES}") } else { String::new() };
+        format!("tap,id=net,ifname={TAP},script=no,downscript=no{queues}")
+    }
+}
+
+/// A booted guest. Dropping it kills QEMU, and with it the tap goes.
+pub struct Guest {
+    qemu: Child,
+    serial: UnixStream,
+    /// Read from the serial line, not yet taken.
+    pending: Vec<u8>,
+    console: PathBuf,
+}
+
+impl Guest {
+    /// Boots and waits for the guest's init to be ready. What the kernel prints goes to the file `console`.
+    ///
+    /// # Errors
+    /// When QEMU ends or nothing is ready in two minutes; with the last lines of the console.
+    pub fn boot(packages: &Packages, kernel: &Path, initrd: &[u8], nic: Nic, console: &Path) -> Result<Self> {
+        // Without a name: nothing to clean up. QEMU reaches it through this process, which outlives it.
+        let mut initrd_file = tempfile::tempfile()?;
+        initrd_file.write_all(initrd)?;
+        let (serial, theirs) = UnixStream::pair()?;
+        let mut command = packages.command("usr/bin/qemu-system-x86_64");
+        for folder in packages.firmware() {
+            command.arg("-L").arg(folder);
+        }
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]);
+        command.args(["-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", "512M"]);
+        command.args(["-smp", &QUEUES.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
+        command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
+        command.args(["-append", "console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on"]);
+        command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);
+        command.args(["-netdev", &nic.backend(), "-device", &nic.device()]);
+        let complaints = fs::File::create(console.with_extension("qemu"))?;
+        let qemu = command
+            .stdin(Stdio::from(OwnedFd::from(theirs.try_clone()?)))
+            .stdout(Stdio::from(OwnedFd::from(theirs)))
+            .stderr(complaints)
+            .spawn()
+            .context("QEMU does not start")?;
+        // `command` holds the other end of the serial line; only when QEMU alone has it does QEMU's end show.
+        drop(command);
+        let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf() };
+        guest.lines_until("@ready", BOOT_LIMIT)?;
+        Ok(guest)
+    }
+
+    /// Runs a command (one line of shell) in the guest; its output.
+    ///
+    /// # Errors
+    /// When the command fails (with its output), or does not end in a minute.
+    pub fn run(&mut self, command: &str) -> Result<String> {
+        let (status, output) = self.try_run(command)?;
+        if status != 0 {
+            bail!("`{command}` in the guest: status {status}: {}", output.trim());
+        }
+        Ok(output)
+    }
+
+    /// Like [`Guest::run`], for commands that may fail: exit status and output.
+    ///
+    /// # Errors
+    /// When the command does not end in a minute, or the guest is gone.
+    pub fn try_run(&mut self, command: &str) -> Result<(i32, String)> {
+        assert!(!command.contains('\n'), "the guest reads one line a command");
+        self.serial.write_all(format!("{command}\n").as_bytes()).context("the guest is gone")?;
+        let (output, last) = self.lines_until("@end ", COMMAND_LIMIT).with_context(|| format!("`{command}`"))?;
+        let status = last.trim_start_matches("@end ").trim().parse().with_context(|| format!("status {last:?}"))?;
+        Ok((status, output))
+    }
+
+    /// The output up to a line that starts with `marker`, and that line.
+    fn lines_until(&mut self, marker: &str, limit: Duration) -> Result<(String, String)> {
+        let end = Instant::now() + limit;
+        let mut output = String::new();
+        loop {
+            while let Some(length) = self.pending.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.pending.drain(..=length).collect();
+                let line = String::from_utf8_lossy(&line).into_owned();
+                if line.starts_with(marker) {
+                    return Ok((output, line));
+                }
+                output += &line;
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                bail!("no answer from the guest in {} s; {}", limit.as_secs(), self.last_words());
+            }
+            self.serial.set_read_timeout(Some(left))?;
+            let mut buffer = [0; 4096];
+            match self.serial.read(&mut buffer) {
+                Ok(0) => bail!("the guest is gone; {}", self.last_words()),
+                Ok(length) => self.pending.extend_from_slice(&buffer[..length]),
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error).context("the serial line"),
+            }
+        }
+    }
+
+    /// What QEMU and the guest's kernel said last.
+    fn last_words(&self) -> String {
+        let tail = |path: &Path| {
+            let text = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+            text.lines().rev().take(8).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n  ")
+        };
+        let [qemu, console] = [tail(&self.console.with_extension("qemu")), tail(&self.console)];
+        format!("QEMU: {qemu:?}; its console ({}) ended with:\n  {console}", self.console.display())
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // Errors mean that it has ended already.
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}

@@ -1,0 +1,134 @@
+//! The guest's file system: a cpio archive ("newc": Documentation/driver-api/early-userspace/buffer-format.rst).
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+
+use crate::kernel;
+use crate::packages::{Packages, run, tied};
+
+const DIRECTORY: u32 = 0o040_755;
+const EXECUTABLE: u32 = 0o100_755;
+
+/// Files on their way into an archive.
+#[derive(Default)]
+struct Archive {
+    bytes: Vec<u8>,
+    names: BTreeSet<String>,
+}
+
+impl Archive {
+    /// Adds a file with the folders above it; `name` has no leading slash. A second one of the same name is left out.
+    fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
+        if let Some((parent, _)) = name.rsplit_once('/') {
+            self.add(parent, DIRECTORY, &[]);
+        }
+        if self.names.insert(name.to_string()) {
+            self.entry(name, mode, content);
+        }
+    }
+
+    fn entry(&mut self, name: &str, mode: u32, content: &[u8]) {
+        let inode = self.names.len() as u32;
+        let [size, name_size] = [content.len() as u32, name.len() as u32 + 1];
+        self.bytes.extend_from_slice(b"070701");
+        // inode, mode, user, group, links, time, size, device (2), device of a node (2), size of the name, checksum
+        for field in [inode, mode, 0, 0, 1, 0, size, 0, 0, 0, 0, name_size, 0] {
+            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
+        }
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(0);
+        self.pad();
+        self.bytes.extend_from_slice(content);
+        self.pad();
+    }
+
+    fn pad(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        self.entry("TRAILER!!!", 0, &[]);
+        self.bytes
+    }
+}
+
+/// Everything that a guest needs: busybox, ethtool, the `coreward` binary with its libraries, the modules and `files`
+/// (name without leading slash, content).
+///
+/// # Errors
+/// When a part is missing, named.
+pub fn build(
+    packages: &Packages,
+    kernel_folder: &Path,
+    modules: &[&str],
+    coreward: &Path,
+    files: &[(&str, String)],
+) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    for folder in ["proc", "sys", "dev", "tmp", "run", "etc"] {
+        archive.add(folder, DIRECTORY, &[]);
+    }
+    archive.add("init", EXECUTABLE, include_bytes!("../guest/init"));
+    archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);
+    let mut order = String::new();
+    for (name, content) in kernel::load_order(kernel_folder, modules)? {
+        archive.add(&format!("modules/{name}.ko"), EXECUTABLE, &content);
+        order += &format!("{name}\n");
+    }
+    archive.add("modules/order", EXECUTABLE, order.as_bytes());
+    add_ethtool(&mut archive, packages)?;
+    add_coreward(&mut archive, coreward)?;
+    for (name, content) in files {
+        archive.add(name, EXECUTABLE, content.as_bytes());
+    }
+    Ok(archive.finish())
+}
+
+/// ethtool comes from Debian's packages and `coreward` from this machine: two C libraries, so ethtool gets a folder.
+fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
+    let (program, libraries) = packages.ethtool();
+    archive.add("ethtool/ethtool", EXECUTABLE, &read(&program)?);
+    for library in libraries {
+        let name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();
+        archive.add(&format!("ethtool/{name}"), EXECUTABLE, &read(&library)?);
+    }
+    let wrapper = "#!/bin/sh\nexec /ethtool/ld-linux-x86-64.so.2 --library-path /ethtool /ethtool/ethtool \"$@\"\n";
+    archive.add("bin/ethtool", EXECUTABLE, wrapper.as_bytes());
+    Ok(())
+}
+
+/// The binary without its debug information, and what `ldd` says it needs, at the same paths.
+fn add_coreward(archive: &mut Archive, coreward: &Path) -> Result<()> {
+    let stripped = tempfile::NamedTempFile::new()?;
+    run(tied("strip").arg("-o").arg(stripped.path()).arg(coreward)).context("binutils' strip is needed")?;
+    archive.add("bin/coreward", EXECUTABLE, &read(stripped.path())?);
+    for word in run(tied("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/')) {
+        archive.add(word.trim_start_matches('/'), EXECUTABLE, &read(Path::new(word))?);
+    }
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("{} cannot be read", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_has_folders_before_files_and_is_aligned() {
+        let mut archive = Archive::default();
+        archive.add("a/b/file", EXECUTABLE, b"12345");
+        archive.add("a/b/other", EXECUTABLE, b"");
+        let bytes = archive.finish();
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        let names: Vec<_> =
+            text.split("070701").skip(1).map(|entry| entry[104..].split('\0').next().unwrap()).collect();
+        assert_eq!(names, ["a", "a/b", "a/b/file", "a/b/other", "TRAILER!!!"]);
+        assert_eq!(bytes.len() % 4, 0);
+    }
+}

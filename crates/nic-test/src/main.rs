@@ -1,0 +1,79 @@
+//! `make test-nic`: boots QEMU guests with real NIC drivers and real RSS, runs the real agent in them, and checks, flow
+//! by flow, that packets arrive on the receive queue that our Toeplitz and the table predict.
+//!
+//! * [`packages`]: QEMU, busybox, ethtool and the kernels, fetched from Debian, not installed
+//! * [`kernel`], [`initrd`]: what a guest boots
+//! * [`guest`]: QEMU and the dialogue over the serial line
+//! * [`wire`]: the network namespace and the sender of SYNs
+//! * [`rss`]: what the NIC shows, and what it does
+//! * [`cases`]: the checks
+
+mod cases;
+mod guest;
+mod initrd;
+mod kernel;
+mod packages;
+mod rss;
+mod tally;
+mod wire;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, bail};
+use clap::Parser;
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::cases::CASES;
+use crate::packages::Packages;
+use crate::tally::Tally;
+
+/// Checks the agent against real NIC drivers in QEMU guests.
+#[derive(Parser)]
+struct Arguments {
+    /// The binary to test.
+    #[arg(long)]
+    coreward: PathBuf,
+    /// Where downloaded packages are kept.
+    #[arg(long)]
+    cache: PathBuf,
+    /// Only guests whose name contains this.
+    #[arg(long, default_value = "")]
+    only: String,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let mut tally = Tally::default();
+    let cases = CASES.iter().filter(|case| case.name().contains(&arguments.only));
+    match prepare(&arguments) {
+        Err(missing) => cases.for_each(|case| tally.skip(&case.name(), &format!("{missing:#}"))),
+        Ok((packages, _lock)) => {
+            for case in cases {
+                if let Err(error) = case.run(&packages, &arguments.coreward, &arguments.cache, &mut tally) {
+                    tally.check(&case.name(), Err(error));
+                }
+            }
+        }
+    }
+    tally.finish()
+}
+
+/// The packages, and the lock that keeps a second run out of them; or one sentence about what is missing.
+fn prepare(arguments: &Arguments) -> Result<(Packages, Flock<fs::File>)> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!("root is needed for a network namespace and a tap");
+    }
+    if !cfg!(target_arch = "x86_64") {
+        bail!("an x86-64 machine is needed, for Debian's amd64 packages");
+    }
+    fs::metadata("/dev/net/tun").context("/dev/net/tun is needed")?;
+    fs::create_dir_all(&arguments.cache).with_context(|| arguments.cache.display().to_string())?;
+    let cache = arguments.cache.canonicalize()?;
+    let lock = fs::File::create(cache.join("lock"))?;
+    let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error).context("the cache's lock")?;
+    let packages = Packages::fetch(&cache.join("packages"))?;
+    wire::enter_namespace()?;
+    Ok((packages, lock))
+}

@@ -1,0 +1,208 @@
+//! What the guests are made of: Debian packages, fetched at run time into a folder of our own, never installed.
+//!
+//! apt-get gets a private configuration: the machine's own Debian mirrors plus their backports (igb needs QEMU 8), its
+//! own lists, and an empty package status. So QEMU comes with its whole closure of libraries down to libc (37 MB) and
+//! runs from the folder whatever the machine has installed, holds back or removes later; nothing of the system changes.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::kernel;
+
+/// The kernels: the name of ours, and the package that depends on today's point release.
+const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
+/// Downloads are stopped after this many seconds.
+const DOWNLOAD_SECONDS: &str = "300";
+const ARCHITECTURE: &str = "x86_64-linux-gnu";
+
+/// Unpacked packages.
+pub struct Packages {
+    folder: PathBuf,
+}
+
+impl Packages {
+    /// Takes what an earlier run left complete in `folder`, or fetches everything.
+    ///
+    /// # Errors
+    /// With one sentence that says what could not be had.
+    pub fn fetch(folder: &Path) -> Result<Self> {
+        let packages = Self { folder: folder.to_path_buf() };
+        let wanted = format!("{KERNELS:?} {:?}\n", kernel::MODULES);
+        let complete = folder.join("complete");
+        if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
+            println!("packages: from {}", folder.display());
+            return Ok(packages);
+        }
+        if folder.exists() {
+            fs::remove_dir_all(folder)?;
+        }
+        for part in ["lists/partial", "archives/partial", "root", "kernels"] {
+            fs::create_dir_all(folder.join(part))?;
+        }
+        let apt = Apt::configure(folder)?;
+        println!("packages: fetching QEMU and the kernels into {}", folder.display());
+        apt.get(&["update"])?;
+        let backports = format!("{}-backports", apt.release);
+        apt.get(&["install", "--download-only", "-t", &backports, "qemu-system-x86", "busybox-static", "ethtool"])?;
+        for archive in archives(folder)? {
+            run(tied("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
+            fs::remove_file(archive)?;
+        }
+        for (name, package) in KERNELS {
+            apt.get(&["download", &apt.kernel_of(package)?])?;
+            let [archive] = archives(folder)?.try_into().map_err(|found| anyhow::anyhow!("one kernel in {found:?}"))?;
+            kernel::extract(&archive, &folder.join("kernels").join(name), &packages.busybox())?;
+            fs::remove_file(archive)?;
+        }
+        for part in ["lists", "archives"] {
+            fs::remove_dir_all(folder.join(part))?;
+        }
+        fs::write(complete, wanted)?;
+        Ok(packages)
+    }
+
+    /// A command that runs a program of the packages with the packages' own libraries.
+    pub fn command(&self, program: &str) -> Command {
+        let root = self.folder.join("root");
+        let mut command = tied(root.join("lib64/ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(self.library_path()).arg(root.join(program));
+        command
+    }
+
+    /// Where QEMU looks for its firmware.
+    pub fn firmware(&self) -> [PathBuf; 3] {
+        ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.folder.join("root/usr/share").join(part))
+    }
+
+    /// The statically linked busybox.
+    pub fn busybox(&self) -> PathBuf {
+        self.folder.join("root/bin/busybox")
+    }
+
+    /// The ethtool program and, by name, the files that run it: loader and libraries.
+    pub fn ethtool(&self) -> (PathBuf, Vec<PathBuf>) {
+        let root = self.folder.join("root");
+        let libraries = root.join("lib").join(ARCHITECTURE);
+        let mut files = vec![root.join("lib64/ld-linux-x86-64.so.2")];
+        for name in ["libc.so.6", "libm.so.6", "libmnl.so.0"] {
+            let usr = root.join("usr/lib").join(ARCHITECTURE).join(name);
+            files.push(if usr.exists() { usr } else { libraries.join(name) });
+        }
+        (root.join("sbin/ethtool"), files)
+    }
+
+    /// The folder of a kernel, by the name of ours.
+    pub fn kernel(&self, name: &str) -> PathBuf {
+        self.folder.join("kernels").join(name)
+    }
+
+    fn library_path(&self) -> String {
+        let root = self.folder.join("root").display().to_string();
+        format!("{root}/lib/{ARCHITECTURE}:{root}/usr/lib/{ARCHITECTURE}")
+    }
+}
+
+/// A command that the kernel kills when this process dies, in whatever way: nothing outlives a run.
+pub fn tied(program: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "--"]).arg(program).stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end; what it printed, or an error with what it complained about.
+pub fn run(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?} does not start"))?;
+    if !output.status.success() {
+        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The machine's apt, made to work in our folder.
+struct Apt {
+    folder: PathBuf,
+    /// The Debian release, such as `bookworm`.
+    release: String,
+}
+
+impl Apt {
+    fn configure(folder: &Path) -> Result<Self> {
+        let (sources, release) = sources()?;
+        fs::write(folder.join("sources.list"), sources)?;
+        fs::write(folder.join("status"), "")?;
+        let mut configuration = fs::File::create(folder.join("apt.conf"))?;
+        let at = folder.display();
+        write!(
+            configuration,
+            r#"Dir::State "{at}"; Dir::State::lists "lists"; Dir::State::status "{at}/status";
+            Dir::Cache "{at}"; Dir::Cache::archives "archives"; Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";
+            Dir::Etc::sourcelist "{at}/sources.list"; Dir::Etc::sourceparts "/dev/null";
+            Dir::Etc::preferences "/dev/null"; Dir::Etc::preferencesparts "/dev/null";
+            APT::Install-Recommends "false"; APT::Get::Assume-Yes "true"; APT::Sandbox::User "root";
+            Acquire::Languages "none"; Acquire::http::Timeout "20";
+            Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false"; APT::Update::Post-Invoke-Success "";
+            "#
+        )?;
+        Ok(Self { folder: folder.to_path_buf(), release })
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = tied("timeout");
+        command.args([DOWNLOAD_SECONDS, program]);
+        command.env("APT_CONFIG", self.folder.join("apt.conf")).env("LC_ALL", "C");
+        command.current_dir(self.folder.join("archives"));
+        command
+    }
+
+    fn get(&self, arguments: &[&str]) -> Result<()> {
+        run(self.command("apt-get").arg("-q").args(arguments)).map(drop)
+    }
+
+    /// Today's kernel package behind one of Debian's names for "the newest of that line".
+    fn kernel_of(&self, package: &str) -> Result<String> {
+        let shown = run(self.command("apt-cache").args(["show", "--no-all-versions", package]))?;
+        let names: BTreeSet<&str> = shown
+            .lines()
+            .filter_map(|line| line.strip_prefix("Depends: "))
+            .flat_map(|depends| depends.split([',', ' ']))
+            .filter(|name| name.starts_with("linux-image-"))
+            .collect();
+        names.into_iter().next().map(str::to_string).with_context(|| format!("{package} depends on no kernel image"))
+    }
+}
+
+/// The machine's Debian sources and the backports beside them, as lines of sources.list, and the release's name.
+fn sources() -> Result<(String, String)> {
+    let mut command = tied("apt-get");
+    command.args(["indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"]);
+    let targets = run(command.args(["Origin: Debian", "Architecture: amd64"])).context("apt-get is needed")?;
+    let mut lines = BTreeSet::new();
+    let mut release = None;
+    for target in targets.lines() {
+        let [uri, suite, "main"] = target.split(' ').collect::<Vec<_>>()[..] else { continue };
+        lines.insert(format!("deb {uri} {suite} main\n"));
+        if !suite.contains('-') {
+            lines.insert(format!("deb {uri} {suite}-backports main\n"));
+            release = Some(suite.to_string());
+        }
+    }
+    let release = release.context("apt-get knows no Debian mirror (try `apt-get update`)")?;
+    Ok((lines.into_iter().collect(), release))
+}
+
+/// The downloaded packages that are not yet unpacked.
+fn archives(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder.join("archives"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "deb") {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,145 @@
+//! RSS as the guest shows it, and as its NIC does it: measured without any code of coreward in the guest.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use coreward_model::FourTuple;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+
+use crate::guest::{Guest, Nic};
+use crate::wire::{Wire, flows};
+
+/// How long a SYN may take to the guest's counters.
+const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
+
+/// Key and table that the guest's own ethtool shows. Some drivers (igb) do not show their key; they take the kernel's.
+///
+/// # Errors
+/// When there is no table, or it cannot be read.
+pub fn shown(guest: &mut Guest) -> Result<Rss> {
+    let text = guest.run("ethtool -x eth0")?;
+    let key = match parse_key(&text)? {
+        Some(key) => key,
+        None => kernel_key(&guest.run("cat /proc/sys/net/core/netdev_rss_key")?)?,
+    };
+    Ok(Rss { key, indirection_table: parse_table(&text)? })
+}
+
+/// The entries of `ethtool -x`: lines of `first entry: queue queue ...`.
+fn parse_table(text: &str) -> Result<IndirectionTable> {
+    let mut queues = Vec::new();
+    for line in text.lines() {
+        let Some((entry, rest)) = line.split_once(':') else { continue };
+        if entry.trim().parse() == Ok(queues.len()) {
+            for queue in rest.split_whitespace() {
+                queues.push(queue.parse().with_context(|| format!("queue {queue:?} in {line:?}"))?);
+            }
+        }
+    }
+    IndirectionTable::new(&queues).with_context(|| format!("`ethtool -x` shows no usable table: {text:?}"))
+}
+
+/// The line after `RSS hash key:`, or nothing where the driver does not show it.
+fn parse_key(text: &str) -> Result<Option<RssKey>> {
+    let line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
+    if !line.contains(':') {
+        return Ok(None);
+    }
+    Ok(Some(RssKey::new(&bytes_of(line)?)?))
+}
+
+/// The first 40 bytes of the kernel's own key (52 bytes; Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
+fn kernel_key(text: &str) -> Result<RssKey> {
+    let bytes = bytes_of(text.trim())?;
+    Ok(RssKey::new(bytes.get(..40).with_context(|| format!("netdev_rss_key is {text:?}"))?)?)
+}
+
+fn bytes_of(colons: &str) -> Result<Vec<u8>> {
+    colons.trim().split(':').map(|byte| u8::from_str_radix(byte, 16).with_context(|| format!("{colons:?}"))).collect()
+}
+
+/// What the guest showed, and what its NIC did.
+pub struct Measurement {
+    /// Key and table shown.
+    pub shown: Rss,
+    /// Every flow and the queue that its SYN was delivered to.
+    pub delivered: Vec<(FourTuple, u16)>,
+}
+
+impl Measurement {
+    /// How many flows went to the queue that key and table predict.
+    pub fn matched(&self) -> u16 {
+        let as_predicted = |(flow, queue): &&(FourTuple, u16)| predicted(&self.shown, flow) == *queue;
+        self.delivered.iter().filter(as_predicted).count() as u16
+    }
+}
+
+/// The queue that `rss` sends a flow to.
+pub fn predicted(rss: &Rss, flow: &FourTuple) -> u16 {
+    rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
+}
+
+/// Sends the SYN of every flow, one by one, and sees which queue's counter of the driver moves.
+///
+/// # Errors
+/// When a SYN does not arrive, or moves more than one counter.
+pub fn measure(guest: &mut Guest, nic: Nic, wire: &Wire) -> Result<Measurement> {
+    let shown = shown(guest)?;
+    let mut before = counters(guest, nic)?;
+    let mut delivered = Vec::new();
+    for flow in flows() {
+        wire.send_syn(&flow)?;
+        let (queue, after) = arrival(guest, nic, &before).with_context(|| format!("the SYN of {flow:?}"))?;
+        delivered.push((flow, queue));
+        before = after;
+    }
+    Ok(Measurement { shown, delivered })
+}
+
+type Counters = BTreeMap<u16, u64>;
+
+/// Waits for a counter to move: its queue, and the counters thereafter.
+fn arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u16, Counters)> {
+    let end = Instant::now() + ARRIVAL_LIMIT;
+    loop {
+        let after = counters(guest, nic)?;
+        let moved: Vec<u16> = after.keys().filter(|queue| before.get(queue) != after.get(queue)).copied().collect();
+        match moved[..] {
+            [queue] => return Ok((queue, after)),
+            [] if Instant::now() < end => {}
+            _ => bail!("moved the counters of queues {moved:?}: expected one"),
+        }
+    }
+}
+
+/// Per receive queue a number that moves with every packet that arrives on it.
+fn counters(guest: &mut Guest, nic: Nic) -> Result<Counters> {
+    let mut counters = Counters::new();
+    for line in guest.run(nic.counters_command())?.lines().filter(|line| !line.trim().is_empty()) {
+        let mut numbers = line.split_whitespace().map(str::parse::<u64>);
+        let queue = numbers.next().context("an empty line")?.with_context(|| format!("{line:?}"))?;
+        let count = numbers.sum::<Result<u64, _>>().with_context(|| format!("{line:?}"))?;
+        counters.insert(u16::try_from(queue)?, count);
+    }
+    ensure!(!counters.is_empty(), "`{}` shows no receive queues", nic.counters_command());
+    Ok(counters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHOWN: &str = "RX flow hash indirection table for eth0 with 4 RX ring(s):\n    0:      0     1\n    2:      2     3\nRSS hash key:\n";
+
+    #[test]
+    fn ethtool_is_understood() {
+        let key = (0..40).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":");
+        let text = format!("{SHOWN}{key}\nRSS hash function:\n    toeplitz: on\n");
+        assert_eq!(parse_table(&text).unwrap().queues(), [0, 1, 2, 3]);
+        assert_eq!(parse_key(&text).unwrap().unwrap().bytes()[39], 39);
+        assert_eq!(parse_key(&format!("{SHOWN}Operation not supported\n")).unwrap(), None);
+        assert!(parse_table("no table").is_err());
+        assert_eq!(kernel_key(&vec!["aa"; 52].join(":")).unwrap().bytes(), [0xaa; 40]);
+    }
+}

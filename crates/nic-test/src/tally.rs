@@ -1,0 +1,41 @@
+//! What passed, failed and was skipped.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+/// Counts checks and prints each as it ends.
+#[derive(Default)]
+pub struct Tally {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Tally {
+    /// Counts a check; what it measured, or why it failed, stands behind its name.
+    pub fn check(&mut self, name: &str, result: Result<String>) {
+        match result {
+            Ok(measured) => {
+                self.passed += 1;
+                println!("ok       {name}: {measured}");
+            }
+            Err(error) => {
+                self.failed += 1;
+                println!("FAILED   {name}: {error:#}");
+            }
+        }
+    }
+
+    /// Counts a check that cannot be made here.
+    pub fn skip(&mut self, name: &str, reason: &str) {
+        self.skipped += 1;
+        println!("skipped  {name}: {reason}");
+    }
+
+    /// The last line, and failure when there was one.
+    pub fn finish(self) -> ExitCode {
+        println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
+        if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
