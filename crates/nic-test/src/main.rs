@@ -48,7 +48,10 @@ fn main() -> ExitCode {
     let mut tally = Tally::default();
     let cases = CASES.iter().filter(|case| case.name().contains(&arguments.only));
     match prepare(&arguments) {
-        Err(missing) => cases.for_each(|case| tally.skip(&case.name(), &format!("{missing:#}"))),
+        Err(missing) => {
+            println!("No guest can be booted here: {missing:#}");
+            cases.for_each(|case| tally.skip(&case.name(), "no guest"));
+        }
         Ok((packages, _lock)) => {
             for case in cases {
                 if let Err(error) = case.run(&packages, &arguments.coreward, &arguments.cache, &mut tally) {

@@ -118,7 +118,10 @@ pub fn tied(program: impl AsRef<std::ffi::OsStr>) -> Command {
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} does not start"))?;
     if !output.status.success() {
-        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+        let words = words.split(|word| word == "--").next_back().unwrap_or_default().join(" ");
+        let complaint = String::from_utf8_lossy(&output.stderr).trim().lines().last().unwrap_or_default().to_string();
+        bail!("`{words}`: {}: {complaint}", output.status);
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
@@ -146,6 +149,7 @@ impl Apt {
             APT::Install-Recommends "false"; APT::Get::Assume-Yes "true"; APT::Sandbox::User "root";
             Acquire::Languages "none"; Acquire::http::Timeout "20";
             Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false"; APT::Update::Post-Invoke-Success "";
+            APT::Update::Error-Mode "any";
             "#
         )?;
         Ok(Self { folder: folder.to_path_buf(), release })
@@ -178,9 +182,12 @@ impl Apt {
 
 /// The machine's Debian sources and the backports beside them, as lines of sources.list, and the release's name.
 fn sources() -> Result<(String, String)> {
-    let mut command = tied("apt-get");
-    command.args(["indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"]);
-    let targets = run(command.args(["Origin: Debian", "Architecture: amd64"])).context("apt-get is needed")?;
+    let mut targets = debian_targets()?;
+    if targets.is_empty() {
+        // Which of its sources are Debian's a machine knows only when it has fetched their lists once.
+        run(tied("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
+        targets = debian_targets()?;
+    }
     let mut lines = BTreeSet::new();
     let mut release = None;
     for target in targets.lines() {
@@ -191,8 +198,13 @@ fn sources() -> Result<(String, String)> {
             release = Some(suite.to_string());
         }
     }
-    let release = release.context("apt-get knows no Debian mirror (try `apt-get update`)")?;
-    Ok((lines.into_iter().collect(), release))
+    Ok((lines.into_iter().collect(), release.context("this machine's apt-get has no Debian mirror")?))
+}
+
+fn debian_targets() -> Result<String> {
+    let format = "$(REPO_URI) $(CODENAME) $(COMPONENT)";
+    let filter = ["Created-By: Packages", "Origin: Debian", "Architecture: amd64"];
+    run(tied("apt-get").args(["indextargets", "--format", format]).args(filter))
 }
 
 /// The downloaded packages that are not yet unpacked.
