@@ -1,0 +1,368 @@
+//! Stock clients and servers through the load balancer while tables and pool change: nothing may break, nothing may be
+//! dropped for its timestamp, and no more may be sent twice than without coreward.
+//!
+//! The tables change because the cores' loads do: a thread rewrites every server's busy file at random, ten times a
+//! second. The pool changes because servers drain and come back, in turn.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use coreward_model::rss::{seeded_rng, uniform_below};
+
+use crate::counters::{self, Counters, TIMESTAMP_DROPS};
+use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, busy_file};
+use crate::namespace::Namespace;
+use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WHO};
+use crate::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
+
+/// How long each part lasts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
+pub struct Options {
+    /// Seconds of wrk with keep-alive
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub wrk_seconds: u32,
+    /// Downloads of 1 MB, each by a curl of its own
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub downloads: u32,
+    /// Seconds that one connection is idle and another busy at 4 kB/s
+    #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub idle_seconds: u32,
+    /// net.ipv4.tcp_syncookies on the servers (2: for every connection)
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=2))]
+    pub syncookies: u8,
+}
+
+/// What was seen.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct Outcome {
+    /// Requests that wrk saw answered.
+    pub wrk_requests: u64,
+    /// wrk's errors: connect, read, write, time-out, and answers that were no 200.
+    pub wrk_errors: u64,
+    /// Downloads that came whole.
+    pub downloads: u64,
+    /// Downloads that did not, with what curl said of the first few.
+    pub failed_downloads: Vec<String>,
+    /// After its silence the idle connection was answered within (ms); `Err`: it broke, and how.
+    pub idle: Result<u64, String>,
+    /// Bytes that the busy connection received; `Err`: it broke or stalled, and how.
+    pub busy: Result<u64, String>,
+    /// Tables that were in force during the run.
+    pub tables: u64,
+    /// Times that a server drained or came back.
+    pub pool_changes: u64,
+    /// Segments dropped for their timestamps, client and servers together.
+    pub timestamp_drops: u64,
+    /// Retransmitted segments per million sent, client and servers together.
+    pub retransmitted_ppm: f64,
+    /// The same for wrk and downloads without coreward, straight to one server.
+    pub retransmitted_ppm_without: f64,
+}
+
+impl Outcome {
+    /// Whether nothing broke; the retransmissions are for the reader to compare.
+    pub fn is_clean(&self) -> bool {
+        self.wrk_errors == 0
+            && self.failed_downloads.is_empty()
+            && self.idle.is_ok()
+            && self.busy.is_ok()
+            && self.timestamp_drops == 0
+    }
+}
+
+/// A busy connection may pause this long between two pieces (4 kB/s comes in pieces of a second).
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// A new connection, or an idle one that is used again, is answered within this time.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const SERVERS: u16 = 4;
+const DOWNLOADERS: u32 = 4;
+/// A server drains or comes back this often.
+const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
+
+/// Runs everything in a testbed of its own; `instance` is its name.
+///
+/// # Errors
+/// When something cannot be set up; what breaks is in the outcome.
+pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
+    let testbed =
+        Testbed::create(TestbedOptions { instance: instance.to_owned(), servers: SERVERS, ..Default::default() })?;
+    for number in testbed.server_numbers() {
+        let value = options.syncookies.to_string();
+        testbed.server(number)?.set_sysctls(&[("ipv4/tcp_syncookies", value.as_str())])?;
+    }
+    let _nginx: Vec<Nginx> =
+        testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number)).collect::<Result<_, _>>()?;
+    let without = without_coreward(&testbed, options)?;
+    with_coreward(&testbed, options, without)
+}
+
+/// The same load straight to one server: what the machine itself loses.
+fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<f64> {
+    let straight = format!("{}", server_address(1));
+    route(testbed, &["replace", &SERVICE.ip().to_string(), "via", &straight])?;
+    let before = all_counters(testbed)?;
+    // A part of the load is enough for a rate.
+    wrk(testbed, (options.wrk_seconds / 4).max(2))?;
+    download(testbed, options.downloads / 10 + 1)?;
+    let ppm = retransmitted_ppm(&before, &all_counters(testbed)?);
+    route(testbed, &["delete", &SERVICE.ip().to_string()])?;
+    Ok(ppm)
+}
+
+fn route(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<()> {
+    let mut command = Command::new("ip");
+    command.arg("route").args(arguments).args(["dev", DEVICE]);
+    testbed.run(testbed.client(), command).map(drop)
+}
+
+fn with_coreward(testbed: &Testbed, options: Options, without: f64) -> anyhow::Result<Outcome> {
+    for number in testbed.server_numbers() {
+        write_busy(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
+    }
+    let mut fleet = Fleet::start(testbed, FleetOptions { load: LoadSource::PacedServer, ..Default::default() })?;
+    let first_table = table_generation(&fleet, testbed)?;
+    let before = all_counters(testbed)?;
+    let (done, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
+    let outcome = std::thread::scope(|scope| {
+        let _stop = SetOnDrop(&done);
+        scope.spawn(|| change_loads(testbed, &done));
+        let pool = scope.spawn(|| change_pool(testbed, &mut fleet, &done, &pool_changes));
+        let quiet = Duration::from_secs(options.idle_seconds.into());
+        let idle = scope.spawn(move || testbed.client().within(|| Ok(idle_connection(quiet))));
+        let busy = scope.spawn(move || testbed.client().within(|| Ok(busy_connection(quiet))));
+        let (wrk_requests, wrk_errors) = wrk(testbed, options.wrk_seconds)?;
+        let (downloads, failed_downloads) = download(testbed, options.downloads)?;
+        let idle = joined(idle)?.map_err(|error| format!("{error:#}"));
+        let busy = joined(busy)?.map_err(|error| format!("{error:#}"));
+        done.store(true, Ordering::Relaxed);
+        joined(pool)?;
+        Ok::<_, anyhow::Error>(Outcome {
+            wrk_requests,
+            wrk_errors,
+            downloads,
+            failed_downloads,
+            idle,
+            busy,
+            tables: 0,
+            pool_changes: pool_changes.load(Ordering::Relaxed),
+            timestamp_drops: 0,
+            retransmitted_ppm: 0.0,
+            retransmitted_ppm_without: without,
+        })
+    })?;
+    let after = all_counters(testbed)?;
+    let drops = |all: &[Counters]| TIMESTAMP_DROPS.iter().map(|name| counters::total(all, name)).sum::<u64>();
+    Ok(Outcome {
+        tables: table_generation(&fleet, testbed)? - first_table,
+        timestamp_drops: drops(&after) - drops(&before),
+        retransmitted_ppm: retransmitted_ppm(&before, &after),
+        ..outcome
+    })
+}
+
+/// Ends the other threads also when one part fails.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn joined<T>(thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<T>>) -> anyhow::Result<T> {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u64> {
+    let status = fleet.status(testbed)?;
+    status["services"][0]["table_generation"].as_u64().context("status names no table generation")
+}
+
+fn hosts(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
+    let servers = testbed.server_numbers();
+    std::iter::once(Ok(testbed.client())).chain(servers.into_iter().map(|number| testbed.server(number))).collect()
+}
+
+fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<Counters>> {
+    hosts(testbed)?.into_iter().map(counters::read).collect()
+}
+
+fn retransmitted_ppm(before: &[Counters], after: &[Counters]) -> f64 {
+    let grown = |name| (counters::total(after, name) - counters::total(before, name)) as f64;
+    grown("TcpRetransSegs") / grown("TcpOutSegs").max(1.0) * 1e6
+}
+
+fn write_busy(path: &PathBuf, busy_ns: &[u64]) -> anyhow::Result<()> {
+    let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
+    // In place and whole: readers have the file open.
+    let mut file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
+    file.write_all(&bytes).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Ten times a second every core has been busy for a random part of the time.
+fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
+    const INTERVAL: Duration = Duration::from_millis(100);
+    let mut rng = seeded_rng(testbed.options().seed, 5);
+    let cores = usize::from(testbed.options().cores);
+    let numbers = testbed.server_numbers();
+    let mut busy_ns = vec![0u64; numbers.len() * cores];
+    while !done.load(Ordering::Relaxed) {
+        for busy in &mut busy_ns {
+            *busy += u64::from(uniform_below(&mut rng, INTERVAL.as_nanos() as u32));
+        }
+        for (number, busy) in numbers.iter().zip(busy_ns.chunks(cores)) {
+            write_busy(&busy_file(testbed, *number), busy)?;
+        }
+        std::thread::sleep(INTERVAL);
+    }
+    Ok(())
+}
+
+/// One server at a time drains and comes back.
+fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes: &AtomicU64) -> anyhow::Result<()> {
+    let numbers = testbed.server_numbers();
+    for turn in 0.. {
+        if done.load(Ordering::Relaxed) {
+            break;
+        }
+        let mut pool = fleet.pool().clone();
+        let number = numbers[turn / 2 % numbers.len()];
+        pool.insert(number, if turn % 2 == 0 { Standing::Draining } else { Standing::Active });
+        fleet.set_pool(testbed, pool)?;
+        changes.fetch_add(1, Ordering::Relaxed);
+        std::thread::sleep(POOL_CHANGE_INTERVAL);
+    }
+    Ok(())
+}
+
+fn connect() -> anyhow::Result<TcpStream> {
+    let stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE), ANSWER_LIMIT)?;
+    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_write_timeout(Some(ANSWER_LIMIT))?;
+    Ok(stream)
+}
+
+/// Asks who answers, over an open connection; the answer is the server's number and the worker's pid.
+fn who(stream: &mut BufReader<TcpStream>) -> anyhow::Result<String> {
+    write!(stream.get_mut(), "GET {WHO} HTTP/1.1\r\nHost: coreward\r\n\r\n")?;
+    let (mut line, mut length) = (String::new(), 0);
+    loop {
+        line.clear();
+        ensure!(stream.read_line(&mut line)? > 0, "the server closed the connection");
+        if let Some(value) = line.strip_prefix("Content-Length: ") {
+            length = value.trim().parse()?;
+        }
+        if line.trim().is_empty() {
+            break;
+        }
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body)?;
+    Ok(String::from_utf8(body)?)
+}
+
+/// In ms: how long the answer took after the silence.
+fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
+    let mut stream = BufReader::new(connect()?);
+    let before = who(&mut stream).context("before the silence")?;
+    std::thread::sleep(quiet);
+    let start = Instant::now();
+    // Several requests: the hold rule sends one value, then the rest of the way.
+    for _ in 0..5 {
+        let after = who(&mut stream).with_context(|| format!("after {quiet:?} of silence"))?;
+        ensure!(before == after, "answered by {before:?} before the silence, by {after:?} after it");
+    }
+    Ok(start.elapsed().as_millis() as u64)
+}
+
+/// Bytes received.
+fn busy_connection(duration: Duration) -> anyhow::Result<u64> {
+    let mut stream = connect()?;
+    stream.set_read_timeout(Some(LONGEST_PAUSE))?;
+    write!(stream, "GET {SLOW_FILE} HTTP/1.1\r\nHost: coreward\r\n\r\n")?;
+    let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
+    while Instant::now() < end {
+        let read = stream.read(&mut buffer).with_context(|| format!("stalled after {received} bytes"))?;
+        if read == 0 && received >= LARGE_FILE_BYTES as u64 {
+            break;
+        }
+        ensure!(read > 0, "closed after {received} bytes");
+        received += read as u64;
+    }
+    Ok(received)
+}
+
+/// Requests and errors.
+fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
+    let mut command = Command::new("wrk");
+    command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
+    command.arg(format!("{seconds}s")).arg(format!("http://{SERVICE}{WHO}"));
+    let output = testbed.run(testbed.client(), command)?;
+    parse_wrk(&String::from_utf8(output.stdout)?)
+}
+
+/// wrk prints errors only where there are some.
+fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
+    let requests = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
+    let numbers = |line: &str| -> u64 {
+        line.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u64>().ok()).sum()
+    };
+    let errors = text.lines().map(str::trim).filter_map(|line| {
+        let found = line.strip_prefix("Socket errors:").or_else(|| line.strip_prefix("Non-2xx or 3xx responses:"));
+        found.map(numbers)
+    });
+    Ok((requests.with_context(|| format!("wrk printed no requests: {text}"))?, errors.sum()))
+}
+
+/// Whole downloads, and what was said of those that were not.
+fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
+    let (left, whole) = (AtomicU64::new(count.into()), AtomicU64::new(0));
+    let failed = std::sync::Mutex::new(Vec::new());
+    let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+    std::thread::scope(|scope| {
+        for _ in 0..DOWNLOADERS {
+            scope.spawn(|| {
+                while take() {
+                    match download_once(testbed) {
+                        Ok(()) => drop(whole.fetch_add(1, Ordering::Relaxed)),
+                        Err(error) => failed.lock().expect("no downloader panics").push(format!("{error:#}")),
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().expect("no downloader panics");
+    Ok((whole.into_inner(), failed))
+}
+
+fn download_once(testbed: &Testbed) -> anyhow::Result<()> {
+    let mut command = Command::new("curl");
+    command.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--output", "/dev/null"]);
+    command.args(["--write-out", "%{size_download}"]).arg(format!("http://{SERVICE}{LARGE_FILE}"));
+    let output = testbed.run(testbed.client(), command)?;
+    let size = String::from_utf8_lossy(&output.stdout);
+    if size != LARGE_FILE_BYTES.to_string() {
+        bail!("{size} bytes instead of {LARGE_FILE_BYTES}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_wrk_are_seen() {
+        let clean = "  120 requests in 2.00s, 3.00MB read\nRequests/sec: 60\n";
+        assert_eq!(parse_wrk(clean).unwrap(), (120, 0));
+        let bad = "  120 requests in 2.00s, 3.00MB read\n  Socket errors: connect 1, read 20, write 0, timeout 3\n  \
+                   Non-2xx or 3xx responses: 7\n";
+        assert_eq!(parse_wrk(bad).unwrap(), (120, 31));
+        assert!(parse_wrk("unable to connect").is_err());
+    }
+}

@@ -1,0 +1,68 @@
+//! The kernel's own counters of a namespace, as `nstat` shows them.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use anyhow::{Context as _, ensure};
+
+use crate::namespace::Namespace;
+
+/// Counters by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...); absolute.
+pub type Counters = BTreeMap<String, u64>;
+
+/// Segments dropped for their timestamps: what a wrong cookie layout shows up as.
+pub const TIMESTAMP_DROPS: [&str; 5] =
+    ["TcpExtPAWSActive", "TcpExtPAWSEstab", "TcpExtPAWSOldAck", "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
+
+/// Reads the counters of a namespace.
+///
+/// # Errors
+/// When it cannot be entered, or the kernel's files are not as expected.
+pub fn read(namespace: &Namespace) -> anyhow::Result<Counters> {
+    namespace.within(|| {
+        let mut counters = Counters::new();
+        for file in ["snmp", "netstat"] {
+            // Not /proc/net: that is the namespace of the process's first thread.
+            let text = fs::read_to_string(format!("/proc/thread-self/net/{file}"))?;
+            parse(&text, &mut counters)?;
+        }
+        Ok(counters)
+    })
+}
+
+/// Sum of a counter over several namespaces; a counter that a kernel does not have is 0.
+pub fn total(all: &[Counters], name: &str) -> u64 {
+    all.iter().filter_map(|counters| counters.get(name)).sum()
+}
+
+/// Lines in pairs: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
+fn parse(text: &str, counters: &mut Counters) -> anyhow::Result<()> {
+    let lines: Vec<&str> = text.lines().collect();
+    for pair in lines.chunks(2) {
+        ensure!(pair.len() == 2, "a line of names without values: {pair:?}");
+        let (prefix, names) = pair[0].split_once(": ").context("a line without a prefix")?;
+        let (same, values) = pair[1].split_once(": ").context("a line without a prefix")?;
+        ensure!(prefix == same, "values of {same} after names of {prefix}");
+        for (name, value) in names.split_whitespace().zip(values.split_whitespace()) {
+            // Some values are signed (Tcp MaxConn is -1); none that counts.
+            counters.insert(format!("{prefix}{name}"), value.parse().unwrap_or(0));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_values_are_paired() {
+        let mut counters = Counters::new();
+        parse("Tcp: MaxConn RetransSegs\nTcp: -1 7\nTcpExt: PAWSEstab\nTcpExt: 3\n", &mut counters).unwrap();
+        assert_eq!(counters["TcpRetransSegs"], 7);
+        assert_eq!(counters["TcpExtPAWSEstab"], 3);
+        assert_eq!(counters["TcpMaxConn"], 0);
+        assert!(parse("Tcp: A\nUdp: 1\n", &mut counters).is_err());
+        assert!(parse("Tcp: A\n", &mut counters).is_err());
+    }
+}
