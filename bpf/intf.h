@@ -177,9 +177,9 @@ struct placement_table {
 	__u32 assignment_cost;
 	__u32 member_count;
 	__u32 rule;
-	/* By group: XOR part of the service's address and port in the Toeplitz hash, and the tables for the rest. */
+	/* By group: XOR part of the service's address and port in the Toeplitz hash; struct toeplitz_source_tables. */
 	__u32 toeplitz_destination[MAX_RSS_GROUPS];
-	struct toeplitz_source_tables toeplitz[MAX_RSS_GROUPS];
+	__u32 toeplitz_source[MAX_RSS_GROUPS][RSS_SOURCE_BYTES][256];
 	/* Fixed choice for connections without timestamps: by bucket, changes only when the pool changes. */
 	__u16 consistent[MAX_BUCKETS];
 	struct candidate candidates[MAX_TABLE_CANDIDATES];
@@ -195,7 +195,9 @@ struct service_state {
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
-	__u64 unused[6];
+	/* When the last token taken for delivery to all servers is paid for (CLOCK_MONOTONIC, ns). */
+	__u64 to_all_paid_until;
+	__u64 unused[5];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
@@ -210,6 +212,36 @@ struct server_entry {
 	__u8 mac_address[6];
 	__u16 flags;
 };
+
+/* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
+
+/* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
+#define LB_LAYOUT_VERSION 1
+
+struct lb_state {
+	__u64 layout_version;
+	/* The device's MAC address: the first 8 bytes of a frame sent to it, shifted left by 16. */
+	__u64 own_mac_shifted;
+	struct fleet_keys keys;
+	struct service_directories directories;
+	struct service_state services[MAX_SERVICES];
+};
+
+/*
+ * First packets that a rule with a state of its own (LEAST_ASSIGNED, ROUND_ROBIN) has placed lately, so that a
+ * retransmitted SYN reaches the same server while the table stands. Direct-mapped; one word:
+ *
+ *    63             32 31 30          20 19        14 13        0
+ *    +----------------+--+--------------+------------+-----------+
+ *    | Toeplitz hash  |1 | generation   |  service   | server id |
+ *    +----------------+--+--------------+------------+-----------+
+ */
+#define RECENT_FIRST_PACKETS 4096
+#define RECENT_HASH_SHIFT 32
+#define RECENT_VALID_BIT 0x80000000u
+#define RECENT_GENERATION_SHIFT 20
+#define RECENT_GENERATION_MASK 0x7ffu
+#define RECENT_SERVICE_SHIFT 14
 
 /* ---- counters -------------------------------------------------------------------------------------------------- */
 
@@ -231,6 +263,26 @@ enum lb_counter {
 	LB_COUNTER_COUNT,
 };
 
+/* 128 bytes: two cache lines of its own. */
+struct lb_counters {
+	__u64 packets[LB_COUNTER_COUNT];
+	/* Frame bytes of what was forwarded. */
+	__u64 forwarded_bytes;
+	__u64 unused[2];
+};
+
+/*
+ * A row has one writer at a time: one receive queue (native XDP) or one CPU (generic XDP), so that counting takes no
+ * atomic operation. Beyond 256 queues two share a row, and a count may be lost now and then.
+ */
+#define LB_COUNTER_ROWS 256
+/* In the place of a service's index: packets whose service is not known. */
+#define LB_COUNTERS_NO_SERVICE MAX_SERVICES
+
+struct lb_counter_row {
+	struct lb_counters service[MAX_SERVICES + 1];
+};
+
 /* What server.bpf.c did. */
 enum server_counter {
 	SERVER_COUNTER_STAMPED,
@@ -238,12 +290,18 @@ enum server_counter {
 	SERVER_COUNTER_HELD,
 	SERVER_COUNTER_HELD_CONFIRMED,
 	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
-	SERVER_COUNTER_INGRESS_WITHOUT_TIMESTAMP,
+	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left alone. */
+	SERVER_COUNTER_EGRESS_OTHER_CLOCK,
+	SERVER_COUNTER_INGRESS_WITHOUT_ECHO,
+	/* The echo does not hold this server's id: left alone. */
+	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
 	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
-	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere */
+	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
 	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
 	SERVER_COUNTER_RSS_MISMATCHED,
-	SERVER_COUNTER_DROP_MALFORMED,
+	SERVER_COUNTER_RSS_UNPREDICTED, /* the table is not known, or the device recorded no queue */
+	SERVER_COUNTER_DROP_MALFORMED_TCP,
+	SERVER_COUNTER_DROP_NO_MEMORY, /* the packet could not be made writable */
 	SERVER_COUNTER_COUNT,
 };
 
@@ -255,6 +313,9 @@ enum steer_counter {
 };
 
 /* ---- servers as they see themselves ---------------------------------------------------------------------------- */
+
+/* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost now and then. */
+#define MAX_CPUS 512
 
 /* The 4-tuple as the client's packets carry it. Addresses as in struct service_key. */
 struct flow_key {
@@ -275,6 +336,12 @@ struct held_timestamp {
 	/* The server's own TSval that `sent` stands for. */
 	__u32 original;
 };
+/* Connections that were idle for more than 32 s and have not yet gone on; about 100 bytes each. */
+#define MAX_HELD_TIMESTAMPS 65536
+/* Largest step of the 16-bit time part that a client takes as newer (ms). */
+#define LARGEST_STEP_MS 0x7fffu
+/* How far a server's own TSval may run ahead of the clock that restores it (ms). */
+#define RESTORE_SLACK_MS 16u
 
 /* One SYN as it arrived, for comparing predicted and actual receive queue. */
 struct rss_sample {
@@ -285,8 +352,10 @@ struct rss_sample {
 	__u32 hash;
 	__u16 predicted_queue;
 	__u16 actual_queue;
+	/* Counted from 1; 0: never written. */
 	__u32 sequence;
 };
+/* Power of two. */
 #define RSS_SAMPLES 256
 
 /* The server's own RSS as the agent read it; entry_count 0: unknown, nothing is predicted. */
@@ -295,6 +364,43 @@ struct rss_mapping {
 	__u32 generation;
 	__u16 queue[MAX_INDIRECTION_ENTRIES];
 	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
+};
+
+/* Grows whenever a pinned layout or its meaning changes: an agent never takes over what it would misread. */
+#define SERVER_LAYOUT_VERSION 1
+
+/* 128 bytes: cache lines of its own. */
+struct server_counters {
+	__u64 packets[SERVER_COUNTER_COUNT];
+	__u64 unused;
+};
+
+/* What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read. */
+struct server_state {
+	__u64 layout_version;
+	struct fleet_keys keys;
+	/* `number` of a slot: this server's id in that service. */
+	struct service_directories directories;
+	/* The newest TSval (the server's own) for which a held one was sent. */
+	__u32 last_hold_ms;
+	__u32 reserved[15];
+	__u32 sample_sequence;
+	__u32 unused[15];
+	struct rss_sample samples[RSS_SAMPLES];
+	/* One row per CPU, so that counting takes no atomic operation. */
+	struct server_counters counters[MAX_CPUS];
+};
+
+/* Busy time of one CPU, as cpu_load.bpf.c keeps it. A cache line of its own. */
+struct cpu_busy_time {
+	/* Time not in the idle task up to `since_ns`. */
+	__u64 busy_ns;
+	/* The last switch between two tasks (CLOCK_MONOTONIC). */
+	__u64 since_ns;
+	/* 1: a task other than idle runs since then. */
+	__u32 running;
+	__u32 reserved;
+	__u64 unused[5];
 };
 
 /* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */

@@ -1,0 +1,222 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Reading a frame.
+ *
+ * usual_frame() recognises by a few masked compares what nearly every packet of an established connection looks like:
+ * Ethernet, IPv4 without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of what Linux,
+ * the BSDs and Windows send). Everything else goes to parse_*(), which take nothing for granted.
+ *
+ * Every parse_*() returns 0, or the negative outcome of a packet that ends there: -1 - enum lb_counter.
+ */
+#ifndef COREWARD_PARSE_BPF_H
+#define COREWARD_PARSE_BPF_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/tcp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.bpf.h is written for little-endian machines");
+
+/* Words as they stand in the packet. Unaligned ones too: what this runs on reads them in one piece. */
+typedef __u64 __attribute__((may_alias)) packet_u64;
+typedef __u32 __attribute__((may_alias)) packet_u32;
+typedef __u16 __attribute__((may_alias)) packet_u16;
+#define PACKET_U64(start, offset) (*(packet_u64 *)((__u8 *)(start) + (offset)))
+#define PACKET_U32(start, offset) (*(packet_u32 *)((__u8 *)(start) + (offset)))
+#define PACKET_U16(start, offset) (*(packet_u16 *)((__u8 *)(start) + (offset)))
+#define PACKET_U8(start, offset) (*((__u8 *)(start) + (offset)))
+
+#define IP_AT(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
+#define IP_FRAGMENT_MASK 0x3fff /* more fragments, and the offset: all but "don't fragment" (RFC 791, Sect. 3.1) */
+
+#define TCP_FLAGS_OFFSET 13
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+#define TCP_ACK 0x10
+#define TCP_OPTIONS_MAX 40
+#define TCP_OPTION_END 0
+#define TCP_OPTION_NOP 1
+#define TCP_OPTION_TIMESTAMP 8
+#define TCP_TIMESTAMP_LENGTH 10
+/* TSecr within the option (RFC 7323, Sect. 3.2). */
+#define TCP_TIMESTAMP_ECHO 6
+
+/* What lb.bpf.c needs to know of a TCP packet. Addresses and ports as they stand in the packet. */
+struct tcp_packet {
+	__u32 client_address;
+	__u32 vip_address;
+	/* Source port in the low half, destination port in the high one. */
+	__u32 ports;
+	/* TSecr in the host's order; 0 when there is no timestamp option. */
+	__u32 echo;
+	__u8 flags;
+	__u8 has_timestamp;
+	/* Where the TCP header begins, and where the packet ends according to IP, from the frame's start. */
+	__u16 tcp_offset;
+	__u32 end;
+};
+
+static __always_inline int parse_ended(enum lb_counter outcome)
+{
+	return -1 - (int)outcome;
+}
+
+static __always_inline enum lb_counter outcome_of(int ended)
+{
+	return -1 - ended;
+}
+
+/* ---- the usual frame ------------------------------------------------------------------------------------------- */
+
+#define USUAL_TCP (ETH_HLEN + sizeof(struct iphdr))
+#define USUAL_OPTIONS (USUAL_TCP + sizeof(struct tcphdr))
+/* NOP NOP TIMESTAMP, and the two times. */
+#define USUAL_LENGTH (USUAL_OPTIONS + 12)
+#define USUAL_ECHO (USUAL_OPTIONS + 2 + TCP_TIMESTAMP_ECHO)
+
+/* Ethertype IPv4, and version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
+#define USUAL_ETHERTYPE_MASK 0x00ffffffu
+#define USUAL_ETHERTYPE 0x00450008u
+/* No fragment; TCP: (fragment, 2 bytes) (time to live) (protocol). */
+#define USUAL_PROTOCOL_MASK 0xff00ff3fu
+#define USUAL_PROTOCOL 0x06000000u
+/* ACK without SYN; a data offset of 8 or more, that is: its top bit is set. */
+#define USUAL_FLAGS_MASK 0x1280
+#define USUAL_FLAGS 0x1080
+#define USUAL_OPTIONS_WORD 0x0a080101u
+
+/* Whether the frame is as described above. It holds no more than the IP header says, nor is it cut short. */
+static __always_inline bool usual_frame(const void *data, const void *data_end)
+{
+	__u32 ip_length, data_offset_byte;
+
+	if (data + USUAL_LENGTH > data_end)
+		return false;
+	if ((PACKET_U32(data, ETH_HLEN - 2) & USUAL_ETHERTYPE_MASK) != USUAL_ETHERTYPE)
+		return false;
+	if ((PACKET_U32(data, IP_AT(frag_off)) & USUAL_PROTOCOL_MASK) != USUAL_PROTOCOL)
+		return false;
+	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_FLAGS_MASK) != USUAL_FLAGS)
+		return false;
+	if (PACKET_U32(data, USUAL_OPTIONS) != USUAL_OPTIONS_WORD)
+		return false;
+	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
+	data_offset_byte = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1);
+	return ip_length >= sizeof(struct iphdr) + (data_offset_byte >> 4) * 4 &&
+	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
+}
+
+/* ---- any frame ------------------------------------------------------------------------------------------------- */
+
+/* Ethernet and the fixed part of IPv4: enough to say whether this is TCP for an address of ours. */
+static __always_inline int parse_ethernet(const void *data, const void *data_end)
+{
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP) || PACKET_U8(data, IP_AT(protocol)) != IPPROTO_TCP)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	return 0;
+}
+
+/* The whole IPv4 header of a frame that parse_ethernet() took, up to the ports. */
+static __always_inline int parse_ipv4(const void *data, const void *data_end, struct tcp_packet *packet)
+{
+	__u32 version_ihl, header_length, ip_length;
+
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	version_ihl = PACKET_U8(data, ETH_HLEN);
+	header_length = (version_ihl & 0xf) * 4;
+	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
+	if (version_ihl >> 4 != 4 || header_length < sizeof(struct iphdr) || ip_length < header_length ||
+	    ETH_HLEN + ip_length > (__u64)(data_end - data))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV4);
+	if (PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_MASK))
+		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	packet->client_address = PACKET_U32(data, IP_AT(saddr));
+	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
+	packet->tcp_offset = ETH_HLEN + header_length;
+	packet->end = ETH_HLEN + ip_length;
+	if (packet->tcp_offset + sizeof(packet->ports) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	data += packet->tcp_offset;
+	if (data + sizeof(packet->ports) > data_end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	packet->ports = PACKET_U32(data, 0);
+	return 0;
+}
+
+/*
+ * The TCP options up to the timestamp. Copied to the stack, where an offset may vary freely; only packets that are not
+ * usual come here. What stands behind the timestamp is the server's business.
+ */
+static __always_inline int parse_options(struct xdp_md *ctx, struct tcp_packet *packet, __u32 length)
+{
+	/* Longer than the longest options, so that masked offsets and a timestamp's echo stay inside. */
+	__u8 options[80] = {};
+	__u32 offset = 0, size;
+
+	if (length < 1 || length > TCP_OPTIONS_MAX)
+		return 0;
+	if (bpf_xdp_load_bytes(ctx, packet->tcp_offset + sizeof(struct tcphdr), options, length))
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	for (int i = 0; i < TCP_OPTIONS_MAX; i++) {
+		__u8 *option = &options[offset & 63];
+
+		if (offset >= length || option[0] == TCP_OPTION_END)
+			return 0;
+		if (option[0] == TCP_OPTION_NOP) {
+			offset += 1;
+			continue;
+		}
+		size = option[1];
+		/* An option's length covers its first two bytes (RFC 9293, Sect. 3.1). */
+		if (size < 2 || offset + size > length)
+			return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		if (option[0] == TCP_OPTION_TIMESTAMP) {
+			if (size != TCP_TIMESTAMP_LENGTH)
+				return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+			packet->has_timestamp = 1;
+			packet->echo = (__u32)option[TCP_TIMESTAMP_ECHO] << 24 |
+				       (__u32)option[TCP_TIMESTAMP_ECHO + 1] << 16 |
+				       (__u32)option[TCP_TIMESTAMP_ECHO + 2] << 8 | option[TCP_TIMESTAMP_ECHO + 3];
+			return 0;
+		}
+		offset += size;
+	}
+	return 0;
+}
+
+/* The TCP header behind the ports that parse_ipv4() read. */
+static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const void *data_end,
+				     struct tcp_packet *packet)
+{
+	__u32 header_length;
+
+	packet->has_timestamp = 0;
+	packet->echo = 0;
+	if (packet->tcp_offset + sizeof(struct tcphdr) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	data += packet->tcp_offset;
+	if (data + sizeof(struct tcphdr) > data_end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
+	packet->flags = PACKET_U8(data, TCP_FLAGS_OFFSET);
+	if (header_length < sizeof(struct tcphdr) || packet->tcp_offset + header_length > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	/* A SYN never acknowledges, ends or resets here; and nothing but SYN and RST comes without ACK. */
+	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
+				    : !(packet->flags & (TCP_ACK | TCP_RST)))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	return parse_options(ctx, packet, header_length - sizeof(struct tcphdr));
+}
+
+#endif
