@@ -71,15 +71,24 @@ impl Source {
 
     /// An error at a place of the file (bytes, as [`Spanned::span`] gives them).
     pub fn error(&self, span: Range<usize>, message: &str) -> ConfigError {
-        let before = self.text.get(..span.start).unwrap_or(&self.text);
+        let before = self.before(&span);
         let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
         ConfigError::Invalid {
             path: self.path.clone(),
-            line: before.matches('\n').count() + 1,
+            line: self.line(&span),
             column: before[line_start..].chars().count() + 1,
             key: self.key_at(&span),
             message: message.to_owned(),
         }
+    }
+
+    /// The line in which `span` begins, counted from 1.
+    pub fn line(&self, span: &Range<usize>) -> usize {
+        self.before(span).matches('\n').count() + 1
+    }
+
+    fn before(&self, span: &Range<usize>) -> &str {
+        self.text.get(..span.start).unwrap_or(&self.text)
     }
 
     /// The key whose name or value stands at `span`.

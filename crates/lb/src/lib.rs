@@ -1,1 +1,3 @@
-//! DESC
+//! The load balancer's daemon.
+
+pub mod config;

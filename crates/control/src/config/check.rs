@@ -1,0 +1,155 @@
+//! What concerns several values of the file.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+use coreward_config::{ConfigError, Source, Spanned};
+use coreward_model::ServerId;
+use coreward_model::load::Alpha;
+use coreward_model::placement::BucketCount;
+use coreward_model::policy;
+use coreward_model::tuple::Protocol;
+use coreward_wire::ServiceIndex;
+
+use super::file::{File, Server, Service};
+use super::{Config, DEFAULT_REPORT_INTERVAL, DEFAULT_RETIRE_AFTER, ServerConfig, ServerState, ServiceConfig, Span};
+
+pub fn check(source: Source) -> Result<Config, ConfigError> {
+    let file: File = source.parse()?;
+    let checker = Checker { source: &source };
+    let servers = checker.servers(&file.servers)?;
+    let services = checker.services(&file, &servers)?;
+    Ok(Config {
+        listen: file.listen,
+        store: file.store,
+        report_interval: file.report_interval_ms.map_or(DEFAULT_REPORT_INTERVAL, |interval| interval.0),
+        alpha: file.alpha.map_or(Alpha::PUBLISHED, |alpha| alpha.0),
+        rss_key: file.rss_key.map(|key| key.0),
+        retire_after: file
+            .retire_after_s
+            .map_or(DEFAULT_RETIRE_AFTER, |seconds| std::time::Duration::from_secs(seconds.into())),
+        servers,
+        services,
+        source,
+    })
+}
+
+struct Checker<'a> {
+    source: &'a Source,
+}
+
+impl Checker<'_> {
+    fn servers(&self, listed: &[Spanned<Server>]) -> Result<Vec<ServerConfig>, ConfigError> {
+        if let Some(first_too_many) = listed.get(ServerId::COUNT) {
+            let message =
+                format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
+            return Err(self.source.error(first_too_many.span(), &message));
+        }
+        let mut names = Once::new(self.source, "server name");
+        let mut addresses = Once::new(self.source, "server address");
+        let mut ids = Once::new(self.source, "server id");
+        let mut servers = Vec::with_capacity(listed.len());
+        for entry in listed {
+            let server = entry.get_ref();
+            names.take(&server.name.get_ref().0, server.name.span())?;
+            let address = server.address.get_ref().0.0;
+            addresses.take(address, server.address.span())?;
+            let id = server.id.as_ref().map(|id| (id.get_ref().0, id.span()));
+            if let Some((id, span)) = &id {
+                ids.take(*id, span.clone())?;
+            }
+            servers.push(ServerConfig {
+                name: server.name.get_ref().0.clone(),
+                address,
+                id,
+                state: server.state.unwrap_or(ServerState::Active),
+                span: entry.span(),
+            });
+        }
+        Ok(servers)
+    }
+
+    fn services(&self, file: &File, servers: &[ServerConfig]) -> Result<Vec<ServiceConfig>, ConfigError> {
+        if let Some(first_too_many) = file.services.get(ServiceIndex::COUNT) {
+            let message = format!("{} services: expected at most {}", file.services.len(), ServiceIndex::COUNT);
+            return Err(self.source.error(first_too_many.span(), &message));
+        }
+        let positions: HashMap<&str, usize> =
+            servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
+        let mut names = Once::new(self.source, "service name");
+        let mut vips = Once::new(self.source, "VIP");
+        let mut services = Vec::with_capacity(file.services.len());
+        for entry in &file.services {
+            let service = entry.get_ref();
+            names.take(&service.name.get_ref().0, service.name.span())?;
+            let protocol = service.protocol.as_ref().map_or(Protocol::Tcp, |protocol| protocol.0);
+            let address = service.vip.get_ref().0.with(protocol);
+            vips.take(address, service.vip.span())?;
+            self.no_server_has(address.socket.ip(), servers, service.vip.span())?;
+            services.push(ServiceConfig {
+                name: service.name.get_ref().0.clone(),
+                address,
+                policy: service.policy.as_ref().map_or(policy::DEFAULT, |policy| policy.0.0),
+                buckets: service
+                    .buckets
+                    .as_ref()
+                    .or(file.buckets.as_ref())
+                    .map_or(BucketCount::PUBLISHED, |buckets| buckets.0),
+                servers: self.pool(service, &positions)?,
+                span: entry.span(),
+            });
+        }
+        Ok(services)
+    }
+
+    /// A VIP stands silenced on every server's loopback: as a server's own address it could not be reached.
+    fn no_server_has(&self, vip: std::net::IpAddr, servers: &[ServerConfig], span: Span) -> Result<(), ConfigError> {
+        let Some(server) = servers.iter().find(|server| server.address == vip) else {
+            return Ok(());
+        };
+        let message =
+            format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
+        Err(self.source.error(span, &message))
+    }
+
+    /// Positions of a service's servers; all of them when it names none.
+    fn pool(&self, service: &Service, positions: &HashMap<&str, usize>) -> Result<Vec<usize>, ConfigError> {
+        let Some(listed) = &service.servers else {
+            return Ok((0..positions.len()).collect());
+        };
+        let mut members = Once::new(self.source, "server of this service");
+        let mut pool = Vec::with_capacity(listed.len());
+        for name in listed {
+            members.take(name.get_ref(), name.span())?;
+            let Some(position) = positions.get(name.get_ref().as_str()) else {
+                let message = format!("server {:?} does not exist: expected the name of a [[server]]", name.get_ref());
+                return Err(self.source.error(name.span(), &message));
+            };
+            pool.push(*position);
+        }
+        Ok(pool)
+    }
+}
+
+/// Values that may stand in the file once.
+struct Once<'a, T> {
+    source: &'a Source,
+    what: &'static str,
+    seen: HashMap<T, Span>,
+}
+
+impl<'a, T: Hash + Eq + std::fmt::Display> Once<'a, T> {
+    fn new(source: &'a Source, what: &'static str) -> Self {
+        Self { source, what, seen: HashMap::new() }
+    }
+
+    fn take(&mut self, value: T, span: Span) -> Result<(), ConfigError> {
+        if let Some(first) = self.seen.get(&value) {
+            let line = self.source.line(first);
+            let message = format!("{} {value} is used twice (first in line {line}): expected each once", self.what);
+            return Err(self.source.error(span, &message));
+        }
+        self.seen.insert(value, span);
+        Ok(())
+    }
+}

@@ -1,0 +1,236 @@
+//! Every bad input with its message.
+
+use coreward_config::Source;
+
+use super::*;
+
+const GOOD: &str = r#"listen = "10.1.0.1:7400"
+store = "/var/lib/coreward/controller.redb"
+report_interval_ms = 50
+alpha = 0.25
+buckets = 256
+
+[[server]]
+name = "s1"
+address = "10.2.0.11"
+id = 7
+
+[[server]]
+name = "s2"
+address = "10.2.0.12"
+state = "draining"
+
+[[service]]
+name = "web"
+vip = "10.200.0.1:80"
+
+[[service]]
+name = "api"
+vip = "10.200.0.1:443"
+policy = "pow2"
+buckets = 64
+servers = ["s2"]
+"#;
+
+fn parse(text: &str) -> Result<Config, String> {
+    Config::parse(Source::from_text("controller.toml", text)).map_err(|error| error.to_string())
+}
+
+/// The message after `from` was replaced by `to` in the good file.
+fn error(from: &str, to: &str) -> String {
+    assert!(GOOD.contains(from), "{from:?} is not in the good file");
+    parse(&GOOD.replacen(from, to, 1)).unwrap_err()
+}
+
+#[test]
+fn the_good_file_is_read() {
+    let config = parse(GOOD).unwrap();
+    assert_eq!(config.report_interval, Duration::from_millis(50));
+    assert_eq!(config.alpha.get(), 0.25);
+    assert_eq!(config.retire_after, DEFAULT_RETIRE_AFTER);
+    let servers: Vec<_> =
+        config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.state)).collect();
+    assert_eq!(servers, [("s1", Some(7), ServerState::Active), ("s2", None, ServerState::Draining)]);
+    let services: Vec<_> =
+        config.services.iter().map(|s| (s.address.to_string(), s.policy, s.buckets.get(), s.servers.clone())).collect();
+    assert_eq!(
+        services,
+        [
+            ("10.200.0.1:80/tcp".to_owned(), coreward_model::policy::DEFAULT, 256, vec![0, 1]),
+            ("10.200.0.1:443/tcp".to_owned(), "pow2", 64, vec![1]),
+        ]
+    );
+}
+
+#[test]
+fn defaults_are_the_published_ones() {
+    let config =
+        parse("listen = \"127.0.0.1:1\"\nstore = \"s\"\n[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
+    assert_eq!((config.report_interval, config.alpha), (DEFAULT_REPORT_INTERVAL, Alpha::PUBLISHED));
+    assert_eq!(config.services[0].buckets, BucketCount::PUBLISHED);
+    assert!(config.services[0].servers.is_empty());
+}
+
+#[test]
+fn single_values() {
+    let cases = [
+        (
+            "alpha = 0.25",
+            "alpha = 0",
+            "controller.toml:4:9: key `alpha`: alpha 0: expected a number above 0, at most 1",
+        ),
+        (
+            "alpha = 0.25",
+            "alpah = 0.25",
+            "controller.toml:4:1: key `alpah`: unknown field `alpah`, expected one of `listen`, `store`, \
+             `report_interval_ms`, `alpha`, `buckets`, `rss_key`, `retire_after_s`, `server`, `service`",
+        ),
+        (
+            "report_interval_ms = 50",
+            "report_interval_ms = 5",
+            "controller.toml:3:22: key `report_interval_ms`: a report interval of 5 ms: expected 10 to 1000",
+        ),
+        (
+            "report_interval_ms = 50",
+            "report_interval_ms = 1001",
+            "controller.toml:3:22: key `report_interval_ms`: a report interval of 1001 ms: expected 10 to 1000",
+        ),
+        (
+            "buckets = 256",
+            "buckets = 100",
+            "controller.toml:5:11: key `buckets`: 100 buckets: expected a power of two from 1 to 2048",
+        ),
+        (
+            "buckets = 64",
+            "buckets = 4096",
+            "controller.toml:25:11: key `service.buckets`: 4096 buckets: expected a power of two from 1 to 2048",
+        ),
+        (
+            "buckets = 256",
+            "rss_key = \"6d:5a\"",
+            "controller.toml:5:11: key `rss_key`: an RSS key of 2 bytes: expected 40 to 52",
+        ),
+        (
+            "id = 7",
+            "id = 16384",
+            "controller.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits \
+             that a cookie holds",
+        ),
+        (
+            "id = 7",
+            "state = \"off\"",
+            "controller.toml:10:9: key `server.state`: unknown variant `off`, expected `active` or `draining`",
+        ),
+        (
+            "10.2.0.11",
+            "10.2.0.256",
+            "controller.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an IPv4 address that \
+             one host can have, as \"10.2.0.11\"",
+        ),
+        (
+            "\"s1\"",
+            "\"s 1\"",
+            "controller.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks",
+        ),
+        (
+            "10.200.0.1:80",
+            "[::1]:80",
+            "controller.toml:19:7: key `service.vip`: VIP \"[::1]:80\": expected an IPv4 address that one host can \
+             have and a port from 1 on, as \"10.200.0.1:80\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "policy = \"pow3\"",
+            "controller.toml:24:10: key `service.policy`: policy \"pow3\" does not exist: expected one of hash, rr, \
+             pow2, crossrss, crossrss-plus",
+        ),
+        (
+            "policy = \"pow2\"",
+            "protocol = \"udp\"",
+            "controller.toml:24:12: key `service.protocol`: protocol \"udp\" is not known: expected \"tcp\"",
+        ),
+        ("store = ", "# store = ", "controller.toml:1:1: missing field `store`"),
+    ];
+    for (from, to, message) in cases {
+        assert_eq!(error(from, to), message);
+    }
+}
+
+#[test]
+fn several_values() {
+    let cases = [
+        (
+            "\"s2\"",
+            "\"s1\"",
+            "controller.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each once",
+        ),
+        (
+            "10.2.0.12",
+            "10.2.0.11",
+            "controller.toml:14:11: key `server.address`: server address 10.2.0.11 is used twice (first in line 9): \
+             expected each once",
+        ),
+        (
+            "state = \"draining\"",
+            "id = 7",
+            "controller.toml:15:6: key `server.id`: server id 7 is used twice (first in line 10): expected each once",
+        ),
+        (
+            "10.200.0.1:443",
+            "10.200.0.1:80",
+            "controller.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): \
+             expected each once",
+        ),
+        (
+            "\"api\"",
+            "\"web\"",
+            "controller.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected \
+             each once",
+        ),
+        (
+            "[\"s2\"]",
+            "[\"s2\", \"s3\"]",
+            "controller.toml:26:18: key `service.servers`: server \"s3\" does not exist: expected the name of a \
+             [[server]]",
+        ),
+        (
+            "[\"s2\"]",
+            "[\"s2\", \"s2\"]",
+            "controller.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line \
+             26): expected each once",
+        ),
+        (
+            "10.200.0.1:80",
+            "10.2.0.12:80",
+            "controller.toml:19:7: key `service.vip`: VIP 10.2.0.12 is also the address of server \"s2\": expected an \
+             address of its own",
+        ),
+    ];
+    for (from, to, message) in cases {
+        assert_eq!(error(from, to), message);
+    }
+}
+
+#[test]
+fn more_servers_than_a_cookie_holds() {
+    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    for n in 0..16_384 {
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.{}.{}.{}\"\n", n >> 16, n >> 8 & 255, n & 255);
+    }
+    // 10.0.0.0 and its like are no networks here: any unicast address may be a host's.
+    assert_eq!(parse(&text).unwrap().servers.len(), 16_384);
+    text += "[[server]]\nname = \"one\"\naddress = \"10.9.9.9\"\n";
+    assert_eq!(
+        parse(&text).unwrap_err(),
+        "controller.toml:49155:1: key `server`: 16385 servers: expected at most 16384, all that a cookie holds"
+    );
+}
+
+#[test]
+fn more_services_than_the_data_plane_holds() {
+    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    for n in 0..65 {
+        text += &format!("[[service]]\nname = \"w{n}\"\nvip = \"10.0.0.1:{}\"\n", n + 80);
+    }
+    assert_eq!(parse(&text).unwrap_err(), "controller.toml:195:1: key `service`: 65 services: expected at most 64");
+}

@@ -1,0 +1,335 @@
+//! What must survive: who has which id, and the fleet's secrets. Pure; `store` keeps it on disk.
+//!
+//! A server's id is never given to another while a cookie may carry it: a server that leaves the file, or a service's
+//! pool, stays on record as "left" until `retire_after` has passed, and established connections still reach it.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::IpAddr;
+use std::time::Duration;
+
+use coreward_config::ConfigError;
+use coreward_model::ServerId;
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::rss::{RssKey, uniform_below};
+use coreward_wire::ServiceIndex;
+use rand::Rng;
+
+use crate::config::{Config, Span};
+
+/// Everything on record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Records {
+    /// Grows with every change of anything here or in the configuration.
+    pub generation: u64,
+    /// The cookie keys.
+    pub keys: FleetKeys,
+    /// The fleet's RSS key, unless the configuration names one.
+    pub rss_key: RssKey,
+    /// By name.
+    pub services: BTreeMap<String, ServiceRecord>,
+    /// By id.
+    pub servers: BTreeMap<ServerId, ServerRecord>,
+}
+
+/// What is kept of a service.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServiceRecord {
+    /// Its position in the data plane.
+    pub index: ServiceIndex,
+    /// Seeds the hash keys of its policy.
+    pub seed: u64,
+}
+
+/// What is kept of a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServerRecord {
+    /// Its name in the file.
+    pub name: String,
+    /// Where it is reached.
+    pub address: IpAddr,
+    /// False: it left.
+    pub in_file: bool,
+    /// The services whose cookies may carry its id.
+    pub services: BTreeMap<String, Membership>,
+}
+
+/// Whether a server is in a service's pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Membership {
+    /// It is.
+    Present,
+    /// It was, until this moment (whole seconds since 1970, as the store keeps them).
+    LeftAt(Duration),
+}
+
+impl Records {
+    /// Of a fleet that has just been born: fresh secrets, nobody in it.
+    pub fn draw(random: &mut impl Rng) -> Self {
+        let mut key = || CookieKey { k0: random.next_u64(), k1: random.next_u64() };
+        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
+        let rss_key = RssKey::random(random);
+        Self { generation: 0, keys, rss_key, services: BTreeMap::new(), servers: BTreeMap::new() }
+    }
+
+    /// Takes the configuration in. On an error the records are as they were.
+    ///
+    /// # Errors
+    /// When an id that the operator chose still belongs to another server, or when no id is free.
+    pub fn apply(&mut self, config: &Config, now: Duration, random: &mut impl Rng) -> Result<(), ConfigError> {
+        let mut next = self.clone();
+        next.retire(config.retire_after, now);
+        next.apply_services(config, random);
+        let ids = next.apply_servers(config, random)?;
+        next.apply_memberships(config, &ids, now);
+        next.generation += 1;
+        *self = next;
+        Ok(())
+    }
+
+    /// Forgets servers whose cookies are too old to be seen again. True when there was one.
+    pub fn retire(&mut self, retire_after: Duration, now: Duration) -> bool {
+        let before = self.servers.clone();
+        for server in self.servers.values_mut() {
+            server.services.retain(|_, membership| match membership {
+                Membership::Present => true,
+                Membership::LeftAt(left) => now.saturating_sub(*left) < retire_after,
+            });
+        }
+        self.servers.retain(|_, server| server.is_needed());
+        self.servers != before
+    }
+
+    fn apply_services(&mut self, config: &Config, random: &mut impl Rng) {
+        let listed: HashSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
+        self.services.retain(|name, _| listed.contains(name.as_str()));
+        let mut taken: HashSet<ServiceIndex> = self.services.values().map(|service| service.index).collect();
+        for service in &config.services {
+            if self.services.contains_key(&service.name) {
+                continue;
+            }
+            let index = (0..ServiceIndex::COUNT as u32)
+                .filter_map(ServiceIndex::new)
+                .find(|index| !taken.contains(index))
+                .expect("the configuration has no more services than there are indexes");
+            taken.insert(index);
+            self.services.insert(service.name.clone(), ServiceRecord { index, seed: random.next_u64() });
+        }
+    }
+
+    /// Gives every server of the file its id: the one the operator chose, the one it had, or a free one.
+    fn apply_servers(&mut self, config: &Config, random: &mut impl Rng) -> Result<Vec<ServerId>, ConfigError> {
+        let had = self.ids_by_name();
+        let mut free = self.free_ids(config);
+        let mut ids = Vec::with_capacity(config.servers.len());
+        for server in &config.servers {
+            ids.push(match (&server.id, had.get(&server.name)) {
+                (Some((id, span)), _) => self.chosen_id(config, &server.name, *id, span)?,
+                (None, Some(id)) => *id,
+                (None, None) => draw(&mut free, random).ok_or_else(|| {
+                    let message = format!(
+                        "no server id is free for {:?}: all {} are in use, or reserved for connections of servers that \
+                         left",
+                        server.name,
+                        ServerId::COUNT
+                    );
+                    config.error(&server.span, &message)
+                })?,
+            });
+        }
+        Ok(ids)
+    }
+
+    /// An id that the operator chose, unless connections to another server may carry it.
+    fn chosen_id(&self, config: &Config, name: &str, id: ServerId, span: &Span) -> Result<ServerId, ConfigError> {
+        let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
+            return Ok(id);
+        };
+        let message = format!(
+            "server id {id} belongs to server {:?}, whose connections may still carry it: expected one that is free, or \
+             none to have one drawn",
+            owner.name
+        );
+        Err(config.error(span, &message))
+    }
+
+    /// The id of every server on record; of two with one name (the operator changed its id) the one in the file.
+    fn ids_by_name(&self) -> HashMap<String, ServerId> {
+        let mut by_name = HashMap::new();
+        for (id, server) in &self.servers {
+            if server.in_file || !by_name.contains_key(&server.name) {
+                by_name.insert(server.name.clone(), *id);
+            }
+        }
+        by_name
+    }
+
+    fn free_ids(&self, config: &Config) -> Vec<ServerId> {
+        let chosen: HashSet<ServerId> = config.servers.iter().filter_map(|s| s.id.as_ref().map(|id| id.0)).collect();
+        (0..ServerId::COUNT as u64)
+            .filter_map(|id| ServerId::try_from(id).ok())
+            .filter(|id| !self.servers.contains_key(id) && !chosen.contains(id))
+            .collect()
+    }
+
+    /// Writes down who is in which pool; `ids` are those of `config.servers`.
+    fn apply_memberships(&mut self, config: &Config, ids: &[ServerId], now: Duration) {
+        for server in self.servers.values_mut() {
+            server.in_file = false;
+            for membership in server.services.values_mut().filter(|membership| **membership == Membership::Present) {
+                *membership = Membership::LeftAt(Duration::from_secs(now.as_secs()));
+            }
+        }
+        for (server, id) in config.servers.iter().zip(ids) {
+            let services = self.servers.remove(id).map_or_else(BTreeMap::new, |record| record.services);
+            let record = ServerRecord { name: server.name.clone(), address: server.address, in_file: true, services };
+            self.servers.insert(*id, record);
+        }
+        for service in &config.services {
+            for id in service.servers.iter().map(|position| ids[*position]) {
+                let record = self.servers.get_mut(&id).expect("every server of the file has just been written down");
+                record.services.insert(service.name.clone(), Membership::Present);
+            }
+        }
+        self.servers.retain(|_, server| server.is_needed());
+    }
+}
+
+impl ServerRecord {
+    /// Whether it is in the file, or cookies may carry its id.
+    fn is_needed(&self) -> bool {
+        self.in_file || !self.services.is_empty()
+    }
+}
+
+/// One of `free` at random, so that flipping bits of a cookie does not walk through the pool.
+fn draw(free: &mut Vec<ServerId>, random: &mut impl Rng) -> Option<ServerId> {
+    let count = u32::try_from(free.len()).ok().filter(|count| *count > 0)?;
+    Some(free.swap_remove(uniform_below(random, count) as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_config::Source;
+    use coreward_model::rss::seeded_rng;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A file with these servers, all in one service, and those of `elsewhere` in another.
+    fn config(servers: &[&str], elsewhere: &[&str]) -> Config {
+        let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+        for server in servers {
+            // "s5=7" is server s5 with the id 7.
+            let (name, id) = server.split_once('=').map_or((*server, None), |(name, id)| (name, Some(id)));
+            let number: u8 = name[1..].parse().unwrap();
+            text += &format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{number}\"\n");
+            text += &id.map_or(String::new(), |id| format!("id = {id}\n"));
+        }
+        text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+        if !elsewhere.is_empty() {
+            text += &format!("[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = {elsewhere:?}\n");
+        }
+        Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+    }
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn ids(records: &Records) -> BTreeMap<String, u16> {
+        records.servers.iter().map(|(id, server)| (server.name.clone(), id.get())).collect()
+    }
+
+    #[test]
+    fn ids_stay_with_their_servers() {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(random);
+        records.apply(&config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
+        let before = ids(&records);
+        assert_eq!(before["s3"], 7);
+        let seeds = records.services.clone();
+        // s2 leaves and comes back, s4 joins.
+        records.apply(&config(&["s1", "s3=7", "s4"], &["s1"]), at(10), random).unwrap();
+        assert_eq!(
+            records.servers.values().find(|s| s.name == "s2").unwrap().services["web"],
+            Membership::LeftAt(at(10))
+        );
+        records.apply(&config(&["s4", "s3", "s2", "s1"], &["s1"]), at(20), random).unwrap();
+        let after = ids(&records);
+        assert!(before.iter().all(|(name, id)| after[name] == *id), "{before:?} {after:?}");
+        assert!(records.servers.values().all(|s| s.in_file && s.services["web"] == Membership::Present));
+        assert_eq!(records.services, seeds);
+        assert_eq!(records.generation, 3);
+    }
+
+    #[test]
+    fn ids_of_those_who_left_are_reserved_then_free() {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(random);
+        records.apply(&config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
+        records.apply(&config(&["s1"], &[]), at(100), random).unwrap();
+        let taken = records.apply(&config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
+        assert_eq!(
+            taken.to_string(),
+            "controller.toml:9:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still \
+             carry it: expected one that is free, or none to have one drawn"
+        );
+        assert_eq!(records.generation, 2, "a refused configuration changes nothing");
+        assert!(!records.retire(at(86_400), at(86_499)));
+        assert!(records.retire(at(86_400), at(86_500)));
+        records.apply(&config(&["s1", "s3=7"], &[]), at(86_500), random).unwrap();
+        assert_eq!(ids(&records)["s3"], 7);
+    }
+
+    #[test]
+    fn a_changed_id_leaves_the_old_one_reserved() {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(random);
+        records.apply(&config(&["s1=5"], &[]), at(0), random).unwrap();
+        records.apply(&config(&["s1=6"], &[]), at(10), random).unwrap();
+        let states: Vec<_> = records.servers.iter().map(|(id, s)| (id.get(), s.in_file, s.services["web"])).collect();
+        assert_eq!(states, [(5, false, Membership::LeftAt(at(10))), (6, true, Membership::Present)]);
+        assert_eq!(records.ids_by_name()["s1"].get(), 6);
+    }
+
+    #[test]
+    fn a_server_leaves_one_service_and_stays_in_another() {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(random);
+        records.apply(&config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
+        records.apply(&config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
+        let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
+        assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
+    }
+
+    #[test]
+    fn when_no_id_is_free_the_server_is_named() {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(random);
+        for id in 0..ServerId::COUNT as u64 {
+            let services = BTreeMap::from([("web".to_owned(), Membership::LeftAt(at(0)))]);
+            let gone = ServerRecord { name: format!("g{id}"), address: [10, 0, 0, 1].into(), in_file: false, services };
+            records.servers.insert(id.try_into().unwrap(), gone);
+        }
+        let error = records.apply(&config(&["s1"], &[]), at(1), random).unwrap_err().to_string();
+        assert!(error.starts_with("controller.toml:3:1: key `server`: no server id is free for \"s1\""), "{error}");
+    }
+
+    proptest! {
+        /// Whatever comes and goes: an id never changes hands within the time that cookies live.
+        #[test]
+        fn no_id_changes_hands(seed: u64, pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12)) {
+            let random = &mut seeded_rng(seed, 0);
+            let mut records = Records::draw(random);
+            let mut owners: HashMap<ServerId, String> = HashMap::new();
+            for (step, pool) in pools.iter().enumerate() {
+                let names: Vec<String> = pool.iter().map(|n| format!("s{n}")).collect();
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                records.apply(&config(&names, &[]), at(step as u64 * 60), random).unwrap();
+                for (id, server) in &records.servers {
+                    prop_assert_eq!(owners.entry(*id).or_insert_with(|| server.name.clone()), &server.name);
+                }
+            }
+        }
+    }
+}
