@@ -4,8 +4,7 @@
 //! The tables change because the cores' loads do: a thread rewrites every server's busy file at random, ten times a
 //! second. The pool changes because servers drain and come back, in turn.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
+use std::io::{Read as _, Write as _};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,6 +15,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 
 use crate::counters::{self, Counters, TIMESTAMP_DROPS};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, busy_file};
+use crate::http::Connection;
 use crate::namespace::Namespace;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WHO};
 use crate::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
@@ -77,8 +77,6 @@ impl Outcome {
 
 /// A busy connection may pause this long between two pieces (4 kB/s comes in pieces of a second).
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// A new connection, or an idle one that is used again, is answered within this time.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const SERVERS: u16 = 4;
 const DOWNLOADERS: u32 = 4;
 /// A server drains or comes back this often.
@@ -240,41 +238,15 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
     Ok(())
 }
 
-fn connect() -> anyhow::Result<TcpStream> {
-    let stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE), ANSWER_LIMIT)?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
-    stream.set_write_timeout(Some(ANSWER_LIMIT))?;
-    Ok(stream)
-}
-
-/// Asks who answers, over an open connection; the answer is the server's number and the worker's pid.
-fn who(stream: &mut BufReader<TcpStream>) -> anyhow::Result<String> {
-    write!(stream.get_mut(), "GET {WHO} HTTP/1.1\r\nHost: coreward\r\n\r\n")?;
-    let (mut line, mut length) = (String::new(), 0);
-    loop {
-        line.clear();
-        ensure!(stream.read_line(&mut line)? > 0, "the server closed the connection");
-        if let Some(value) = line.strip_prefix("Content-Length: ") {
-            length = value.trim().parse()?;
-        }
-        if line.trim().is_empty() {
-            break;
-        }
-    }
-    let mut body = vec![0; length];
-    stream.read_exact(&mut body)?;
-    Ok(String::from_utf8(body)?)
-}
-
 /// In ms: how long the answer took after the silence.
 fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
-    let mut stream = BufReader::new(connect()?);
-    let before = who(&mut stream).context("before the silence")?;
+    let mut connection = Connection::open(None)?;
+    let before = connection.who().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
     // Several requests: the hold rule sends one value, then the rest of the way.
     for _ in 0..5 {
-        let after = who(&mut stream).with_context(|| format!("after {quiet:?} of silence"))?;
+        let after = connection.who().with_context(|| format!("after {quiet:?} of silence"))?;
         ensure!(before == after, "answered by {before:?} before the silence, by {after:?} after it");
     }
     Ok(start.elapsed().as_millis() as u64)
@@ -282,9 +254,8 @@ fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
 
 /// Bytes received.
 fn busy_connection(duration: Duration) -> anyhow::Result<u64> {
-    let mut stream = connect()?;
+    let mut stream = Connection::open(None)?.get(SLOW_FILE)?;
     stream.set_read_timeout(Some(LONGEST_PAUSE))?;
-    write!(stream, "GET {SLOW_FILE} HTTP/1.1\r\nHost: coreward\r\n\r\n")?;
     let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
     while Instant::now() < end {
         let read = stream.read(&mut buffer).with_context(|| format!("stalled after {received} bytes"))?;

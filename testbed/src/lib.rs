@@ -7,13 +7,25 @@
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
 //! * [`fleet`]: controller, load balancer and agents, started and killed
+//! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
+//! * [`paced_server`]: a server with emulated cores; [`protocol`]: what it speaks
+//! * [`load`]: replays an arrival log
 //! * [`process`], [`namespace`]: what runs where
+//! * [`cli`]: `coreward testbed`
 
+pub mod cli;
+pub mod conformity;
+pub mod counters;
+mod event_loop;
 pub mod fleet;
+pub mod http;
 pub mod instance;
+pub mod load;
 pub mod namespace;
 pub mod nginx;
+pub mod paced_server;
 pub mod process;
+pub mod protocol;
 pub mod rss_emulation;
 pub mod topology;
 

@@ -1,0 +1,35 @@
+//! The sub-commands of `coreward testbed`.
+
+use crate::{instance, load, paced_server};
+
+/// Options of `coreward testbed`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct TestbedArgs {
+    #[command(subcommand)]
+    command: TestbedCommand,
+}
+
+#[derive(Debug, Clone, clap::Subcommand)]
+enum TestbedCommand {
+    /// Serve requests by the clock, one at a time per worker: a server with emulated cores
+    PacedServer(paced_server::PacedServerArgs),
+    /// Replay an arrival log against a service and print what became of it as JSON
+    Load(load::LoadArgs),
+    /// Remove what killed testbeds left behind
+    Clean,
+}
+
+/// Runs a sub-command of `coreward testbed`. Call it before any thread is started: the paced server forks.
+///
+/// # Errors
+/// As the sub-command does.
+pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
+    match &args.command {
+        TestbedCommand::PacedServer(args) => paced_server::run(args),
+        TestbedCommand::Load(args) => load::run(args),
+        TestbedCommand::Clean => {
+            instance::clean()?.iter().for_each(|name| println!("removed testbed {name}"));
+            Ok(())
+        }
+    }
+}

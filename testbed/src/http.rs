@@ -1,0 +1,86 @@
+//! A client of the testbed's nginx that keeps its connection and asks who serves it.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, SocketAddrV4, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+
+use crate::nginx::WHO;
+use crate::topology::SERVICE;
+
+/// A connection is opened, and a request answered, within this time.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Who answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answerer {
+    /// The server's number.
+    pub server: u16,
+    /// The worker's process id.
+    pub worker: u32,
+}
+
+/// A connection to the service, with keep-alive.
+#[derive(Debug)]
+pub struct Connection {
+    stream: BufReader<TcpStream>,
+}
+
+impl Connection {
+    /// Opens a connection, from `source` if given; call it inside the client's namespace.
+    ///
+    /// # Errors
+    /// When nobody accepts it in time.
+    pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
+        if let Some(source) = source {
+            socket.set_reuse_address(true)?;
+            socket.bind(&SocketAddr::V4(source).into()).with_context(|| format!("cannot bind to {source}"))?;
+        }
+        socket
+            .connect_timeout(&SocketAddr::V4(SERVICE).into(), ANSWER_LIMIT)
+            .with_context(|| format!("cannot connect to {SERVICE}"))?;
+        socket.set_read_timeout(Some(ANSWER_LIMIT))?;
+        socket.set_write_timeout(Some(ANSWER_LIMIT))?;
+        Ok(Self { stream: BufReader::new(socket.into()) })
+    }
+
+    /// Asks who answers.
+    ///
+    /// # Errors
+    /// When the connection broke, or there is no answer in time.
+    pub fn who(&mut self) -> anyhow::Result<Answerer> {
+        self.request(WHO)?;
+        let (mut line, mut length) = (String::new(), 0);
+        loop {
+            line.clear();
+            ensure!(self.stream.read_line(&mut line)? > 0, "the server closed the connection");
+            if let Some(value) = line.strip_prefix("Content-Length: ") {
+                length = value.trim().parse()?;
+            }
+            if line.trim().is_empty() {
+                break;
+            }
+        }
+        let mut body = vec![0; length];
+        self.stream.read_exact(&mut body)?;
+        let body = String::from_utf8(body)?;
+        let (server, worker) =
+            body.trim().split_once(' ').with_context(|| format!("not a server's answer: {body:?}"))?;
+        Ok(Answerer { server: server.parse()?, worker: worker.parse()? })
+    }
+
+    /// Asks for a file and leaves reading the answer to the caller.
+    ///
+    /// # Errors
+    /// When the connection broke.
+    pub fn get(mut self, path: &str) -> anyhow::Result<TcpStream> {
+        self.request(path)?;
+        Ok(self.stream.into_inner())
+    }
+
+    fn request(&mut self, path: &str) -> anyhow::Result<()> {
+        Ok(write!(self.stream.get_mut(), "GET {path} HTTP/1.1\r\nHost: coreward\r\n\r\n")?)
+    }
+}

@@ -1,0 +1,410 @@
+//! The load generator: replays an arrival log against a VIP, open loop, from the client's host.
+//!
+//! Every request has a time at which it is due, whatever became of those before it, and its latency counts from then: a
+//! stalled server cannot hide behind requests that were not sent ("coordinated omission"). Source addresses and
+//! ports are those of the log, so that every policy meets the same 4-tuples.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::io::{self, Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+
+use anyhow::Context as _;
+use coreward_model::arrivals::{Arrival, ArrivalLog};
+use hdrhistogram::Histogram;
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, Socket, Type};
+use zerocopy::IntoBytes as _;
+
+use crate::event_loop::{Epoll, Event, now_ns};
+use crate::protocol::{MESSAGE_BYTES, Messages, Request, Response};
+
+/// A request unanswered for so long makes its connection a broken one (ns).
+const TIMEOUT_NS: u64 = 10_000_000_000;
+/// How often to look for those (ns).
+const SWEEP_NS: u64 = 500_000_000;
+/// Time between start and the log's time 0, when none is given (ns).
+const LEAD_NS: u64 = 50_000_000;
+
+/// Options of `coreward testbed load`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct LoadArgs {
+    /// Arrival log to replay
+    #[arg(long, value_name = "FILE")]
+    pub log: PathBuf,
+    /// Service to load
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub vip: SocketAddrV4,
+    /// Address that stands for the log's source address 0; the others follow
+    #[arg(long, value_name = "ADDRESS")]
+    pub first_address: Ipv4Addr,
+    /// The log's time 0 by CLOCK_MONOTONIC (ns), so that several can run at the same moments [default: now]
+    #[arg(long, value_name = "NS")]
+    pub start_at: Option<u64>,
+}
+
+/// What became of a replay; printed as JSON.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct LoadReport {
+    /// Connections begun.
+    pub opened: u64,
+    /// Connections of which every request was answered.
+    pub completed: u64,
+    /// The others.
+    pub broken: Broken,
+    /// Requests answered.
+    pub answered: u64,
+    /// From when a request was due to its answer.
+    pub latency_us: Latency,
+    /// From when a request was due to when it was sent, on connections that were open: how late the load generator
+    /// itself was. More than a millisecond here says that the machine is too busy to measure on.
+    pub lateness_us: Latency,
+    /// Connections by (server, core) that answered them.
+    pub placed: Vec<Placed>,
+}
+
+/// How many connections broke, by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Broken {
+    /// No such socket at the server that got the SYN.
+    pub refused: u64,
+    /// RST on an established connection: among others, what a packet to the wrong server earns.
+    pub reset: u64,
+    /// A request unanswered for ten seconds, or TCP gave up.
+    pub timed_out: u64,
+    /// FIN before the last answer.
+    pub closed_early: u64,
+    /// An answer to another request, or from another server or core than the answers before.
+    pub wrong_answer: u64,
+    /// Anything else, e.g. no route.
+    pub other: u64,
+}
+
+impl Broken {
+    /// All kinds together.
+    pub fn total(&self) -> u64 {
+        let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
+        refused + reset + timed_out + closed_early + wrong_answer + other
+    }
+}
+
+/// A distribution of times (us).
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct Latency {
+    /// Median.
+    pub p50: u64,
+    /// 99th percentile.
+    pub p99: u64,
+    /// Largest.
+    pub max: u64,
+    /// Mean.
+    pub mean: f64,
+}
+
+impl From<&Histogram<u64>> for Latency {
+    fn from(h: &Histogram<u64>) -> Self {
+        Self { p50: h.value_at_quantile(0.5), p99: h.value_at_quantile(0.99), max: h.max(), mean: h.mean() }
+    }
+}
+
+/// Connections that one core answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Placed {
+    /// Number of the server.
+    pub server: u8,
+    /// Its core.
+    pub core: u8,
+    /// How many.
+    pub connections: u64,
+}
+
+/// Replays the log and prints the report as one line of JSON.
+///
+/// # Errors
+/// When the log cannot be read or parsed, or a source address and port cannot be bound.
+pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
+    let text = std::fs::read_to_string(&args.log);
+    let text = text.with_context(|| format!("cannot read the arrival log {}", args.log.display()))?;
+    let log: ArrivalLog = text.parse().with_context(|| args.log.display().to_string())?;
+    let report = replay(&log, args)?;
+    println!("{}", serde_json::to_string(&report)?);
+    Ok(())
+}
+
+fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
+    let start_ns = args.start_at.unwrap_or_else(|| now_ns() + LEAD_NS);
+    let mut client = Client {
+        log,
+        vip: args.vip,
+        first_address: args.first_address,
+        start_ns,
+        epoll: Epoll::new()?,
+        connections: HashMap::new(),
+        due: BinaryHeap::new(),
+        next_arrival: 0,
+        next_sweep_ns: start_ns + SWEEP_NS,
+        report: LoadReport::default(),
+        latency: new_histogram()?,
+        lateness: new_histogram()?,
+        placed: HashMap::new(),
+    };
+    while client.turn()? {}
+    Ok(client.into_report())
+}
+
+/// Three significant digits, from 1 us to a minute; what is longer counts as a minute.
+fn new_histogram() -> anyhow::Result<Histogram<u64>> {
+    Ok(Histogram::new_with_max(60_000_000, 3)?)
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: TcpStream,
+    connected: bool,
+    messages: Messages,
+    /// Requests that were due, sent, and answered: each at most the one before.
+    due: u32,
+    sent: u32,
+    answered: u32,
+    /// Server and core of the first answer.
+    placed: Option<(u8, u8)>,
+}
+
+struct Client<'a> {
+    log: &'a ArrivalLog,
+    vip: SocketAddrV4,
+    first_address: Ipv4Addr,
+    start_ns: u64,
+    epoll: Epoll,
+    /// By position in the log.
+    connections: HashMap<usize, Connection>,
+    /// (when, connection) of the next request of each open connection.
+    due: BinaryHeap<Reverse<(u64, usize)>>,
+    next_arrival: usize,
+    next_sweep_ns: u64,
+    report: LoadReport,
+    latency: Histogram<u64>,
+    lateness: Histogram<u64>,
+    placed: HashMap<(u8, u8), u64>,
+}
+
+/// How a connection ended badly.
+enum Failure {
+    Io(io::Error),
+    ClosedEarly,
+    WrongAnswer,
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl Client<'_> {
+    fn arrival(&self, index: usize) -> &Arrival {
+        &self.log.arrivals[index]
+    }
+
+    fn due_ns(&self, index: usize, request: u32) -> u64 {
+        self.start_ns + self.arrival(index).due_us(request) * 1_000
+    }
+
+    /// Waits for the next thing to do and does all that is due; false when nothing is left.
+    fn turn(&mut self) -> anyhow::Result<bool> {
+        let next_arrival_ns = (self.next_arrival < self.log.arrivals.len()).then(|| self.due_ns(self.next_arrival, 0));
+        if next_arrival_ns.is_none() && self.connections.is_empty() {
+            return Ok(false);
+        }
+        let next_request_ns = self.due.peek().map(|Reverse((due_ns, _))| *due_ns);
+        let wake_ns = [next_arrival_ns, next_request_ns].into_iter().flatten().fold(self.next_sweep_ns, u64::min);
+        let events: Vec<Event> = self.epoll.wait(Some(wake_ns))?.collect();
+        for event in events {
+            let index = event.token as usize;
+            if let Err(failure) = self.ready(index, event) {
+                self.fail(index, failure);
+            }
+        }
+        let now_ns = now_ns();
+        while self.next_arrival < self.log.arrivals.len() && self.due_ns(self.next_arrival, 0) <= now_ns {
+            self.open(self.next_arrival)?;
+            self.next_arrival += 1;
+        }
+        while let Some(Reverse((due_ns, index))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now_ns) {
+            self.due.pop();
+            self.request_is_due(index, due_ns);
+        }
+        if now_ns >= self.next_sweep_ns {
+            self.next_sweep_ns = now_ns + SWEEP_NS;
+            self.sweep(now_ns);
+        }
+        Ok(true)
+    }
+
+    /// Begins a connection from the log's source address and port.
+    fn open(&mut self, index: usize) -> anyhow::Result<()> {
+        let arrival = *self.arrival(index);
+        let address = Ipv4Addr::from_bits(self.first_address.to_bits() + u32::from(arrival.source_address));
+        let source = SocketAddrV4::new(address, arrival.source_port);
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        // The port may be in TIME-WAIT towards another service.
+        socket.set_reuse_address(true)?;
+        socket.set_nonblocking(true)?;
+        socket.set_tcp_nodelay(true)?;
+        socket.bind(&source.into()).with_context(|| format!("cannot bind the source {source}"))?;
+        self.report.opened += 1;
+        let outcome = socket.connect(&self.vip.into());
+        let stream = TcpStream::from(socket);
+        let connection = Connection {
+            stream,
+            connected: false,
+            messages: Messages::default(),
+            due: 0,
+            sent: 0,
+            answered: 0,
+            placed: None,
+        };
+        self.connections.insert(index, connection);
+        match outcome {
+            Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {
+                return Err(error).with_context(|| format!("{source} was used for {} a moment ago", self.vip));
+            }
+            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => self.fail(index, error.into()),
+            _ => {
+                let stream = &self.connections[&index].stream;
+                // Edge-triggered: one report when it is connected, then one per arrival of data.
+                let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
+                self.epoll.add(stream.as_fd(), index as u64, flags)?;
+                self.due.push(Reverse((self.due_ns(index, 0), index)));
+            }
+        }
+        Ok(())
+    }
+
+    fn request_is_due(&mut self, index: usize, due_ns: u64) {
+        let requests = self.arrival(index).requests;
+        let Some(connection) = self.connections.get_mut(&index) else { return };
+        connection.due += 1;
+        if connection.due < requests {
+            let next_ns = self.due_ns(index, self.connections[&index].due);
+            self.due.push(Reverse((next_ns, index)));
+        }
+        if self.connections[&index].connected {
+            let late_us = now_ns().saturating_sub(due_ns) / 1_000;
+            self.lateness.saturating_record(late_us);
+            if let Err(failure) = self.send_due(index) {
+                self.fail(index, failure);
+            }
+        }
+    }
+
+    fn send_due(&mut self, index: usize) -> Result<(), Failure> {
+        let service_us = self.arrival(index).service_us.into();
+        let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
+        while connection.sent < connection.due {
+            let request = Request { service_us, id: connection.sent.into() };
+            // A few unanswered requests of 8 bytes always fit the send buffer: a short write is a failure.
+            if connection.stream.write(request.as_bytes())? != MESSAGE_BYTES {
+                return Err(io::Error::from(io::ErrorKind::WriteZero).into());
+            }
+            connection.sent += 1;
+        }
+        Ok(())
+    }
+
+    fn ready(&mut self, index: usize, event: Event) -> Result<(), Failure> {
+        let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
+        if let Some(error) = connection.stream.take_error()? {
+            return Err(error.into());
+        }
+        if !connection.connected && event.flags & libc::EPOLLOUT as u32 != 0 {
+            connection.connected = true;
+            self.send_due(index)?;
+        }
+        if event.flags & libc::EPOLLIN as u32 != 0 { self.receive(index) } else { Ok(()) }
+    }
+
+    fn receive(&mut self, index: usize) -> Result<(), Failure> {
+        let now_ns = now_ns();
+        let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);
+        let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
+        let mut buffer = [0; 4096];
+        loop {
+            let length = match connection.stream.read(&mut buffer) {
+                Ok(0) => return Err(Failure::ClosedEarly),
+                Ok(length) => length,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error.into()),
+            };
+            let mut right = true;
+            connection.messages.take(&buffer[..length], |response: Response| {
+                let placed = *connection.placed.get_or_insert((response.server, response.core));
+                right &= response.id.get() == connection.answered
+                    && connection.answered < connection.sent
+                    && placed == (response.server, response.core);
+                let due_ns = start_ns + arrival.due_us(connection.answered) * 1_000;
+                self.latency.saturating_record(now_ns.saturating_sub(due_ns) / 1_000);
+                connection.answered += 1;
+            });
+            if !right {
+                return Err(Failure::WrongAnswer);
+            }
+        }
+        if connection.answered == arrival.requests {
+            let done = self.connections.remove(&index).expect("just used");
+            self.report.completed += 1;
+            self.finish(&done);
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, connection: &Connection) {
+        self.report.answered += u64::from(connection.answered);
+        if let Some(placed) = connection.placed {
+            *self.placed.entry(placed).or_default() += 1;
+        }
+    }
+
+    fn fail(&mut self, index: usize, failure: Failure) {
+        let Some(connection) = self.connections.remove(&index) else { return };
+        let broken = &mut self.report.broken;
+        let count = match failure {
+            Failure::ClosedEarly => &mut broken.closed_early,
+            Failure::WrongAnswer => &mut broken.wrong_answer,
+            Failure::Io(error) => match error.kind() {
+                io::ErrorKind::ConnectionRefused => &mut broken.refused,
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => &mut broken.reset,
+                io::ErrorKind::TimedOut => &mut broken.timed_out,
+                _ => {
+                    tracing::warn!("connection {index} of the log: {error}");
+                    &mut broken.other
+                }
+            },
+        };
+        *count += 1;
+        self.finish(&connection);
+    }
+
+    /// Gives up connections whose oldest unanswered request has waited too long.
+    fn sweep(&mut self, now_ns: u64) {
+        let late = |(index, connection): (&usize, &Connection)| {
+            let waits = connection.answered < connection.due;
+            (waits && self.due_ns(*index, connection.answered) + TIMEOUT_NS < now_ns).then_some(*index)
+        };
+        let late: Vec<usize> = self.connections.iter().filter_map(late).collect();
+        for index in late {
+            self.fail(index, io::Error::from(io::ErrorKind::TimedOut).into());
+        }
+    }
+
+    fn into_report(self) -> LoadReport {
+        let placed = self.placed.into_iter();
+        let mut placed: Vec<Placed> =
+            placed.map(|((server, core), connections)| Placed { server, core, connections }).collect();
+        placed.sort_by_key(|placed| (placed.server, placed.core));
+        let (latency_us, lateness_us) = (Latency::from(&self.latency), Latency::from(&self.lateness));
+        LoadReport { latency_us, lateness_us, placed, ..self.report }
+    }
+}

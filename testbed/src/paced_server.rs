@@ -1,0 +1,382 @@
+//! A server whose cores are emulated: each worker serves one request at a time, by the clock instead of by work, so that
+//! two CPUs carry sixteen cores.
+//!
+//! Built like nginx with `reuseport`, as far as the agent can see: one listening socket per worker, opened by the master and
+//! inherited by all; each worker is a process and waits only for its own. Worker K is called `coreK`.
+//!
+//! A worker's queue is a virtual clock: a request that arrives at t completes at max(t, busy until) + its service time,
+//! which then is when the worker is busy until. The answer is sent when that time has come. How late the machine wakes
+//! us (some 50 us) delays answers but takes nothing away from the core's capacity.
+
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::io::{self, Read as _, Write as _};
+use std::net::{SocketAddrV4, TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::sys::wait::wait;
+use nix::unistd::{ForkResult, Pid, fork};
+use socket2::{Domain, Socket, Type};
+use zerocopy::IntoBytes as _;
+
+use crate::event_loop::{Epoll, now_ns};
+use crate::process::Process;
+use crate::protocol::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_MAX_US};
+use crate::topology::{SERVICE, Testbed};
+
+/// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
+const BACKLOG: i32 = 4096;
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// Options of `coreward testbed paced-server`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct PacedServerArgs {
+    /// Where to listen
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: SocketAddrV4,
+    /// Workers, each an emulated core
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub workers: u8,
+    /// File of one little-endian u64 per worker: how long it has been busy (ns); appears when all sockets listen
+    #[arg(long, value_name = "FILE")]
+    pub busy_file: PathBuf,
+    /// Number of this server in its answers
+    #[arg(long, default_value_t = 1)]
+    pub server: u8,
+}
+
+/// Serves until killed.
+///
+/// # Errors
+/// When it cannot listen, when the busy file cannot be made, or when a worker ends.
+pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
+    let listeners: Vec<TcpListener> = (0..args.workers)
+        .map(|_| listen(args.listen))
+        .collect::<io::Result<_>>()
+        .with_context(|| format!("cannot listen on {}", args.listen))?;
+    let busy = BusyFile::create(&args.busy_file, args.workers)?;
+    if fs::read_dir("/proc/self/task")?.count() != 1 {
+        bail!("the paced server must be started from a process with a single thread: it forks");
+    }
+    let mut workers = Vec::new();
+    for (core, listener) in (0..).zip(&listeners) {
+        // SAFETY: there is one thread, so no lock can be held by another in the child.
+        match unsafe { fork() }.context("cannot fork a worker")? {
+            ForkResult::Parent { child } => workers.push(child),
+            ForkResult::Child => {
+                let outcome = work(core, listener, &busy, args.server);
+                eprintln!("paced server: worker {core}: {:#}", outcome.unwrap_err());
+                std::process::exit(1);
+            }
+        }
+    }
+    busy.publish(&args.busy_file)?;
+    // Workers never end by themselves; whichever does takes the others with it (PR_SET_PDEATHSIG).
+    let ended = wait()?;
+    bail!("a worker of the paced server ended: {ended:?}");
+}
+
+fn listen(address: SocketAddrV4) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+    socket.set_reuse_address(true)?;
+    socket.set_reuse_port(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
+}
+
+fn work(core: u8, listener: &TcpListener, busy: &BusyFile, server: u8) -> anyhow::Result<std::convert::Infallible> {
+    nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+    if nix::unistd::getppid() == Pid::from_raw(1) {
+        bail!("the master has ended");
+    }
+    nix::sys::prctl::set_name(&std::ffi::CString::new(format!("core{core}"))?)?;
+    let mut worker = Worker::new(server, core, listener)?;
+    loop {
+        worker.turn(&busy.cores()[usize::from(core)])?;
+    }
+}
+
+/// A core's queue in virtual time.
+#[derive(Debug, Default)]
+struct VirtualCore {
+    /// Service time of all requests taken so far (ns).
+    accepted_ns: u64,
+    /// When the last of them is done.
+    busy_until_ns: u64,
+}
+
+impl VirtualCore {
+    /// Queues a request that arrived now and returns when it will be done.
+    fn accept(&mut self, now_ns: u64, service_ns: u64) -> u64 {
+        self.accepted_ns += service_ns;
+        self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
+        self.busy_until_ns
+    }
+
+    /// How long it has been serving up to now (ns): all it took on, but for what lies ahead. Without gaps in between,
+    /// for a core that has work is never idle.
+    fn busy_ns(&self, now_ns: u64) -> u64 {
+        self.accepted_ns - self.busy_until_ns.saturating_sub(now_ns)
+    }
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: TcpStream,
+    messages: Messages,
+    /// Requests taken and not yet answered.
+    pending: u32,
+    /// The client will send no more.
+    ended: bool,
+}
+
+/// A request being served or waiting: in the order of completion, which is that of arrival.
+#[derive(Debug)]
+struct Job {
+    done_ns: u64,
+    connection: u64,
+    id: u32,
+}
+
+struct Worker<'a> {
+    server: u8,
+    core: u8,
+    listener: &'a TcpListener,
+    epoll: Epoll,
+    /// By number; numbers are never used again, so that a late job cannot answer on another's connection.
+    connections: std::collections::HashMap<u64, Connection>,
+    next_connection: u64,
+    jobs: VecDeque<Job>,
+    clock: VirtualCore,
+}
+
+/// The listener's token; connections count from 1.
+const LISTENER: u64 = 0;
+
+impl<'a> Worker<'a> {
+    fn new(server: u8, core: u8, listener: &'a TcpListener) -> anyhow::Result<Self> {
+        let epoll = Epoll::new()?;
+        epoll.add(listener.as_fd(), LISTENER, libc::EPOLLIN)?;
+        Ok(Self {
+            server,
+            core,
+            listener,
+            epoll,
+            connections: Default::default(),
+            next_connection: LISTENER + 1,
+            jobs: VecDeque::new(),
+            clock: VirtualCore::default(),
+        })
+    }
+
+    /// Waits for the next request or completion and deals with all that are due.
+    fn turn(&mut self, busy: &AtomicU64) -> anyhow::Result<()> {
+        let events: Vec<_> = self.epoll.wait(self.jobs.front().map(|job| job.done_ns))?.collect();
+        let now_ns = now_ns();
+        for event in events {
+            if event.token == LISTENER { self.accept_all()? } else { self.read(event.token, now_ns)? }
+        }
+        while self.jobs.front().is_some_and(|job| job.done_ns <= now_ns) {
+            let job = self.jobs.pop_front().expect("just seen");
+            self.answer(&job);
+        }
+        // One writer; readers want the number, not an order with other memory.
+        busy.store(self.clock.busy_ns(now_ns).to_le(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn accept_all(&mut self) -> anyhow::Result<()> {
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    let number = self.next_connection;
+                    self.next_connection += 1;
+                    self.epoll.add(stream.as_fd(), number, libc::EPOLLIN)?;
+                    let connection = Connection { stream, messages: Messages::default(), pending: 0, ended: false };
+                    self.connections.insert(number, connection);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                // The client was gone before we came.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => return Err(error).context("cannot accept"),
+            }
+        }
+    }
+
+    fn read(&mut self, number: u64, now_ns: u64) -> anyhow::Result<()> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        let mut buffer = [0; 4096];
+        let mut acceptable = true;
+        match connection.stream.read(&mut buffer) {
+            Ok(0) => connection.ended = true,
+            Ok(length) => connection.messages.take(&buffer[..length], |request: Request| {
+                let service_us = request.service_us.get();
+                acceptable &= service_us <= SERVICE_MAX_US;
+                let done_ns = self.clock.accept(now_ns, u64::from(service_us.min(SERVICE_MAX_US)) * 1_000);
+                self.jobs.push_back(Job { done_ns, connection: number, id: request.id.get() });
+                connection.pending += 1;
+            }),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => acceptable = false,
+        }
+        if !acceptable || (connection.ended && connection.pending == 0) {
+            self.connections.remove(&number);
+        } else if connection.ended {
+            // Level-triggered: an end that stays unread would wake us until the last answer is out.
+            self.epoll.remove(connection.stream.as_fd())?;
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, job: &Job) {
+        let Some(connection) = self.connections.get_mut(&job.connection) else { return };
+        let response = Response { id: job.id.into(), server: self.server, core: self.core, reserved: [0; 2] };
+        let written = connection.stream.write(response.as_bytes());
+        connection.pending -= 1;
+        // A client that leaves a full buffer of answers unread does not want them.
+        if !matches!(written, Ok(MESSAGE_BYTES)) || (connection.ended && connection.pending == 0) {
+            self.connections.remove(&job.connection);
+        }
+    }
+}
+
+/// The file of busy times, mapped into all workers.
+struct BusyFile {
+    cores: &'static [AtomicU64],
+    temporary: PathBuf,
+}
+
+impl BusyFile {
+    fn create(path: &Path, workers: u8) -> anyhow::Result<Self> {
+        let temporary = path.with_extension("new");
+        let open = || -> anyhow::Result<&'static [AtomicU64]> {
+            let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary)?;
+            file.set_len(u64::from(workers) * size_of::<u64>() as u64)?;
+            map(&file, usize::from(workers))
+        };
+        let cores = open().with_context(|| format!("cannot make the busy file {}", temporary.display()))?;
+        Ok(Self { cores, temporary })
+    }
+
+    fn cores(&self) -> &[AtomicU64] {
+        self.cores
+    }
+
+    /// Puts it where readers look: who finds it knows that the sockets listen.
+    fn publish(&self, path: &Path) -> anyhow::Result<()> {
+        fs::rename(&self.temporary, path).with_context(|| format!("cannot make the busy file {}", path.display()))
+    }
+}
+
+fn map(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
+    use std::os::fd::AsRawFd as _;
+    let (length, access) = (count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
+    // SAFETY: a new shared mapping at an address of the kernel's choice.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), length, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error().into());
+    }
+    // SAFETY: the mapping is `length` bytes long, aligned to a page, never unmapped, and only accessed atomically.
+    Ok(unsafe { std::slice::from_raw_parts(start.cast(), count) })
+}
+
+/// Reads a busy file: nanoseconds per core.
+///
+/// # Errors
+/// When it cannot be read or is no whole number of cores long.
+pub fn read_busy_file(path: &Path) -> anyhow::Result<Vec<u64>> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read the busy file {}", path.display()))?;
+    let (cores, rest) = bytes.as_chunks::<8>();
+    if !rest.is_empty() {
+        bail!("the busy file {} has {} bytes: expected a multiple of 8", path.display(), bytes.len());
+    }
+    Ok(cores.iter().map(|core| u64::from_le_bytes(*core)).collect())
+}
+
+/// A paced server on a testbed's server; killed when dropped.
+#[derive(Debug)]
+pub struct PacedServer {
+    process: Process,
+    busy_file: PathBuf,
+}
+
+impl PacedServer {
+    /// Process id of the master.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// How long each core has been busy (ns).
+    ///
+    /// # Errors
+    /// When the busy file cannot be read.
+    pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
+        read_busy_file(&self.busy_file)
+    }
+}
+
+impl Testbed {
+    /// Where the paced server of `number` publishes its busy times.
+    pub fn busy_file(&self, number: u16) -> PathBuf {
+        self.directory().join(format!("busy-s{number}"))
+    }
+
+    /// Starts a paced server with one worker per core on a server; `program` is the coreward binary.
+    ///
+    /// # Errors
+    /// When there is no such server, or it does not listen within ten seconds.
+    pub fn start_paced_server(&self, number: u16, program: &Path) -> anyhow::Result<PacedServer> {
+        let busy_file = self.busy_file(number);
+        let mut command = Command::new(program);
+        command.args(["testbed", "paced-server", "--listen", &SERVICE.to_string()]);
+        command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
+        command.arg("--busy-file").arg(&busy_file);
+        let mut process = self.spawn(self.server(number)?, command)?;
+        let end = Instant::now() + START_LIMIT;
+        while !busy_file.exists() {
+            if let Some(status) = process.try_wait()? {
+                bail!("the paced server of server {number} ended: {status}");
+            }
+            if Instant::now() > end {
+                bail!("the paced server of server {number} does not listen after {START_LIMIT:?}");
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(PacedServer { process, busy_file })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_core_serves_one_request_after_the_other() {
+        let mut core = VirtualCore::default();
+        assert_eq!(core.accept(1_000, 50), 1_050);
+        // Arrives while the first is served: waits.
+        assert_eq!(core.accept(1_020, 50), 1_100);
+        // Arrives after a gap: starts at once.
+        assert_eq!(core.accept(1_200, 10), 1_210);
+    }
+
+    #[test]
+    fn busy_time_is_what_was_served_so_far() {
+        let mut core = VirtualCore::default();
+        assert_eq!(core.busy_ns(500), 0);
+        core.accept(1_000, 100);
+        assert_eq!([1_000, 1_040, 1_100, 1_150].map(|now| core.busy_ns(now)), [0, 40, 100, 100]);
+        core.accept(1_200, 100);
+        core.accept(1_210, 100);
+        assert_eq!([1_250, 1_399, 1_400, 2_000].map(|now| core.busy_ns(now)), [150, 299, 300, 300]);
+    }
+}

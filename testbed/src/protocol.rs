@@ -1,0 +1,89 @@
+//! What load generator and paced server say to each other: 8 bytes each way, in little-endian order.
+//!
+//! Requests may be sent before earlier ones are answered; answers come in the order of the requests.
+
+use zerocopy::byteorder::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Longer service times are refused, so that a stray byte cannot stop a worker for an hour (us).
+pub const SERVICE_MAX_US: u32 = 10_000_000;
+
+/// Asks for a piece of work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Request {
+    /// How long a core is to be busy with it (us), at most [`SERVICE_MAX_US`].
+    pub service_us: U32,
+    /// Comes back in the response.
+    pub id: U32,
+}
+
+/// Says that the work was done, and by whom.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Response {
+    /// The request's.
+    pub id: U32,
+    /// Number of the server.
+    pub server: u8,
+    /// Which of its cores.
+    pub core: u8,
+    /// Zero.
+    pub reserved: [u8; 2],
+}
+
+/// Size of either.
+pub const MESSAGE_BYTES: usize = size_of::<Request>();
+const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
+
+/// Bytes as they come from a socket, cut into messages.
+#[derive(Debug, Default)]
+pub(crate) struct Messages {
+    /// The beginning of a message whose rest has not come yet.
+    partial: Vec<u8>,
+}
+
+impl Messages {
+    /// Takes in `bytes` and gives each complete message to `each`.
+    pub(crate) fn take<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
+        if !self.partial.is_empty() {
+            let missing = (MESSAGE_BYTES - self.partial.len()).min(bytes.len());
+            self.partial.extend_from_slice(&bytes[..missing]);
+            bytes = &bytes[missing..];
+            if self.partial.len() < MESSAGE_BYTES {
+                return;
+            }
+            each(read(&self.partial));
+            self.partial.clear();
+        }
+        let whole = bytes.chunks_exact(MESSAGE_BYTES);
+        self.partial.extend_from_slice(whole.remainder());
+        whole.for_each(|message| each(read(message)));
+    }
+}
+
+fn read<M: FromBytes>(message: &[u8]) -> M {
+    M::read_from_bytes(message).ok().expect("a message of MESSAGE_BYTES")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_whole_however_they_are_cut() {
+        let sent: Vec<Request> = (0..5).map(|id| Request { service_us: (id * 7).into(), id: id.into() }).collect();
+        let bytes: Vec<u8> = sent.iter().flat_map(|request| request.as_bytes().to_vec()).collect();
+        for piece in 1..=bytes.len() {
+            let (mut messages, mut received) = (Messages::default(), Vec::new());
+            bytes.chunks(piece).for_each(|bytes| messages.take(bytes, |request: Request| received.push(request)));
+            assert_eq!(received, sent, "in pieces of {piece} bytes");
+        }
+    }
+
+    #[test]
+    fn the_order_of_bytes_is_fixed() {
+        let request = Request { service_us: 5000.into(), id: 0x0102_0304.into() };
+        assert_eq!(request.as_bytes(), [0x88, 0x13, 0, 0, 4, 3, 2, 1]);
+    }
+}
