@@ -149,7 +149,7 @@ impl std::str::FromStr for RssKey {
 
     fn from_str(text: &str) -> Result<Self, RssKeyText> {
         let digits: Vec<u32> = text.chars().filter(|c| *c != ':').filter_map(|c| c.to_digit(16)).collect();
-        if digits.len() != text.chars().filter(|c| *c != ':').count() || digits.len() % 2 != 0 {
+        if digits.len() != text.chars().filter(|c| *c != ':').count() || !digits.len().is_multiple_of(2) {
             return Err(RssKeyText::NotHexadecimal(text.to_owned()));
         }
         let bytes: Vec<u8> = digits.chunks(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
