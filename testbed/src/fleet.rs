@@ -227,7 +227,8 @@ fn logs(testbed: &Testbed) -> String {
     all
 }
 
-fn controller_address() -> String {
+/// Where the controller listens.
+pub fn controller_address() -> String {
     format!("{CONTROLLER_ADDRESS}:{CONTROLLER_PORT}")
 }
 

@@ -1,0 +1,26 @@
+//! The short form of `coreward testbed conformity`: the same parts, seconds instead of minutes.
+
+use coreward_testbed::conformity::{Options, run};
+use coreward_testbed::skip_without_privilege;
+
+fn short(instance: &str, syncookies: u8) {
+    let options = Options { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies };
+    let outcome = run(instance, options).unwrap();
+    println!("{outcome:#?}");
+    assert!(outcome.is_clean(), "{outcome:#?}");
+    assert!(outcome.tables > 50 && outcome.pool_changes > 10, "{outcome:#?}");
+}
+
+#[test]
+fn stock_clients_and_servers_notice_nothing() {
+    if !skip_without_privilege("stock_clients_and_servers_notice_nothing") {
+        short("conform", 1);
+    }
+}
+
+#[test]
+fn with_syn_cookies_they_notice_nothing_either() {
+    if !skip_without_privilege("with_syn_cookies_they_notice_nothing_either") {
+        short("cookies", 2);
+    }
+}

@@ -1,0 +1,185 @@
+//! The data plane outlives its daemons: SIGKILL of each of them, new MAC addresses, changes of the pool; no connection
+//! breaks.
+
+use std::net::SocketAddrV4;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, Standing};
+use coreward_testbed::http::{Answerer, Connection};
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::topology::{DEVICE, SERVICE};
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+
+struct Site {
+    testbed: Testbed,
+    fleet: Fleet,
+    nginx: Vec<Nginx>,
+}
+
+fn site(instance: &str, servers: u16, policy: &str) -> Site {
+    let options = TestbedOptions { instance: instance.to_owned(), servers, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+    let fleet = Fleet::start(&testbed, FleetOptions { policy: policy.to_owned(), ..Default::default() }).unwrap();
+    Site { testbed, fleet, nginx }
+}
+
+impl Site {
+    fn in_client<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
+        self.testbed.client().within(|| Ok(action())).unwrap()
+    }
+
+    /// Opens `count` connections and asks each who answers.
+    fn open(&self, count: usize) -> Vec<(Connection, Answerer)> {
+        self.in_client(|| {
+            (0..count)
+                .map(|_| {
+                    let mut connection = Connection::open(None).unwrap();
+                    let answerer = connection.who().unwrap();
+                    (connection, answerer)
+                })
+                .collect()
+        })
+    }
+
+    fn explain(&self, source: SocketAddrV4) -> serde_json::Value {
+        let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+        command.args(["explain", "--format", "json", "--vip", &SERVICE.to_string(), "--client", &source.to_string()]);
+        command.args(["--controller", &coreward_testbed::fleet::controller_address()]);
+        let output = self.testbed.run(self.testbed.controller(), command).unwrap();
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+}
+
+/// Every connection is still answered by the worker that answered first.
+fn still_answered(connections: &mut [(Connection, Answerer)]) {
+    for (connection, first) in connections {
+        assert_eq!(&connection.who().unwrap(), first);
+    }
+}
+
+fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + limit;
+    while !holds() {
+        assert!(Instant::now() < end, "{what}: not within {limit:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn killed_daemons_break_no_connection_and_take_over_again() {
+    if skip_without_privilege("killed_daemons_break_no_connection_and_take_over_again") {
+        return;
+    }
+    let mut site = site("kill", 2, "crossrss");
+    let mut connections = site.open(20);
+    for daemon in ["controller", "lb", "agent-s1", "agent-s2"] {
+        site.fleet.kill(daemon).unwrap();
+        still_answered(&mut connections);
+        // What is pinned also takes new connections.
+        connections.extend(site.open(5));
+        site.fleet.restart(&site.testbed, daemon).unwrap();
+        site.fleet.wait_until_ready(&site.testbed).unwrap();
+        still_answered(&mut connections);
+        connections.extend(site.open(5));
+    }
+    // All at once.
+    for daemon in ["agent-s1", "agent-s2", "lb", "controller"] {
+        site.fleet.kill(daemon).unwrap();
+    }
+    still_answered(&mut connections);
+    connections.extend(site.open(5));
+    for daemon in ["controller", "lb", "agent-s1", "agent-s2"] {
+        site.fleet.restart(&site.testbed, daemon).unwrap();
+    }
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    still_answered(&mut connections);
+}
+
+#[test]
+fn a_server_with_a_new_mac_address_is_found_again() {
+    if skip_without_privilege("a_server_with_a_new_mac_address_is_found_again") {
+        return;
+    }
+    let site = site("mac", 1, "hash");
+    let mut connections = site.open(3);
+    let mut command = Command::new("ip");
+    command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
+    site.testbed.run(site.testbed.server(1).unwrap(), command).unwrap();
+    // The kernel's own neighbour entries at the client need the server's new address only for what it sends: nothing.
+    let start = Instant::now();
+    still_answered(&mut connections);
+    site.open(3);
+    assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
+    if skip_without_privilege("a_server_that_drains_keeps_its_connections_and_gets_no_new_ones") {
+        return;
+    }
+    let mut site = site("drain", 2, "rr");
+    let mut connections = site.open(10);
+    assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
+    let mut pool = site.fleet.pool().clone();
+    pool.insert(1, Standing::Draining);
+    site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
+    eventually(Duration::from_secs(5), "server 1 drains", || {
+        site.open(10).iter().all(|(_, answerer)| answerer.server == 2)
+    });
+    still_answered(&mut connections);
+    // Gone from the file altogether: what it had stays.
+    pool.remove(&1);
+    site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    still_answered(&mut connections);
+    assert!(site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
+    // And back.
+    pool.insert(1, Standing::Active);
+    site.fleet.set_pool(&site.testbed, pool).unwrap();
+    eventually(Duration::from_secs(5), "server 1 is back", || {
+        site.open(10).iter().any(|(_, answerer)| answerer.server == 1)
+    });
+    still_answered(&mut connections);
+}
+
+#[test]
+fn explain_names_the_server_and_the_core_that_serve() {
+    if skip_without_privilege("explain_names_the_server_and_the_core_that_serve") {
+        return;
+    }
+    let site = site("explain", 3, "hash");
+    let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
+    let address = site.testbed.client_address(0);
+    for port in 40_300..40_332 {
+        let source = SocketAddrV4::new(address, port);
+        let explained = site.explain(source);
+        let answerer = site.in_client(|| Connection::open(Some(source)).unwrap().who().unwrap());
+        assert_eq!(explained["chosen_server"], format!("s{}", answerer.server), "{source}: {explained}");
+        let servers = explained["servers"].as_array().unwrap();
+        let chosen = servers.iter().find(|server| server["name"] == explained["chosen_server"]).unwrap();
+        // `steer = "order"`: the k-th worker serves what RSS sends to core k.
+        let core = chosen["core"].as_u64().unwrap() as usize;
+        assert_eq!(workers[usize::from(answerer.server) - 1][core], answerer.worker, "{source}: {explained}");
+    }
+}
+
+#[test]
+fn an_interface_that_does_not_exist_is_named() {
+    if skip_without_privilege("an_interface_that_does_not_exist_is_named") {
+        return;
+    }
+    let options = TestbedOptions { instance: "noif".to_owned(), servers: 0, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let file = testbed.directory().join("lb.toml");
+    let text = format!(
+        "name = \"lb\"\ncontroller = \"10.1.0.2:7400\"\ninterface = \"eth7\"\npin_directory = \"{}\"\n",
+        testbed.pin_directory().join("lb").display()
+    );
+    std::fs::write(&file, text).unwrap();
+    let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+    command.arg("lb").arg("--config").arg(&file);
+    let error = testbed.run(testbed.load_balancer(), command).unwrap_err().to_string();
+    assert!(error.contains("eth7") && error.contains("does not exist"), "{error}");
+}
