@@ -1,0 +1,121 @@
+//! The only value of a BPF array map, shared as memory with the programs that use the map.
+//!
+//! The programs read and write it at any moment, on any CPU. So there are no references into it: everything goes by
+//! 64-bit words, each in one piece, and whatever is larger than a word is written where no program looks, then switched
+//! in. Offsets are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/intf.h`.
+
+use std::num::NonZeroUsize;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+
+/// A map's memory as a `T`.
+#[derive(Debug)]
+pub struct Mapped<T> {
+    address: NonNull<T>,
+}
+
+// SAFETY: the memory belongs to the map, not to a thread; every access goes through a raw pointer, for which the caller
+// answers.
+unsafe impl<T> Send for Mapped<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Mapped<T> {}
+
+impl<T: FromBytes + IntoBytes> Mapped<T> {
+    /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: both sides take their
+    /// types from `bpf/intf.h`.
+    ///
+    /// # Errors
+    /// When the map is smaller than a `T` or cannot be mapped.
+    pub fn new(map: impl AsFd) -> nix::Result<Self> {
+        let length = NonZeroUsize::new(size_of::<T>()).expect("a type with a size");
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new shared mapping at an address of the kernel's choice; page-aligned, so aligned for any T here.
+        let address = unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED, map, 0) }?;
+        Ok(Self { address: address.cast() })
+    }
+}
+
+const WORD: usize = size_of::<u64>();
+
+impl<T> Mapped<T> {
+    fn words(&self) -> &[AtomicU64] {
+        // SAFETY: size_of::<T>() bytes are mapped, aligned to a page, until `self` is dropped; others change them only
+        // as memory of atomic type may be changed, word by word.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), size_of::<T>() / WORD) }
+    }
+
+    fn words_at(&self, offset: usize, bytes: usize) -> &[AtomicU64] {
+        assert!(offset.is_multiple_of(WORD) && bytes.is_multiple_of(WORD), "{bytes} bytes at {offset} are no words");
+        &self.words()[offset / WORD..(offset + bytes) / WORD]
+    }
+
+    /// The word at `offset`.
+    ///
+    /// # Panics
+    /// When `offset` is no multiple of 8 or outside.
+    pub fn load(&self, offset: usize) -> u64 {
+        self.words_at(offset, WORD)[0].load(Ordering::Acquire)
+    }
+
+    /// Sets the word at `offset`; programs that see it also see what was written before.
+    ///
+    /// # Panics
+    /// When `offset` is no multiple of 8 or outside.
+    pub fn store(&self, offset: usize, word: u64) {
+        self.words_at(offset, WORD)[0].store(word, Ordering::Release);
+    }
+
+    /// A copy of what stands at `offset`. Each word is whole; a program may write between two of them.
+    ///
+    /// # Panics
+    /// When offset or size are no multiples of 8, or outside.
+    pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
+        let mut value = V::new_box_zeroed().expect("memory for one value");
+        let words = self.words_at(offset, size_of::<V>());
+        for (bytes, word) in value.as_mut_bytes().chunks_exact_mut(WORD).zip(words) {
+            bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes());
+        }
+        value
+    }
+
+    /// Writes `value` at `offset`, word by word: for what no program looks at yet.
+    ///
+    /// # Panics
+    /// When offset or size are no multiples of 8, or outside.
+    pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
+        let words = self.words_at(offset, size_of_val(value));
+        for (bytes, word) in value.as_bytes().chunks_exact(WORD).zip(words) {
+            word.store(u64::from_ne_bytes(bytes.try_into().expect("a word")), Ordering::Relaxed);
+        }
+    }
+
+    /// Where it stands; valid as long as `self`. Programs read and write it at the same time.
+    pub fn pointer(&self) -> *mut T {
+        self.address.as_ptr()
+    }
+}
+
+impl<T> Drop for Mapped<T> {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new` with this length, and pointers into it do not outlive `self`.
+        if let Err(error) = unsafe { munmap(self.address.cast(), size_of::<T>()) } {
+            tracing::warn!("munmap: {error}");
+        }
+    }
+}
+
+/// Returns when every program that may have read the old half of a double buffer has ended: programs run inside an RCU
+/// read-side section, and membarrier(2)'s global command waits for a grace period.
+///
+/// # Errors
+/// When the kernel does not offer it (`nohz_full`).
+pub fn wait_for_programs() -> nix::Result<()> {
+    const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1;
+    // SAFETY: takes no pointers.
+    let result = unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) };
+    nix::errno::Errno::result(result).map(drop)
+}
