@@ -1,6 +1,9 @@
 //! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
 
+pub mod mapped;
+pub mod server;
 pub mod service_slots;
+pub mod tc;
 
 /// What libbpf-cargo generates from each `bpf/*.bpf.c`.
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]

@@ -112,7 +112,7 @@ pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> (Cookie, u16
 
 /// How far a server's own TSval may run ahead of the clock that restores it, in ms: the kernel's and BPF's clock are
 /// read at different moments and rounded differently.
-pub const RESTORE_SLACK_MS: u32 = 16;
+pub const RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
 /// The server's own TSval from the time part of an echo: the latest value not after `now_ms` + slack with these 16 low
 /// bits. Right for echoes up to 65.5 s old.
@@ -122,7 +122,7 @@ pub fn restore(time: u16, now_ms: u32) -> u32 {
 }
 
 /// Largest step of the time part that a client's PAWS check takes as "newer": 2^15 - 1 ms of signed 16-bit distance.
-pub const LARGEST_STEP_MS: u16 = 0x7fff;
+pub const LARGEST_STEP_MS: u16 = intf::LARGEST_STEP_MS as u16;
 
 /// The hold rule: the time part to send, given the newest one the client is known to have accepted.
 ///

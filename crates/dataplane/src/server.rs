@@ -1,0 +1,318 @@
+//! `bpf/server.bpf.c` at a server's device: loaded, attached, pinned, taken over, filled, read.
+//!
+//! Everything that packets need is pinned below one directory of a bpffs, so that it outlives the process:
+//!
+//! ```text
+//! server/state            struct server_state: keys, services, counters, samples
+//! server/held_timestamps  the hold rule's memory
+//! server/rss_mapping      struct rss_mapping; steer.bpf.c uses it, too
+//! server/ingress, egress  the links (not below kernel 6.6: there the clsact qdisc holds the programs)
+//! ```
+
+use std::fs;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+use anyhow::{Context as _, ensure};
+use coreward_intf as intf;
+use coreward_model::cookie::FleetKeys;
+use coreward_model::rss::Rss;
+use coreward_model::{ServerId, ServiceAddress};
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
+
+use crate::mapped::{Mapped, wait_for_programs};
+use crate::service_slots;
+use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
+use crate::tc::{self, Attachment, Direction};
+
+/// Names of the counters that [`ServerPrograms::counters`] gives.
+pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
+
+/// How many counters there are.
+pub const COUNTERS: usize = intf::SERVER_COUNTER_COUNT as usize;
+
+/// What to attach where.
+#[derive(Debug, Clone)]
+pub struct ServerOptions {
+    /// Index of the device on which the services' packets come and go.
+    pub interface_index: u32,
+    /// Where to pin; below a bpffs.
+    pub pin_directory: PathBuf,
+    /// Sample every TCP SYN that arrives, not only those to services (fixed at load time).
+    pub sample_every_syn: bool,
+}
+
+/// The programs at the device, and the memory that they share with us. Dropping this leaves them at work.
+#[derive(Debug)]
+pub struct ServerPrograms {
+    options: ServerOptions,
+    attachment: Attachment,
+    taken_over: bool,
+    ingress: OwnedFd,
+    egress: OwnedFd,
+    rss_map: OwnedFd,
+    state: Mapped<intf::server_state>,
+    rss: Mapped<intf::rss_mapping>,
+}
+
+impl ServerPrograms {
+    /// Loads the programs and puts them at the device. What is pinned from before is taken over, with its keys, services
+    /// and counters, and the old programs are replaced atomically.
+    ///
+    /// # Errors
+    /// When the pin directory is not on a bpffs, or the kernel refuses programs or links.
+    pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
+        let pins = options.pin_directory.join("server");
+        fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
+        let taken_over = usable_state(&pins.join("state"))?;
+        if !taken_over {
+            for map in ["state", "held_timestamps", "rss_mapping"] {
+                remove_if_there(&pins.join(map))?;
+            }
+        }
+        let mut storage = MaybeUninit::uninit();
+        let skeleton = load(&mut storage, options.sample_every_syn, Some(&pins))?;
+        let index = options.interface_index;
+        let attachment = tc::attach(&skeleton.progs.server_ingress, index, Direction::Ingress, &pins.join("ingress"))?;
+        tc::attach(&skeleton.progs.server_egress, index, Direction::Egress, &pins.join("egress"))?;
+        Self::new(&skeleton, options, attachment, taken_over)
+    }
+
+    /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`.
+    ///
+    /// # Errors
+    /// When the kernel refuses them.
+    pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
+        let mut storage = MaybeUninit::uninit();
+        let skeleton = load(&mut storage, sample_every_syn, None)?;
+        let options = ServerOptions { interface_index: 0, pin_directory: PathBuf::new(), sample_every_syn };
+        Self::new(&skeleton, options, Attachment::Tcx, false)
+    }
+
+    fn new(
+        skeleton: &ServerSkel<'_>,
+        options: ServerOptions,
+        attachment: Attachment,
+        taken_over: bool,
+    ) -> anyhow::Result<Self> {
+        let maps = &skeleton.maps;
+        let state = Mapped::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
+        // SAFETY: an aligned word of the mapped value.
+        unsafe { (&raw mut (*state.pointer()).layout_version).write_volatile(intf::SERVER_LAYOUT_VERSION.into()) };
+        Ok(Self {
+            options,
+            attachment,
+            taken_over,
+            ingress: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
+            egress: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
+            rss_map: maps.rss_mapping.as_fd().try_clone_to_owned()?,
+            state,
+            rss: Mapped::new(&maps.rss_mapping).context("mapping rss_mapping")?,
+        })
+    }
+
+    /// Whether pinned state of an earlier process was taken over.
+    pub fn taken_over(&self) -> bool {
+        self.taken_over
+    }
+
+    /// How the programs are attached.
+    pub fn attachment(&self) -> Attachment {
+        self.attachment
+    }
+
+    /// The program of one direction, for `BPF_PROG_TEST_RUN`.
+    pub fn program(&self, direction: Direction) -> BorrowedFd<'_> {
+        match direction {
+            Direction::Ingress => self.ingress.as_fd(),
+            Direction::Egress => self.egress.as_fd(),
+        }
+    }
+
+    /// The map that holds the server's own RSS; `steer.bpf.c` shares it.
+    pub fn rss_map(&self) -> BorrowedFd<'_> {
+        self.rss_map.as_fd()
+    }
+
+    /// The services that this server serves, each with the id that it stamps. In force at once and all together.
+    ///
+    /// # Errors
+    /// When there are too many, one is listed twice, or one is not IPv4.
+    pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId)]) -> anyhow::Result<()> {
+        let numbered: Vec<_> = services.iter().map(|(address, id)| (*address, u32::from(id.get()))).collect();
+        let directory = service_slots::directory(&numbered)?;
+        // SAFETY: within the mapped value, and programs read only the active half; after the switch none that still
+        // reads the other one is left once wait_for_programs() returns.
+        unsafe {
+            let directories = &raw mut (*self.state.pointer()).directories;
+            let active = &raw mut (*directories).active;
+            let idle = active.read_volatile() & 1 ^ 1;
+            (&raw mut (*directories).half[idle as usize]).copy_from_nonoverlapping(&raw const *directory, 1);
+            fence(Ordering::Release);
+            active.write_volatile(idle);
+        }
+        wait_for_programs().context("membarrier")
+    }
+
+    /// Whether any service is being stamped.
+    pub fn has_services(&self) -> bool {
+        // SAFETY: within the mapped value; only this process writes directories.
+        unsafe {
+            let directories = &raw const (*self.state.pointer()).directories;
+            let active = ((*directories).active & 1) as usize;
+            let slots = &raw const (*directories).half[active].slots;
+            (*slots).iter().any(|slot| slot.key.port != 0)
+        }
+    }
+
+    /// The fleet's cookie keys. Before key `current` changes, the fleet must know both.
+    pub fn set_keys(&mut self, keys: &FleetKeys) {
+        // SAFETY: aligned words of the mapped value. The key that is not in use is written first, then it may be used.
+        unsafe {
+            let shared = &raw mut (*self.state.pointer()).keys;
+            for (index, key) in keys.keys.iter().enumerate() {
+                (&raw mut (*shared).key[index].k0).write_volatile(key.k0);
+                (&raw mut (*shared).key[index].k1).write_volatile(key.k1);
+            }
+            fence(Ordering::Release);
+            (&raw mut (*shared).current).write_volatile(keys.current.get() as u32);
+        }
+    }
+
+    /// The server's own RSS, for sampling and steering; `None`: not known. `generation` is the agent's.
+    pub fn set_rss(&mut self, rss: Option<&Rss>, generation: u32) {
+        // SAFETY: within the mapped value. entry_count 0 tells programs to predict nothing while the rest is written; one
+        // that read it before may compare one SYN with a mixture, which the verdict over many SYNs tolerates.
+        unsafe {
+            let shared = self.rss.pointer();
+            let entry_count = AtomicU32::from_ptr(&raw mut (*shared).entry_count);
+            entry_count.store(0, Ordering::SeqCst);
+            (&raw mut (*shared).generation).write_volatile(generation);
+            if let Some(rss) = rss {
+                let queues = rss.indirection_table.queues();
+                let table = (&raw mut (*shared).queue).cast::<u16>();
+                table.copy_from_nonoverlapping(queues.as_ptr(), queues.len());
+                let bytes = rss.key.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
+                (&raw mut (*shared).byte).copy_from_nonoverlapping(&raw const *bytes, 1);
+                entry_count.store(queues.len() as u32, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// The counters since the state was made, in the order of [`COUNTER_NAMES`].
+    pub fn counters(&self) -> [u64; COUNTERS] {
+        let mut sums = [0u64; COUNTERS];
+        // SAFETY: aligned words of the mapped value.
+        unsafe {
+            let rows = &raw const (*self.state.pointer()).counters;
+            for row in 0..intf::MAX_CPUS as usize {
+                for (sum, counter) in sums.iter_mut().zip(0..) {
+                    let counter: usize = counter;
+                    *sum = sum.wrapping_add((&raw const (*rows)[row].packets[counter]).read_volatile());
+                }
+            }
+        }
+        sums
+    }
+
+    /// One counter.
+    pub fn counter(&self, counter: intf::server_counter) -> u64 {
+        self.counters()[counter as usize]
+    }
+
+    /// The SYNs sampled after the one with sequence `after` (0: from the first on), oldest first. At most the last
+    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES); what was overwritten meanwhile is missing.
+    pub fn samples(&self, after: u32) -> Vec<intf::rss_sample> {
+        let mut samples: Vec<intf::rss_sample> = (0..intf::RSS_SAMPLES as usize)
+            .map(|slot| {
+                // SAFETY: within the mapped value. A sample that a program is just writing is recognised below.
+                unsafe { (&raw const (*self.state.pointer()).samples[slot]).read_volatile() }
+            })
+            .zip(0u32..)
+            .filter(|(sample, slot)| {
+                let distance = sample.sequence.wrapping_sub(after);
+                sample.sequence != 0
+                    && (sample.sequence - 1) % intf::RSS_SAMPLES == *slot
+                    && distance != 0
+                    && distance < u32::MAX / 2
+            })
+            .map(|(sample, _)| sample)
+            .collect();
+        samples.sort_by_key(|sample| sample.sequence.wrapping_sub(after));
+        samples
+    }
+
+    /// Takes the programs off and removes the pins. Connections that are still stamped break.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn remove(self) -> anyhow::Result<()> {
+        remove(self.options.interface_index, &self.options.pin_directory)
+    }
+}
+
+/// Takes off whatever [`ServerPrograms::attach`] has left at a device, and removes its pins.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
+    let pins = pin_directory.join("server");
+    tc::detach(interface_index, Direction::Egress, &pins.join("egress"))?;
+    tc::detach(interface_index, Direction::Ingress, &pins.join("ingress"))?;
+    for map in ["state", "held_timestamps", "rss_mapping"] {
+        remove_if_there(&pins.join(map))?;
+    }
+    fs::remove_dir(&pins).with_context(|| pins.display().to_string())
+}
+
+fn remove_if_there(path: &Path) -> anyhow::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(path.display().to_string()),
+        _ => Ok(()),
+    }
+}
+
+/// Whether pinned state is there and of our layout.
+fn usable_state(path: &Path) -> anyhow::Result<bool> {
+    if !path.exists() {
+        return Ok(false);
+    }
+    let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
+    if map.value_size() as usize != size_of::<intf::server_state>() {
+        tracing::warn!("{}: of another version: not taken over; its connections are lost", path.display());
+        return Ok(false);
+    }
+    let state = Mapped::<intf::server_state>::new(&map)?;
+    // SAFETY: an aligned word of the mapped value.
+    let version = unsafe { (&raw const (*state.pointer()).layout_version).read_volatile() };
+    if version != u64::from(intf::SERVER_LAYOUT_VERSION) {
+        tracing::warn!("{}: layout {version}: not taken over; its connections are lost", path.display());
+        return Ok(false);
+    }
+    Ok(true)
+}
+
+fn load<'object>(
+    storage: &'object mut MaybeUninit<libbpf_rs::OpenObject>,
+    sample_every_syn: bool,
+    pins: Option<&Path>,
+) -> anyhow::Result<ServerSkel<'object>> {
+    let mut open: OpenServerSkel<'_> = ServerSkelBuilder::default().open(storage).context("bpf/server.bpf.c")?;
+    let rodata = open.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
+    rodata.sample_every_syn = sample_every_syn.into();
+    if let Some(pins) = pins {
+        let pin = |map: &mut OpenMapMut<'_>, name: &str| map.set_pin_path(pins.join(name)).context(name.to_owned());
+        pin(&mut open.maps.bss, "state")?;
+        pin(&mut open.maps.held_timestamps, "held_timestamps")?;
+        pin(&mut open.maps.rss_mapping, "rss_mapping")?;
+    }
+    let skeleton = open.load().context("the kernel refused bpf/server.bpf.c")?;
+    ensure!(
+        skeleton.maps.bss.value_size() as usize == size_of::<intf::server_state>(),
+        "server.bpf.c keeps more than server_state"
+    );
+    Ok(skeleton)
+}

@@ -1,0 +1,149 @@
+//! Attaches programs at a device's tc hooks: as pinned tcx links from kernel 6.6 on, as filters of a clsact qdisc before.
+//! Either way the kernel keeps them when this process ends, and attaching again replaces the program atomically.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use libbpf_rs::query::LinkTypeInfo;
+use libbpf_rs::{Link, Program, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
+
+/// Which packets of the device the program sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// What arrives.
+    Ingress,
+    /// What leaves.
+    Egress,
+}
+
+impl Direction {
+    fn tcx(self) -> libbpf_sys::bpf_attach_type {
+        match self {
+            Direction::Ingress => libbpf_sys::BPF_TCX_INGRESS,
+            Direction::Egress => libbpf_sys::BPF_TCX_EGRESS,
+        }
+    }
+
+    fn clsact(self) -> TcAttachPoint {
+        match self {
+            Direction::Ingress => libbpf_rs::TC_INGRESS,
+            Direction::Egress => libbpf_rs::TC_EGRESS,
+        }
+    }
+}
+
+/// How a program was attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attachment {
+    /// By a tcx link.
+    Tcx,
+    /// By a filter of the clsact qdisc.
+    Clsact,
+}
+
+/// Our filter's place in the clsact qdisc: before filters of the usual priorities, under a handle that tells whose it is.
+const CLSACT_PRIORITY: u32 = 1;
+const CLSACT_HANDLE: u32 = 0xc03e;
+
+/// Attaches `program`, in place of the one that `pin` names if that is attached to the same hook.
+///
+/// # Errors
+/// When neither tcx nor clsact takes it.
+pub fn attach(
+    program: &Program<'_>,
+    interface_index: u32,
+    direction: Direction,
+    pin: &Path,
+) -> anyhow::Result<Attachment> {
+    match Link::open(pin) {
+        Ok(mut link) if is_attached_to(&link, interface_index) => {
+            link.update_prog(program).with_context(|| format!("replacing the program of {}", pin.display()))?;
+            return Ok(Attachment::Tcx);
+        }
+        // Its device is gone.
+        Ok(_) => fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?,
+        Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
+        Err(error) => return Err(error).with_context(|| pin.display().to_string()),
+    }
+    match create_tcx_link(program.as_fd(), interface_index, direction) {
+        Ok(link) => {
+            pin_link(link.as_fd(), pin)?;
+            Ok(Attachment::Tcx)
+        }
+        Err(error) if error.kind() == ErrorKind::InvalidInput => {
+            let mut hook = clsact(program.as_fd(), interface_index, direction);
+            hook.create().context("making a clsact qdisc")?;
+            hook.attach().context("attaching to the clsact qdisc")?;
+            Ok(Attachment::Clsact)
+        }
+        Err(error) => Err(error).context("making a tcx link"),
+    }
+}
+
+/// Takes off what [`attach`] attached. What is not there is no error.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
+    match Link::open(pin) {
+        Ok(link) => {
+            // Fails when the device is gone; then there is nothing to take off.
+            if let Err(error) = link.detach() {
+                tracing::debug!("{}: {error}", pin.display());
+            }
+            fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))
+        }
+        Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {
+            // SAFETY: detaching and querying look at the hook alone, not at the program's descriptor.
+            let no_program = unsafe { BorrowedFd::borrow_raw(0) };
+            let mut hook = clsact(no_program, interface_index, direction);
+            if hook.query().is_ok() {
+                hook.detach().context("detaching from the clsact qdisc")?;
+            }
+            Ok(())
+        }
+        Err(error) => bail!("{}: {error}", pin.display()),
+    }
+}
+
+fn is_attached_to(link: &Link, interface_index: u32) -> bool {
+    // A link whose device was removed says 0.
+    matches!(link.info().map(|info| info.info), Ok(LinkTypeInfo::Tcx(tcx)) if tcx.ifindex == interface_index)
+}
+
+fn create_tcx_link(
+    program: BorrowedFd<'_>,
+    interface_index: u32,
+    direction: Direction,
+) -> Result<OwnedFd, std::io::Error> {
+    let target = interface_index as i32;
+    // SAFETY: no options are passed; the kernel checks the rest.
+    let result = unsafe {
+        libbpf_sys::bpf_link_create(program.as_raw_fd(), target, direction.tcx(), std::ptr::null())
+    };
+    if result < 0 {
+        return Err(std::io::Error::from_raw_os_error(-result));
+    }
+    // SAFETY: a new descriptor that nobody else has.
+    Ok(unsafe { OwnedFd::from_raw_fd(result) })
+}
+
+fn pin_link(link: BorrowedFd<'_>, pin: &Path) -> anyhow::Result<()> {
+    let path = std::ffi::CString::new(pin.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
+    // SAFETY: a valid descriptor and a terminated string.
+    let result = unsafe { libbpf_sys::bpf_obj_pin(link.as_raw_fd(), path.as_ptr()) };
+    if result < 0 {
+        let error = std::io::Error::from_raw_os_error(-result);
+        return Err(error).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()));
+    }
+    Ok(())
+}
+
+fn clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> TcHook {
+    let mut builder = TcHookBuilder::new(program);
+    builder.ifindex(interface_index as i32).replace(true).handle(CLSACT_HANDLE).priority(CLSACT_PRIORITY);
+    builder.hook(direction.clsact())
+}
