@@ -12,7 +12,7 @@ mod pow2;
 mod rr;
 
 pub use crossrss_plus::CrossRssPlus;
-pub use groups::RssGroup;
+pub use groups::{RssGroup, rss_groups};
 
 use crate::ServerId;
 use crate::load::fixed_point;
