@@ -4,6 +4,7 @@ pub mod mapped;
 pub mod server;
 pub mod service_slots;
 pub mod tc;
+pub mod test_run;
 
 /// What libbpf-cargo generates from each `bpf/*.bpf.c`.
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]

@@ -1,0 +1,48 @@
+//! One run of a loaded program on one packet (`BPF_PROG_TEST_RUN`), for tests and benches.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::time::Duration;
+
+use libbpf_rs::libbpf_sys;
+
+/// What a run gave.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// The program's return value.
+    pub verdict: i32,
+    /// The packet afterwards.
+    pub packet: Vec<u8>,
+    /// Time of the run as the kernel measured it, mean over its repetitions.
+    pub duration: Duration,
+}
+
+/// How much longer than before a packet may come out.
+const HEADROOM: usize = 256;
+
+/// Runs `program` on `packet` (an Ethernet frame of at least 14 bytes).
+///
+/// With `repeat` above 1 the kernel does not restore the packet in between.
+///
+/// # Errors
+/// When the kernel refuses: no privilege, a packet too short or too long, a type of program that cannot be test-run.
+pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Outcome> {
+    let mut out = vec![0; packet.len() + HEADROOM];
+    let mut options = libbpf_sys::bpf_test_run_opts {
+        sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
+        data_in: packet.as_ptr().cast(),
+        data_size_in: packet.len() as u32,
+        data_out: out.as_mut_ptr().cast(),
+        data_size_out: out.len() as u32,
+        repeat: repeat as i32,
+        ..Default::default()
+    };
+    // SAFETY: pointers and sizes are those of live buffers.
+    let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut options) };
+    if result < 0 {
+        return Err(io::Error::from_raw_os_error(-result));
+    }
+    out.truncate(options.data_size_out as usize);
+    let duration = Duration::from_nanos(options.duration.into());
+    Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
+}
