@@ -11,15 +11,17 @@
 //! * [`paced_server`]: a server with emulated cores; [`protocol`]: what it speaks
 //! * [`load`]: replays an arrival log
 //! * [`process`], [`namespace`]: what runs where
-//! * [`cli`]: `coreward testbed`
+//! * [`demo`]: `coreward demo`; [`cli`]: `coreward testbed`
 
 pub mod cli;
 pub mod conformity;
 pub mod counters;
+pub mod demo;
 mod event_loop;
 pub mod fleet;
 pub mod http;
 pub mod instance;
+mod interrupt;
 pub mod load;
 pub mod namespace;
 pub mod nginx;

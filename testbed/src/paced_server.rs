@@ -25,6 +25,7 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use crate::event_loop::{Epoll, now_ns};
+use crate::fleet;
 use crate::process::Process;
 use crate::protocol::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_MAX_US};
 use crate::topology::{SERVICE, Testbed};
@@ -325,18 +326,13 @@ impl PacedServer {
 }
 
 impl Testbed {
-    /// Where the paced server of `number` publishes its busy times.
-    pub fn busy_file(&self, number: u16) -> PathBuf {
-        self.directory().join(format!("busy-s{number}"))
-    }
-
-    /// Starts a paced server with one worker per core on a server; `program` is the coreward binary.
+    /// Starts a paced server with one worker per core on a server.
     ///
     /// # Errors
     /// When there is no such server, or it does not listen within ten seconds.
-    pub fn start_paced_server(&self, number: u16, program: &Path) -> anyhow::Result<PacedServer> {
-        let busy_file = self.busy_file(number);
-        let mut command = Command::new(program);
+    pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
+        let busy_file = fleet::busy_file(self, number);
+        let mut command = Command::new(fleet::coreward_command()?);
         command.args(["testbed", "paced-server", "--listen", &SERVICE.to_string()]);
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&busy_file);

@@ -63,7 +63,7 @@ impl Messages {
 }
 
 fn read<M: FromBytes>(message: &[u8]) -> M {
-    M::read_from_bytes(message).ok().expect("a message of MESSAGE_BYTES")
+    M::read_from_bytes(message).expect("a message of MESSAGE_BYTES")
 }
 
 #[cfg(test)]

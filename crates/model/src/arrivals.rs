@@ -112,7 +112,7 @@ impl Default for Workload {
             elephant_life_us: (5_000_000, 10_000_000),
             mouse_requests: (1, 2),
             mouse_interval_us: 10_000,
-            source_addresses: 4,
+            source_addresses: 2,
         }
     }
 }

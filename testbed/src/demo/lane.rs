@@ -1,0 +1,152 @@
+//! One policy's testbed, from its start to the measures of each seed's run.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+
+use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, coreward_command};
+use crate::load::LoadReport;
+use crate::paced_server::PacedServer;
+use crate::process::Process;
+use crate::topology::{SERVICE, Testbed, TestbedOptions};
+
+use super::measure::{Sample, SeedMeasures};
+use super::options::DemoOptions;
+use super::timeline::{Event, Timeline};
+
+/// A testbed with all daemons. The fields are dropped in this order: the testbed last.
+#[derive(Debug)]
+pub struct Lane {
+    policy: &'static str,
+    load: Option<Process>,
+    fleet: Fleet,
+    servers: BTreeMap<u16, PacedServer>,
+    /// The server that is not in the pool.
+    waiting: u16,
+    /// Of the run that is going on.
+    samples: Vec<Sample>,
+    /// Client addresses of one log.
+    addresses: u16,
+    testbed: Testbed,
+}
+
+impl Lane {
+    /// Starts everything: one server more than the pool has, which waits to join.
+    ///
+    /// # Errors
+    /// When a testbed or a daemon does not start.
+    pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {
+        let testbed = Testbed::create(TestbedOptions {
+            instance: instance(policy),
+            servers: options.servers + 1,
+            cores: options.cores,
+            // Each log's connections come from addresses of their own: their ports are in TIME-WAIT for a minute.
+            client_addresses: addresses * options.seeds.len() as u16,
+            ..TestbedOptions::default()
+        })?;
+        let mut servers = BTreeMap::new();
+        for number in testbed.server_numbers() {
+            servers.insert(number, testbed.start_paced_server(number)?);
+        }
+        let fleet_options =
+            FleetOptions { policy: policy.to_owned(), load: LoadSource::PacedServer, ..FleetOptions::default() };
+        let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
+        let mut pool = fleet.pool().clone();
+        let waiting = options.servers + 1;
+        pool.remove(&waiting);
+        fleet.set_pool(&testbed, pool)?;
+        fleet.wait_until_ready(&testbed)?;
+        Ok(Self { policy, load: None, fleet, servers, waiting, samples: Vec::new(), addresses, testbed })
+    }
+
+    /// The policy's name.
+    pub fn policy(&self) -> &'static str {
+        self.policy
+    }
+
+    /// Generation of the table that the controller made last.
+    ///
+    /// # Errors
+    /// When the controller does not answer.
+    pub fn table_generation(&self) -> anyhow::Result<u64> {
+        let status = self.fleet.status(&self.testbed)?;
+        status["services"][0]["table_generation"].as_u64().context("a status without a table's generation")
+    }
+
+    fn report_path(&self) -> PathBuf {
+        self.testbed.directory().join("load.json")
+    }
+
+    /// Starts the load generator, for the log at position `position` of the demo's.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
+        let first_address = self.testbed.client_address(self.addresses * position as u16);
+        let mut command = Command::new(coreward_command()?);
+        command.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(log);
+        command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
+        command.stdout(File::create(self.report_path())?);
+        self.samples.clear();
+        self.load = Some(self.testbed.spawn(self.testbed.client(), command)?);
+        Ok(())
+    }
+
+    /// Notes the busy times of the servers that take new connections.
+    ///
+    /// # Errors
+    /// When a busy file cannot be read.
+    pub fn sample(&mut self) -> anyhow::Result<()> {
+        let in_pool = |(number, server): (&u16, &PacedServer)| {
+            let active = self.fleet.pool().get(number) == Some(&Standing::Active);
+            active.then(|| server.busy_ns().map(|busy_ns| (*number, busy_ns)))
+        };
+        self.samples.push(self.servers.iter().filter_map(in_pool).collect::<anyhow::Result<_>>()?);
+        Ok(())
+    }
+
+    /// Lets the waiting server join, or the one that has been in the pool for longest drain.
+    ///
+    /// # Errors
+    /// When the controller has ended.
+    pub fn change_pool(&mut self, event: Event) -> anyhow::Result<()> {
+        let mut pool = self.fleet.pool().clone();
+        match event {
+            Event::Join => pool.insert(self.waiting, Standing::Active),
+            Event::Drain => pool.insert(self.longest_in_pool(), Standing::Draining),
+        };
+        self.fleet.set_pool(&self.testbed, pool)
+    }
+
+    /// Servers wait and join in a circle, so the next in it was there first.
+    fn longest_in_pool(&self) -> u16 {
+        self.waiting % self.servers.len() as u16 + 1
+    }
+
+    /// Waits for the load generator, takes the drained server out of the pool, and returns what was measured.
+    ///
+    /// # Errors
+    /// When the load generator failed or still runs after `limit`.
+    pub fn finish(&mut self, seed: u64, timeline: &Timeline, limit: Duration) -> anyhow::Result<SeedMeasures> {
+        let mut load = self.load.take().context("no load generator was started")?;
+        let status = load.wait(limit)?;
+        ensure!(status.success(), "the load generator of policy {} failed: {status}", self.policy);
+        let report: LoadReport = serde_json::from_slice(&fs::read(self.report_path())?)?;
+        let measures = SeedMeasures::new(seed, &std::mem::take(&mut self.samples), timeline, report);
+
+        self.waiting = self.longest_in_pool();
+        let mut pool = self.fleet.pool().clone();
+        pool.remove(&self.waiting);
+        self.fleet.set_pool(&self.testbed, pool)?;
+        Ok(measures)
+    }
+}
+
+/// Instances are lower-case letters and digits only, at most 16.
+fn instance(policy: &str) -> String {
+    "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(12)).collect()
+}

@@ -1,0 +1,72 @@
+//! How busy the machine itself was: on one that is short of CPU, latencies and paced cores say nothing.
+
+use anyhow::Context as _;
+
+/// The share of CPU time that was not idle while it was measured.
+#[derive(Debug, Default)]
+pub struct Machine {
+    started: Ticks,
+    total: Ticks,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Ticks {
+    busy: u64,
+    idle: u64,
+}
+
+impl Machine {
+    /// # Errors
+    /// When /proc/stat is not as expected.
+    pub fn new() -> anyhow::Result<Self> {
+        read().map(|started| Self { started, total: Ticks::default() })
+    }
+
+    /// # Errors
+    /// When /proc/stat is not as expected.
+    pub fn start(&mut self) -> anyhow::Result<()> {
+        self.started = read()?;
+        Ok(())
+    }
+
+    /// # Errors
+    /// When /proc/stat is not as expected.
+    pub fn stop(&mut self) -> anyhow::Result<()> {
+        let now = read()?;
+        self.total.busy += now.busy - self.started.busy;
+        self.total.idle += now.idle - self.started.idle;
+        Ok(())
+    }
+
+    /// Between starts and stops.
+    pub fn busy_pct(&self) -> f64 {
+        100.0 * self.total.busy as f64 / (self.total.busy + self.total.idle).max(1) as f64
+    }
+}
+
+fn read() -> anyhow::Result<Ticks> {
+    let text = std::fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
+    parse(&text).context("the first line of /proc/stat is not as proc(5) says")
+}
+
+/// `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
+fn parse(text: &str) -> Option<Ticks> {
+    let numbers = text.lines().next()?.strip_prefix("cpu ")?;
+    let ticks: Vec<u64> = numbers.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
+    let idle = ticks.get(3)? + ticks.get(4)?;
+    // The guest's time after the eighth is contained in the user's.
+    let all: u64 = ticks.iter().take(8).sum();
+    Some(Ticks { busy: all - idle, idle })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_and_waiting_are_not_busy() {
+        let ticks = parse("cpu  10 1 5 70 10 1 2 1 99 0\ncpu0 ...").unwrap();
+        assert_eq!((ticks.busy, ticks.idle), (20, 80));
+        assert!(parse("intr 5").is_none());
+    }
+}

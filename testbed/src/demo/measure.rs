@@ -1,0 +1,91 @@
+//! From the busy times of cores to the variances of a run.
+
+use std::collections::BTreeMap;
+
+use coreward_model::statistics::{mean, variance_pct};
+
+use crate::load::LoadReport;
+
+use super::timeline::Timeline;
+
+/// Busy time of every core in the pool at one moment (ns, absolute), by server.
+pub type Sample = BTreeMap<u16, Vec<u64>>;
+
+/// One second of the servers that were in the pool for all of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Window {
+    /// From this second of the run to the next.
+    pub second: u64,
+    /// Of the work that servers served; `None` when nothing was.
+    pub server_pct: Option<f64>,
+    /// Of the work that cores served; `None` when nothing was.
+    pub core_pct: Option<f64>,
+}
+
+/// What was measured in one seed's run under one policy.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SeedMeasures {
+    /// Of the arrival log.
+    pub seed: u64,
+    /// All seconds of the run.
+    pub windows: Vec<Window>,
+    /// Mean over the windows that count.
+    pub server_variance_pct: f64,
+    /// Mean over the windows that count.
+    pub core_variance_pct: f64,
+    /// What the client saw.
+    pub load: LoadReport,
+}
+
+impl SeedMeasures {
+    /// Of the samples at the beginning of each second and at the end of the last.
+    pub fn new(seed: u64, samples: &[Sample], timeline: &Timeline, load: LoadReport) -> Self {
+        let windows: Vec<Window> =
+            (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect();
+        let of_counted = |value: fn(&Window) -> Option<f64>| {
+            let counted = windows.iter().filter(|window| timeline.counts(window.second));
+            mean(&counted.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
+        };
+        let server_variance_pct = of_counted(|window| window.server_pct);
+        let core_variance_pct = of_counted(|window| window.core_pct);
+        Self { seed, windows, server_variance_pct, core_variance_pct, load }
+    }
+}
+
+fn window(second: u64, before: &Sample, after: &Sample) -> Window {
+    let served = |(number, after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
+        let before = before.get(number)?;
+        Some(after.iter().zip(before).map(|(after, before)| (after - before) as f64).collect())
+    };
+    let of_cores: Vec<Vec<f64>> = after.iter().filter_map(served).collect();
+    let of_servers: Vec<f64> = of_cores.iter().map(|cores| cores.iter().sum()).collect();
+    Window { second, server_pct: variance_pct(&of_servers), core_pct: variance_pct(&of_cores.concat()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variance_is_of_the_work_served_in_the_window_by_servers_in_the_pool() {
+        let before = Sample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
+        let after = Sample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
+        let window = window(7, &before, &after);
+        // Cores served 1, 3, 1, 3: 0.5 and 1.5 of the mean; servers 4 and 4.
+        assert_eq!(window, Window { second: 7, server_pct: Some(0.0), core_pct: Some(25.0) });
+    }
+
+    #[test]
+    fn only_windows_that_count_make_the_mean() {
+        let timeline = Timeline::new(18);
+        let mut samples = vec![Sample::from([(1, vec![0, 0])])];
+        for second in 0..18 {
+            let last = samples[samples.len() - 1][&1].clone();
+            let uneven = if timeline.counts(second) { [100, 300] } else { [0, 700] };
+            samples.push(Sample::from([(1, vec![last[0] + uneven[0], last[1] + uneven[1]])]));
+        }
+        let measures = SeedMeasures::new(1, &samples, &timeline, LoadReport::default());
+        assert_eq!((measures.core_variance_pct, measures.server_variance_pct), (25.0, 0.0));
+        assert_eq!(measures.windows.len(), 18);
+    }
+}

@@ -1,0 +1,185 @@
+//! `coreward demo`: the same connections under every policy, side by side, at the same moments.
+//!
+//! Each policy has a testbed of its own with the real controller, load balancer and agents; the arrival logs are the
+//! same, so are the moments. In every seed's run one server joins the pool after a third of the time, and another
+//! drains after two thirds. What is emulated: RSS (veth has none) and the cores (paced workers).
+//!
+//! * [`options`]: what can be asked for
+//! * [`lane`]: one policy's testbed
+//! * [`timeline`]: what happens when, and which windows count
+//! * [`measure`]: from busy times to variances
+//! * [`results`]: the JSON and the table; [`picture`]: the SVG
+//! * [`machine`]: how busy the machine itself was
+
+pub mod lane;
+pub mod machine;
+pub mod measure;
+pub mod options;
+pub mod picture;
+pub mod results;
+pub mod timeline;
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_model::arrivals::{ArrivalLog, Workload};
+use coreward_model::replay::{Placer, Pools, replay};
+use coreward_model::statistics::median;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::event_loop::now_ns;
+use crate::interrupt;
+use lane::Lane;
+use machine::Machine;
+use measure::SeedMeasures;
+pub use options::{DemoOptions, Format};
+use results::{DemoResults, PolicyRuns};
+use timeline::{Event, Timeline};
+
+/// From starting the load generators to the log's time 0: they read the log first.
+const LEAD: Duration = Duration::from_millis(700);
+/// How long the last requests may take after the log's end; longer than the load generator's own time-out.
+const END_LIMIT: Duration = Duration::from_secs(15);
+/// Between two seeds, so that the loads of the one are forgotten before the other.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Runs the demo and prints its results.
+///
+/// # Errors
+/// Without root (one sentence), when a testbed or a daemon does not start, or when interrupted; nothing is left behind.
+pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
+    interrupt::catch()?;
+    fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
+    let logs = write_logs(options)?;
+    let progress = progress_bar(options);
+    let results = run_all(options, &logs, &progress)?;
+    progress.finish_and_clear();
+    fs::write(options.out.join("demo.json"), results.json()?)?;
+    picture::draw(&results, &options.out.join("demo.svg"))?;
+    match options.format {
+        Format::Json => println!("{}", results.json()?),
+        Format::Text => println!("{}", results.text(&options.out)),
+    }
+    Ok(())
+}
+
+/// An arrival log, and where it is kept.
+struct Log {
+    log: ArrivalLog,
+    path: PathBuf,
+}
+
+fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<Log>> {
+    let workload = Workload {
+        duration_us: options.seconds * 1_000_000,
+        cores: u32::from(options.servers) * u32::from(options.cores),
+        ..Workload::default()
+    };
+    let write = |seed: &u64| {
+        let log = workload.generate(*seed);
+        let path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
+        fs::write(&path, log.to_string()).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Log { log, path })
+    };
+    options.seeds.iter().map(write).collect()
+}
+
+fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyhow::Result<DemoResults> {
+    let timeline = Timeline::new(options.seconds);
+    let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.log)).collect();
+    let mut lanes = Vec::new();
+    for policy in options.policies() {
+        progress.set_message(format!("starting testbed, controller, load balancer, agents: {policy}"));
+        lanes.push(Lane::start(policy, options, logs[0].log.source_addresses)?);
+        progress.inc(1);
+        interrupt::check()?;
+    }
+    let mut machine = Machine::new()?;
+    let mut runs: Vec<PolicyRuns> = lanes.iter().map(|lane| PolicyRuns::new(lane.policy())).collect();
+    let first_generations = generations(&lanes)?;
+    for (position, log) in logs.iter().enumerate() {
+        let measures = run_seed(&mut lanes, position, log, &timeline, &mut machine, progress)?;
+        runs.iter_mut().zip(measures).for_each(|(runs, measures)| runs.seeds.push(measures));
+    }
+    for ((runs, before), after) in runs.iter_mut().zip(first_generations).zip(generations(&lanes)?) {
+        runs.table_generations = after - before;
+    }
+    Ok(DemoResults {
+        runs,
+        noise_floor_pct: median(&noise_floors).context("no seed")?,
+        seconds: options.seconds,
+        servers: options.servers,
+        cores: options.cores,
+        timeline,
+        machine_busy_pct: machine.busy_pct(),
+    })
+}
+
+/// Per-core variance that is left when every connection is placed by what it will send: no balancer can do better, as
+/// requests come in pieces.
+fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
+    let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
+    let pools = Pools { servers: options.servers, cores: options.cores, warm_up_us, ..Pools::default() };
+    replay(log, pools, Placer::Oracle).core_pct
+}
+
+fn generations(lanes: &[Lane]) -> anyhow::Result<Vec<u64>> {
+    lanes.iter().map(Lane::table_generation).collect()
+}
+
+fn run_seed(
+    lanes: &mut [Lane],
+    position: usize,
+    log: &Log,
+    timeline: &Timeline,
+    machine: &mut Machine,
+    progress: &ProgressBar,
+) -> anyhow::Result<Vec<SeedMeasures>> {
+    let seed = log.log.seed;
+    let start_ns = now_ns() + LEAD.as_nanos() as u64;
+    for lane in &mut *lanes {
+        lane.start_load(position, &log.path, start_ns)?;
+    }
+    progress.set_message(format!("seed {seed}"));
+    machine.start()?;
+    for second in 0..=timeline.seconds() {
+        sleep_until(start_ns + second * 1_000_000_000)?;
+        for lane in &mut *lanes {
+            lane.sample()?;
+        }
+        if let Some(event) = timeline.event(second) {
+            for lane in &mut *lanes {
+                lane.change_pool(event)?;
+            }
+            progress.set_message(format!(
+                "seed {seed}: a server {}",
+                if event == Event::Join { "joined" } else { "drains" }
+            ));
+        }
+        progress.inc(u64::from(second > 0));
+    }
+    machine.stop()?;
+    let measures = lanes.iter_mut().map(|lane| lane.finish(seed, timeline, END_LIMIT)).collect();
+    std::thread::sleep(PAUSE);
+    measures
+}
+
+fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
+    loop {
+        interrupt::check()?;
+        let left = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
+        if left.is_zero() {
+            return Ok(());
+        }
+        // In pieces: a signal that comes between check and sleep would otherwise wait for long.
+        std::thread::sleep(left.min(Duration::from_millis(200)));
+    }
+}
+
+fn progress_bar(options: &DemoOptions) -> ProgressBar {
+    let steps = options.policies().len() as u64 + options.seconds * options.seeds.len() as u64;
+    let style = ProgressStyle::with_template("{elapsed_precise} [{bar:40}] {percent:>3} % {msg}");
+    ProgressBar::new(steps).with_style(style.expect("a template that is known to be right"))
+}

@@ -1,0 +1,93 @@
+//! The command line of `coreward demo`.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use clap::builder::PossibleValuesParser;
+use coreward_model::policy;
+
+use super::timeline::SECONDS_MIN;
+
+/// Options of `coreward demo`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DemoOptions {
+    /// Length of each seed's run
+    #[arg(long, default_value_t = 38, value_parser = clap::value_parser!(u64).range(SECONDS_MIN..=3600))]
+    pub seconds: u64,
+    /// Servers in the pool; one more waits to join it
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
+    pub servers: u16,
+    /// Emulated cores of each server
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
+    pub cores: u16,
+    /// Policies to run side by side, separated by commas [default: all]
+    #[arg(long = "policy", value_name = "NAME", value_delimiter = ',', value_parser = PossibleValuesParser::new(policy::names()))]
+    pub only: Vec<String>,
+    /// Seeds of the arrival logs, run one after the other, separated by commas
+    #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
+    pub seeds: Vec<u64>,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    pub format: Format,
+    /// Directory for the picture, the JSON and the arrival logs
+    #[arg(long, value_name = "DIR", default_value = "out")]
+    pub out: PathBuf,
+}
+
+/// What to print.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// A table for people.
+    Text,
+    /// One object.
+    Json,
+}
+
+impl DemoOptions {
+    /// The policies to run, each once, in the order of the registry.
+    pub fn policies(&self) -> Vec<&'static str> {
+        let asked = |name: &&str| self.only.is_empty() || self.only.iter().any(|only| only == name);
+        policy::names().into_iter().filter(asked).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Command {
+        #[command(flatten)]
+        options: DemoOptions,
+    }
+
+    fn parse(line: &str) -> Result<DemoOptions, String> {
+        let words = std::iter::once("demo").chain(line.split_whitespace());
+        Command::try_parse_from(words).map(|command| command.options).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn all_policies_and_five_seeds_by_default() {
+        let options = parse("").unwrap();
+        assert_eq!(options.policies(), policy::names());
+        assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));
+        let options = parse("--policy crossrss,hash --policy hash --seeds 7,8").unwrap();
+        assert_eq!((options.policies(), options.seeds), (vec!["hash", "crossrss"], vec![7, 8]));
+    }
+
+    #[test]
+    fn what_cannot_be_is_named() {
+        for (line, named) in [
+            ("--policy crosrss", "crossrss-plus"),
+            ("--seconds 17", "18..=3600"),
+            ("--servers 0", "1..=32"),
+            ("--seeds one", "one"),
+            ("--seeds", "--seeds"),
+        ] {
+            let error = parse(line).unwrap_err();
+            assert!(error.contains(named), "{line}: {error}");
+        }
+    }
+}

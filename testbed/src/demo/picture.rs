@@ -1,0 +1,152 @@
+//! The demo's picture: per-core variance by second for every policy, and the medians beside it.
+
+use std::path::Path;
+
+use anyhow::anyhow;
+use coreward_model::statistics::median;
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use super::results::{DemoResults, PolicyRuns};
+
+const SIZE: (u32, u32) = (1200, 560);
+/// Width of the panel with the variance by second.
+const TIME_PANEL: u32 = 740;
+const FONT: (&str, u32) = ("sans-serif", 14);
+/// Okabe and Ito's colours, which people with colour-blindness can tell apart.
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(213, 94, 0),
+    RGBColor(230, 159, 0),
+    RGBColor(86, 180, 233),
+    RGBColor(0, 158, 115),
+    RGBColor(0, 114, 178),
+    RGBColor(204, 121, 167),
+];
+const LEFT_OUT: RGBColor = RGBColor(235, 235, 235);
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// Draws the picture to `path`.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn draw(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
+    let root = SVGBackend::new(path, SIZE).into_drawing_area();
+    let drawn = (|| -> Result<(), DrawingAreaErrorKind<_>> {
+        root.fill(&WHITE)?;
+        let title = format!(
+            "coreward demo: {} servers x {} cores (RSS and cores emulated), medians over {} seeds",
+            results.servers,
+            results.cores,
+            results.runs[0].seeds.len()
+        );
+        let (time, medians) = root.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL);
+        draw_by_second(results, &time)?;
+        draw_medians(results, &medians)?;
+        root.present()
+    })();
+    drawn.map_err(|error| anyhow!("cannot write {}: {error}", path.display()))
+}
+
+fn colour(index: usize) -> RGBColor {
+    COLOURS[index % COLOURS.len()]
+}
+
+/// Both panels share a logarithmic scale: the policies lie an order of magnitude apart.
+fn scale(results: &DemoResults) -> std::ops::Range<f64> {
+    let medians = results.runs.iter().map(|runs| runs.core_variance_pct());
+    let highest = medians.map(|spread| spread.highest).fold(1.0, f64::max);
+    (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
+}
+
+/// The median over the seeds of each second's per-core variance.
+fn by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
+    let of_second = |second: u64| {
+        let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_pct);
+        Some((second as f64 + 0.5, median(&seeds.collect::<Vec<_>>())?))
+    };
+    (0..seconds).filter_map(of_second).collect()
+}
+
+type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+
+fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
+    let scale = scale(results);
+    let mut chart = ChartBuilder::on(area)
+        .caption("per-core variance % of the work served, by second", FONT)
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0.0..results.seconds as f64, scale.clone().log_scale())?;
+    let left_out = (0..results.seconds).filter(|second| !results.timeline.counts(*second));
+    chart.draw_series(left_out.map(|second| {
+        let corners = [(second as f64, scale.start), (second as f64 + 1.0, scale.end)];
+        Rectangle::new(corners, LEFT_OUT.filled())
+    }))?;
+    chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
+    for (at, event) in results.timeline.changes() {
+        let text = format!("a server {}", if event == super::timeline::Event::Join { "joins" } else { "drains" });
+        let place = (at as f64 + 0.2, scale.end / 1.1);
+        chart.draw_series(std::iter::once(Text::new(text, place, FONT)))?;
+    }
+    for (index, runs) in results.runs.iter().enumerate() {
+        let style = colour(index).stroke_width(2);
+        chart
+            .draw_series(LineSeries::new(by_second(runs, results.seconds), style))?
+            .label(runs.policy)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style));
+    }
+    let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct));
+    chart
+        .draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1)))?
+        .label("noise floor")
+        .legend(|(x, y)| PathElement::new([(x, y), (x + 20, y)], BLACK));
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::LowerRight)
+        .background_style(WHITE.mix(0.8))
+        .label_font(FONT)
+        .draw()
+}
+
+/// A bar per policy, its spread over the seeds as a line.
+fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
+    let (count, scale) = (results.runs.len(), scale(results));
+    let mut chart = ChartBuilder::on(area)
+        .caption("per-core variance %: median, lowest and highest", FONT)
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0.0..count as f64, scale.clone().log_scale())?;
+    chart.configure_mesh().disable_x_mesh().disable_x_axis().label_style(FONT).draw()?;
+    for (index, runs) in results.runs.iter().enumerate() {
+        let (spread, left) = (runs.core_variance_pct(), index as f64);
+        let bar = [(left + 0.15, scale.start), (left + 0.85, spread.median)];
+        chart.draw_series(std::iter::once(Rectangle::new(bar, colour(index).filled())))?;
+        let middle = left + 0.5;
+        let whisker = [(middle, spread.lowest.max(scale.start)), (middle, spread.highest)];
+        chart.draw_series(LineSeries::new(whisker, BLACK.stroke_width(2)))?;
+        let name = format!("{} {:.2}", runs.policy, spread.median);
+        let place = (left + 0.15, spread.highest * 1.3);
+        chart.draw_series(std::iter::once(Text::new(name, place, ("sans-serif", 12))))?;
+    }
+    let floor = [0.0, count as f64].map(|x| (x, results.noise_floor_pct));
+    chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1))).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_policy_is_in_the_picture() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("demo.svg");
+        draw(&super::super::results::tests::results(), &path).unwrap();
+        let svg = std::fs::read_to_string(path).unwrap();
+        for part in ["hash 8.00", "crossrss 1.00", "noise floor", "RSS and cores emulated", "a server joins", "</svg>"]
+        {
+            assert!(svg.contains(part), "{part:?} is missing");
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! What the demo found: as JSON for programs, as a table for people.
+
+use std::path::Path;
+
+use comfy_table::{CellAlignment, Table, presets};
+use coreward_model::statistics::median;
+use serde::Serialize;
+
+use super::measure::SeedMeasures;
+use super::timeline::{SETTLE_SECONDS, Timeline};
+
+/// Above this share the machine itself delays answers, and the figures should not be trusted.
+const BUSY_LIMIT_PCT: f64 = 50.0;
+
+/// All runs of one policy.
+#[derive(Debug, Clone)]
+pub struct PolicyRuns {
+    /// Its name.
+    pub policy: &'static str,
+    /// One per seed.
+    pub seeds: Vec<SeedMeasures>,
+    /// Tables that the controller made during the runs.
+    pub table_generations: u64,
+}
+
+impl PolicyRuns {
+    /// Without runs.
+    pub fn new(policy: &'static str) -> Self {
+        Self { policy, seeds: Vec::new(), table_generations: 0 }
+    }
+
+    fn spread(&self, value: impl Fn(&SeedMeasures) -> f64) -> Spread {
+        let values: Vec<f64> = self.seeds.iter().map(value).collect();
+        Spread {
+            median: median(&values).unwrap_or(f64::NAN),
+            lowest: values.iter().copied().fold(f64::INFINITY, f64::min),
+            highest: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        }
+    }
+
+    /// Per-core variance % over the seeds.
+    pub fn core_variance_pct(&self) -> Spread {
+        self.spread(|seed| seed.core_variance_pct)
+    }
+
+    /// Server variance % over the seeds.
+    pub fn server_variance_pct(&self) -> Spread {
+        self.spread(|seed| seed.server_variance_pct)
+    }
+
+    /// Median latency over the seeds (ms).
+    pub fn p50_ms(&self) -> Spread {
+        self.spread(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
+    }
+
+    /// 99th percentile of the latency over the seeds (ms).
+    pub fn p99_ms(&self) -> Spread {
+        self.spread(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
+    }
+
+    fn opened(&self) -> u64 {
+        self.seeds.iter().map(|seed| seed.load.opened).sum()
+    }
+
+    fn broken(&self) -> u64 {
+        self.seeds.iter().map(|seed| seed.load.broken.total()).sum()
+    }
+
+    /// Kinds of broken connections that there were, in words; empty when there were none.
+    fn broken_kinds(&self) -> String {
+        let kinds = |kind: fn(&crate::load::Broken) -> u64| self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum();
+        let all: [(u64, &str); 6] = [
+            (kinds(|b| b.refused), "refused"),
+            (kinds(|b| b.reset), "reset"),
+            (kinds(|b| b.timed_out), "timed out"),
+            (kinds(|b| b.closed_early), "closed early"),
+            (kinds(|b| b.wrong_answer), "wrong answer"),
+            (kinds(|b| b.other), "other"),
+        ];
+        let named: Vec<String> =
+            all.iter().filter(|(count, _)| *count > 0).map(|(count, kind)| format!("{count} {kind}")).collect();
+        named.join(", ")
+    }
+}
+
+/// A value over the seeds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spread {
+    /// The median.
+    pub median: f64,
+    /// The lowest.
+    pub lowest: f64,
+    /// The highest.
+    pub highest: f64,
+}
+
+impl Spread {
+    fn cell(&self, digits: usize) -> String {
+        format!("{:.digits$} ({:.digits$}-{:.digits$})", self.median, self.lowest, self.highest)
+    }
+}
+
+/// All that the demo found.
+#[derive(Debug, Clone)]
+pub struct DemoResults {
+    /// In the order of the registry of policies.
+    pub runs: Vec<PolicyRuns>,
+    /// Per-core variance % of the best placement there is; median over the seeds.
+    pub noise_floor_pct: f64,
+    /// Length of a seed's run.
+    pub seconds: u64,
+    /// Servers in the pool.
+    pub servers: u16,
+    /// Cores of each.
+    pub cores: u16,
+    /// What happened when.
+    pub timeline: Timeline,
+    /// Share of the machine's CPU time that was not idle during the runs.
+    pub machine_busy_pct: f64,
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    policies: Vec<JsonPolicy<'a>>,
+    noise_floor_pct: f64,
+    seconds: u64,
+    servers: u16,
+    cores: u16,
+}
+
+#[derive(Serialize)]
+struct JsonPolicy<'a> {
+    policy: &'a str,
+    server_variance_pct: f64,
+    core_variance_pct: f64,
+    latency_ms: JsonLatency,
+    connections: JsonConnections,
+    table_generations: u64,
+}
+
+#[derive(Serialize)]
+struct JsonLatency {
+    p50: f64,
+    p99: f64,
+}
+
+#[derive(Serialize)]
+struct JsonConnections {
+    opened: u64,
+    broken: u64,
+}
+
+impl DemoResults {
+    /// Medians over the seeds, sums of connections and tables.
+    ///
+    /// # Errors
+    /// When a value is no number.
+    pub fn json(&self) -> anyhow::Result<String> {
+        let policy = |runs: &'_ PolicyRuns| JsonPolicy {
+            policy: runs.policy,
+            server_variance_pct: runs.server_variance_pct().median,
+            core_variance_pct: runs.core_variance_pct().median,
+            latency_ms: JsonLatency { p50: runs.p50_ms().median, p99: runs.p99_ms().median },
+            connections: JsonConnections { opened: runs.opened(), broken: runs.broken() },
+            table_generations: runs.table_generations,
+        };
+        let Self { noise_floor_pct, seconds, servers, cores, .. } = *self;
+        let policies = self.runs.iter().map(policy).collect();
+        Ok(serde_json::to_string_pretty(&Json { policies, noise_floor_pct, seconds, servers, cores })?)
+    }
+
+    /// The table, and what must be known to read it. `out` is where picture and logs are.
+    pub fn text(&self, out: &Path) -> String {
+        let mut lines = vec![self.table().to_string(), String::new()];
+        let seeds: Vec<String> = self.runs[0].seeds.iter().map(|seed| seed.seed.to_string()).collect();
+        let [(joins, _), (drains, _)] = self.timeline.changes();
+        lines.push(format!(
+            "Medians over the seeds {} (lowest-highest); {} servers of {} cores, {} s each.",
+            seeds.join(", "),
+            self.servers,
+            self.cores,
+            self.seconds
+        ));
+        lines.push(format!(
+            "Noise floor of the per-core variance: {:.2} %. It is what is left when each connection goes to the core \
+             where all that it will ever send fits best: requests come in pieces.",
+            self.noise_floor_pct
+        ));
+        lines.push(format!(
+            "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins after \
+             {joins} s and another drains after {drains} s; {SETTLE_SECONDS} s after start and changes are left out."
+        ));
+        lines.push(
+            "Emulated: RSS (virtual Ethernet has none) and cores (paced workers). Real: packets, TCP, load balancer, \
+             agents, controller."
+                .to_owned(),
+        );
+        for runs in self.runs.iter().filter(|runs| runs.broken() > 0) {
+            lines.push(format!("Broken under {}: {}.", runs.policy, runs.broken_kinds()));
+        }
+        lines.extend(self.warning());
+        lines.push(format!("Picture: {}; arrival logs and JSON beside it.", out.join("demo.svg").display()));
+        lines.join("\n")
+    }
+
+    fn warning(&self) -> Option<String> {
+        let late_us = self.runs.iter().flat_map(|runs| &runs.seeds).map(|seed| seed.load.lateness_us.p99).max()?;
+        let state = format!(
+            "The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
+            self.machine_busy_pct,
+            late_us as f64 / 1_000.0
+        );
+        Some(if self.machine_busy_pct > BUSY_LIMIT_PCT {
+            format!("WARNING: {state}: above {BUSY_LIMIT_PCT:.0} % latencies are the machine's more than the policy's.")
+        } else {
+            format!("{state}.")
+        })
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_FULL_CONDENSED);
+        table.set_header([
+            "policy",
+            "per-core variance %",
+            "server variance %",
+            "p50 ms",
+            "p99 ms",
+            "connections",
+            "broken",
+            "tables",
+        ]);
+        for runs in &self.runs {
+            table.add_row([
+                runs.policy.to_owned(),
+                runs.core_variance_pct().cell(2),
+                runs.server_variance_pct().cell(2),
+                runs.p50_ms().cell(1),
+                runs.p99_ms().cell(1),
+                runs.opened().to_string(),
+                runs.broken().to_string(),
+                runs.table_generations.to_string(),
+            ]);
+        }
+        for column in table.column_iter_mut().skip(1) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        table
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::demo::measure::Window;
+    use crate::load::{Broken, Latency, LoadReport};
+
+    /// Two policies, three seeds.
+    pub fn results() -> DemoResults {
+        let seed = |seed: u64, core_variance_pct: f64| SeedMeasures {
+            seed,
+            windows: (0..18)
+                .map(|second| Window { second, server_pct: Some(0.5), core_pct: Some(core_variance_pct) })
+                .collect(),
+            server_variance_pct: 0.5,
+            core_variance_pct,
+            load: LoadReport {
+                opened: 100,
+                completed: 99,
+                broken: Broken { reset: u64::from(seed == 2), ..Broken::default() },
+                latency_us: Latency { p50: 5_100, p99: 20_000, max: 30_000, mean: 6_000.0 },
+                ..LoadReport::default()
+            },
+        };
+        let runs = |policy, variances: [f64; 3]| PolicyRuns {
+            policy,
+            seeds: (1..).zip(variances).map(|(number, variance)| seed(number, variance)).collect(),
+            table_generations: 540,
+        };
+        DemoResults {
+            runs: vec![runs("hash", [8.0, 7.0, 12.0]), runs("crossrss", [1.0, 0.5, 2.0])],
+            noise_floor_pct: 0.125,
+            seconds: 18,
+            servers: 4,
+            cores: 4,
+            timeline: Timeline::new(18),
+            machine_busy_pct: 40.0,
+        }
+    }
+
+    #[test]
+    fn the_json_has_the_documented_keys_and_medians() {
+        let json: serde_json::Value = serde_json::from_str(&results().json().unwrap()).unwrap();
+        let expected = serde_json::json!({
+            "policy": "hash", "server_variance_pct": 0.5, "core_variance_pct": 8.0,
+            "latency_ms": {"p50": 5.1, "p99": 20.0}, "connections": {"opened": 300, "broken": 1},
+            "table_generations": 540
+        });
+        assert_eq!(json["policies"][0], expected);
+        let keys: Vec<&String> = json.as_object().unwrap().keys().collect();
+        assert_eq!(keys, ["cores", "noise_floor_pct", "policies", "seconds", "servers"]);
+        assert_eq!(json["noise_floor_pct"], 0.125);
+    }
+
+    #[test]
+    fn the_text_says_what_is_emulated_and_what_broke() {
+        let text = results().text(Path::new("out"));
+        for part in ["8.00 (7.00-12.00)", "Emulated: RSS", "Broken under hash: 1 reset.", "Noise floor", "0.12 %"] {
+            assert!(text.contains(part), "{part:?} is missing in:\n{text}");
+        }
+        assert!(!text.contains("WARNING"));
+        assert!(DemoResults { machine_busy_pct: 51.0, ..results() }.text(Path::new("out")).contains("WARNING"));
+    }
+}

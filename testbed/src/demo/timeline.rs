@@ -1,0 +1,72 @@
+//! What happens when in a seed's run, and which of its seconds count.
+
+/// After the start and after every change of the pool so many seconds are left out of the variances.
+pub const SETTLE_SECONDS: u64 = 5;
+/// With fewer, no second would count between two changes.
+pub const SECONDS_MIN: u64 = 3 * (SETTLE_SECONDS + 1);
+
+/// A change of the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// The waiting server joins.
+    Join,
+    /// The server that has been in the pool for longest drains.
+    Drain,
+}
+
+/// Seconds of a run, from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timeline {
+    seconds: u64,
+}
+
+impl Timeline {
+    /// # Panics
+    /// With fewer than [`SECONDS_MIN`] seconds.
+    pub fn new(seconds: u64) -> Self {
+        assert!(seconds >= SECONDS_MIN, "{seconds} seconds are too short for a run");
+        Self { seconds }
+    }
+
+    /// Length of the run.
+    pub fn seconds(&self) -> u64 {
+        self.seconds
+    }
+
+    /// When the changes happen.
+    pub fn changes(&self) -> [(u64, Event); 2] {
+        [(self.seconds / 3, Event::Join), (self.seconds * 2 / 3, Event::Drain)]
+    }
+
+    /// The change at the beginning of a second.
+    pub fn event(&self, second: u64) -> Option<Event> {
+        self.changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
+    }
+
+    /// Whether the second from `second` to `second + 1` counts.
+    pub fn counts(&self, second: u64) -> bool {
+        let unsettled = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
+        !unsettled(0) && !self.changes().into_iter().any(|(change, _)| unsettled(change))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_after_start_and_changes_are_left_out() {
+        let timeline = Timeline::new(38);
+        let counted: Vec<u64> = (0..38).filter(|second| timeline.counts(*second)).collect();
+        let expected: Vec<u64> = (5..12).chain(17..25).chain(30..38).collect();
+        assert_eq!(counted, expected);
+        assert_eq!((timeline.event(12), timeline.event(25)), (Some(Event::Join), Some(Event::Drain)));
+        assert_eq!(timeline.event(13), None);
+    }
+
+    #[test]
+    fn the_shortest_run_counts_a_second_in_each_part() {
+        let timeline = Timeline::new(SECONDS_MIN);
+        assert_eq!((0..SECONDS_MIN).filter(|second| timeline.counts(*second)).collect::<Vec<_>>(), [5, 11, 17]);
+    }
+}
