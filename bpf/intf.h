@@ -222,6 +222,8 @@ struct lb_state {
 	__u64 layout_version;
 	/* The device's MAC address: the first 8 bytes of a frame sent to it, shifted left by 16. */
 	__u64 own_mac_shifted;
+	/* 1: the program was loaded for generic XDP. */
+	__u64 counters_by_cpu;
 	struct fleet_keys keys;
 	struct service_directories directories;
 	struct service_state services[MAX_SERVICES];

@@ -36,10 +36,7 @@ pub enum DirectoryError {
 
 /// The 64 bits that alone name an IPv4 service (`struct service_key` of `bpf/intf.h`).
 fn tail(key: &intf::service_key) -> u64 {
-    u64::from(key.address[3])
-        | u64::from(key.port) << 32
-        | u64::from(key.protocol) << 48
-        | u64::from(key.family) << 56
+    u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
 fn slot(tail: u64, seed: u64) -> usize {

@@ -1,0 +1,101 @@
+//! XDP links and pins: what libbpf-rs does not offer (a link with flags, a pin for a bare descriptor).
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+use libbpf_rs::libbpf_sys;
+use libbpf_rs::query::{LinkInfo, LinkTypeInfo};
+
+use super::Attachment;
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+/// libbpf's functions return a negative errno.
+fn descriptor(result: i32) -> io::Result<OwnedFd> {
+    if result < 0 {
+        return Err(io::Error::from_raw_os_error(-result));
+    }
+    // SAFETY: a new descriptor that nobody else knows.
+    Ok(unsafe { OwnedFd::from_raw_fd(result) })
+}
+
+fn done(result: i32) -> io::Result<()> {
+    if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
+}
+
+/// Pins a map, a program or a link.
+pub(super) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
+    let c_path = c_path(path)?;
+    // SAFETY: the string lives through the call.
+    done(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
+        .with_context(|| format!("pinning {}", path.display()))
+}
+
+/// Removes a pin if it is there.
+pub(super) fn unpin(path: &Path) -> anyhow::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).with_context(|| path.display().to_string()),
+        _ => Ok(()),
+    }
+}
+
+/// A program at a device, by a link: it stays as long as the link is open or pinned.
+#[derive(Debug)]
+pub(super) struct XdpLink(OwnedFd);
+
+impl XdpLink {
+    /// # Errors
+    /// When the driver cannot (native), or another XDP program is there (`EBUSY`).
+    pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: Attachment) -> io::Result<Self> {
+        let flags = match attachment {
+            Attachment::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,
+            Attachment::Generic => libbpf_sys::XDP_FLAGS_SKB_MODE,
+        };
+        let options = libbpf_sys::bpf_link_create_opts {
+            sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
+            flags,
+            ..Default::default()
+        };
+        // SAFETY: `options` lives through the call.
+        let result = unsafe {
+            libbpf_sys::bpf_link_create(program.as_raw_fd(), interface_index as i32, libbpf_sys::BPF_XDP, &options)
+        };
+        Ok(Self(descriptor(result)?))
+    }
+
+    /// The link pinned at `path`; `None` when there is none.
+    pub fn pinned(path: &Path) -> anyhow::Result<Option<Self>> {
+        if !path.exists() {
+            return Ok(None);
+        }
+        let c_path = c_path(path)?;
+        // SAFETY: the string lives through the call.
+        let result = unsafe { libbpf_sys::bpf_obj_get(c_path.as_ptr()) };
+        Ok(Some(Self(descriptor(result).with_context(|| path.display().to_string())?)))
+    }
+
+    /// The device's index; 0: the device is gone.
+    pub fn interface_index(&self) -> anyhow::Result<u32> {
+        match LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.info {
+            LinkTypeInfo::Xdp(xdp) => Ok(xdp.ifindex),
+            _ => anyhow::bail!("the pinned link is not of type XDP"),
+        }
+    }
+
+    /// Puts `program` in the place of the one at the device; no packet falls between the two.
+    pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
+        // SAFETY: no options are passed.
+        done(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
+    }
+
+    /// Pins the link.
+    pub fn pin(&self, path: &Path) -> anyhow::Result<()> {
+        pin(self.0.as_fd(), path)
+    }
+}

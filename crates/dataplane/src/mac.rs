@@ -1,0 +1,50 @@
+//! Ethernet addresses.
+
+use std::fmt;
+
+/// A MAC address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MacAddress(pub [u8; 6]);
+
+impl MacAddress {
+    /// All stations.
+    pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
+
+    /// Whether frames to it reach more than one station (IEEE 802.3, Sect. 3.2.3: the first bit sent).
+    pub fn is_group(self) -> bool {
+        self.0[0] & 1 != 0
+    }
+
+    /// As the low 48 bits of a word read from a frame.
+    pub(crate) fn word(self) -> u64 {
+        let [a, b, c, d, e, f] = self.0;
+        u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
+    }
+
+    /// The reverse of [`word`](Self::word); the upper 16 bits do not count.
+    pub(crate) fn from_word(word: u64) -> Self {
+        let [a, b, c, d, e, f, ..] = word.to_le_bytes();
+        Self([a, b, c, d, e, f])
+    }
+}
+
+/// Six bytes in hexadecimal, separated by colons.
+impl fmt::Display for MacAddress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, f] = self.0;
+        write!(formatter, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_and_text() {
+        let mac = MacAddress([0x02, 0x42, 0xac, 0x11, 0x00, 0xfe]);
+        assert_eq!(MacAddress::from_word(mac.word() | 0xabcd << 48), mac);
+        assert_eq!(mac.to_string(), "02:42:ac:11:00:fe");
+        assert!(!mac.is_group() && MacAddress::BROADCAST.is_group());
+    }
+}
