@@ -118,6 +118,13 @@ struct segment {
 	__u8 ack;
 };
 
+#define NO_TIMESTAMP 0u
+
+struct timestamp_words {
+	__be32 value;
+	__be32 echo;
+} __attribute__((packed));
+
 enum located {
 	LOCATED_TCP,
 	LOCATED_OTHER,
@@ -169,29 +176,42 @@ static __always_inline enum located locate(struct __sk_buff *skb, struct segment
 	return LOCATED_TCP;
 }
 
+/* The words of a timestamp option that begins at `offset` of the options. */
+static __always_inline void take_timestamp(struct segment *segment, __u32 offset, const void *option)
+{
+	segment->timestamp = sizeof(struct tcphdr) + offset + 2;
+	segment->value = ((const struct timestamp_words *)(option + 2))->value;
+	segment->echo = ((const struct timestamp_words *)(option + 2))->echo;
+}
+
 /* The timestamp option of a segment that locate() has found, on a packet that may have been pulled since. */
 static __always_inline enum located locate_timestamp(struct __sk_buff *skb, struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
 	const struct tcphdr *tcp = data + (segment->tcp_offset & 0x7f);
-	const struct timestamp_option *option;
-	__u32 header_length;
+	struct tcp_options options = {};
+	__u32 length;
+	int offset;
 
+	segment->timestamp = NO_TIMESTAMP;
 	if ((void *)(tcp + 1) > data_end)
 		return LOCATED_BEYOND_LINEAR;
-	header_length = tcp->doff * 4;
-	if (header_length < sizeof(*tcp) || segment->tcp_offset + header_length > skb->len)
+	if (tcp->doff * 4 < sizeof(*tcp) || segment->tcp_offset + tcp->doff * 4 > skb->len)
 		return LOCATED_MALFORMED;
-	if ((void *)tcp + header_length > data_end)
+	length = tcp->doff * 4 - sizeof(*tcp);
+	if (length < OPTIONS_USUAL_LENGTH || length > TCP_OPTIONS_MAX)
+		return length < TCP_TIMESTAMP_LENGTH ? LOCATED_TCP : LOCATED_MALFORMED;
+	if ((void *)(tcp + 1) + OPTIONS_USUAL_LENGTH > data_end)
 		return LOCATED_BEYOND_LINEAR;
-	segment->timestamp = find_timestamp(tcp, header_length, data_end);
-	option = (void *)tcp + (segment->timestamp & 63);
-	if (segment->timestamp == NO_TIMESTAMP || (void *)(option + 1) > data_end) {
-		segment->timestamp = NO_TIMESTAMP;
+	if (*(const __be32 *)(tcp + 1) == OPTIONS_USUAL_TIMESTAMP) {
+		take_timestamp(segment, OPTIONS_USUAL_OFFSET, (void *)(tcp + 1) + OPTIONS_USUAL_OFFSET);
 		return LOCATED_TCP;
 	}
-	segment->value = option->value;
-	segment->echo = option->echo;
+	if (bpf_skb_load_bytes(skb, segment->tcp_offset + sizeof(*tcp), &options, length))
+		return LOCATED_MALFORMED;
+	offset = find_timestamp(&options, length);
+	if (offset >= 0 && offset <= TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
+		take_timestamp(segment, offset, &options.bytes[offset]);
 	return LOCATED_TCP;
 }
 

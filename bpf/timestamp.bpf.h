@@ -1,13 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Where the timestamp option (RFC 7323, Sect. 3.2) stands in a TCP header. For XDP and tc alike: works on pointers into
- * the packet.
+ * Where the timestamp option (RFC 7323, Sect. 3.2) stands among the options of a TCP header.
  */
 #ifndef COREWARD_TIMESTAMP_BPF_H
 #define COREWARD_TIMESTAMP_BPF_H
 
-#include <linux/bpf.h>
-#include <linux/tcp.h>
 #include <linux/types.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
@@ -15,57 +12,54 @@
 #define TCP_OPTION_END 0
 #define TCP_OPTION_NOP 1
 #define TCP_OPTION_TIMESTAMP 8
-#define TCP_OPTION_TIMESTAMP_LENGTH 10
+#define TCP_TIMESTAMP_LENGTH 10
 /* The longest list of options: doff is 4 bits. */
 #define TCP_OPTIONS_MAX 40
-/* Offset of TSval in the TCP header where there is none. */
-#define NO_TIMESTAMP 0u
+/* NOP NOP TIMESTAMP 10: how every common stack begins the options of all packets but SYNs (RFC 7323, Appendix A). */
+#define OPTIONS_USUAL_TIMESTAMP bpf_htonl(0x0101080a)
+#define OPTIONS_USUAL_LENGTH 12
+#define OPTIONS_USUAL_OFFSET 2
 
-/* NOP NOP TIMESTAMP 10, as every common stack begins the options of all packets but SYNs (RFC 7323, Appendix A). */
-#define OPTIONS_ALIGNED_TIMESTAMP bpf_htonl(0x0101080a)
+#define TIMESTAMP_NONE -1
+#define TIMESTAMP_MALFORMED -2
 
-struct timestamp_option {
-	__be32 value;
-	__be32 echo;
-} __attribute__((packed));
+/* A copy of the options. A little longer than any list, so that the byte behind the last one can be read. */
+struct tcp_options {
+	__u8 bytes[48];
+};
 
 /*
- * Offset of TSval from the start of the TCP header, or NO_TIMESTAMP. `header_length` is doff in bytes, 20 to 60; the
- * caller has checked that so much is there. Walks the options as tcp_parse_options() does (net/ipv4/tcp_input.c): a
- * list that is not well-formed ends where it goes wrong.
+ * Offset of the timestamp option (its kind) among the first `length` bytes; TIMESTAMP_NONE if there is none;
+ * TIMESTAMP_MALFORMED if the list goes wrong before one: an option that covers less than its first two bytes or more
+ * than the header (RFC 9293, Sect. 3.1).
+ *
+ * Goes byte by byte, so that every index is the loop's own: an offset that grows by what a packet says makes the
+ * verifier follow each of its values. A global function, so that it is verified once, not once per path that leads here.
  */
-static __always_inline __u32 find_timestamp(const struct tcphdr *tcp, __u32 header_length, const void *data_end)
+__noinline int find_timestamp(const struct tcp_options *options, __u32 length)
 {
-	const __u8 *start = (const void *)tcp;
-	__u32 offset = sizeof(*tcp), length;
-	int i;
+	__u32 skip = 0;
 
-	if ((const void *)(start + sizeof(*tcp) + 12) <= data_end && header_length >= sizeof(*tcp) + 12 &&
-	    *(const __be32 *)(start + sizeof(*tcp)) == OPTIONS_ALIGNED_TIMESTAMP)
-		return sizeof(*tcp) + 4;
+	if (!options)
+		return TIMESTAMP_NONE;
+	for (__u32 i = 0; i < TCP_OPTIONS_MAX && i < length; i++) {
+		__u8 kind = options->bytes[i], size = options->bytes[i + 1];
 
-	for (i = 0; i < TCP_OPTIONS_MAX; i++) {
-		const __u8 *option;
-
-		/* Never more than 59 here; the mask says so to the verifier. */
-		offset &= 63;
-		option = start + offset;
-		if (offset >= header_length || (const void *)(option + 1) > data_end || option[0] == TCP_OPTION_END)
-			return NO_TIMESTAMP;
-		if (option[0] == TCP_OPTION_NOP) {
-			offset++;
+		if (skip) {
+			skip--;
 			continue;
 		}
-		if (offset + 2 > header_length || (const void *)(option + 2) > data_end)
-			return NO_TIMESTAMP;
-		length = option[1];
-		if (length < 2 || offset + length > header_length)
-			return NO_TIMESTAMP;
-		if (option[0] == TCP_OPTION_TIMESTAMP && length == TCP_OPTION_TIMESTAMP_LENGTH)
-			return offset + 2;
-		offset += length;
+		if (kind == TCP_OPTION_END)
+			return TIMESTAMP_NONE;
+		if (kind == TCP_OPTION_NOP)
+			continue;
+		if (size < 2 || i + size > length)
+			return TIMESTAMP_MALFORMED;
+		if (kind == TCP_OPTION_TIMESTAMP && size == TCP_TIMESTAMP_LENGTH)
+			return i;
+		skip = size - 1;
 	}
-	return NO_TIMESTAMP;
+	return TIMESTAMP_NONE;
 }
 
 #endif

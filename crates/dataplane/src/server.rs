@@ -10,10 +10,9 @@
 //! ```
 
 use std::fs;
-use std::mem::MaybeUninit;
+use std::mem::{MaybeUninit, offset_of};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
@@ -55,6 +54,7 @@ pub struct ServerPrograms {
     egress: OwnedFd,
     rss_map: OwnedFd,
     state: Mapped<intf::server_state>,
+    counter_rows: usize,
     rss: Mapped<intf::rss_mapping>,
 }
 
@@ -100,8 +100,7 @@ impl ServerPrograms {
     ) -> anyhow::Result<Self> {
         let maps = &skeleton.maps;
         let state = Mapped::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
-        // SAFETY: an aligned word of the mapped value.
-        unsafe { (&raw mut (*state.pointer()).layout_version).write_volatile(intf::SERVER_LAYOUT_VERSION.into()) };
+        state.store(offset_of!(intf::server_state, layout_version), intf::SERVER_LAYOUT_VERSION.into());
         Ok(Self {
             options,
             attachment,
@@ -110,6 +109,7 @@ impl ServerPrograms {
             egress: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
             rss_map: maps.rss_mapping.as_fd().try_clone_to_owned()?,
             state,
+            counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
             rss: Mapped::new(&maps.rss_mapping).context("mapping rss_mapping")?,
         })
     }
@@ -144,75 +144,57 @@ impl ServerPrograms {
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId)]) -> anyhow::Result<()> {
         let numbered: Vec<_> = services.iter().map(|(address, id)| (*address, u32::from(id.get()))).collect();
         let directory = service_slots::directory(&numbered)?;
-        // SAFETY: within the mapped value, and programs read only the active half; after the switch none that still
-        // reads the other one is left once wait_for_programs() returns.
-        unsafe {
-            let directories = &raw mut (*self.state.pointer()).directories;
-            let active = &raw mut (*directories).active;
-            let idle = active.read_volatile() & 1 ^ 1;
-            (&raw mut (*directories).half[idle as usize]).copy_from_nonoverlapping(&raw const *directory, 1);
-            fence(Ordering::Release);
-            active.write_volatile(idle);
-        }
+        let idle = self.active_half() ^ 1;
+        self.state.write(half_offset(idle), &*directory);
+        self.state.store(ACTIVE_HALF, idle);
         wait_for_programs().context("membarrier")
+    }
+
+    fn active_half(&self) -> u64 {
+        self.state.load(ACTIVE_HALF) & 1
     }
 
     /// Whether any service is being stamped.
     pub fn has_services(&self) -> bool {
-        // SAFETY: within the mapped value; only this process writes directories.
-        unsafe {
-            let directories = &raw const (*self.state.pointer()).directories;
-            let active = ((*directories).active & 1) as usize;
-            let slots = &raw const (*directories).half[active].slots;
-            (*slots).iter().any(|slot| slot.key.port != 0)
-        }
+        let directory = self.state.read::<intf::service_directory>(half_offset(self.active_half()));
+        directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// The fleet's cookie keys. Before key `current` changes, the fleet must know both.
+    /// The fleet's cookie keys. Before the current one changes, the fleet must know both.
     pub fn set_keys(&mut self, keys: &FleetKeys) {
-        // SAFETY: aligned words of the mapped value. The key that is not in use is written first, then it may be used.
-        unsafe {
-            let shared = &raw mut (*self.state.pointer()).keys;
-            for (index, key) in keys.keys.iter().enumerate() {
-                (&raw mut (*shared).key[index].k0).write_volatile(key.k0);
-                (&raw mut (*shared).key[index].k1).write_volatile(key.k1);
-            }
-            fence(Ordering::Release);
-            (&raw mut (*shared).current).write_volatile(keys.current.get() as u32);
-        }
+        let offset = offset_of!(intf::server_state, keys);
+        let key = keys.keys.map(|key| intf::cookie_key { k0: key.k0, k1: key.k1 });
+        self.state.write(offset + offset_of!(intf::fleet_keys, key), &key);
+        let current = keys.current.get() as u64;
+        self.state.store(offset + offset_of!(intf::fleet_keys, current), current);
     }
 
     /// The server's own RSS, for sampling and steering; `None`: not known. `generation` is the agent's.
+    ///
+    /// While it changes nothing is predicted; a SYN that met the old table just before may be compared with a mixture,
+    /// which the verdict over many SYNs tolerates.
     pub fn set_rss(&mut self, rss: Option<&Rss>, generation: u32) {
-        // SAFETY: within the mapped value. entry_count 0 tells programs to predict nothing while the rest is written; one
-        // that read it before may compare one SYN with a mixture, which the verdict over many SYNs tolerates.
-        unsafe {
-            let shared = self.rss.pointer();
-            let entry_count = AtomicU32::from_ptr(&raw mut (*shared).entry_count);
-            entry_count.store(0, Ordering::SeqCst);
-            (&raw mut (*shared).generation).write_volatile(generation);
-            if let Some(rss) = rss {
-                let queues = rss.indirection_table.queues();
-                let table = (&raw mut (*shared).queue).cast::<u16>();
-                table.copy_from_nonoverlapping(queues.as_ptr(), queues.len());
-                let bytes = rss.key.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
-                (&raw mut (*shared).byte).copy_from_nonoverlapping(&raw const *bytes, 1);
-                entry_count.store(queues.len() as u32, Ordering::SeqCst);
-            }
+        let header = |entry_count: usize| u64::from(generation) << 32 | entry_count as u64;
+        self.rss.store(0, header(0));
+        if let Some(rss) = rss {
+            let queues = rss.indirection_table.queues();
+            let mut table = [0; intf::MAX_INDIRECTION_ENTRIES as usize];
+            table[..queues.len()].copy_from_slice(queues);
+            self.rss.write(offset_of!(intf::rss_mapping, queue), &table);
+            let bytes = rss.key.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
+            self.rss.write(offset_of!(intf::rss_mapping, byte), &*bytes);
+            self.rss.store(0, header(queues.len()));
         }
     }
 
     /// The counters since the state was made, in the order of [`COUNTER_NAMES`].
     pub fn counters(&self) -> [u64; COUNTERS] {
         let mut sums = [0u64; COUNTERS];
-        // SAFETY: aligned words of the mapped value.
-        unsafe {
-            let rows = &raw const (*self.state.pointer()).counters;
-            for row in 0..intf::MAX_CPUS as usize {
-                for (sum, counter) in sums.iter_mut().zip(0..) {
-                    let counter: usize = counter;
-                    *sum = sum.wrapping_add((&raw const (*rows)[row].packets[counter]).read_volatile());
-                }
+        let counters = offset_of!(intf::server_state, counters);
+        for row in 0..self.counter_rows {
+            let row = counters + row * size_of::<intf::server_counters>();
+            for (index, sum) in sums.iter_mut().enumerate() {
+                *sum = sum.wrapping_add(self.state.load(row + index * size_of::<u64>()));
             }
         }
         sums
@@ -226,21 +208,9 @@ impl ServerPrograms {
     /// The SYNs sampled after the one with sequence `after` (0: from the first on), oldest first. At most the last
     /// [`RSS_SAMPLES`](intf::RSS_SAMPLES); what was overwritten meanwhile is missing.
     pub fn samples(&self, after: u32) -> Vec<intf::rss_sample> {
-        let mut samples: Vec<intf::rss_sample> = (0..intf::RSS_SAMPLES as usize)
-            .map(|slot| {
-                // SAFETY: within the mapped value. A sample that a program is just writing is recognised below.
-                unsafe { (&raw const (*self.state.pointer()).samples[slot]).read_volatile() }
-            })
-            .zip(0u32..)
-            .filter(|(sample, slot)| {
-                let distance = sample.sequence.wrapping_sub(after);
-                sample.sequence != 0
-                    && (sample.sequence - 1) % intf::RSS_SAMPLES == *slot
-                    && distance != 0
-                    && distance < u32::MAX / 2
-            })
-            .map(|(sample, _)| sample)
-            .collect();
+        let samples = offset_of!(intf::server_state, samples);
+        let all = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples);
+        let mut samples: Vec<_> = all.into_iter().filter(|sample| is_newer(sample.sequence, after)).collect();
         samples.sort_by_key(|sample| sample.sequence.wrapping_sub(after));
         samples
     }
@@ -268,6 +238,19 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
 }
 
+const ACTIVE_HALF: usize = offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
+
+fn half_offset(half: u64) -> usize {
+    offset_of!(intf::server_state, directories)
+        + offset_of!(intf::service_directories, half)
+        + half as usize * size_of::<intf::service_directory>()
+}
+
+/// Sequences wrap; 0 marks a sample that was never written.
+fn is_newer(sequence: u32, after: u32) -> bool {
+    sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
+}
+
 fn remove_if_there(path: &Path) -> anyhow::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(path.display().to_string()),
@@ -286,8 +269,7 @@ fn usable_state(path: &Path) -> anyhow::Result<bool> {
         return Ok(false);
     }
     let state = Mapped::<intf::server_state>::new(&map)?;
-    // SAFETY: an aligned word of the mapped value.
-    let version = unsafe { (&raw const (*state.pointer()).layout_version).read_volatile() };
+    let version = state.load(offset_of!(intf::server_state, layout_version));
     if version != u64::from(intf::SERVER_LAYOUT_VERSION) {
         tracing::warn!("{}: layout {version}: not taken over; its connections are lost", path.display());
         return Ok(false);

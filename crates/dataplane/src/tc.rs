@@ -121,9 +121,7 @@ fn create_tcx_link(
 ) -> Result<OwnedFd, std::io::Error> {
     let target = interface_index as i32;
     // SAFETY: no options are passed; the kernel checks the rest.
-    let result = unsafe {
-        libbpf_sys::bpf_link_create(program.as_raw_fd(), target, direction.tcx(), std::ptr::null())
-    };
+    let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), target, direction.tcx(), std::ptr::null()) };
     if result < 0 {
         return Err(std::io::Error::from_raw_os_error(-result));
     }
