@@ -6,6 +6,7 @@ use anyhow::anyhow;
 use coreward_model::statistics::median;
 use plotters::coord::Shift;
 use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::results::{DemoResults, PolicyRuns};
 
@@ -13,6 +14,9 @@ const SIZE: (u32, u32) = (1200, 560);
 /// Width of the panel with the variance by second.
 const TIME_PANEL: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
+const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
+/// Factor on the logarithmic scale from one line of a label to the next.
+const LABEL_LINE: f64 = 1.2;
 /// Okabe and Ito's colours, which people with colour-blindness can tell apart.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
@@ -73,7 +77,7 @@ type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
     let scale = scale(results);
     let mut chart = ChartBuilder::on(area)
-        .caption("per-core variance % of the work served, by second", FONT)
+        .caption("per-core variance % of the work served, by second (colours as on the right)", FONT)
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
@@ -90,23 +94,14 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
         chart.draw_series(std::iter::once(Text::new(text, place, FONT)))?;
     }
     for (index, runs) in results.runs.iter().enumerate() {
-        let style = colour(index).stroke_width(2);
-        chart
-            .draw_series(LineSeries::new(by_second(runs, results.seconds), style))?
-            .label(runs.policy)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style));
+        let line = LineSeries::new(by_second(runs, results.seconds), colour(index).stroke_width(2));
+        chart.draw_series(line)?;
     }
     let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct));
-    chart
-        .draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1)))?
-        .label("noise floor")
-        .legend(|(x, y)| PathElement::new([(x, y), (x + 20, y)], BLACK));
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::LowerRight)
-        .background_style(WHITE.mix(0.8))
-        .label_font(FONT)
-        .draw()
+    chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1)))?;
+    let text = format!("noise floor {:.2}", results.noise_floor_pct);
+    let place = (0.2, results.noise_floor_pct / 1.05);
+    chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
 }
 
 /// A bar per policy, its spread over the seeds as a line.
@@ -126,9 +121,11 @@ fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
         let middle = left + 0.5;
         let whisker = [(middle, spread.lowest.max(scale.start)), (middle, spread.highest)];
         chart.draw_series(LineSeries::new(whisker, BLACK.stroke_width(2)))?;
-        let name = format!("{} {:.2}", runs.policy, spread.median);
-        let place = (left + 0.15, spread.highest * 1.3);
-        chart.draw_series(std::iter::once(Text::new(name, place, ("sans-serif", 12))))?;
+        let label = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
+        for (line, text) in [(1, runs.policy.to_owned()), (0, format!("{:.2}", spread.median))] {
+            let place = (middle, spread.highest * 1.1 * LABEL_LINE.powi(line));
+            chart.draw_series(std::iter::once(Text::new(text, place, label.clone())))?;
+        }
     }
     let floor = [0.0, count as f64].map(|x| (x, results.noise_floor_pct));
     chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1))).map(drop)
@@ -144,8 +141,7 @@ mod tests {
         let path = directory.path().join("demo.svg");
         draw(&super::super::results::tests::results(), &path).unwrap();
         let svg = std::fs::read_to_string(path).unwrap();
-        for part in ["hash 8.00", "crossrss 1.00", "noise floor", "RSS and cores emulated", "a server joins", "</svg>"]
-        {
+        for part in ["hash", "8.00", "1.00", "noise floor 0.12", "RSS and cores emulated", "a server joins", "</svg>"] {
             assert!(svg.contains(part), "{part:?} is missing");
         }
     }
