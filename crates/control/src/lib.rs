@@ -2,7 +2,11 @@
 //!
 //! * [`config`]: what the operator wrote
 //! * [`records`]: what must survive, and [`store`]: where it does
+//! * [`fleet`]: the two put together, the configuration in force
+//! * [`controller`]: what is known and decided; pure
 
 pub mod config;
+pub mod controller;
+pub mod fleet;
 pub mod records;
 pub mod store;

@@ -1,0 +1,131 @@
+//! One server as its agent's reports show it.
+
+use std::time::Duration;
+
+use coreward_model::load::{Alpha, LoadTracker};
+use coreward_model::rss::Rss;
+use coreward_wire::{Report, ReportError, ReportedRss};
+
+use super::Now;
+use super::refused::{CLOCK_TOLERANCE, Refused};
+
+/// What is known of a server.
+#[derive(Debug, Default)]
+pub struct Agent {
+    /// The agent that speaks for it now.
+    pub session: Option<LiveSession>,
+    /// The newest report that was taken.
+    pub newest: Option<Newest>,
+    /// What its NIC does.
+    pub rss: KnownRss,
+    tracker: LoadTracker,
+}
+
+/// An agent that is connected.
+#[derive(Debug)]
+pub struct LiveSession {
+    /// Different for every session.
+    pub number: u64,
+    /// When it last said something (since the controller's start).
+    pub heard: Duration,
+    /// After this much silence another agent may take over.
+    pub time_to_live: Duration,
+    /// The agent's version.
+    pub version: String,
+}
+
+/// What is kept of a report for `coreward status`.
+#[derive(Debug)]
+pub struct Newest {
+    /// When it came (since the controller's start).
+    pub received: Duration,
+    /// Until then it holds.
+    pub fresh_until: Duration,
+    /// As reported.
+    pub open_connections: u32,
+    /// As reported.
+    pub rss_matched: u64,
+    /// As reported.
+    pub rss_mismatched: u64,
+    /// As reported.
+    pub counters: Vec<(String, u64)>,
+    /// As reported.
+    pub warnings: Vec<String>,
+}
+
+/// A server's RSS, as far as the reports tell.
+#[derive(Debug, Default)]
+pub struct KnownRss {
+    generation: Option<u64>,
+    /// As last reported.
+    pub reported: Option<ReportedRss>,
+    /// Why it is not known, where that is the agent's fault.
+    pub problem: Option<String>,
+}
+
+impl Agent {
+    /// The smoothed load of each core; `None`: not known, or too old.
+    pub fn loads(&self, now: Now) -> Option<&[f64]> {
+        if self.is_fresh(now) { self.tracker.loads() } else { None }
+    }
+
+    /// Whether its newest report still holds.
+    pub fn is_fresh(&self, now: Now) -> bool {
+        self.newest.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
+    }
+
+    /// Its NIC's key and table.
+    pub fn rss(&self) -> Option<&Rss> {
+        self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
+    }
+
+    /// A new agent speaks for the server: it counts its reports anew.
+    pub fn begin(&mut self, session: LiveSession) {
+        self.session = Some(session);
+        self.tracker.new_stream();
+    }
+
+    /// Takes a report in.
+    pub fn report(&mut self, report: Result<Report, ReportError>, alpha: Alpha, now: Now) -> Result<(), Refused> {
+        let report = report.inspect_err(|error| {
+            if let ReportError::Rss(problem) = error {
+                self.rss.forget(format!("its RSS was refused: {problem}"));
+            }
+        })?;
+        if let Some(session) = &mut self.session {
+            session.heard = now.monotonic;
+            session.time_to_live = report.time_to_live;
+        }
+        let ahead = report.sent.saturating_sub(now.wall);
+        if ahead > CLOCK_TOLERANCE {
+            return Err(Refused::FromTheFuture { ahead });
+        }
+        self.tracker.report(report.readings, alpha)?;
+        self.rss.update(report.rss_generation, report.rss);
+        self.newest = Some(Newest {
+            received: now.monotonic,
+            fresh_until: now.monotonic + report.time_to_live,
+            open_connections: report.open_connections,
+            rss_matched: report.rss_matched,
+            rss_mismatched: report.rss_mismatched,
+            counters: report.counters,
+            warnings: report.warnings,
+        });
+        Ok(())
+    }
+}
+
+impl KnownRss {
+    /// A wrong table is worse than none: when the NIC's changed and the new one did not come, nothing is known.
+    fn update(&mut self, generation: u64, reported: Option<ReportedRss>) {
+        if reported.is_some() {
+            *self = Self { generation: Some(generation), reported, problem: None };
+        } else if self.problem.is_none() && self.generation != Some(generation) {
+            self.forget(format!("its RSS of generation {generation} was announced but has not come"));
+        }
+    }
+
+    fn forget(&mut self, problem: String) {
+        *self = Self { generation: None, reported: None, problem: Some(problem) };
+    }
+}

@@ -1,0 +1,242 @@
+//! What `coreward explain` shows: where a new connection would go, and why.
+
+use std::net::SocketAddr;
+
+use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
+use coreward_model::policy::{Pool, PoolServer};
+use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
+use coreward_model::{ServerId, load};
+use coreward_wire::v1;
+
+use super::service::Service;
+use super::{Controller, Now};
+
+/// Why there is nothing to explain.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotExplained {
+    /// Nobody balances that.
+    #[error("no service at {address}: expected one of {known}")]
+    UnknownService {
+        /// What was asked for.
+        address: ServiceAddress,
+        /// What there is.
+        known: String,
+    },
+    /// Client and VIP cannot talk.
+    #[error(transparent)]
+    MixedFamilies(#[from] MixedFamilies),
+}
+
+impl Controller {
+    /// Where a new connection from `client` to the service would go by the table of the last tick.
+    ///
+    /// # Errors
+    /// When there is no such service, or client and VIP are of different address families.
+    pub fn explain(
+        &self,
+        address: ServiceAddress,
+        client: SocketAddr,
+        now: Now,
+    ) -> Result<v1::ExplainReply, NotExplained> {
+        let tuple = FourTuple::new(client, address.socket)?;
+        let service = self.services.iter().find(|service| service.fleet().address == address);
+        let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
+        let pool = self.pool(service.fleet(), now);
+        let case = Case { controller: self, service, pool: &pool, tuple, now };
+        Ok(case.reply())
+    }
+
+    fn known_services(&self) -> String {
+        let known: Vec<String> = self.services.iter().map(|service| service.fleet().address.to_string()).collect();
+        if known.is_empty() { "none (there are no services)".to_owned() } else { known.join(", ") }
+    }
+}
+
+/// One connection to one service.
+struct Case<'a> {
+    controller: &'a Controller,
+    service: &'a Service,
+    pool: &'a Pool,
+    tuple: FourTuple,
+    now: Now,
+}
+
+/// The choice, if the controller can know it, and the reason in one sentence.
+type Verdict = (Option<ServerId>, String);
+
+impl Case<'_> {
+    fn reply(&self) -> v1::ExplainReply {
+        let table = self.service.table(self.now).map(|(table, _)| table);
+        let (chosen, reason) =
+            table.map_or_else(|| (None, "no table has been made yet".to_owned()), |t| self.verdict(t));
+        v1::ExplainReply {
+            service: self.service.fleet().name.clone(),
+            policy: self.service.fleet().policy.to_owned(),
+            table_generation: table.map_or(0, |table| table.generation),
+            servers: self.pool.servers().iter().map(|server| self.server(server)).collect(),
+            chosen_server: chosen.map_or_else(String::new, |id| self.name(id).to_owned()),
+            reason,
+        }
+    }
+
+    fn name(&self, id: ServerId) -> &str {
+        self.controller.fleet.servers.get(&id).map_or("(a server that left)", |server| &server.name)
+    }
+
+    /// What the connection meets on one server.
+    fn server(&self, server: &PoolServer) -> v1::ExplainedServer {
+        let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
+        let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
+        let load_of = |core: u16| server.loads.as_ref().and_then(|loads| loads.get(usize::from(core))).copied();
+        v1::ExplainedServer {
+            name: self.name(server.id).to_owned(),
+            id: server.id.get().into(),
+            hash,
+            bucket: hash.map(|hash| self.service.fleet().buckets.bucket(hash)),
+            core: core.map(u32::from),
+            core_load: core.and_then(load_of),
+            eligible: server.eligible,
+        }
+    }
+
+    fn verdict(&self, table: &PlacementTable) -> Verdict {
+        if table.members.is_empty() {
+            let count = self.pool.servers().len();
+            return (None, format!("none of the {count} servers takes new connections: the first packet is dropped"));
+        }
+        match table.rule {
+            Rule::Table => self.by_table(table),
+            Rule::LeastAssigned => self.by_assignments(table),
+            Rule::RoundRobin => self.by_turn(table),
+            Rule::PowerOfTwo => self.by_two_draws(table),
+        }
+    }
+
+    fn by_table(&self, table: &PlacementTable) -> Verdict {
+        let Some(chosen) = table.choose(&mut PlacementState::for_table(table), &self.tuple) else {
+            return (None, "the table names no server for this bucket".to_owned());
+        };
+        let bucket = self.bucket_words(table, chosen);
+        let name = self.name(chosen);
+        let candidate = self.candidates(table).into_iter().find(|candidate| candidate.server == chosen);
+        let reason = match candidate {
+            Some(candidate) if !is_striped(table) => {
+                format!(
+                    "{bucket} goes to {name}: {} is the least loaded that it reaches",
+                    self.core_words(table, candidate)
+                )
+            }
+            _ if self.pool.has_loads() => format!("{bucket} goes to {name}, its turn in the pool, whatever the loads"),
+            _ => format!("{bucket} goes to {name}, its turn in the pool: no loads are known"),
+        };
+        (Some(chosen), reason)
+    }
+
+    fn by_assignments(&self, table: &PlacementTable) -> Verdict {
+        let mut candidates = self.candidates(table);
+        // Stable: of equal loads the first, as the data plane does.
+        candidates.sort_by_key(|candidate| candidate.load);
+        candidates.dedup_by_key(|candidate| candidate.core_slot);
+        let Some(first) = candidates.first().copied() else {
+            return (None, "the table names no server for this bucket".to_owned());
+        };
+        let mut reason = format!(
+            "{} goes to {}: {} is the least loaded of {} candidates",
+            self.bucket_words(table, first.server),
+            self.name(first.server),
+            self.core_words(table, first),
+            candidates.len()
+        );
+        if let Some(second) = candidates.get(1) {
+            let next = format!("{} ({})", self.name(second.server), self.core_words(table, *second));
+            reason += &match (second.load - first.load).checked_div(table.assignment_cost) {
+                // Strictly more than the distance: of equals the first is taken.
+                Some(more) => format!(
+                    ", unless a load balancer has given it more than {more} connections since the last table, each \
+                     counted as {:.4}; then {next}",
+                    shown_load(table.assignment_cost)
+                ),
+                None => format!(", followed by {next}"),
+            };
+        }
+        (Some(first.server), reason)
+    }
+
+    fn by_turn(&self, table: &PlacementTable) -> Verdict {
+        let names: Vec<&str> = table.members.iter().map(|member| self.name(member.server)).collect();
+        let reason = format!(
+            "the {} servers that take new connections ({}) have their turns in this order, counted by the load balancer",
+            names.len(),
+            names.join(", ")
+        );
+        (None, reason)
+    }
+
+    fn by_two_draws(&self, table: &PlacementTable) -> Verdict {
+        let hash = table.groups.first().map_or(0, |key| key.toeplitz(&self.tuple.bytes()));
+        let (first, second) = two_draws(mix(hash), table.members.len() as u32);
+        let drawn = [first, second].map(|position| table.members[position as usize]);
+        let chosen = table.choose(&mut PlacementState::for_table(table), &self.tuple);
+        let words = |member: Member| format!("{} (mean load {:.3})", self.name(member.server), shown_load(member.load));
+        let reason = match (chosen, first == second) {
+            (None, _) => "the table names no server".to_owned(),
+            (Some(_), true) => format!("both draws by the connection's hash are {}", words(drawn[0])),
+            (Some(chosen), false) => format!(
+                "of two servers drawn by the connection's hash, {} and {}, {} is the less loaded",
+                words(drawn[0]),
+                words(drawn[1]),
+                self.name(chosen)
+            ),
+        };
+        (chosen, reason)
+    }
+
+    /// What the connection may choose from: the candidates of its bucket in every group.
+    fn candidates(&self, table: &PlacementTable) -> Vec<Candidate> {
+        let bytes = self.tuple.bytes();
+        let per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
+            let bucket = table.bucket_count.bucket(key.toeplitz(&bytes));
+            table.candidates_of(group, bucket).to_vec()
+        });
+        per_group.collect()
+    }
+
+    /// "bucket 17 of 128", by the key of the chosen server's group.
+    fn bucket_words(&self, table: &PlacementTable, chosen: ServerId) -> String {
+        let own_key = self.rss_key(chosen).filter(|key| table.groups.contains(key));
+        let (key, whose) = match own_key {
+            Some(key) => (key, ""),
+            None => (&table.groups[0], " by a hash of the load balancers' own"),
+        };
+        let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes()));
+        format!("bucket {bucket} of {}{whose}", table.bucket_count.get())
+    }
+
+    fn rss_key(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
+        let server = self.pool.servers().iter().find(|server| server.id == id)?;
+        server.rss.as_ref().map(|rss| &rss.key)
+    }
+
+    /// Whether the candidate stands for one core, rather than for a whole server.
+    fn knows_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
+        self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
+    }
+
+    fn core_words(&self, table: &PlacementTable, candidate: Candidate) -> String {
+        let load = shown_load(candidate.load);
+        if !self.knows_core(table, candidate) {
+            return format!("with mean load {load:.3}, its RSS not being known, it");
+        }
+        format!("core {} with load {load:.3}", table.core_slots[usize::from(candidate.core_slot)].core)
+    }
+}
+
+/// Whether the table deals buckets out in turn: by `hash`, and by `crossrss` until the first report.
+fn is_striped(table: &PlacementTable) -> bool {
+    table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
+}
+
+/// A load of the data plane in fractions of a core's capacity.
+fn shown_load(fixed_point: u32) -> f64 {
+    f64::from(fixed_point) / f64::from(load::fixed_point(1.0))
+}

@@ -1,0 +1,230 @@
+//! What the controller knows and decides. No I/O, no clock: time comes in as an argument, so that tests run it in
+//! virtual time.
+//!
+//! * [`agent`]: a server as its agent's reports show it
+//! * [`refused`]: why a report, or an agent, was not taken
+//! * [`service`]: a service, its policy and its newest table
+//! * [`load_balancers`]: who gets the tables
+//! * [`status`], [`explain`]: answers to people
+
+pub mod agent;
+pub mod explain;
+pub mod load_balancers;
+pub mod refused;
+pub mod service;
+pub mod status;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use coreward_model::placement::PlacementTable;
+use coreward_model::policy::{Pool, PoolServer};
+use coreward_model::{ServerId, policy};
+use coreward_wire::{AgentConfiguration, Report, ReportError, ServiceIndex};
+
+use crate::fleet::{Fleet, FleetService};
+use agent::{Agent, LiveSession};
+use load_balancers::LoadBalancers;
+use refused::Refused;
+use service::Service;
+
+/// The moment at which something happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Now {
+    /// Since the controller's start; never goes back.
+    pub monotonic: Duration,
+    /// By the wall clock, since 1970.
+    pub wall: Duration,
+}
+
+/// One connected agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Session {
+    server: Arc<str>,
+    number: u64,
+}
+
+impl Session {
+    /// The server that it speaks for.
+    pub fn server(&self) -> &str {
+        &self.server
+    }
+}
+
+/// A table that load balancers are to have.
+#[derive(Debug, Clone)]
+pub struct NewTable {
+    /// Whose first packets it places.
+    pub service: ServiceIndex,
+    /// The table.
+    pub table: Arc<PlacementTable>,
+}
+
+/// Reports in, tables out.
+pub struct Controller {
+    fleet: Fleet,
+    /// By server name; one for each server of the fleet, from its first agent on.
+    agents: HashMap<String, Agent>,
+    services: Vec<Service>,
+    /// Those that are connected.
+    pub load_balancers: LoadBalancers,
+    accepted: u64,
+    refused: BTreeMap<&'static str, u64>,
+    sessions: u64,
+}
+
+impl Controller {
+    /// Nobody has reported yet.
+    pub fn new(fleet: Fleet) -> Self {
+        let mut controller = Self {
+            services: Vec::new(),
+            agents: HashMap::new(),
+            load_balancers: LoadBalancers::default(),
+            accepted: 0,
+            refused: Refused::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
+            sessions: 0,
+            fleet: fleet.clone(),
+        };
+        controller.configure(fleet);
+        controller
+    }
+
+    /// The configuration in force.
+    pub fn fleet(&self) -> &Fleet {
+        &self.fleet
+    }
+
+    /// Puts another configuration in force. What is known of servers that are in both stays.
+    pub fn configure(&mut self, fleet: Fleet) {
+        self.agents.retain(|name, _| fleet.id(name).is_some());
+        let mut old = std::mem::take(&mut self.services);
+        let mut of_before = |new: &FleetService| {
+            let same = old.iter().position(|service| service.continues_as(new))?;
+            Some(old.swap_remove(same))
+        };
+        self.services = fleet
+            .services
+            .iter()
+            .map(|new| match of_before(new) {
+                Some(service) => service.reconfigured(new),
+                None => Service::new(new),
+            })
+            .collect();
+        self.fleet = fleet;
+    }
+
+    /// An agent has connected and says which server it is.
+    ///
+    /// # Errors
+    /// When the server is not known, or has a live agent already.
+    pub fn hello(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
+        let outcome = self.try_hello(server, version, now);
+        self.count(outcome)
+    }
+
+    fn try_hello(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
+        if self.fleet.id(server).is_none() {
+            return Err(Refused::UnknownServer(server.to_owned()));
+        }
+        let agent = self.agents.entry(server.to_owned()).or_default();
+        if let Some(live) = &agent.session {
+            let silence = now.monotonic.saturating_sub(live.heard);
+            if silence <= live.time_to_live {
+                return Err(Refused::DuplicateSession { server: server.to_owned(), silence });
+            }
+        }
+        self.sessions += 1;
+        // Until its first report says how long it may be silent: as long as three reports take.
+        let time_to_live = 3 * self.fleet.report_interval;
+        let version = version.to_owned();
+        agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version });
+        Ok(Session { server: server.into(), number: self.sessions })
+    }
+
+    /// What the session's agent must know.
+    ///
+    /// # Errors
+    /// When its server is in the fleet no more.
+    pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Refused> {
+        let unknown = || Refused::UnknownServer(session.server().to_owned());
+        Ok(self.fleet.for_agent(self.fleet.id(session.server()).ok_or_else(unknown)?))
+    }
+
+    /// Takes a report, or the reason why it could not be parsed.
+    ///
+    /// # Errors
+    /// When it is of no use; it is counted, and what was known before still holds.
+    pub fn report(&mut self, session: &Session, report: Result<Report, ReportError>, now: Now) -> Result<(), Refused> {
+        let outcome = self.try_report(session, report, now);
+        if outcome.is_ok() {
+            self.accepted += 1;
+        }
+        self.count(outcome)
+    }
+
+    fn try_report(&mut self, session: &Session, report: Result<Report, ReportError>, now: Now) -> Result<(), Refused> {
+        let server = session.server();
+        let agent = self.agents.get_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
+        if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
+            return Err(Refused::Superseded(server.to_owned()));
+        }
+        agent.report(report, self.fleet.alpha, now)
+    }
+
+    fn count<T>(&mut self, outcome: Result<T, Refused>) -> Result<T, Refused> {
+        outcome.inspect_err(|refused| *self.refused.entry(refused.reason()).or_default() += 1)
+    }
+
+    /// The session's agent has disconnected. Its server's loads hold as long as its last report.
+    pub fn goodbye(&mut self, session: &Session) {
+        if let Some(agent) = self.agents.get_mut(session.server())
+            && agent.session.as_ref().is_some_and(|live| live.number == session.number)
+        {
+            agent.session = None;
+        }
+    }
+
+    /// Computes every service's table from what is known now.
+    pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
+        let pools: Vec<Pool> = self.services.iter().map(|service| self.pool(service.fleet(), now)).collect();
+        let services = self.services.iter_mut().zip(&pools);
+        services.map(|(service, pool)| service.place(pool, now)).collect()
+    }
+
+    /// The tables that the last tick made.
+    pub fn tables(&self) -> impl Iterator<Item = NewTable> {
+        self.services.iter().filter_map(Service::newest)
+    }
+
+    /// The service's pool as a policy sees it.
+    fn pool(&self, service: &FleetService, now: Now) -> Pool {
+        let servers = service.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
+        Pool::new(servers, self.load_balancers.count() as u32)
+    }
+
+    fn pool_server(&self, service: &FleetService, id: ServerId, now: Now) -> PoolServer {
+        let agent = self.agent(id);
+        PoolServer {
+            id,
+            eligible: self.fleet.eligible(service, id)
+                && !self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now),
+            loads: agent.and_then(|agent| agent.loads(now)).map(<[f64]>::to_vec),
+            rss: agent.and_then(Agent::rss).cloned(),
+            open_connections: agent.and_then(|agent| agent.newest.as_ref()).map_or(0, |newest| newest.open_connections),
+        }
+    }
+
+    fn agent(&self, id: ServerId) -> Option<&Agent> {
+        let name = &self.fleet.servers[&id].name;
+        // An id that the operator changed has nobody who reports for it.
+        self.agents.get(name).filter(|_| self.fleet.id(name) == Some(id))
+    }
+}
+
+/// Makes the policy that a service's configuration names.
+fn policy_of(service: &FleetService) -> Box<dyn policy::Policy> {
+    policy::named(service.policy, service.seed).expect("the configuration takes only policies that exist")
+}

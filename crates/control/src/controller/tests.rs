@@ -1,0 +1,476 @@
+//! The controller in virtual time.
+
+use std::collections::BTreeMap;
+
+use coreward_config::Source;
+use coreward_model::load::CoreReadings;
+use coreward_model::placement::PlacementState;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::{FourTuple, ServiceAddress};
+use coreward_wire::{ReportedRss, WireError, v1};
+use proptest::prelude::*;
+
+use super::*;
+use crate::config::Config;
+use crate::records::Records;
+
+/// Wall clock of the tests' first moment.
+const START: Duration = Duration::from_secs(1_700_000_000);
+
+fn at(milliseconds: u64) -> Now {
+    let monotonic = Duration::from_millis(milliseconds);
+    Now { monotonic, wall: START + monotonic }
+}
+
+/// Servers s0, s1 ... with ids 0, 1 ...; `states` gives their states.
+fn config(states: &[&str], policy: &str) -> Config {
+    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    for (n, state) in states.iter().enumerate() {
+        text +=
+            &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\nstate = \"{state}\"\n", n + 1);
+    }
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
+    Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+}
+
+/// A controller whose pool can be changed.
+struct World {
+    records: Records,
+    controller: Controller,
+}
+
+impl World {
+    fn new(states: &[&str], policy: &str) -> Self {
+        let random = &mut seeded_rng(5, 0);
+        let mut records = Records::draw(random);
+        let config = config(states, policy);
+        records.apply(&config, START, random).unwrap();
+        let controller = Controller::new(Fleet::new(&config, &records));
+        Self { records, controller }
+    }
+
+    fn configure(&mut self, states: &[&str], policy: &str, now: Now) {
+        let config = config(states, policy);
+        self.records.apply(&config, now.wall, &mut seeded_rng(6, 0)).unwrap();
+        self.controller.configure(Fleet::new(&config, &self.records));
+    }
+
+    /// Connects an agent for each server and lets it report twice, 100 ms apart, so that loads exist at 100 ms.
+    fn report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
+        let sessions: Vec<Session> =
+            (0..loads.len()).map(|n| self.controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        for (session, loads) in sessions.iter().zip(loads) {
+            self.controller.report(session, Ok(report(1, at(0), &vec![0; loads.len()])), at(0)).unwrap();
+            let busy: Vec<u64> = loads.iter().map(|load| (load * 100e6) as u64).collect();
+            self.controller.report(session, Ok(report(2, at(100), &busy)), at(100)).unwrap();
+        }
+        sessions
+    }
+
+    fn table(&mut self, now: Now) -> Arc<PlacementTable> {
+        self.controller.tick(now).remove(0).table
+    }
+
+    fn status_of(&self, server: &str, now: Now) -> v1::ServerStatus {
+        self.controller.status(now).servers.into_iter().find(|status| status.name == server).unwrap()
+    }
+
+    fn explain(&self, port: u16, now: Now) -> v1::ExplainReply {
+        self.controller.explain(web(), client(port), now).unwrap()
+    }
+}
+
+fn web() -> ServiceAddress {
+    ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp }
+}
+
+fn client(port: u16) -> std::net::SocketAddr {
+    ([10, 1, 0, 7], port).into()
+}
+
+/// Core = bucket mod number of cores, on every server.
+fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
+    let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
+    let rss = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
+    ReportedRss { source: "ethtool".into(), rss: Some(rss) }
+}
+
+/// Readings are taken by a clock that runs like the controller's.
+fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
+    Report {
+        sent: now.wall,
+        time_to_live: Duration::from_millis(300),
+        readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: busy_ns.to_vec() },
+        open_connections: 10,
+        rss_generation: 1,
+        rss: (sequence == 1).then(|| plain_rss(128, 4)),
+        rss_matched: 0,
+        rss_mismatched: 0,
+        counters: Vec::new(),
+        warnings: Vec::new(),
+    }
+}
+
+const ACTIVE: [&str; 3] = ["active"; 3];
+
+/// How many buckets each server has in a table with one candidate per bucket.
+fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
+    let mut counts = BTreeMap::new();
+    for candidate in &table.candidates {
+        *counts.entry(candidate.server.get()).or_default() += 1;
+    }
+    counts
+}
+
+#[test]
+fn tables_follow_loads() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    // Nobody has reported: bucket i goes to server i mod n.
+    assert_eq!(buckets_by_server(&world.table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
+    let sessions = world.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
+    let table = world.table(at(100));
+    let chosen: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
+    assert_eq!(chosen, [1, 0, 2, 2]);
+    // s2 becomes busy; half of the news counts (alpha 0.5): 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
+    world.controller.report(&sessions[2], Ok(report(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
+    let table = world.table(at(200));
+    assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
+    assert_eq!(table.candidates_of(0, 2)[0].load, coreward_model::load::fixed_point(0.75));
+    assert_eq!(table.generation, 3);
+}
+
+#[test]
+fn a_stale_server_is_neutral() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(0, 128)]));
+    assert_eq!(world.status_of("s0", at(400)).state, "reporting");
+    // s1 and s2 go on reporting, s0 falls silent: after its time to live it counts as the mean of the others, 0.75.
+    for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
+        let busy = [(load * 500e6) as u64; 4];
+        world.controller.report(session, Ok(report(3, at(500), &busy)), at(500)).unwrap();
+    }
+    assert_eq!(buckets_by_server(&world.table(at(401))), BTreeMap::from([(1, 128)]));
+    let status = world.status_of("s0", at(401));
+    assert_eq!((status.state.as_str(), status.core_load.len(), status.report_age_ms), ("stale", 0, 301));
+    // It is back: so are its loads.
+    world.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
+    assert_eq!(buckets_by_server(&world.table(at(600))), BTreeMap::from([(0, 128)]));
+}
+
+#[test]
+fn an_unknown_server_is_refused() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    let refused = world.controller.hello("s9", "test", at(0)).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "server \"s9\" is not known: expected the name of a [[server]] of the controller's file"
+    );
+    assert_eq!(world.controller.status(at(0)).refused_reports["unknown_server"], 1);
+}
+
+#[test]
+fn one_live_agent_per_server() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    let first = world.controller.hello("s0", "test", at(0)).unwrap();
+    world.controller.report(&first, Ok(report(1, at(100), &[0; 4])), at(100)).unwrap();
+    let refused = world.controller.hello("s0", "test", at(400)).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "server \"s0\" has an agent already, last heard of 300 ms ago: expected one agent per server"
+    );
+    // Its 300 ms have passed: the new one takes over, and the old one's late report is of no use.
+    let second = world.controller.hello("s0", "test", at(401)).unwrap();
+    let late = world.controller.report(&first, Ok(report(2, at(410), &[0; 4])), at(410)).unwrap_err();
+    assert_eq!(late, Refused::Superseded("s0".into()));
+    world.controller.goodbye(&first);
+    world.controller.report(&second, Ok(report(1, at(420), &[0; 4])), at(420)).unwrap();
+    // One that says goodbye makes room at once.
+    world.controller.goodbye(&second);
+    world.controller.hello("s0", "test", at(421)).unwrap();
+    let counts = world.controller.status(at(421)).refused_reports;
+    assert_eq!((counts["duplicate_session"], counts["superseded"]), (1, 1));
+}
+
+#[test]
+fn reports_of_no_use_are_counted_and_change_nothing() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    let session = world.report_loads(&[&[0.25; 4]]).remove(0);
+    let before = world.status_of("s0", at(150)).core_load;
+    let mut refuse = |report: Result<Report, ReportError>| {
+        let refused = world.controller.report(&session, report, at(150)).unwrap_err();
+        assert!(!refused.ends_session());
+        (refused.reason(), refused.to_string())
+    };
+    assert_eq!(
+        refuse(Ok(report(2, at(150), &[0; 4]))),
+        ("out_of_order", "report 2 after report 2: out of order".into())
+    );
+    assert_eq!(
+        refuse(Ok(report(3, at(1_151), &[0; 4]))),
+        (
+            "from_the_future",
+            "a report sent 1001 ms from now: expected at most 1000 ms (are the clocks synchronised?)".into()
+        )
+    );
+    assert_eq!(refuse(Ok(report(3, at(150), &[]))), ("no_cores", "a report without cores".into()));
+    assert_eq!(refuse(Ok(report(3, at(100), &[90_000_000; 4]))).0, "clock_stood_still");
+    assert_eq!(refuse(Err(ReportError::NoTimeToLive)).0, "no_time_to_live");
+    assert_eq!(world.status_of("s0", at(150)).core_load, before);
+    // A report up to one second ahead is none from the future.
+    world.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
+    let status = world.controller.status(at(150));
+    assert_eq!(status.refused_reports.values().sum::<u64>(), 5);
+    assert_eq!(status.accepted_reports, 3);
+}
+
+#[test]
+fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    let session = world.report_loads(&[&[0.25; 4]]).remove(0);
+    assert!(world.status_of("s0", at(100)).rss.is_some());
+    let length = v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0; 100] };
+    let malformed: Result<ReportedRss, WireError> = (&length).try_into();
+    let refused =
+        world.controller.report(&session, Err(ReportError::Rss(malformed.unwrap_err())), at(200)).unwrap_err();
+    assert_eq!(refused.reason(), "malformed_rss");
+    let next = Report { rss_generation: 2, ..report(4, at(300), &[50_000_000; 4]) };
+    world.controller.report(&session, Ok(next), at(300)).unwrap();
+    let status = world.status_of("s0", at(300));
+    assert_eq!(status.rss, None);
+    assert_eq!(
+        status.warnings,
+        [
+            "its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from 1 \
+          to 2048"
+        ]
+    );
+    // A right one heals it.
+    let healed = Report { rss_generation: 3, rss: Some(plain_rss(64, 4)), ..report(5, at(400), &[60_000_000; 4]) };
+    world.controller.report(&session, Ok(healed), at(400)).unwrap();
+    assert_eq!(world.status_of("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
+    // One that is announced and does not come is not guessed.
+    let silent = Report { rss_generation: 4, ..report(6, at(500), &[70_000_000; 4]) };
+    world.controller.report(&session, Ok(silent), at(500)).unwrap();
+    let status = world.status_of("s0", at(500));
+    assert_eq!(
+        (status.rss, status.warnings),
+        (None, vec!["its RSS of generation 4 was announced but has not come".to_owned()])
+    );
+}
+
+#[test]
+fn who_drains_or_left_keeps_its_connections_only() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    world.configure(&["draining", "active", "active"], "crossrss", at(100));
+    assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(1, 128)]));
+    // s2 leaves. Its loads stay known, its agent stays welcome, load balancers still reach it.
+    world.configure(&["draining", "active"], "crossrss", at(200));
+    let fleet = world.controller.fleet().for_load_balancers();
+    let seen: Vec<(&str, bool)> =
+        fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
+    assert_eq!(seen, [("s0", false), ("s1", true), ("s2", false)]);
+    world.controller.report(&sessions[2], Ok(report(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
+    assert_eq!(world.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
+    assert_eq!(world.status_of("s2", at(200)).state, "left");
+    assert_eq!(world.status_of("s0", at(200)).state, "draining");
+    // Generations go on through all of it.
+    assert_eq!(world.table(at(300)).generation, 2);
+    // A day later nothing is left of it.
+    world.configure(&["draining", "active"], "crossrss", at(86_400_200));
+    assert_eq!(world.controller.fleet().servers.len(), 2);
+    let gone = world.controller.report(&sessions[2], Ok(report(4, at(300), &[0; 4])), at(300)).unwrap_err();
+    assert_eq!(gone, Refused::UnknownServer("s2".into()));
+    assert!(gone.ends_session());
+}
+
+#[test]
+fn nobody_eligible_gives_an_empty_table_and_a_warning() {
+    let mut world = World::new(&["draining", "draining"], "crossrss-plus");
+    let table = world.table(at(0));
+    assert!(table.members.is_empty() && table.candidates.is_empty());
+    assert_eq!(
+        world.controller.status(at(0)).services[0].warnings,
+        ["no server takes new connections: their first packets are dropped"]
+    );
+    assert_eq!(
+        world.explain(1, at(0)).reason,
+        "none of the 2 servers takes new connections: the first packet is dropped"
+    );
+}
+
+#[test]
+fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
+    let mut world = World::new(&ACTIVE, "crossrss");
+    world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    let unresolved = |names: &[&str]| v1::LoadBalancerState {
+        unresolved_servers: names.iter().map(|name| (*name).to_owned()).collect(),
+        ..Default::default()
+    };
+    let balancers = &mut world.controller.load_balancers;
+    let (one, two) = (balancers.hello("lb1".into()), balancers.hello("lb2".into()));
+    balancers.state(one, unresolved(&["s0"]), at(0));
+    balancers.state(two, unresolved(&[]), at(0));
+    balancers.state(one, unresolved(&["s0"]), at(4_000));
+    // The other one reaches it.
+    assert!(!balancers.cannot_reach("s0", at(4_000)));
+    balancers.state(two, unresolved(&["s0"]), at(5_000));
+    assert!(!balancers.cannot_reach("s0", at(7_999)));
+    assert!(balancers.cannot_reach("s0", at(8_000)));
+    assert_eq!(world.table(at(8_000)).members.len(), 2);
+    assert_eq!(
+        world.status_of("s0", at(8_000)).warnings,
+        ["no load balancer can find its MAC address: it takes no new connections"]
+    );
+    world.controller.load_balancers.state(one, unresolved(&[]), at(9_000));
+    assert_eq!(world.table(at(9_000)).members.len(), 3);
+}
+
+#[test]
+fn status_names_groups_and_what_does_not_fit_them() {
+    let mut world = World::new(&["active"; 6], "crossrss");
+    for n in 0..6u8 {
+        let session = world.controller.hello(&format!("s{n}"), "test", at(0)).unwrap();
+        let key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
+        let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
+        let rss = Rss { key, indirection_table: IndirectionTable::new(&queues).unwrap() };
+        let reported = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
+        let report = Report { rss: Some(reported), ..report(1, at(0), &[0; 2]) };
+        world.controller.report(&session, Ok(report), at(0)).unwrap();
+    }
+    let service = world.controller.status(at(0)).services.remove(0);
+    let groups: Vec<Vec<String>> = service.rss_groups.into_iter().map(|group| group.servers).collect();
+    assert_eq!(groups, [vec!["s0", "s1"], vec!["s2"], vec!["s3"], vec!["s4"]]);
+    assert_eq!(
+        service.warnings,
+        [
+            "more than 4 different RSS keys: the cores of s5 count by their mean load (manage_rss = true gives all \
+             servers one key)",
+            "128 buckets are fewer than the indirection tables of s0, s1, s2, s3, s4, s5 have entries: a bucket \
+             reaches several of their cores, and the mean load of these counts (raise `buckets`)",
+        ]
+    );
+}
+
+#[test]
+fn a_queue_without_a_core_is_pointed_out() {
+    let mut world = World::new(&["active"], "crossrss");
+    world.report_loads(&[&[0.5; 2]]);
+    assert_eq!(
+        world.status_of("s0", at(100)).warnings,
+        ["its indirection table names receive queue 3, but 2 cores report"]
+    );
+}
+
+#[test]
+fn explanations() {
+    let loads: [&[f64]; 3] = [&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]];
+    let bucket_of =
+        |port| RssKey::microsoft().toeplitz(&FourTuple::new(client(port), web().socket).unwrap().bytes()) & 127;
+    // A port whose bucket reaches core 1.
+    let port = (40_000..).find(|port| bucket_of(*port) % 4 == 1).unwrap();
+    let bucket = bucket_of(port);
+
+    let mut world = World::new(&ACTIVE, "crossrss");
+    assert_eq!(world.explain(port, at(0)).reason, "no table has been made yet");
+    world.table(at(0));
+    assert!(world.explain(port, at(0)).reason.ends_with("its turn in the pool: no loads are known"));
+    world.report_loads(&loads);
+    world.table(at(100));
+    let reply = world.explain(port, at(100));
+    assert_eq!(reply.chosen_server, "s0");
+    assert_eq!(
+        reply.reason,
+        format!("bucket {bucket} of 128 goes to s0: core 1 with load 0.100 is the least loaded that it reaches")
+    );
+    let s1 = &reply.servers[1];
+    assert_eq!((s1.name.as_str(), s1.bucket, s1.core, s1.core_load), ("s1", Some(bucket), Some(1), Some(0.8)));
+
+    let mut world = World::new(&ACTIVE, "crossrss-plus");
+    world.report_loads(&loads);
+    let table = world.table(at(100));
+    let more =
+        (coreward_model::load::fixed_point(0.5) - coreward_model::load::fixed_point(0.1)) / table.assignment_cost;
+    assert_eq!(
+        world.explain(port, at(100)).reason,
+        format!(
+            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 is the least loaded of 3 candidates, unless a \
+             load balancer has given it more than {more} connections since the last table, each counted as {:.4}; then \
+             s2 (core 1 with load 0.500)",
+            f64::from(table.assignment_cost) / 1_048_576.0
+        )
+    );
+
+    let mut world = World::new(&ACTIVE, "rr");
+    world.table(at(0));
+    let reply = world.explain(port, at(0));
+    assert_eq!(
+        (reply.chosen_server.as_str(), reply.reason.as_str()),
+        (
+            "",
+            "the 3 servers that take new connections (s0, s1, s2) have their turns in this order, counted by the load \
+             balancer"
+        )
+    );
+
+    let mut world = World::new(&ACTIVE, "hash");
+    world.report_loads(&loads);
+    world.table(at(100));
+    let reason = world.explain(port, at(100)).reason;
+    assert!(reason.contains(" of 128 by a hash of the load balancers' own goes to s"), "{reason}");
+    assert!(reason.ends_with("its turn in the pool, whatever the loads"), "{reason}");
+
+    let mut world = World::new(&ACTIVE, "pow2");
+    world.report_loads(&loads);
+    world.table(at(100));
+    let reply = world.explain(port, at(100));
+    assert!(reply.reason.contains("(mean load 0."), "{}", reply.reason);
+
+    let unknown = ServiceAddress { socket: "10.200.0.9:80".parse().unwrap(), ..web() };
+    assert_eq!(
+        world.controller.explain(unknown, client(1), at(100)).unwrap_err().to_string(),
+        "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp"
+    );
+}
+
+proptest! {
+    /// What is explained is what the data plane does: every connection of every policy that decides by the table alone.
+    #[test]
+    fn the_explained_server_is_the_chosen_one(
+        policy in prop::sample::select(vec!["hash", "crossrss", "crossrss-plus", "pow2"]),
+        loads in prop::collection::vec(prop::collection::vec(0.0f64..1.0, 4), 1..6),
+        ports in prop::collection::vec(1u16.., 10),
+    ) {
+        let mut world = World::new(&vec!["active"; loads.len()], policy);
+        let loads: Vec<&[f64]> = loads.iter().map(Vec::as_slice).collect();
+        world.report_loads(&loads);
+        let table = world.table(at(100));
+        for port in ports {
+            let tuple = FourTuple::new(client(port), web().socket).unwrap();
+            let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple).unwrap();
+            prop_assert_eq!(world.explain(port, at(100)).chosen_server, format!("s{chosen}"));
+        }
+    }
+
+    /// Whatever comes in, in whatever order: there are tables, and every report is counted once.
+    #[test]
+    fn no_report_breaks_anything(
+        reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),
+    ) {
+        let mut world = World::new(&ACTIVE, "crossrss");
+        let session = world.controller.hello("s0", "test", at(0)).unwrap();
+        let (mut taken, mut refused) = (0, 0);
+        for (sequence, milliseconds, busy) in reports {
+            match world.controller.report(&session, Ok(report(sequence, at(milliseconds), &busy)), at(1_000)) {
+                Ok(()) => taken += 1,
+                Err(_) => refused += 1,
+            }
+            let table = world.table(at(1_000));
+            prop_assert_eq!(table.members.len(), 3);
+        }
+        let status = world.controller.status(at(1_000));
+        prop_assert_eq!(status.accepted_reports, taken);
+        prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
+    }
+}
