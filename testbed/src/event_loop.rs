@@ -20,6 +20,13 @@ pub(crate) struct Event {
     pub flags: u32,
 }
 
+impl Event {
+    /// Whether one of these flags is set.
+    pub(crate) fn has(self, flags: i32) -> bool {
+        self.flags & flags as u32 != 0
+    }
+}
+
 /// An epoll set. A descriptor leaves it when it is closed.
 #[derive(Debug)]
 pub(crate) struct Epoll {

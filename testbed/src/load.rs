@@ -316,28 +316,34 @@ impl Client<'_> {
 
     fn ready(&mut self, index: usize, event: Event) -> Result<(), Failure> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
-        if let Some(error) = connection.stream.take_error()? {
+        if event.has(libc::EPOLLERR)
+            && let Some(error) = connection.stream.take_error()?
+        {
             return Err(error.into());
         }
-        if !connection.connected && event.flags & libc::EPOLLOUT as u32 != 0 {
+        if !connection.connected && event.has(libc::EPOLLOUT) {
             connection.connected = true;
             self.send_due(index)?;
         }
-        if event.flags & libc::EPOLLIN as u32 != 0 { self.receive(index) } else { Ok(()) }
+        if event.has(libc::EPOLLIN) { self.receive(index, event.has(libc::EPOLLRDHUP)) } else { Ok(()) }
     }
 
-    fn receive(&mut self, index: usize) -> Result<(), Failure> {
+    /// Reads all there is. A short read says that the socket is empty (epoll(7), question 9), unless the stream's end
+    /// stands behind the data.
+    fn receive(&mut self, index: usize, ended: bool) -> Result<(), Failure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
-        let mut buffer = [0; 4096];
-        loop {
+        let mut buffer = [0; 1024];
+        let mut more = true;
+        while more && connection.answered < arrival.requests {
             let length = match connection.stream.read(&mut buffer) {
                 Ok(0) => return Err(Failure::ClosedEarly),
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error.into()),
             };
+            more = ended || length == buffer.len();
             let mut right = true;
             connection.messages.take(&buffer[..length], |response: Response| {
                 let placed = *connection.placed.get_or_insert((response.server, response.core));
