@@ -164,6 +164,8 @@ static __always_inline int parse_options(struct xdp_md *ctx, struct tcp_packet *
 	__u8 options[80] = {};
 	__u32 offset = 0, size;
 
+	/* The compiler knows that length is at most 40 and would leave out the check, the verifier does not. */
+	barrier_var(length);
 	if (length < 1 || length > TCP_OPTIONS_MAX)
 		return 0;
 	if (bpf_xdp_load_bytes(ctx, packet->tcp_offset + sizeof(struct tcphdr), options, length))

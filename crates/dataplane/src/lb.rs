@@ -475,10 +475,12 @@ impl LoadBalancer {
     fn counters_at(&self, position: usize) -> Counters {
         let mut sum = Counters::default();
         for row in 0..intf::LB_COUNTER_ROWS as usize {
-            let offset = row * size_of::<intf::lb_counter_row>() + position * size_of::<intf::lb_counters>();
-            let counters = self.maps.counters.read::<intf::lb_counters>(offset);
-            sum.packets.iter_mut().zip(counters.packets).for_each(|(sum, count)| *sum += count);
-            sum.forwarded_bytes += counters.forwarded_bytes;
+            let start = row * size_of::<intf::lb_counter_row>() + position * size_of::<intf::lb_counters>();
+            let packets = start + offset_of!(intf::lb_counters, packets);
+            for (counter, sum) in sum.packets.iter_mut().enumerate() {
+                *sum += self.maps.counters.load(packets + counter * size_of::<u64>());
+            }
+            sum.forwarded_bytes += self.maps.counters.load(start + offset_of!(intf::lb_counters, forwarded_bytes));
         }
         sum
     }

@@ -1,7 +1,14 @@
 //! Packets for tests, made and checked by code that shares nothing with the BPF programs.
 
+// Each test program is compiled with all of this and uses a part.
+#![allow(dead_code)]
+
+pub mod balancer;
+pub mod network;
+
 use std::net::{Ipv4Addr, SocketAddrV4};
 
+pub const FIN: u8 = 0x01;
 pub const SYN: u8 = 0x02;
 pub const RST: u8 = 0x04;
 pub const ACK: u8 = 0x10;
@@ -46,6 +53,11 @@ impl Tcp {
 
     /// The frame, with right lengths and checksums.
     pub fn frame(&self) -> Vec<u8> {
+        self.frame_with(0x0102_0304, 0x0506_0708)
+    }
+
+    /// The frame with the given sequence and acknowledgement numbers.
+    pub fn frame_with(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let padded = |bytes: &[u8]| {
             let mut bytes = bytes.to_vec();
             bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -68,7 +80,9 @@ impl Tcp {
         let tcp = frame.len();
         frame.extend(self.source.port().to_be_bytes());
         frame.extend(self.destination.port().to_be_bytes());
-        frame.extend([1, 2, 3, 4, 5, 6, 7, 8, ((tcp_header / 4) as u8) << 4, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
+        frame.extend(sequence.to_be_bytes());
+        frame.extend(acknowledgement.to_be_bytes());
+        frame.extend([((tcp_header / 4) as u8) << 4, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
         frame.extend(&options);
         frame.extend(&self.payload);
         let checksum = !tcp_sum(&frame);
