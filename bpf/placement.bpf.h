@@ -44,7 +44,11 @@ typedef __u64 __attribute__((may_alias)) server_word;
 
 static __always_inline server_word server_at(__u32 service, __u32 id)
 {
-	return *(const server_word *)&servers[(service & (MAX_SERVICES - 1)) * SERVER_ID_COUNT + (id & COOKIE_ID_MASK)];
+	__u32 first = (service & (MAX_SERVICES - 1)) * SERVER_ID_COUNT;
+
+	/* Or clang would make the sum an OR, and the verifier of kernel 6.1 loses the bounds of a 32-bit OR. */
+	barrier_var(first);
+	return *(const server_word *)&servers[first + (id & COOKIE_ID_MASK)];
 }
 
 static __always_inline bool server_has(server_word server, __u32 flags)
