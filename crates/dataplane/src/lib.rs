@@ -3,6 +3,7 @@
 pub mod lb;
 pub mod mac;
 pub mod mapped;
+pub mod neighbour;
 pub mod server;
 pub mod service_slots;
 pub mod tc;

@@ -1,0 +1,333 @@
+//! MAC addresses of servers, by ARP of our own (RFC 826).
+//!
+//! The kernel's neighbour table would do for a host that sends to its neighbours; packets that XDP sends on never touch
+//! it, so its entries go stale, and a new MAC address would be noticed after up to half a minute. Here every server is
+//! asked once a second: at its known address, and at the broadcast address as soon as it missed one. So a changed MAC
+//! address is in force within about two seconds, and at once when the server announces it (gratuitous ARP).
+//!
+//! [`Neighbours`] is what is known and when to ask, without I/O; [`Resolver`] is the thread with the socket.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::poll::{PollFd, PollFlags, poll};
+
+use crate::mac::MacAddress;
+
+/// A resolved neighbour is asked this often.
+pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
+/// One that is not resolved is asked this often.
+pub const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
+/// After so many questions without an answer a neighbour counts as not resolved.
+pub const MISSED_LIMIT: u32 = 4;
+
+/// An ARP packet for Ethernet and IPv4 with its frame's header: 42 bytes.
+pub const FRAME_BYTES: usize = 42;
+const ETHERTYPE_ARP: u16 = 0x0806;
+/// Hardware Ethernet, protocol IPv4, lengths 6 and 4.
+const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
+
+/// A neighbour's MAC address became known, changed, or (`None`) is not known any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Change {
+    /// Whose.
+    pub address: Ipv4Addr,
+    /// Now.
+    pub mac: Option<MacAddress>,
+}
+
+/// A question to be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Probe {
+    /// Who is looked for.
+    pub address: Ipv4Addr,
+    /// Where the frame goes.
+    pub destination: MacAddress,
+}
+
+#[derive(Debug, Clone)]
+struct Neighbour {
+    mac: Option<MacAddress>,
+    missed: u32,
+    next_probe: Duration,
+}
+
+/// What is known of the neighbours, and when to ask whom. Times are of any monotonic clock.
+#[derive(Debug, Clone, Default)]
+pub struct Neighbours {
+    known: BTreeMap<Ipv4Addr, Neighbour>,
+}
+
+impl Neighbours {
+    /// Follows these addresses and no others; new ones are asked for at once.
+    pub fn follow(&mut self, addresses: &[Ipv4Addr], now: Duration) {
+        self.known.retain(|address, _| addresses.contains(address));
+        for address in addresses {
+            self.known.entry(*address).or_insert(Neighbour { mac: None, missed: 0, next_probe: now });
+        }
+    }
+
+    /// An ARP packet told an address of its sender: the answer to a question, a question of its own, or an announcement.
+    pub fn heard(&mut self, address: Ipv4Addr, mac: MacAddress, now: Duration) -> Option<Change> {
+        let neighbour = self.known.get_mut(&address)?;
+        neighbour.missed = 0;
+        neighbour.next_probe = now + PROBE_INTERVAL;
+        (neighbour.mac.replace(mac) != Some(mac)).then_some(Change { address, mac: Some(mac) })
+    }
+
+    /// The questions that are due, and who has missed too many of them.
+    pub fn due(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
+        let (mut probes, mut changes) = (Vec::new(), Vec::new());
+        for (address, neighbour) in self.known.iter_mut().filter(|(_, neighbour)| neighbour.next_probe <= now) {
+            if neighbour.missed >= MISSED_LIMIT && neighbour.mac.take().is_some() {
+                changes.push(Change { address: *address, mac: None });
+            }
+            let destination = neighbour.mac.filter(|_| neighbour.missed == 0).unwrap_or(MacAddress::BROADCAST);
+            probes.push(Probe { address: *address, destination });
+            neighbour.missed = neighbour.missed.saturating_add(1);
+            // One that missed a question is looked for sooner.
+            let settled = neighbour.mac.is_some() && neighbour.missed == 1;
+            neighbour.next_probe = now + if settled { PROBE_INTERVAL } else { SEARCH_INTERVAL };
+        }
+        (probes, changes)
+    }
+
+    /// When the next question is due; `None` without neighbours.
+    pub fn next_due(&self) -> Option<Duration> {
+        self.known.values().map(|neighbour| neighbour.next_probe).min()
+    }
+}
+
+/// The request for `probe`, from us.
+pub fn request_frame(probe: Probe, own_mac: MacAddress, own_address: Ipv4Addr) -> [u8; FRAME_BYTES] {
+    let mut frame = [0; FRAME_BYTES];
+    frame[..6].copy_from_slice(&probe.destination.0);
+    frame[6..12].copy_from_slice(&own_mac.0);
+    frame[12..14].copy_from_slice(&ETHERTYPE_ARP.to_be_bytes());
+    frame[14..20].copy_from_slice(&ARP_ETHERNET_IPV4);
+    frame[20..22].copy_from_slice(&1u16.to_be_bytes());
+    frame[22..28].copy_from_slice(&own_mac.0);
+    frame[28..32].copy_from_slice(&own_address.octets());
+    frame[38..42].copy_from_slice(&probe.address.octets());
+    frame
+}
+
+/// The sender that an ARP frame names; `None` for what is no ARP for Ethernet and IPv4, or names a group address.
+pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
+    if frame.len() < FRAME_BYTES || frame[12..14] != ETHERTYPE_ARP.to_be_bytes() || frame[14..20] != ARP_ETHERNET_IPV4 {
+        return None;
+    }
+    let mac = MacAddress(frame[22..28].try_into().ok()?);
+    let address = Ipv4Addr::from(<[u8; 4]>::try_from(&frame[28..32]).ok()?);
+    (!mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
+}
+
+/// Follows neighbours in a thread of its own, until dropped.
+#[derive(Debug)]
+pub struct Resolver {
+    wanted: Arc<Mutex<Vec<Ipv4Addr>>>,
+    /// Closed by dropping: the thread then ends.
+    alive: Sender<()>,
+}
+
+impl Resolver {
+    /// Starts at the device `interface` of the calling thread's network namespace; changes go to the receiver.
+    ///
+    /// # Errors
+    /// When the interface does not exist or packet sockets are not allowed.
+    pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<Change>)> {
+        let link = Link::open(interface)?;
+        let (alive, ended) = mpsc::channel();
+        let (changes, receiver) = mpsc::channel();
+        let wanted = Arc::new(Mutex::new(Vec::new()));
+        let shared = wanted.clone();
+        std::thread::Builder::new()
+            .name("neighbours".to_owned())
+            .spawn(move || {
+                if let Err(error) = link.follow(&shared, &changes, &ended) {
+                    tracing::error!("MAC addresses are no longer resolved: {error:#}");
+                }
+            })
+            .context("a thread for ARP")?;
+        Ok((Self { wanted, alive }, receiver))
+    }
+
+    /// Follows these addresses and no others.
+    pub fn follow(&self, addresses: Vec<Ipv4Addr>) {
+        *self.wanted.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = addresses;
+    }
+
+    /// Whether the thread still runs.
+    pub fn is_alive(&self) -> bool {
+        self.alive.send(()).is_ok()
+    }
+}
+
+/// A packet socket for ARP at one device.
+struct Link {
+    socket: OwnedFd,
+    interface: String,
+}
+
+impl Link {
+    fn open(interface: &str) -> anyhow::Result<Self> {
+        let index = nix::net::if_::if_nametoindex(interface)
+            .with_context(|| format!("interface {interface:?} does not exist here"))?;
+        let protocol = i32::from(ETHERTYPE_ARP.to_be());
+        // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+        let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
+        nix::errno::Errno::result(socket).context("a packet socket for ARP (needs CAP_NET_RAW)")?;
+        // SAFETY: the descriptor was just made and is owned by nobody else.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
+        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        address.sll_family = libc::AF_PACKET as u16;
+        address.sll_protocol = ETHERTYPE_ARP.to_be();
+        address.sll_ifindex = index as i32;
+        // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
+        let bound = unsafe {
+            libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32)
+        };
+        nix::errno::Errno::result(bound).with_context(|| format!("cannot listen for ARP at {interface}"))?;
+        Ok(Self { socket, interface: interface.to_owned() })
+    }
+
+    fn follow(
+        &self,
+        wanted: &Mutex<Vec<Ipv4Addr>>,
+        changes: &Sender<Change>,
+        ended: &Receiver<()>,
+    ) -> anyhow::Result<()> {
+        let start = Instant::now();
+        let mut neighbours = Neighbours::default();
+        let mut followed = Vec::new();
+        while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
+            let current = wanted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+            if current != followed {
+                neighbours.follow(&current, start.elapsed());
+                followed = current;
+            }
+            let (probes, lost) = neighbours.due(start.elapsed());
+            self.send(&probes);
+            let heard = self.wait(&neighbours, start)?;
+            let heard = heard.into_iter().filter_map(|(address, mac)| neighbours.heard(address, mac, start.elapsed()));
+            for change in lost.into_iter().chain(heard.collect::<Vec<_>>()) {
+                if changes.send(change).is_err() {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A frame that cannot be sent (the link is down) counts as missed.
+    fn send(&self, probes: &[Probe]) {
+        if probes.is_empty() {
+            return;
+        }
+        let Some((own_mac, own_address)) = own_addresses(&self.interface) else { return };
+        for probe in probes {
+            let frame = request_frame(*probe, own_mac, own_address);
+            if let Err(error) = nix::unistd::write(&self.socket, &frame) {
+                tracing::debug!("ARP request for {}: {error}", probe.address);
+            }
+        }
+    }
+
+    /// Waits until something is heard or due, at most as long as it takes to notice a new wish.
+    fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(Ipv4Addr, MacAddress)>> {
+        let until_due = neighbours.next_due().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
+        let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
+        let mut descriptors = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut descriptors, limit) {
+            Ok(0) | Err(nix::errno::Errno::EINTR) => return Ok(Vec::new()),
+            Ok(_) => {}
+            Err(error) => return Err(error).context("waiting for ARP"),
+        }
+        let mut frame = [0; 128];
+        match nix::unistd::read(&self.socket, &mut frame) {
+            Ok(length) => Ok(sender(&frame[..length]).into_iter().collect()),
+            // The device went down; it may come back.
+            Err(nix::errno::Errno::ENETDOWN) => Ok(Vec::new()),
+            Err(error) => Err(error).with_context(|| format!("reading ARP at {}", self.interface)),
+        }
+    }
+}
+
+/// The device's MAC address and its first IPv4 address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
+fn own_addresses(interface: &str) -> Option<(MacAddress, Ipv4Addr)> {
+    let (mut mac, mut address) = (None, Ipv4Addr::UNSPECIFIED);
+    for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
+        let Some(storage) = entry.address else { continue };
+        if let Some(link) = storage.as_link_addr() {
+            mac = link.addr().map(MacAddress);
+        } else if let Some(ipv4) = storage.as_sockaddr_in().filter(|_| address.is_unspecified()) {
+            address = ipv4.ip();
+        }
+    }
+    mac.map(|mac| (mac, address))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 1);
+    const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
+
+    fn at(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn a_neighbour_is_found_kept_and_lost() {
+        let mut neighbours = Neighbours::default();
+        neighbours.follow(&[A], at(0));
+        assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, destination: MacAddress::BROADCAST }]);
+        assert_eq!(neighbours.heard(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
+        assert_eq!(neighbours.heard(A, MAC, at(2)), None);
+        assert!(neighbours.due(at(500)).0.is_empty());
+        // Asked at its own address first, at all once it missed one.
+        assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, destination: MAC }]);
+        let mut lost_at = None;
+        for ms in (1003..10_000).step_by(10) {
+            let (probes, changes) = neighbours.due(at(ms));
+            assert!(probes.iter().all(|probe| probe.destination == MacAddress::BROADCAST));
+            if changes == [Change { address: A, mac: None }] {
+                assert_eq!(lost_at.replace(ms), None);
+            }
+        }
+        assert!(lost_at.is_some_and(|ms| (2000..4000).contains(&ms)), "{lost_at:?}");
+    }
+
+    #[test]
+    fn a_new_mac_address_counts_at_once_and_strangers_never() {
+        let mut neighbours = Neighbours::default();
+        neighbours.follow(&[A], at(0));
+        neighbours.heard(A, MAC, at(1));
+        let other = MacAddress([2, 0, 0, 0, 0, 9]);
+        assert_eq!(neighbours.heard(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
+        assert_eq!(neighbours.heard(Ipv4Addr::new(10, 1, 1, 2), MAC, at(6)), None);
+        neighbours.follow(&[], at(7));
+        assert_eq!(neighbours.next_due(), None);
+    }
+
+    #[test]
+    fn frames_there_and_back() {
+        let probe = Probe { address: A, destination: MacAddress::BROADCAST };
+        let frame = request_frame(probe, MAC, Ipv4Addr::new(10, 1, 0, 1));
+        assert_eq!(sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
+        for length in 0..FRAME_BYTES {
+            assert_eq!(sender(&frame[..length]), None);
+        }
+        let mut group = frame;
+        group[22] = 0xff;
+        assert_eq!(sender(&group), None);
+    }
+}
