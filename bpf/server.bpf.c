@@ -190,7 +190,7 @@ static __always_inline enum located locate_timestamp(struct __sk_buff *skb, stru
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
 	const struct tcphdr *tcp = data + (segment->tcp_offset & 0x7f);
 	struct tcp_options options = {};
-	__u32 length;
+	__u32 length, words;
 	int offset;
 
 	segment->timestamp = NO_TIMESTAMP;
@@ -207,6 +207,10 @@ static __always_inline enum located locate_timestamp(struct __sk_buff *skb, stru
 		take_timestamp(segment, OPTIONS_USUAL_OFFSET, (void *)(tcp + 1) + OPTIONS_USUAL_OFFSET);
 		return LOCATED_TCP;
 	}
+	/* 12..40 by a mask: kernel 6.1's verifier loses the bounds when clang keeps a second copy of the length. */
+	words = tcp->doff - OPTIONS_USUAL_LENGTH / 4 - sizeof(*tcp) / 4;
+	barrier_var(words);
+	length = (words & 7) * 4 + OPTIONS_USUAL_LENGTH;
 	if (bpf_skb_load_bytes(skb, segment->tcp_offset + sizeof(*tcp), &options, length))
 		return LOCATED_MALFORMED;
 	offset = find_timestamp(&options, length);
@@ -275,9 +279,9 @@ static __noinline __u32 time_to_send(const struct segment *segment, __u32 millis
 
 	if (held && held->original == last_echo) {
 		recent = held->sent;
-	} else if (held && !held->confirmed && (__u16)(recent + LARGEST_STEP_MS) == held->sent &&
+	} else if (held && (__u16)(recent + LARGEST_STEP_MS) == held->sent &&
 		   milliseconds - last_echo > LARGEST_STEP_MS) {
-		/* Not echoed so far. */
+		/* Not echoed so far, or the echo is still on its way from ingress to TCP. */
 		state.last_hold_ms = milliseconds;
 		count(SERVER_COUNTER_HELD);
 		return held->sent;

@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use libbpf_rs::query::LinkTypeInfo;
 use libbpf_rs::{Link, Program, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
 
@@ -58,15 +58,13 @@ pub fn attach(
     direction: Direction,
     pin: &Path,
 ) -> anyhow::Result<Attachment> {
-    match Link::open(pin) {
-        Ok(mut link) if is_attached_to(&link, interface_index) => {
+    if let Some(mut link) = open_link(pin)? {
+        if is_attached_to(&link, interface_index) {
             link.update_prog(program).with_context(|| format!("replacing the program of {}", pin.display()))?;
             return Ok(Attachment::Tcx);
         }
         // Its device is gone.
-        Ok(_) => fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?,
-        Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
-        Err(error) => return Err(error).with_context(|| pin.display().to_string()),
+        fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }
     match create_tcx_link(program.as_fd(), interface_index, direction) {
         Ok(link) => {
@@ -74,13 +72,21 @@ pub fn attach(
             Ok(Attachment::Tcx)
         }
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
-            let mut hook = clsact(program.as_fd(), interface_index, direction);
-            hook.create().context("making a clsact qdisc")?;
-            hook.attach().context("attaching to the clsact qdisc")?;
-            Ok(Attachment::Clsact)
+            attach_to_clsact(program.as_fd(), interface_index, direction).map(|()| Attachment::Clsact)
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
+}
+
+/// Attaches `program` as kernels before 6.6 need it, in place of one attached so before.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
+    let mut hook = clsact(program, interface_index, direction);
+    hook.create().context("making a clsact qdisc")?;
+    hook.attach().context("attaching to the clsact qdisc")?;
+    Ok(())
 }
 
 /// Takes off what [`attach`] attached. What is not there is no error.
@@ -88,25 +94,27 @@ pub fn attach(
 /// # Errors
 /// When the kernel refuses.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
-    match Link::open(pin) {
-        Ok(link) => {
-            // Fails when the device is gone; then there is nothing to take off.
-            if let Err(error) = link.detach() {
-                tracing::debug!("{}: {error}", pin.display());
-            }
-            fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))
+    if let Some(link) = open_link(pin)? {
+        // Fails when the device is gone; then there is nothing to take off.
+        if let Err(error) = link.detach() {
+            tracing::debug!("{}: {error}", pin.display());
         }
-        Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {
-            // SAFETY: detaching and querying look at the hook alone, not at the program's descriptor.
-            let no_program = unsafe { BorrowedFd::borrow_raw(0) };
-            let mut hook = clsact(no_program, interface_index, direction);
-            if hook.query().is_ok() {
-                hook.detach().context("detaching from the clsact qdisc")?;
-            }
-            Ok(())
-        }
-        Err(error) => bail!("{}: {error}", pin.display()),
+        return fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()));
     }
+    // SAFETY: detaching and querying look at the hook alone, not at the program's descriptor.
+    let no_program = unsafe { BorrowedFd::borrow_raw(0) };
+    let mut hook = clsact(no_program, interface_index, direction);
+    if hook.query().is_ok() {
+        hook.detach().context("detaching from the clsact qdisc")?;
+    }
+    Ok(())
+}
+
+fn open_link(pin: &Path) -> anyhow::Result<Option<Link>> {
+    if !pin.exists() {
+        return Ok(None);
+    }
+    Link::open(pin).map(Some).with_context(|| pin.display().to_string())
 }
 
 fn is_attached_to(link: &Link, interface_index: u32) -> bool {

@@ -1,0 +1,400 @@
+//! `bpf/server.bpf.c` between two kernels' TCP: every packet of a connection carries the cookie, and neither side notices.
+
+mod support;
+
+use std::io::{Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+use coreward_dataplane::tc::{self, Direction};
+use coreward_intf as intf;
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use socket2::{Domain, SockRef, Socket, Type};
+use support::network::{CLIENT, Pair, PinDirectory, VIP};
+use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, timestamp_offset, word};
+
+const PORT: u16 = 80;
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn keys() -> FleetKeys {
+    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::Second }
+}
+
+fn id() -> ServerId {
+    ServerId::try_from(0x1234).unwrap()
+}
+
+struct Bed {
+    // Taken off before the network goes.
+    programs: ServerPrograms,
+    pins: PinDirectory,
+    pair: Pair,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let (pair, pins) = (Pair::new(), PinDirectory::new());
+        let mut programs = attach(&pair, &pins);
+        programs.set_keys(&keys());
+        let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
+        programs.set_services(&[(address, id())]).unwrap();
+        Self { programs, pins, pair }
+    }
+
+    fn counter(&self, counter: intf::server_counter) -> u64 {
+        self.programs.counter(counter)
+    }
+
+    fn listen(&self) -> TcpListener {
+        self.pair.server.within(|| TcpListener::bind((VIP, PORT)).unwrap())
+    }
+
+    fn connect(&self) -> TcpStream {
+        let address = SocketAddr::from((VIP, PORT));
+        let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// A connection: the client's and the server's end.
+    fn connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
+        let client = self.connect();
+        let (server, _) = listener.accept().unwrap();
+        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        (client, server)
+    }
+
+    /// What neither side may ever count. (Retransmissions are not among them: where CPUs are few, veth loses a packet now
+    /// and then, with programs and without.)
+    fn assert_nobody_noticed(&self) {
+        for host in [&self.pair.client, &self.pair.server] {
+            for counter in
+                ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"]
+            {
+                assert_eq!(host.kernel_counter(counter), 0, "{counter}");
+            }
+        }
+    }
+}
+
+fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
+    let options =
+        ServerOptions { interface_index: pair.server_interface(), pin_directory: pins.path(), sample_every_syn: false };
+    pair.server.within(|| ServerPrograms::attach(options)).unwrap()
+}
+
+/// Sees what arrives at the client.
+struct Sniffer(Socket);
+
+impl Sniffer {
+    fn new(bed: &Bed) -> Self {
+        let socket = bed.pair.client.within(|| {
+            let every_protocol = i32::from((libc::ETH_P_ALL as u16).to_be());
+            Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol.into())).unwrap()
+        });
+        socket.set_recv_buffer_size(16 << 20).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        Self(socket)
+    }
+
+    /// Sends a frame from the client's device.
+    fn send(&self, bed: &Bed, frame: &[u8]) {
+        bed.pair.client.within(|| {
+            let index = nix::net::if_::if_nametoindex("eth0").unwrap();
+            let mut address: libc::sockaddr_ll = unsafe_zeroed();
+            address.sll_family = libc::AF_PACKET as u16;
+            address.sll_ifindex = index as i32;
+            let length = size_of::<libc::sockaddr_ll>() as u32;
+            let mut storage = socket2::SockAddrStorage::zeroed();
+            // SAFETY: the storage is large enough for any address and holds nothing else.
+            unsafe { *storage.view_as::<libc::sockaddr_ll>() = address };
+            // SAFETY: a link-layer address of that length was just written.
+            let address = unsafe { socket2::SockAddr::new(storage, length) };
+            assert_eq!(self.0.send_to(frame, &address).unwrap(), frame.len());
+        });
+    }
+
+    /// The beginnings of all TCP packets that came from the VIP so far.
+    fn received_from_vip(&self) -> Vec<Vec<u8>> {
+        let mut frames = vec![];
+        loop {
+            let mut buffer = [MaybeUninit::uninit(); 160];
+            let Ok(length) = self.0.recv(&mut buffer) else { return frames };
+            // SAFETY: recv() has filled this many bytes.
+            let frame: Vec<u8> = buffer[..length.min(160)].iter().map(|byte| unsafe { byte.assume_init() }).collect();
+            if frame.len() > 54 && frame[12..14] == [8, 0] && frame[23] == 6 && frame[26..30] == VIP.octets() {
+                frames.push(frame);
+            }
+        }
+    }
+}
+
+fn unsafe_zeroed() -> libc::sockaddr_ll {
+    // SAFETY: a struct of integers.
+    unsafe { std::mem::zeroed() }
+}
+
+fn flags(frame: &[u8]) -> u8 {
+    frame[support::tcp_offset(frame) + 13] & (SYN | ACK | FIN | RST)
+}
+
+/// Whose cookie a packet to the client carries, as the load balancer will read its echo.
+fn cookie_of(frame: &[u8]) -> Cookie {
+    let tcp = support::tcp_offset(frame);
+    let port = u16::from_be_bytes([frame[tcp + 2], frame[tcp + 3]]);
+    let value = word(frame, timestamp_offset(frame).expect("a timestamp"));
+    cookie::recognise(&keys(), &FourTuple::ipv4((CLIENT, port), (VIP, PORT)), value).0
+}
+
+fn pattern(length: usize) -> Vec<u8> {
+    (0..length).map(|i| (i * 7 + i / 251) as u8).collect()
+}
+
+fn send_and_receive(from: &mut TcpStream, to: &mut TcpStream, data: &[u8]) {
+    std::thread::scope(|scope| {
+        scope.spawn(|| from.write_all(data).unwrap());
+        let mut received = vec![0; data.len()];
+        to.read_exact(&mut received).unwrap();
+        assert!(received == data);
+    });
+}
+
+/// Handshake, data both ways in large segments, and an end by the server, then by the client.
+fn exchange(bed: &Bed, listener: &TcpListener) {
+    let sniffer = Sniffer::new(bed);
+    for round in 0..4 {
+        let (mut client, mut server) = bed.connection(listener);
+        send_and_receive(&mut client, &mut server, &pattern(3 << 20));
+        send_and_receive(&mut server, &mut client, &pattern(3 << 20));
+        if round % 2 == 0 {
+            drop(server);
+            assert_eq!(client.read(&mut [0]).unwrap(), 0);
+        } else {
+            drop(client);
+            assert_eq!(server.read(&mut [0]).unwrap(), 0);
+        }
+    }
+    let frames = sniffer.received_from_vip();
+    for wanted in [SYN | ACK, ACK, FIN | ACK] {
+        assert!(frames.iter().any(|frame| flags(frame) == wanted), "no packet with flags {wanted:#x}");
+    }
+    for frame in &frames {
+        assert_eq!(cookie_of(frame), Cookie::Server(id()), "{frame:02x?}");
+    }
+    assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) >= frames.len() as u64);
+    assert!(bed.counter(intf::SERVER_COUNTER_RESTORED) > 100);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_HELD), 0);
+    bed.assert_nobody_noticed();
+}
+
+#[test]
+fn connections_carry_the_cookie_from_first_to_last_packet() {
+    if may_load_bpf("connections_carry_the_cookie_from_first_to_last_packet") {
+        let bed = Bed::new();
+        exchange(&bed, &bed.listen());
+    }
+}
+
+#[test]
+fn syn_cookies_work() {
+    if may_load_bpf("syn_cookies_work") {
+        let bed = Bed::new();
+        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
+        exchange(&bed, &bed.listen());
+        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4);
+        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0);
+    }
+}
+
+#[test]
+fn below_kernel_6_6_clsact_does_the_same() {
+    if !may_load_bpf("below_kernel_6_6_clsact_does_the_same") {
+        return;
+    }
+    let mut bed = Bed::new();
+    let interface = bed.pair.server_interface();
+    let mut programs = ServerPrograms::load_only(false).unwrap();
+    std::mem::swap(&mut programs, &mut bed.programs);
+    bed.pair.server.within(|| programs.remove()).unwrap();
+    bed.programs.set_keys(&keys());
+    let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
+    bed.programs.set_services(&[(address, id())]).unwrap();
+    for direction in [Direction::Ingress, Direction::Egress] {
+        // Twice: the second one replaces the first.
+        for _ in 0..2 {
+            let attach = || tc::attach_to_clsact(bed.programs.program(direction), interface, direction);
+            bed.pair.server.within(attach).unwrap();
+        }
+    }
+    let listener = bed.listen();
+    exchange(&bed, &listener);
+    let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
+    for direction in [Direction::Ingress, Direction::Egress] {
+        let detach = || tc::detach(interface, direction, &bed.pins.path().join("none"));
+        bed.pair.server.within(detach).unwrap();
+    }
+    drop(bed.connection(&listener));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_STAMPED), stamped, "detached");
+}
+
+#[test]
+fn answers_without_a_socket_and_resets_are_stamped() {
+    if !may_load_bpf("answers_without_a_socket_and_resets_are_stamped") {
+        return;
+    }
+    let bed = Bed::new();
+    let listener = bed.listen();
+    let sniffer = Sniffer::new(&bed);
+
+    // An active reset: unread data is thrown away.
+    let (mut client, server) = bed.connection(&listener);
+    client.write_all(b"unread").unwrap();
+    SockRef::from(&server).set_linger(Some(Duration::ZERO)).unwrap();
+    drop(server);
+    assert!(client.read(&mut [0]).is_err(), "reset");
+    let resets: Vec<_> = sniffer.received_from_vip().into_iter().filter(|frame| flags(frame) & RST != 0).collect();
+    assert_eq!(resets.len(), 1);
+    assert_eq!(cookie_of(&resets[0]), Cookie::Server(id()));
+
+    // TIME-WAIT at the server: a segment that it has seen before is acknowledged by no socket of its own.
+    let (mut client, server) = bed.connection(&listener);
+    drop(server);
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    let port = client.local_addr().unwrap().port();
+    drop(client);
+    std::thread::sleep(Duration::from_millis(200));
+    let last = sniffer.received_from_vip().pop().unwrap();
+    let tcp = support::tcp_offset(&last);
+    // The client's FIN once more, made from the server's last acknowledgement.
+    let mut again = Tcp::new((CLIENT, port), (VIP, PORT));
+    again.flags = FIN | ACK;
+    again.payload.clear();
+    again.destination_mac = last[6..12].try_into().unwrap();
+    let echo = word(&last, timestamp_offset(&last).unwrap());
+    again.options = support::usual_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), echo);
+    let sequence = word(&last, tcp + 8).wrapping_sub(1);
+    let frame = again.frame_with(sequence, word(&last, tcp + 4));
+    sniffer.send(&bed, &frame);
+    std::thread::sleep(Duration::from_millis(200));
+    let answers = sniffer.received_from_vip();
+    assert_eq!(answers.len(), 1, "TIME-WAIT answers");
+    assert_eq!((flags(&answers[0]), cookie_of(&answers[0])), (ACK, Cookie::Server(id())));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK), 0);
+}
+
+#[test]
+fn connections_older_than_the_clock_are_left_alone() {
+    if !may_load_bpf("connections_older_than_the_clock_are_left_alone") {
+        return;
+    }
+    let bed = Bed::new();
+    bed.pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
+    let listener = bed.listen();
+    let (mut client, mut server) = bed.connection(&listener);
+    bed.pair.server.set_sysctl("ipv4/tcp_timestamps", "2");
+    send_and_receive(&mut client, &mut server, &pattern(100_000));
+    send_and_receive(&mut server, &mut client, &pattern(100_000));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_STAMPED), 0);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_RESTORED), 0);
+    assert!(bed.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK) > 0);
+    bed.assert_nobody_noticed();
+}
+
+#[test]
+fn what_is_sent_to_all_reaches_the_connection_alone() {
+    if !may_load_bpf("what_is_sent_to_all_reaches_the_connection_alone") {
+        return;
+    }
+    let bed = Bed::new();
+    let listener = bed.listen();
+    let sniffer = Sniffer::new(&bed);
+    let (client, mut server) = bed.connection(&listener);
+    let handshake = sniffer.received_from_vip();
+    let tcp = support::tcp_offset(&handshake[0]);
+    let mut reset = Tcp::new((CLIENT, client.local_addr().unwrap().port()), (VIP, PORT));
+    reset.destination_mac = [0xff; 6];
+    reset.flags = RST;
+    reset.payload.clear();
+    let sequence = word(&handshake[0], tcp + 8);
+
+    // Another port: only the listening socket would take it, and that does not count.
+    let mut other = reset.clone();
+    other.source.set_port(1);
+    other.flags = ACK;
+    sniffer.send(&bed, &other.frame_with(sequence, 1));
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_IGNORED), 1);
+    assert_eq!(sniffer.received_from_vip().len(), 0, "the server kept silent");
+
+    sniffer.send(&bed, &reset.frame_with(sequence, 0));
+    assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_ACCEPTED), 1);
+}
+
+#[test]
+fn a_new_process_takes_over() {
+    if !may_load_bpf("a_new_process_takes_over") {
+        return;
+    }
+    let mut bed = Bed::new();
+    let listener = bed.listen();
+    let (mut client, mut server) = bed.connection(&listener);
+    for round in 1..=3 {
+        let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
+        bed.programs = attach(&bed.pair, &bed.pins);
+        assert!(bed.programs.taken_over() && bed.programs.has_services());
+        // Nothing was set anew: keys and services are still there.
+        send_and_receive(&mut client, &mut server, &pattern(round * 100_000));
+        send_and_receive(&mut server, &mut client, &pattern(round * 100_000));
+        assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped, "counters go on, and count");
+    }
+    bed.assert_nobody_noticed();
+
+    // The device goes and another comes: the links of the old one are of no use.
+    bed.pair.server.ip("link del eth0");
+    let pair = Pair::new();
+    bed.programs = attach(&pair, &bed.pins);
+    bed.pair = pair;
+    drop(listener);
+    let listener = bed.listen();
+    let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
+    drop(bed.connection(&listener));
+    assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped);
+}
+
+/// Connections that are idle for longer than half the circle of the time part (32.8 s), then used: the first packet from
+/// the server, from the client, and a large answer at once.
+#[test]
+fn an_idle_connection_goes_on() {
+    if !may_load_bpf("an_idle_connection_goes_on") {
+        return;
+    }
+    let bed = Bed::new();
+    let listener = bed.listen();
+    let mut connections: Vec<_> = (0..3).map(|_| bed.connection(&listener)).collect();
+    for (client, server) in &mut connections {
+        send_and_receive(client, server, b"request");
+        send_and_receive(server, client, b"answer");
+    }
+    std::thread::sleep(Duration::from_secs(40));
+    let began = Instant::now();
+    for (number, (client, server)) in connections.iter_mut().enumerate() {
+        if number != 0 {
+            send_and_receive(client, server, b"request");
+        }
+        for round in 1..20 {
+            send_and_receive(server, client, &pattern(if number == 2 { 1 << 20 } else { round }));
+            send_and_receive(client, server, b"request");
+        }
+    }
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    let held = bed.counter(intf::SERVER_COUNTER_HELD);
+    assert!(held >= 3, "{held} packets held");
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_HELD_CONFIRMED), 3);
+    bed.assert_nobody_noticed();
+}

@@ -1,0 +1,133 @@
+//! Two hosts on one wire: anonymous network namespaces, which vanish with this process however it ends.
+
+use std::fs::{self, File};
+use std::net::Ipv4Addr;
+use std::os::fd::AsRawFd as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use nix::sched::{CloneFlags, setns, unshare};
+
+pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
+pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
+pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+
+/// One host.
+#[derive(Debug)]
+pub struct Host {
+    namespace: File,
+}
+
+impl Host {
+    fn new() -> Self {
+        let namespace = std::thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).unwrap();
+            File::open("/proc/thread-self/ns/net").unwrap()
+        });
+        Self { namespace: namespace.join().unwrap() }
+    }
+
+    /// Runs `action` there, in a thread of its own. Sockets made inside stay there.
+    pub fn within<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                setns(&self.namespace, CloneFlags::CLONE_NEWNET).unwrap();
+                action()
+            });
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    pub fn ip(&self, arguments: &str) {
+        let run = || Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
+        assert!(self.within(run).success(), "ip {arguments}");
+    }
+
+    pub fn set_sysctl(&self, path: &str, value: &str) {
+        self.within(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
+    }
+
+    /// One of the kernel's counters, by the names that `nstat` shows (TcpExtPAWSEstab, TcpRetransSegs ...).
+    pub fn kernel_counter(&self, name: &str) -> u64 {
+        let text = self.within(|| {
+            ["netstat", "snmp"]
+                .map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
+                .concat()
+        });
+        // Pairs of lines: "Group: name name ...", "Group: value value ...".
+        let lines: Vec<&str> = text.lines().collect();
+        let found = lines.chunks(2).find_map(|pair| {
+            let (group, names) = pair[0].split_once(':').unwrap();
+            let position = names.split_whitespace().position(|n| format!("{group}{n}") == name)?;
+            pair[1].split_whitespace().nth(position + 1)?.parse().ok()
+        });
+        found.unwrap_or_else(|| panic!("the kernel has no counter {name}"))
+    }
+}
+
+/// A client and a server that also holds the VIP, connected by a veth pair; both devices are called eth0.
+#[derive(Debug)]
+pub struct Pair {
+    pub client: Host,
+    pub server: Host,
+}
+
+impl Pair {
+    pub fn new() -> Self {
+        let (client, server) = (Host::new(), Host::new());
+        let server_namespace = format!("/proc/{}/fd/{}", std::process::id(), server.namespace.as_raw_fd());
+        client.ip(&format!(
+            "link add eth0 numrxqueues 4 numtxqueues 4 type veth peer name eth0 numrxqueues 4 numtxqueues 4 netns \
+             {server_namespace}"
+        ));
+        for (host, address) in [(&client, CLIENT), (&server, SERVER)] {
+            host.ip(&format!("address add {address}/24 dev eth0"));
+            host.ip("link set lo up");
+            host.ip("link set eth0 up");
+        }
+        server.ip(&format!("address add {VIP}/32 dev lo"));
+        client.ip(&format!("route add {VIP}/32 via {SERVER}"));
+        server.set_sysctl("ipv4/tcp_timestamps", "2");
+        Self { client, server }
+    }
+
+    /// Index of the server's device.
+    pub fn server_interface(&self) -> u32 {
+        self.server.within(|| nix::net::if_::if_nametoindex("eth0").unwrap())
+    }
+}
+
+/// A directory on bpffs that goes when it is dropped; those of tests that were killed go with the next one.
+#[derive(Debug)]
+pub struct PinDirectory {
+    path: PathBuf,
+}
+
+impl PinDirectory {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        const PREFIX: &str = "coreward-test-";
+        for entry in fs::read_dir("/sys/fs/bpf").unwrap().flatten() {
+            let name = entry.file_name().into_string().unwrap_or_default();
+            let process = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
+            if process.is_some_and(|process| !PathBuf::from(format!("/proc/{process}")).exists()) {
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = PathBuf::from(format!("/sys/fs/bpf/{PREFIX}{}-{number}", std::process::id()));
+        fs::create_dir(&path).unwrap();
+        Self { path }
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.path.clone()
+    }
+}
+
+impl Drop for PinDirectory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.path);
+    }
+}
