@@ -99,7 +99,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
     }
     let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct));
     chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1)))?;
-    let text = format!("noise floor {:.2}", results.noise_floor_pct);
+    let text = format!("noise floor {:.3}", results.noise_floor_pct);
     let place = (0.2, results.noise_floor_pct / 1.05);
     chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
 }
@@ -141,7 +141,7 @@ mod tests {
         let path = directory.path().join("demo.svg");
         draw(&super::super::results::tests::results(), &path).unwrap();
         let svg = std::fs::read_to_string(path).unwrap();
-        for part in ["hash", "8.00", "1.00", "noise floor 0.12", "RSS and cores emulated", "a server joins", "</svg>"] {
+        for part in ["hash", "8.00", "1.00", "noise floor 0.125", "RSS and cores emulated", "a server joins", "</svg>"] {
             assert!(svg.contains(part), "{part:?} is missing");
         }
     }

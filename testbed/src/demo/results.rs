@@ -182,17 +182,17 @@ impl DemoResults {
             self.seconds
         ));
         lines.push(format!(
-            "Noise floor of the per-core variance: {:.2} %. It is what is left when each connection goes to the core \
-             where all that it will ever send fits best: requests come in pieces.",
+            "Noise floor of the per-core variance: {:.3} %: what is left when each connection goes to the core where all\n\
+             that it will ever send fits best. Requests come in pieces.",
             self.noise_floor_pct
         ));
         lines.push(format!(
-            "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins after \
+            "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins after\n\
              {joins} s and another drains after {drains} s; {SETTLE_SECONDS} s after start and changes are left out."
         ));
         lines.push(
-            "Emulated: RSS (virtual Ethernet has none) and cores (paced workers). Real: packets, TCP, load balancer, \
-             agents, controller."
+            "Emulated: RSS (virtual Ethernet has none) and cores (paced workers).\n\
+             Real: packets, TCP, load balancer, agents, controller."
                 .to_owned(),
         );
         for runs in self.runs.iter().filter(|runs| runs.broken() > 0) {
@@ -305,7 +305,7 @@ pub(super) mod tests {
     #[test]
     fn the_text_says_what_is_emulated_and_what_broke() {
         let text = results().text(Path::new("out"));
-        for part in ["8.00 (7.00-12.00)", "Emulated: RSS", "Broken under hash: 1 reset.", "Noise floor", "0.12 %"] {
+        for part in ["8.00 (7.00-12.00)", "Emulated: RSS", "Broken under hash: 1 reset.", "Noise floor", "0.125 %"] {
             assert!(text.contains(part), "{part:?} is missing in:\n{text}");
         }
         assert!(!text.contains("WARNING"));
