@@ -4,9 +4,11 @@
 //! * [`records`]: what must survive, and [`store`]: where it does
 //! * [`fleet`]: the two put together, the configuration in force
 //! * [`controller`]: what is known and decided; pure
+//! * [`server`]: the daemon around it
 
 pub mod config;
 pub mod controller;
 pub mod fleet;
 pub mod records;
+pub mod server;
 pub mod store;

@@ -1,0 +1,106 @@
+//! One agent's stream: a hello, then reports in; its configuration out, now and at every change.
+
+use std::sync::Arc;
+
+use coreward_wire::{Report, v1};
+use tokio::sync::mpsc;
+use tonic::{Status, Streaming};
+
+use super::shared::Shared;
+use super::{HELLO_TIMEOUT, refused_status};
+use crate::controller::Session;
+
+type Answers = mpsc::Sender<Result<v1::AgentConfiguration, Status>>;
+
+/// Serves the stream until it ends.
+pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::AgentMessage>, answers: Answers) {
+    let session = match hello(&shared, &mut messages).await {
+        Ok(session) => session,
+        Err(status) => {
+            tracing::warn!("an agent was refused: {}", status.message());
+            let _ = answers.send(Err(status)).await;
+            return;
+        }
+    };
+    tracing::info!("the agent of {} has connected", session.server());
+    let outcome = converse(&shared, &session, &mut messages, &answers).await;
+    shared.controller().goodbye(&session);
+    match outcome {
+        Ok(()) => tracing::info!("the agent of {} has disconnected", session.server()),
+        Err(status) => {
+            tracing::warn!("the agent of {} is gone: {}", session.server(), status.message());
+            let _ = answers.send(Err(status)).await;
+        }
+    }
+}
+
+async fn hello(shared: &Shared, messages: &mut Streaming<v1::AgentMessage>) -> Result<Session, Status> {
+    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
+    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
+    let Some(v1::agent_message::Message::Hello(hello)) = message else {
+        return Err(Status::invalid_argument("an agent's first message: expected a hello"));
+    };
+    let now = shared.now();
+    shared.controller().hello(&hello.server, &hello.version, now).map_err(|refused| refused_status(&refused))
+}
+
+async fn converse(
+    shared: &Shared,
+    session: &Session,
+    messages: &mut Streaming<v1::AgentMessage>,
+    answers: &Answers,
+) -> Result<(), Status> {
+    let mut generation = shared.generation();
+    generation.mark_changed();
+    let mut log = RefusalLog::default();
+    loop {
+        tokio::select! {
+            message = messages.message() => match message?.and_then(|message| message.message) {
+                Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
+                Some(v1::agent_message::Message::Hello(_)) => {
+                    return Err(Status::invalid_argument("a second hello: expected reports"));
+                }
+                None => return Ok(()),
+            },
+            changed = generation.changed() => {
+                if changed.is_err() {
+                    return Ok(());
+                }
+                generation.mark_unchanged();
+                let configuration = shared.controller().agent_configuration(session);
+                let configuration = configuration.map_err(|refused| refused_status(&refused))?;
+                if answers.send(Ok((&configuration).into())).await.is_err() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+/// A report that is of no use is counted and logged; only when the session itself is over the stream ends.
+fn take(shared: &Shared, session: &Session, report: v1::Report, log: &mut RefusalLog) -> Result<(), Status> {
+    let report = Report::try_from(report);
+    let now = shared.now();
+    let outcome = shared.controller().report(session, report, now);
+    match outcome {
+        Ok(()) => log.newest = None,
+        Err(refused) if refused.ends_session() => return Err(refused_status(&refused)),
+        Err(refused) => log.refused(session, &refused),
+    }
+    Ok(())
+}
+
+/// Says once why reports are refused, not ten times a second.
+#[derive(Default)]
+struct RefusalLog {
+    newest: Option<&'static str>,
+}
+
+impl RefusalLog {
+    fn refused(&mut self, session: &Session, refused: &crate::controller::refused::Refused) {
+        if self.newest != Some(refused.reason()) {
+            tracing::warn!("a report of {} was refused ({}): {refused}", session.server(), refused.reason());
+        }
+        self.newest = Some(refused.reason());
+    }
+}

@@ -1,0 +1,187 @@
+//! The daemon: the controller's decisions behind gRPC, ticking, and reading its file again when told.
+//!
+//! * [`shared`]: what all callers share
+//! * [`keeper`]: configuration and records; the only one that writes the store
+//! * [`agents`], [`load_balancers`], [`people`]: one kind of caller each
+
+mod agents;
+mod keeper;
+mod load_balancers;
+mod people;
+mod shared;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_wire::v1;
+use coreward_wire::v1::control_server::{Control, ControlServer};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::controller::Controller;
+use crate::controller::refused::Refused;
+use keeper::Keeper;
+use shared::Shared;
+
+/// How often a silent peer is pinged (HTTP/2).
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// A peer that answers no ping for this long is gone, whatever TCP thinks.
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a stream may take to say who it is.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often ids of servers that left are looked over.
+const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the file again.
+///
+/// # Errors
+/// When the file is wrong, the store cannot be used or the address cannot be listened on.
+pub fn run(config: &Path) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let server = Server::bind(config).await?;
+        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        tracing::info!("listening on {}", server.address());
+        tokio::select! {
+            outcome = server.serve() => outcome,
+            _ = terminate.recv() => Ok(()),
+            _ = interrupt.recv() => Ok(()),
+        }
+    })
+}
+
+/// A controller that listens.
+pub struct Server {
+    keeper: Keeper,
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Server {
+    /// Reads the file, opens the store and listens.
+    ///
+    /// # Errors
+    /// When one of these fails.
+    pub async fn bind(config: &Path) -> anyhow::Result<Self> {
+        let keeper = Keeper::open(config)?;
+        let wanted = keeper.config().listen;
+        let expected = "expected a free port and an address of this host (`listen`)";
+        let listener =
+            TcpListener::bind(wanted).await.with_context(|| format!("cannot listen on {wanted}: {expected}"))?;
+        let address = listener.local_addr()?;
+        Ok(Self { keeper, listener, address })
+    }
+
+    /// Where it listens (the port that the system chose where `listen` names port 0).
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves for ever.
+    ///
+    /// # Errors
+    /// When the listening socket fails.
+    pub async fn serve(self) -> anyhow::Result<()> {
+        let shared = Arc::new(Shared::new(Controller::new(self.keeper.fleet())));
+        let service = tonic::transport::Server::builder()
+            .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+            .add_service(ControlServer::new(Service { shared: shared.clone() }))
+            .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
+        tokio::select! {
+            outcome = service => outcome.context("the controller's socket failed"),
+            () = tick(&shared) => Ok(()),
+            outcome = keep(self.keeper, &shared) => outcome,
+        }
+    }
+}
+
+/// Tables at the report interval, for ever.
+async fn tick(shared: &Shared) {
+    let mut due = Instant::now();
+    loop {
+        sleep_until(due).await;
+        // After a pause of the machine one tick, not all that were missed.
+        due = (due + shared.tick()).max(Instant::now());
+    }
+}
+
+/// Changes of the configuration, for ever.
+async fn keep(mut keeper: Keeper, shared: &Shared) -> anyhow::Result<()> {
+    let mut hangup = signal(SignalKind::hangup())?;
+    loop {
+        let reload = tokio::select! {
+            _ = hangup.recv() => true,
+            () = tokio::time::sleep(RETIRE_INTERVAL) => false,
+        };
+        // The disk may take its time: tables and reports go on.
+        let (back, outcome) = tokio::task::spawn_blocking(move || {
+            let outcome = if reload { keeper.reload().map(Some) } else { keeper.retire() };
+            (keeper, outcome)
+        })
+        .await?;
+        keeper = back;
+        match outcome {
+            Ok(Some(fleet)) => {
+                tracing::info!("configuration generation {} is in force", fleet.generation);
+                shared.configure(fleet);
+            }
+            Ok(None) => {}
+            Err(error) => tracing::error!("the old configuration stays in force: {error:#}"),
+        }
+    }
+}
+
+/// The gRPC code of a refusal that ends a stream.
+fn refused_status(refused: &Refused) -> Status {
+    let message = refused.to_string();
+    match refused {
+        Refused::UnknownServer(_) => Status::not_found(message),
+        Refused::DuplicateSession { .. } | Refused::Superseded(_) => Status::already_exists(message),
+        _ => Status::invalid_argument(message),
+    }
+}
+
+struct Service {
+    shared: Arc<Shared>,
+}
+
+#[tonic::async_trait]
+impl Control for Service {
+    type AgentStream = ReceiverStream<Result<v1::AgentConfiguration, Status>>;
+    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
+
+    async fn agent(
+        &self,
+        request: Request<Streaming<v1::AgentMessage>>,
+    ) -> Result<Response<Self::AgentStream>, Status> {
+        let (answers, stream) = mpsc::channel(1);
+        tokio::spawn(agents::serve(self.shared.clone(), request.into_inner(), answers));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn load_balancer(
+        &self,
+        request: Request<Streaming<v1::LoadBalancerMessage>>,
+    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+        let (updates, stream) = mpsc::channel(1);
+        tokio::spawn(load_balancers::serve(self.shared.clone(), request.into_inner(), updates));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn status(&self, _request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
+        Ok(Response::new(people::status(&self.shared)))
+    }
+
+    async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
+        people::explain(&self.shared, request.get_ref()).map(Response::new)
+    }
+}

@@ -1,0 +1,28 @@
+//! Answers to people: `coreward status` and `coreward explain`.
+
+use coreward_model::ServiceAddress;
+use coreward_wire::address::{parse_address, parse_port};
+use coreward_wire::{Context as _, WireError, v1};
+use tonic::Status;
+
+use super::shared::Shared;
+use crate::controller::explain::NotExplained;
+
+/// Everything there is to see.
+pub fn status(shared: &Shared) -> v1::StatusReply {
+    let now = shared.now();
+    shared.controller().status(now)
+}
+
+/// Where a new connection would go.
+pub fn explain(shared: &Shared, request: &v1::ExplainRequest) -> Result<v1::ExplainReply, Status> {
+    let service = request.service.as_ref().ok_or_else(|| WireError::missing("service"))?;
+    let service = ServiceAddress::try_from(service).within("service")?;
+    let ip = parse_address("client_address", &request.client_address)?;
+    let port = parse_port("client_port", request.client_port)?;
+    let now = shared.now();
+    shared.controller().explain(service, (ip, port).into(), now).map_err(|error| match &error {
+        NotExplained::UnknownService { .. } => Status::not_found(error.to_string()),
+        NotExplained::MixedFamilies(_) => Status::invalid_argument(error.to_string()),
+    })
+}

@@ -1,0 +1,347 @@
+//! The controller as its peers see it: real gRPC over loopback, with agents and load balancers that only pretend.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use coreward_control::server::Server;
+use coreward_model::placement::PlacementTable;
+use coreward_wire::v1::control_client::ControlClient;
+use coreward_wire::v1::{agent_message, dataplane_update, load_balancer_message};
+use coreward_wire::{FleetConfiguration, table, v1};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Streaming};
+
+/// Everything here happens within milliseconds; a test that waits this long has failed.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
+}
+
+/// A directory with a configuration and a store.
+struct Home {
+    directory: tempfile::TempDir,
+}
+
+impl Home {
+    fn new(servers: &[&str], more: &str) -> Self {
+        let home = Self { directory: tempfile::tempdir().unwrap() };
+        home.write(servers, more);
+        home
+    }
+
+    fn config(&self) -> PathBuf {
+        self.directory.path().join("controller.toml")
+    }
+
+    fn write(&self, servers: &[&str], more: &str) {
+        let store = self.directory.path().join("controller.redb");
+        let mut text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nreport_interval_ms = 10\n");
+        for server in servers {
+            text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
+        }
+        std::fs::write(self.config(), format!("{text}{more}")).unwrap();
+    }
+
+    async fn start(&self) -> Running {
+        let server = Server::bind(&self.config()).await.unwrap();
+        let address = server.address();
+        Running { address, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+    }
+}
+
+/// A controller in a task of its own.
+struct Running {
+    address: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    fn endpoint(&self) -> Endpoint {
+        Endpoint::from_shared(format!("http://{}", self.address)).unwrap()
+    }
+
+    async fn client(&self) -> ControlClient<Channel> {
+        ControlClient::connect(self.endpoint()).await.unwrap()
+    }
+
+    async fn status(&self) -> v1::StatusReply {
+        self.client().await.status(v1::StatusRequest {}).await.unwrap().into_inner()
+    }
+
+    /// Ends it at once, as SIGKILL would.
+    async fn kill(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
+
+    async fn agent(&self, server: &str) -> Agent {
+        let (sender, receiver) = mpsc::channel(4);
+        let hello = v1::AgentHello { server: server.into(), version: "test".into() };
+        let agent = Agent { sender, sequence: 0, busy_ns: vec![0; 2], answers: None };
+        agent.send(agent_message::Message::Hello(hello)).await;
+        let answers = self.client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        Agent { answers: Some(answers), ..agent }
+    }
+
+    async fn load_balancer(&self, client: ControlClient<Channel>) -> LoadBalancer {
+        let (sender, receiver) = mpsc::channel(4);
+        let hello = v1::LoadBalancerHello { name: "lb1".into(), version: "test".into() };
+        let message = Some(load_balancer_message::Message::Hello(hello));
+        sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+        let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        LoadBalancer { sender, updates }
+    }
+}
+
+struct Agent {
+    sender: mpsc::Sender<v1::AgentMessage>,
+    sequence: u64,
+    busy_ns: Vec<u64>,
+    answers: Option<Streaming<v1::AgentConfiguration>>,
+}
+
+impl Agent {
+    async fn send(&self, message: agent_message::Message) {
+        self.sender.send(v1::AgentMessage { message: Some(message) }).await.unwrap();
+    }
+
+    async fn configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
+        let answers = self.answers.as_mut().unwrap();
+        in_time("an agent's configuration", answers.message()).await.map(|answer| answer.expect("the stream goes on"))
+    }
+
+    /// Reports that the cores were busy to these parts since the last report.
+    async fn report(&mut self, loads: [f64; 2]) {
+        self.sequence += 1;
+        let measured_ns = self.sequence * 10_000_000;
+        for (busy, load) in self.busy_ns.iter_mut().zip(loads) {
+            *busy += (load * 10e6) as u64;
+        }
+        let report = v1::Report {
+            sequence: self.sequence,
+            sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
+            time_to_live_ms: 60_000,
+            measured_ns,
+            core_busy_ns: self.busy_ns.clone(),
+            open_connections: 5,
+            rss_generation: 1,
+            rss: (self.sequence == 1).then(|| v1::Rss {
+                source: "testbed emulation".into(),
+                key: vec![0x5a; 40],
+                indirection_table: vec![0, 1],
+            }),
+            ..Default::default()
+        };
+        self.send(agent_message::Message::Report(report)).await;
+    }
+}
+
+struct LoadBalancer {
+    sender: mpsc::Sender<v1::LoadBalancerMessage>,
+    updates: Streaming<v1::DataplaneUpdate>,
+}
+
+impl LoadBalancer {
+    async fn update(&mut self) -> dataplane_update::Update {
+        let message = in_time("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
+        message.update.expect("an update says something")
+    }
+
+    async fn configuration(&mut self) -> FleetConfiguration {
+        loop {
+            if let dataplane_update::Update::Configuration(configuration) = self.update().await {
+                return (&configuration).try_into().unwrap();
+            }
+        }
+    }
+
+    async fn table(&mut self) -> PlacementTable {
+        loop {
+            if let dataplane_update::Update::Table(bytes) = self.update().await {
+                return table::decode(bytes).unwrap().1;
+            }
+        }
+    }
+
+    async fn table_where(&mut self, what: &str, wanted: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
+        in_time(what, async {
+            loop {
+                let table = self.table().await;
+                if wanted(&table) {
+                    return table;
+                }
+            }
+        })
+        .await
+    }
+}
+
+const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
+
+/// The server of each of the two cores' buckets: even buckets reach core 0, odd ones core 1.
+fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
+    let at = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
+    Some([at(0)?, at(1)?])
+}
+
+#[tokio::test]
+async fn tables_follow_loads() {
+    let home = Home::new(&["s1", "s2"], WEB);
+    let running = home.start().await;
+    let mut balancer = running.load_balancer(running.client().await).await;
+    let configuration = balancer.configuration().await;
+    let id = |name: &str| {
+        let servers = &configuration.services[0].servers;
+        servers.iter().find(|server| server.name == name).unwrap().id.get()
+    };
+    let mut agents = [running.agent("s1").await, running.agent("s2").await];
+    let stamped = agents[0].configuration().await.unwrap();
+    assert_eq!((stamped.server_id, stamped.report_interval_ms), (u32::from(id("s1")), 10));
+    assert_eq!(stamped.services[0].server_id, u32::from(id("s1")));
+
+    for _ in 0..3 {
+        agents[0].report([0.9, 0.1]).await;
+        agents[1].report([0.5, 0.5]).await;
+    }
+    let wanted = Some([id("s2"), id("s1")]);
+    let table = balancer.table_where("the loads in the table", |table| servers_of_cores(table) == wanted).await;
+    assert_eq!(table.members.len(), 2);
+    // The cores change places.
+    for _ in 0..10 {
+        agents[0].report([0.1, 0.9]).await;
+    }
+    let wanted = Some([id("s1"), id("s2")]);
+    balancer.table_where("the new loads in the table", |table| servers_of_cores(table) == wanted).await;
+
+    let message = v1::LoadBalancerState { xdp_mode: "native".into(), ..Default::default() };
+    let message = Some(load_balancer_message::Message::State(message));
+    balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    let status = in_time("the load balancer's state", async {
+        loop {
+            let status = running.status().await;
+            if status.load_balancers[0].state.is_some() {
+                return status;
+            }
+        }
+    })
+    .await;
+    assert_eq!(status.accepted_reports, 16);
+    assert!(status.servers.iter().all(|server| server.state == "reporting" && server.core_load.len() == 2));
+    assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
+
+    let request = v1::ExplainRequest {
+        service: Some(v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() }),
+        client_address: vec![10, 1, 0, 7],
+        client_port: 40_312,
+    };
+    let mut client = running.client().await;
+    let explained = client.explain(request.clone()).await.unwrap().into_inner();
+    assert!(explained.reason.contains(" is the least loaded"), "{}", explained.reason);
+    assert_eq!(explained.servers.len(), 2);
+    let refused = client.explain(v1::ExplainRequest { client_port: 0, ..request }).await.unwrap_err();
+    assert_eq!(refused.message(), "client_port: port 0: expected 1 to 65535");
+}
+
+#[tokio::test]
+async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
+    let services = format!("{WEB}[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n");
+    let home = Home::new(&["s1", "s2", "s3"], &services);
+    let mut seen = Vec::new();
+    for _ in 0..2 {
+        let running = home.start().await;
+        let mut balancer = running.load_balancer(running.client().await).await;
+        let configuration = balancer.configuration().await;
+        let mut agent = running.agent("s1").await;
+        let rss_key = agent.configuration().await.unwrap().fleet_rss_key;
+        balancer.table().await;
+        let hash_key = balancer.table().await.groups.remove(0);
+        seen.push((configuration.generation, configuration, rss_key, hash_key));
+        running.kill().await;
+    }
+    let (second, first) = (seen.pop().unwrap(), seen.pop().unwrap());
+    assert_eq!((first.0, second.0), (1, 2));
+    assert_eq!(first.1.keys, second.1.keys);
+    assert_eq!(first.1.services, second.1.services);
+    assert_eq!((first.2, first.3), (second.2, second.3));
+    // Another fleet has other secrets.
+    let other = Home::new(&["s1", "s2", "s3"], &services).start().await;
+    let mut balancer = other.load_balancer(other.client().await).await;
+    assert_ne!(balancer.configuration().await.keys, first.1.keys);
+}
+
+#[tokio::test]
+async fn who_does_not_belong_is_told_so() {
+    let home = Home::new(&["s1"], WEB);
+    let running = home.start().await;
+    let mut first = running.agent("s1").await;
+    first.configuration().await.unwrap();
+    first.report([0.0, 0.0]).await;
+
+    let refused = running.agent("s1").await.configuration().await.unwrap_err();
+    assert_eq!(refused.code(), Code::AlreadyExists);
+    let refused = running.agent("s9").await.configuration().await.unwrap_err();
+    assert_eq!(refused.code(), Code::NotFound);
+    assert_eq!(
+        refused.message(),
+        "server \"s9\" is not known: expected the name of a [[server]] of the controller's file"
+    );
+    let status = running.status().await;
+    assert_eq!((status.refused_reports["unknown_server"], status.refused_reports["duplicate_session"]), (1, 1));
+    // The first one still reports; when it hangs up, there is room for another at once.
+    first.report([0.0, 0.0]).await;
+    drop(first);
+    in_time("room for another agent", async { while running.agent("s1").await.configuration().await.is_err() {} })
+        .await;
+}
+
+#[tokio::test]
+async fn a_changed_file_is_in_force_whole_or_not_at_all() {
+    let home = Home::new(&["s1", "s2"], WEB);
+    let running = home.start().await;
+    let mut balancer = running.load_balancer(running.client().await).await;
+    let before = balancer.configuration().await;
+    balancer.table_where("both servers", |table| table.members.len() == 2).await;
+    let hang_up = || nix::sys::signal::kill(nix::unistd::getpid(), nix::sys::signal::Signal::SIGHUP).unwrap();
+
+    home.write(&["s2", "s3"], &WEB.replace("crossrss", "no-such-policy"));
+    hang_up();
+    // Long enough to be read; that nothing happens can only be waited for.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert_eq!(running.status().await.configuration_generation, before.generation);
+    assert_eq!(balancer.table().await.members.len(), 2);
+
+    home.write(&["s2", "s3"], WEB);
+    hang_up();
+    let after = balancer.configuration().await;
+    assert_eq!(after.generation, before.generation + 1);
+    let seen: Vec<(&str, bool)> =
+        after.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
+    assert!([("s1", false), ("s2", true), ("s3", true)].iter().all(|server| seen.contains(server)), "{seen:?}");
+    let id = |name: &str| after.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
+    let wanted = [id("s2"), id("s3")];
+    let has_new_pool = |table: &PlacementTable| wanted.iter().all(|id| table.members.iter().any(|m| m.server == *id));
+    assert_eq!(balancer.table_where("the new pool", has_new_pool).await.members.len(), 2);
+}
+
+#[tokio::test]
+async fn a_slow_load_balancer_gets_the_newest_table() {
+    let home = Home::new(&["s1", "s2"], &format!("{WEB}buckets = 2048\n"));
+    let running = home.start().await;
+    let channel = running.endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
+    let mut balancer = running.load_balancer(ControlClient::new(channel)).await;
+    balancer.configuration().await;
+    let first = balancer.table().await.generation;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let mut received = 1;
+    let newest = running.status().await.services[0].table_generation;
+    while balancer.table().await.generation < newest {
+        received += 1;
+    }
+    assert!(newest - first > 50, "{first} to {newest}");
+    assert!(received < (newest - first) / 2, "{received} tables of generations {first} to {newest}");
+}
