@@ -1,6 +1,6 @@
 //! What is checked in which guest.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -11,6 +11,16 @@ use crate::packages::Packages;
 use crate::rss::{self, Measurement};
 use crate::tally::Tally;
 use crate::wire::{FLOWS, VIP, Wire};
+
+/// What guests are made of.
+pub struct Parts {
+    /// QEMU and the kernels.
+    pub packages: Packages,
+    /// The binary to test.
+    pub coreward: PathBuf,
+    /// Where the consoles' output goes.
+    pub logs: PathBuf,
+}
 
 /// A guest to boot, and what is done to its NIC, one after the other.
 pub struct Case {
@@ -29,6 +39,9 @@ struct Setting {
     /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/nic.md).
     in_force: bool,
 }
+
+/// How long a command of the user's may take.
+const RUN_LIMIT: Duration = Duration::from_secs(600);
 
 const FRESH: &str = "as the driver starts";
 
@@ -73,29 +86,41 @@ const IGB: &[Setting] = &[
 impl Case {
     /// For the user.
     pub fn name(&self) -> String {
-        format!("{} on Linux {}", self.nic.driver(), self.kernel)
+        format!("Linux {} with {}", self.kernel, self.nic.driver())
     }
 
-    /// Boots the guest and makes its checks.
+    /// Boots the guest and makes its checks; with a `command`, prints what that prints instead.
     ///
     /// # Errors
     /// When there is no guest to check.
-    pub fn run(&self, packages: &Packages, coreward: &Path, logs: &Path, tally: &mut Tally) -> Result<()> {
-        let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
-        let kernel = packages.kernel(self.kernel);
-        let initrd = initrd::build(packages, &kernel, &modules, coreward, &[])?;
+    pub fn run(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
-        let console = logs.join(format!("{}-{}.console", self.nic.driver(), self.kernel));
-        let mut guest = Guest::boot(packages, &kernel, &initrd, self.nic, &console)?;
-        let wire = Wire::connect(packages)?;
-        bring_up(&mut guest)?;
-        println!("{}: {} booted in {:.1} s", self.name(), guest.run("uname -r")?.trim(), start.elapsed().as_secs_f64());
+        let (mut guest, wire) = self.boot(parts)?;
+        let release = guest.run("uname -r")?;
+        println!("{}: {} booted in {:.1} s", self.name(), release.trim(), start.elapsed().as_secs_f64());
+        if let Some(command) = command {
+            let (status, output) = guest.try_run(command, RUN_LIMIT)?;
+            println!("{output}");
+            ensure!(status == 0, "`{command}` ended with status {status}");
+            return Ok(());
+        }
         for setting in self.settings {
             guest.run(setting.command)?;
             let measured = rss::measure(&mut guest, self.nic, &wire)?;
             self.check_setting(setting, &measured, tally);
         }
         Ok(())
+    }
+
+    fn boot(&self, parts: &Parts) -> Result<(Guest, Wire)> {
+        let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
+        let kernel = parts.packages.kernel(self.kernel);
+        let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &[])?;
+        let console = parts.logs.join(format!("{}-{}.console", self.nic.driver(), self.kernel));
+        let mut guest = Guest::boot(&parts.packages, &kernel, &initrd, self.nic, &console)?;
+        let wire = Wire::connect(&parts.packages)?;
+        bring_up(&mut guest)?;
+        Ok((guest, wire))
     }
 
     /// Our Toeplitz and the table that ethtool shows, against the queues that the NIC delivered to.

@@ -123,7 +123,7 @@ impl Guest {
     /// # Errors
     /// When the command fails (with its output), or does not end in a minute.
     pub fn run(&mut self, command: &str) -> Result<String> {
-        let (status, output) = self.try_run(command)?;
+        let (status, output) = self.try_run(command, COMMAND_LIMIT)?;
         if status != 0 {
             bail!("`{command}` in the guest: status {status}: {}", output.trim());
         }
@@ -133,11 +133,11 @@ impl Guest {
     /// Like [`Guest::run`], for commands that may fail: exit status and output.
     ///
     /// # Errors
-    /// When the command does not end in a minute, or the guest is gone.
-    pub fn try_run(&mut self, command: &str) -> Result<(i32, String)> {
+    /// When the command does not end within `limit`, or the guest is gone.
+    pub fn try_run(&mut self, command: &str, limit: Duration) -> Result<(i32, String)> {
         assert!(!command.contains('\n'), "the guest reads one line a command");
         self.serial.write_all(format!("{command}\n").as_bytes()).context("the guest is gone")?;
-        let (output, last) = self.lines_until("@end ", COMMAND_LIMIT).with_context(|| format!("`{command}`"))?;
+        let (output, last) = self.lines_until("@end ", limit).with_context(|| format!("`{command}`"))?;
         let status = last.trim_start_matches("@end ").trim().parse().with_context(|| format!("status {last:?}"))?;
         Ok((status, output))
     }

@@ -25,7 +25,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Parser;
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::cases::CASES;
+use crate::cases::{CASES, Parts};
 use crate::packages::Packages;
 use crate::tally::Tally;
 
@@ -41,6 +41,9 @@ struct Arguments {
     /// Only guests whose name contains this.
     #[arg(long, default_value = "")]
     only: String,
+    /// Only runs this command (one line of shell) in the guests.
+    #[arg(long)]
+    run: Option<String>,
 }
 
 fn main() -> ExitCode {
@@ -52,9 +55,9 @@ fn main() -> ExitCode {
             println!("No guest can be booted here: {missing:#}");
             cases.for_each(|case| tally.skip(&case.name(), "no guest"));
         }
-        Ok((packages, _lock)) => {
+        Ok((parts, _lock)) => {
             for case in cases {
-                if let Err(error) = case.run(&packages, &arguments.coreward, &arguments.cache, &mut tally) {
+                if let Err(error) = case.run(&parts, arguments.run.as_deref(), &mut tally) {
                     tally.check(&case.name(), Err(error));
                 }
             }
@@ -63,8 +66,8 @@ fn main() -> ExitCode {
     tally.finish()
 }
 
-/// The packages, and the lock that keeps a second run out of them; or one sentence about what is missing.
-fn prepare(arguments: &Arguments) -> Result<(Packages, Flock<fs::File>)> {
+/// What guests are made of, and the lock that keeps a second run out of them; or one sentence about what is missing.
+fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");
     }
@@ -78,5 +81,5 @@ fn prepare(arguments: &Arguments) -> Result<(Packages, Flock<fs::File>)> {
     let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error).context("the cache's lock")?;
     let packages = Packages::fetch(&cache.join("packages"))?;
     wire::enter_namespace()?;
-    Ok((packages, lock))
+    Ok((Parts { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
 }

@@ -43,20 +43,13 @@ fn parse_table(text: &str) -> Result<IndirectionTable> {
 /// The line after `RSS hash key:`, or nothing where the driver does not show it.
 fn parse_key(text: &str) -> Result<Option<RssKey>> {
     let line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
-    if !line.contains(':') {
-        return Ok(None);
-    }
-    Ok(Some(RssKey::new(&bytes_of(line)?)?))
+    if line.contains(':') { Ok(Some(line.trim().parse()?)) } else { Ok(None) }
 }
 
 /// The first 40 bytes of the kernel's own key (52 bytes; Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
 fn kernel_key(text: &str) -> Result<RssKey> {
-    let bytes = bytes_of(text.trim())?;
-    Ok(RssKey::new(bytes.get(..40).with_context(|| format!("netdev_rss_key is {text:?}"))?)?)
-}
-
-fn bytes_of(colons: &str) -> Result<Vec<u8>> {
-    colons.trim().split(':').map(|byte| u8::from_str_radix(byte, 16).with_context(|| format!("{colons:?}"))).collect()
+    let key: RssKey = text.trim().parse()?;
+    Ok(RssKey::new(&key.bytes()[..40])?)
 }
 
 /// What the guest showed, and what its NIC did.
