@@ -393,6 +393,19 @@ struct server_state {
 	struct server_counters counters[MAX_CPUS];
 };
 
+/* Receive queues that steering knows; connections of others go where the kernel sends them. */
+#define MAX_STEERED_QUEUES 1024
+/* Listening sockets of one service. */
+#define MAX_STEERED_SOCKETS 1024
+#define NO_SOCKET 0xffffffffu
+
+/* What of steer.bpf.c user space writes and reads: one per service. */
+struct steer_state {
+	/* For each receive queue the slot in `workers` of the socket that takes its connections, or NO_SOCKET. */
+	__u32 socket_of_queue[MAX_STEERED_QUEUES];
+	__u64 counters[STEER_COUNTER_COUNT];
+};
+
 /* Busy time of one CPU, as cpu_load.bpf.c keeps it. A cache line of its own. */
 struct cpu_busy_time {
 	/* Time not in the idle task up to `since_ns`. */

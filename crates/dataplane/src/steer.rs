@@ -1,0 +1,153 @@
+//! `bpf/steer.bpf.c` at a group of listening sockets: loaded, attached, pinned, taken over, filled, read.
+//!
+//! A socket can be in one REUSEPORT_SOCKARRAY only, so a restarted agent cannot install a second steering beside the
+//! first: it takes over the pinned array and puts its program in the place of the one attached. Pinned below `steer/NAME/`
+//! of one directory of a bpffs: `workers` and `state`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::mem::{MaybeUninit, offset_of};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use coreward_intf as intf;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{MapCore as _, MapFlags};
+
+use crate::mapped::Mapped;
+use crate::skeleton::steer::SteerSkelBuilder;
+
+/// Names of the counters that [`Steer::counters`] gives.
+pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
+
+/// How many counters there are.
+pub const COUNTERS: usize = intf::STEER_COUNTER_COUNT as usize;
+
+/// What identifies a socket as long as it lives (SO_COOKIE).
+pub type SocketCookie = u64;
+
+/// The steering of one service. Dropping this leaves it at work.
+#[derive(Debug)]
+pub struct Steer {
+    program: OwnedFd,
+    workers: libbpf_rs::MapHandle,
+    state: Mapped<intf::steer_state>,
+    taken_over: bool,
+}
+
+impl Steer {
+    /// Loads the program; `rss_map` is the server programs' ([`crate::server::ServerPrograms::rss_map`]). `name`: of the
+    /// service, for the pins; sockets that are pinned from before stay in their slots.
+    ///
+    /// # Errors
+    /// When the pin directory is not on a bpffs, what is pinned is of another version, or the kernel refuses the program.
+    pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
+        let pins = pin_directory.join("steer").join(name);
+        fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
+        let taken_over = pins.join("workers").exists();
+        let mut storage = MaybeUninit::uninit();
+        let mut open = SteerSkelBuilder::default().open(&mut storage).context("bpf/steer.bpf.c")?;
+        open.maps.rss_mapping.reuse_fd(rss_map).context("the map of the server's RSS")?;
+        open.maps.workers.set_pin_path(pins.join("workers"))?;
+        open.maps.bss_steer.set_pin_path(pins.join("state"))?;
+        let loaded = open.load().with_context(|| {
+            format!("the kernel refused bpf/steer.bpf.c, or {} is of another version (remove it then)", pins.display())
+        })?;
+        let steer = Self {
+            program: loaded.progs.steer.as_fd().try_clone_to_owned()?,
+            workers: libbpf_rs::MapHandle::try_from(&loaded.maps.workers)?,
+            state: Mapped::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
+            taken_over,
+        };
+        if !taken_over {
+            steer.set_queues(&[]);
+        }
+        Ok(steer)
+    }
+
+    /// Whether pinned state of an earlier process was taken over.
+    pub fn taken_over(&self) -> bool {
+        self.taken_over
+    }
+
+    /// Attaches the program to the group that `socket` is in, in place of one attached before.
+    ///
+    /// # Errors
+    /// When the socket is in no SO_REUSEPORT group.
+    pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let program = self.program.as_raw_fd();
+        // SAFETY: the pointer and the length are those of an int that lives until the call returns.
+        let attached = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_ATTACH_REUSEPORT_EBPF,
+                (&raw const program).cast(),
+                size_of_val(&program) as u32,
+            )
+        };
+        nix::errno::Errno::result(attached).map(drop).context("attaching to the group of listening sockets")
+    }
+
+    /// Takes the program from the group that `socket` is in: the kernel then picks by itself.
+    ///
+    /// # Errors
+    /// When none is attached.
+    pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let unused = 0i32;
+        // SAFETY: as in `attach`.
+        let detached = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_DETACH_REUSEPORT_BPF,
+                (&raw const unused).cast(),
+                size_of_val(&unused) as u32,
+            )
+        };
+        nix::errno::Errno::result(detached).map(drop).context("detaching from the group of listening sockets")
+    }
+
+    /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
+    pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
+        let cookie = |slot: u32| {
+            let value = self.workers.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
+            Some((slot, SocketCookie::from_ne_bytes(value.try_into().ok()?)))
+        };
+        (0..intf::MAX_STEERED_SOCKETS).filter_map(cookie).collect()
+    }
+
+    /// Puts a listening socket into a free slot and returns the slot.
+    ///
+    /// # Errors
+    /// When all slots are taken, the socket does not listen, or it is in another array.
+    pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
+        let taken = self.sockets();
+        let Some(slot) = (0..intf::MAX_STEERED_SOCKETS).find(|slot| !taken.contains_key(slot)) else {
+            bail!("more than {} listening sockets of one service", intf::MAX_STEERED_SOCKETS);
+        };
+        let descriptor = socket.as_raw_fd() as u64;
+        self.workers
+            .update(&slot.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::NO_EXIST)
+            .context("a listening socket cannot be steered (is it in the array of another steering?)")?;
+        Ok(slot)
+    }
+
+    /// The slot that takes the connections of each receive queue; `None`, and queues beyond: as the kernel picks.
+    ///
+    /// # Panics
+    /// With more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
+    pub fn set_queues(&self, slots: &[Option<u32>]) {
+        let mut queues = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
+        for (queue, slot) in queues[..slots.len()].iter_mut().zip(slots) {
+            *queue = slot.unwrap_or(intf::NO_SOCKET);
+        }
+        self.state.write(offset_of!(intf::steer_state, socket_of_queue), &queues);
+    }
+
+    /// The counters in the order of [`COUNTER_NAMES`].
+    pub fn counters(&self) -> [u64; COUNTERS] {
+        *self.state.read(offset_of!(intf::steer_state, counters))
+    }
+}
