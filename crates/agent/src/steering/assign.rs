@@ -1,0 +1,62 @@
+//! Which listening socket takes the connections of which receive queue. Pure.
+
+use super::listeners::Listener;
+use crate::config::Steer;
+
+/// For each queue the position in `listeners` of the one that takes its connections; `None`: the kernel picks.
+/// `cpu_of_queue`: the CPU that serves each queue.
+pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Vec<Option<usize>> {
+    match mode {
+        Steer::Off => vec![None; cpu_of_queue.len()],
+        Steer::Order => by_order(listeners, cpu_of_queue.len()),
+        Steer::Affinity => cpu_of_queue.iter().map(|cpu| by_affinity(listeners, *cpu)).collect(),
+    }
+}
+
+/// The k-th socket takes queue k. A master opens its workers' sockets one after the other, so the order of descriptors
+/// is that of the workers; it stays when a worker is respawned, which inherits the same socket. Servers that open their
+/// sockets in processes of their own have equal descriptors: there the older process comes first.
+fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
+    let mut order: Vec<usize> = (0..listeners.len()).collect();
+    order.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
+    (0..queues).map(|queue| order.get(queue % order.len().max(1)).copied()).collect()
+}
+
+/// The worker that may run on the queue's CPU and on the fewest others. One that may run anywhere is no worker of that
+/// core: steering to it would gain nothing.
+fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
+    let pinned = |listener: &&(usize, &Listener)| {
+        listener.1.affinity.contains(&cpu) && listener.1.affinity.len() <= LARGEST_PINNED_SET
+    };
+    let candidates: Vec<(usize, &Listener)> = listeners.iter().enumerate().collect();
+    let best = candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.affinity.len(), *position));
+    best.map(|(position, _)| *position)
+}
+
+/// A worker pinned to a core may use its sibling hardware thread, too.
+const LARGEST_PINNED_SET: usize = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listener(pid: i32, descriptor: i32, cpus: &[usize]) -> Listener {
+        Listener { inode: pid as u64, descriptor, pid, affinity: cpus.iter().copied().collect() }
+    }
+
+    #[test]
+    fn order_is_that_of_descriptors_also_after_a_respawn() {
+        let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
+        assert_eq!(assign(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
+        // Fewer workers than queues: they take turns. None: the kernel picks.
+        assert_eq!(assign(Steer::Order, &listeners[..2], &[0; 4]), [Some(0), Some(1), Some(0), Some(1)]);
+        assert_eq!(assign(Steer::Order, &[], &[0; 2]), [None, None]);
+    }
+
+    #[test]
+    fn affinity_prefers_the_worker_that_runs_there_alone() {
+        let listeners = [listener(1, 6, &[0, 1]), listener(2, 7, &[1]), listener(3, 8, &[0, 1, 2, 3])];
+        assert_eq!(assign(Steer::Affinity, &listeners, &[0, 1, 2]), [Some(0), Some(1), None]);
+        assert_eq!(assign(Steer::Off, &listeners, &[0, 1]), [None, None]);
+    }
+}

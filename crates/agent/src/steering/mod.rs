@@ -1,0 +1,168 @@
+//! Steering: the connections that RSS sends to core k are served by the worker of core k.
+//!
+//! The server is unmodified and already running. Once a second [`Steering::look`] compares its listening sockets with
+//! those that are steered; when they changed (a start, a reload with another number of workers, a worker that was
+//! respawned), the epoll sets of all processes are looked through again ([`listeners`]), new sockets are put into the
+//! array, and queues are assigned ([`assign`]).
+
+mod assign;
+mod listeners;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{SocketAddr, SocketAddrV4};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use coreward_dataplane::steer::{self, Steer as Program};
+use coreward_intf as intf;
+use coreward_model::ServiceAddress;
+
+use crate::config::Steer;
+use listeners::{Inode, Listener};
+
+/// The epoll sets are looked through at least this often: a worker may have been pinned to another CPU.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
+
+/// The steering of all services of this server. Dropping it leaves it at work.
+#[derive(Debug)]
+pub struct Steering {
+    mode: Steer,
+    pin_directory: PathBuf,
+    services: BTreeMap<SocketAddrV4, Service>,
+}
+
+#[derive(Debug)]
+struct Service {
+    program: Program,
+    /// What the last look through the epoll sets found, for which sockets, with which queues, and when.
+    seen: Option<Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    inodes: BTreeSet<Inode>,
+    listeners: Vec<Listener>,
+    cpu_of_queue: Vec<usize>,
+    at: Instant,
+}
+
+impl Steering {
+    /// Steers nothing yet. Pins are below `pin_directory`.
+    pub fn new(mode: Steer, pin_directory: &Path) -> Self {
+        Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new() }
+    }
+
+    /// Steers these services and no others. `rss_map`: of the server's programs.
+    ///
+    /// # Errors
+    /// When the kernel refuses the program.
+    pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let wanted: BTreeSet<SocketAddrV4> = if self.mode == Steer::Off {
+            BTreeSet::new()
+        } else {
+            services.iter().filter_map(|service| ipv4(service.socket)).collect()
+        };
+        self.services.retain(|address, _| wanted.contains(address));
+        for address in wanted {
+            if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
+                let program = Program::load(&self.pin_directory, &pin_name(address), rss_map)?;
+                entry.insert(Service { program, seen: None });
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings sockets and queues up to date; to be called about once a second. `cpu_of_queue`: the CPU that serves each
+    /// receive queue. Gives what the operator should know, in words.
+    pub fn look(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for (address, service) in &mut self.services {
+            match service.look(self.mode, *address, cpu_of_queue) {
+                Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
+                Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
+            }
+        }
+        warnings
+    }
+
+    /// Counters by name, of all services.
+    pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        steer::COUNTER_NAMES
+            .iter()
+            .enumerate()
+            .map(|(index, name)| (*name, self.services.values().map(|service| service.program.counters()[index]).sum()))
+    }
+}
+
+impl Service {
+    /// Gives a warning when connections of some queue go to workers of the kernel's choice.
+    fn look(&mut self, mode: Steer, address: SocketAddrV4, cpu_of_queue: &[usize]) -> anyhow::Result<Option<String>> {
+        let inodes = listeners::listening(address)?;
+        if inodes.is_empty() {
+            self.seen = None;
+            return Ok(Some("nobody listens".to_owned()));
+        }
+        if !self.is_current(&inodes, cpu_of_queue) {
+            let found = listeners::waiting(&inodes)?;
+            self.seen = None;
+            self.steer(mode, &found, cpu_of_queue)?;
+            // Between a reload and the first wait of a new worker a socket is nobody's: the next look finds it.
+            if found.len() == inodes.len() {
+                self.seen =
+                    Some(Seen { inodes, listeners: found, cpu_of_queue: cpu_of_queue.to_vec(), at: Instant::now() });
+            }
+        }
+        let Some(seen) = &self.seen else { return Ok(Some("not every listening socket has a worker".to_owned())) };
+        let without = assign::assign(mode, &seen.listeners, cpu_of_queue).iter().filter(|slot| slot.is_none()).count();
+        Ok((without > 0)
+            .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
+    }
+
+    fn is_current(&self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
+        let alive = |listener: &Listener| Path::new("/proc").join(listener.pid.to_string()).exists();
+        self.seen.as_ref().is_some_and(|seen| {
+            seen.inodes == *inodes
+                && seen.cpu_of_queue == cpu_of_queue
+                && seen.at.elapsed() < LOOK_AGAIN
+                && seen.listeners.iter().all(alive)
+        })
+    }
+
+    fn steer(&self, mode: Steer, found: &[Listener], cpu_of_queue: &[usize]) -> anyhow::Result<()> {
+        let steered: BTreeMap<u64, u32> =
+            self.program.sockets().into_iter().map(|(slot, cookie)| (cookie, slot)).collect();
+        let mut slots = Vec::with_capacity(found.len());
+        let mut attached = false;
+        for listener in found {
+            let socket = listeners::take(listener)?;
+            let cookie = listeners::socket_cookie(&socket)?;
+            slots.push(match steered.get(&cookie) {
+                Some(slot) => *slot,
+                None => self.program.add_socket(socket.as_fd())?,
+            });
+            if !attached {
+                self.program.attach(socket.as_fd()).context("the service must listen with SO_REUSEPORT")?;
+                attached = true;
+            }
+        }
+        let queues = cpu_of_queue.len().min(intf::MAX_STEERED_QUEUES as usize);
+        let assigned = assign::assign(mode, found, &cpu_of_queue[..queues]);
+        let slots: Vec<Option<u32>> = assigned.into_iter().map(|position| position.map(|at| slots[at])).collect();
+        self.program.set_queues(&slots);
+        Ok(())
+    }
+}
+
+fn ipv4(address: SocketAddr) -> Option<SocketAddrV4> {
+    match address {
+        SocketAddr::V4(address) => Some(address),
+        SocketAddr::V6(_) => None,
+    }
+}
+
+/// bpffs takes no dots in names.
+fn pin_name(address: SocketAddrV4) -> String {
+    format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
+}
