@@ -5,10 +5,12 @@
 //! * [`fleet`]: the two put together, the configuration in force
 //! * [`controller`]: what is known and decided; pure
 //! * [`server`]: the daemon around it
+//! * [`show`]: `coreward status` and `coreward explain`
 
 pub mod config;
 pub mod controller;
 pub mod fleet;
 pub mod records;
 pub mod server;
+pub mod show;
 pub mod store;

@@ -1,8 +1,15 @@
 //! The one command; each sub-command is a crate's, nothing is decided here.
 
+mod rights;
+
+use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::Parser as _;
+use coreward_control::show;
+use coreward_model::ServiceAddress;
+use coreward_model::tuple::Protocol;
 use coreward_testbed::{cli as testbed, demo};
 
 #[derive(clap::Parser)]
@@ -18,6 +25,10 @@ enum Command {
     Controller(ConfigArgs),
     /// The load balancer: attaches the XDP program, or takes over the one at work, and follows the controller
     Lb(LbArgs),
+    /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
+    Status(StatusArgs),
+    /// Where a new connection would go, and why
+    Explain(ExplainArgs),
     /// Watch the whole system work: the same connections under every policy, side by side (needs root)
     Demo(demo::DemoOptions),
     /// Pieces of the testbed
@@ -40,15 +51,90 @@ struct LbArgs {
     detach: bool,
 }
 
-fn main() -> anyhow::Result<()> {
+#[derive(clap::Args)]
+struct AskArgs {
+    /// Where the controller listens
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7400")]
+    controller: SocketAddr,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+}
+
+#[derive(clap::Args)]
+struct StatusArgs {
+    #[command(flatten)]
+    ask: AskArgs,
+}
+
+#[derive(clap::Args)]
+struct ExplainArgs {
+    #[command(flatten)]
+    ask: AskArgs,
+    /// VIP and port of the service
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    vip: SocketAddr,
+    /// Protocol of the service
+    #[arg(long, default_value = Protocol::Tcp.name())]
+    protocol: Protocol,
+    /// Address and port of the client
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    client: SocketAddr,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// For people
+    Text,
+    /// One object, for programs
+    Json,
+}
+
+impl From<Format> for show::Format {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Text => Self::Text,
+            Format::Json => Self::Json,
+        }
+    }
+}
+
+fn main() -> ExitCode {
     start_logging();
-    match Cli::parse().command {
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("coreward: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Controller(args) => coreward_control::server::run(&args.config),
-        Command::Lb(args) if args.detach => coreward_lb::daemon::detach(&args.config.config),
-        Command::Lb(args) => coreward_lb::daemon::run(&args.config.config),
+        Command::Lb(args) => {
+            rights::require("coreward lb")?;
+            let config = &args.config.config;
+            if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
+        }
+        Command::Status(StatusArgs { ask }) => print(&show::status(ask.controller, ask.format.into())?),
+        Command::Explain(ExplainArgs { ask, vip, protocol, client }) => {
+            let service = ServiceAddress { socket: vip, protocol };
+            print(&show::explain(ask.controller, service, client, ask.format.into())?)
+        }
         Command::Demo(options) => demo::run(&options),
         // Before any thread is started: the paced server forks.
         Command::Testbed(args) => testbed::run(&args),
+    }
+}
+
+/// To standard output. Whoever stops reading (`| head`) has seen enough.
+fn print(text: &str) -> anyhow::Result<()> {
+    use std::io::Write as _;
+    match writeln!(std::io::stdout(), "{}", text.trim_end()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
     }
 }
 

@@ -1,0 +1,47 @@
+//! `coreward explain` for people.
+
+use std::net::SocketAddr;
+
+use comfy_table::{CellAlignment, Table, presets};
+use coreward_model::tuple::ServiceAddress;
+use coreward_wire::v1;
+
+pub fn text(reply: &v1::ExplainReply, service: ServiceAddress, client: SocketAddr) -> String {
+    let chosen = if reply.chosen_server.is_empty() { "(see below)" } else { &reply.chosen_server };
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header(["server", "id", "hash", "bucket", "core", "load", ""]);
+    for server in &reply.servers {
+        table.add_row(row(server, &reply.chosen_server));
+    }
+    for column in 1..6 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let servers: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+    format!(
+        "{client} -> {service} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n",
+        reply.service, reply.policy, reply.table_generation, reply.reason
+    )
+}
+
+fn row(server: &v1::ExplainedServer, chosen: &str) -> Vec<String> {
+    let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    let note = if server.name == chosen {
+        "<- chosen"
+    } else if !server.eligible {
+        "takes no new connections"
+    } else {
+        ""
+    };
+    vec![
+        server.name.clone(),
+        server.id.to_string(),
+        or_dash(server.hash.map(|hash| format!("{hash:08x}"))),
+        or_dash(server.bucket.map(|bucket| bucket.to_string())),
+        or_dash(server.core.map(|core| core.to_string())),
+        or_dash(server.core_load.map(|load| format!("{load:.3}"))),
+        note.to_owned(),
+    ]
+}

@@ -1,0 +1,100 @@
+//! Answers as JSON: the messages of `crates/wire/proto/coreward.proto` by the names of their fields; addresses and keys
+//! as people write them.
+
+use std::collections::{BTreeMap, HashMap};
+
+use coreward_wire::v1;
+use serde_json::{Value, json};
+
+use super::{shown_ip, shown_key, shown_service};
+
+/// With line breaks.
+pub fn pretty(value: &Value) -> String {
+    format!("{value:#}")
+}
+
+/// Always in the same order.
+fn sorted(counts: &HashMap<String, u64>) -> BTreeMap<&String, &u64> {
+    counts.iter().collect()
+}
+
+pub fn status(reply: &v1::StatusReply) -> Value {
+    json!({
+        "configuration_generation": reply.configuration_generation,
+        "report_interval_ms": reply.report_interval_ms,
+        "accepted_reports": reply.accepted_reports,
+        "refused_reports": sorted(&reply.refused_reports),
+        "services": reply.services.iter().map(service).collect::<Vec<_>>(),
+        "servers": reply.servers.iter().map(server).collect::<Vec<_>>(),
+        "load_balancers": reply.load_balancers.iter().map(load_balancer).collect::<Vec<_>>(),
+    })
+}
+
+fn service(service: &v1::ServiceStatus) -> Value {
+    let group = |group: &v1::RssGroupStatus| json!({ "key": shown_key(&group.key), "servers": group.servers });
+    json!({
+        "name": service.name,
+        "address": shown_service(service.address.as_ref()),
+        "policy": service.policy,
+        "bucket_count": service.bucket_count,
+        "table_generation": service.table_generation,
+        "table_age_ms": service.table_age_ms,
+        "servers": service.servers,
+        "rss_groups": service.rss_groups.iter().map(group).collect::<Vec<_>>(),
+        "warnings": service.warnings,
+    })
+}
+
+fn server(server: &v1::ServerStatus) -> Value {
+    let rss = server.rss.as_ref().map(
+        |rss| json!({ "source": rss.source, "key": shown_key(&rss.key), "indirection_table": rss.indirection_table }),
+    );
+    json!({
+        "name": server.name,
+        "id": server.id,
+        "address": shown_ip(&server.address),
+        "state": server.state,
+        "core_load": server.core_load,
+        "report_age_ms": server.report_age_ms,
+        "open_connections": server.open_connections,
+        "rss": rss,
+        "rss_matched": server.rss_matched,
+        "rss_mismatched": server.rss_mismatched,
+        "warnings": server.warnings,
+        "counters": sorted(&server.counters),
+    })
+}
+
+fn load_balancer(balancer: &v1::LoadBalancerStatus) -> Value {
+    let state = balancer.state.as_ref().map(|state| {
+        json!({
+            "table_generations": sorted(&state.table_generations),
+            "unresolved_servers": state.unresolved_servers,
+            "counters": sorted(&state.counters),
+            "xdp_mode": state.xdp_mode,
+        })
+    });
+    json!({ "name": balancer.name, "state": state, "state_age_ms": balancer.state_age_ms })
+}
+
+pub fn explain(reply: &v1::ExplainReply) -> Value {
+    let server = |server: &v1::ExplainedServer| {
+        json!({
+            "name": server.name,
+            "id": server.id,
+            "hash": server.hash,
+            "bucket": server.bucket,
+            "core": server.core,
+            "core_load": server.core_load,
+            "eligible": server.eligible,
+        })
+    };
+    json!({
+        "service": reply.service,
+        "policy": reply.policy,
+        "table_generation": reply.table_generation,
+        "servers": reply.servers.iter().map(server).collect::<Vec<_>>(),
+        "chosen_server": reply.chosen_server,
+        "reason": reply.reason,
+    })
+}

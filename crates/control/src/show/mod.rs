@@ -1,0 +1,107 @@
+//! `coreward status` and `coreward explain`: asks a controller and puts its answer into words.
+
+mod explain;
+mod json;
+mod status;
+#[cfg(test)]
+mod tests;
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow};
+use coreward_model::rss::RssKey;
+use coreward_model::tuple::ServiceAddress;
+use coreward_wire::address::{address_bytes, parse_address};
+use coreward_wire::v1;
+use coreward_wire::v1::control_client::ControlClient;
+use tonic::transport::{Channel, Endpoint};
+
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// 16,384 servers of 64 cores: about 10 MB.
+const ANSWER_BYTES: usize = 256 << 20;
+
+/// How an answer is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// For people.
+    Text,
+    /// One object, for programs.
+    Json,
+}
+
+/// What `coreward status` prints.
+///
+/// # Errors
+/// When the controller cannot be reached.
+pub fn status(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
+    let reply = ask(controller, async |client| client.status(v1::StatusRequest {}).await)?;
+    Ok(match format {
+        Format::Text => status::text(&reply),
+        Format::Json => json::pretty(&json::status(&reply)),
+    })
+}
+
+/// What `coreward explain` prints.
+///
+/// # Errors
+/// When the controller cannot be reached, or has no such service.
+pub fn explain(
+    controller: SocketAddr,
+    service: ServiceAddress,
+    client: SocketAddr,
+    format: Format,
+) -> anyhow::Result<String> {
+    let request = v1::ExplainRequest {
+        service: Some(service.into()),
+        client_address: address_bytes(client.ip()),
+        client_port: client.port().into(),
+    };
+    let reply = ask(controller, async |stub| stub.explain(request).await)?;
+    Ok(match format {
+        Format::Text => explain::text(&reply, service, client),
+        Format::Json => json::pretty(&json::explain(&reply)),
+    })
+}
+
+/// One question to the controller.
+fn ask<T>(
+    controller: SocketAddr,
+    question: impl AsyncFnOnce(&mut ControlClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
+) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let unreachable = || {
+        format!(
+            "no controller answers at {controller}: expected a running `coreward controller` whose `listen` that is"
+        )
+    };
+    runtime.block_on(async {
+        let endpoint =
+            Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(PATIENCE).timeout(PATIENCE);
+        let channel = endpoint.connect().await.with_context(unreachable)?;
+        let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
+        match question(&mut client).await {
+            Ok(reply) => Ok(reply.into_inner()),
+            Err(status) if matches!(status.code(), tonic::Code::NotFound | tonic::Code::InvalidArgument) => {
+                Err(anyhow!("{}", status.message()))
+            }
+            Err(status) => Err(anyhow!("{}", status.message()).context(unreachable())),
+        }
+    })
+}
+
+/// An address out of an answer.
+fn shown_ip(bytes: &[u8]) -> String {
+    parse_address("address", bytes).map_or_else(|_| "?".to_owned(), |address: IpAddr| address.to_string())
+}
+
+fn shown_service(address: Option<&v1::ServiceAddress>) -> String {
+    let parsed = address.and_then(|address| ServiceAddress::try_from(address).ok());
+    parsed.map_or_else(|| "?".to_owned(), |address| address.to_string())
+}
+
+/// A key out of an answer, as `ethtool -x` prints it; empty when it is not known.
+fn shown_key(bytes: &[u8]) -> String {
+    RssKey::new(bytes).map_or_else(|_| String::new(), |key| key.to_string())
+}

@@ -1,0 +1,162 @@
+//! `coreward status` for people.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets};
+use coreward_model::statistics::mean;
+use coreward_wire::v1;
+
+use super::{shown_ip, shown_key, shown_service};
+
+pub fn text(reply: &v1::StatusReply) -> String {
+    let mut text = format!(
+        "configuration {}, a report every {} ms: {} taken, {} refused\n",
+        reply.configuration_generation,
+        reply.report_interval_ms,
+        reply.accepted_reports,
+        counts(&reply.refused_reports)
+    );
+    for service in &reply.services {
+        text += &service_text(service);
+    }
+    text += "\n";
+    text += &servers_text(&reply.servers);
+    for balancer in &reply.load_balancers {
+        text += &load_balancer_text(balancer);
+    }
+    if reply.load_balancers.is_empty() {
+        text += "\nno load balancer is connected\n";
+    }
+    text
+}
+
+/// Those above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
+fn counts(counts: &HashMap<String, u64>) -> String {
+    let listed = listed(counts);
+    let sum: u64 = counts.values().sum();
+    if listed.is_empty() { "0".to_owned() } else { format!("{sum} ({listed})") }
+}
+
+fn listed(counts: &HashMap<String, u64>) -> String {
+    let mut above: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
+    above.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
+    let words: Vec<String> = above.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
+    words.join(", ")
+}
+
+fn warnings(text: &mut String, warnings: &[String]) {
+    for warning in warnings {
+        let _ = writeln!(text, "  ! {warning}");
+    }
+}
+
+fn service_text(service: &v1::ServiceStatus) -> String {
+    let mut text = format!(
+        "\nservice {} at {}: {}, {} buckets\n",
+        service.name,
+        shown_service(service.address.as_ref()),
+        service.policy,
+        service.bucket_count
+    );
+    let table = match service.table_generation {
+        0 => "none yet".to_owned(),
+        generation => format!("generation {generation}, {} ms old", service.table_age_ms),
+    };
+    let _ = writeln!(text, "  table      {table}");
+    let _ = writeln!(text, "  servers    {}", service.servers.join(" "));
+    for group in &service.rss_groups {
+        let _ = writeln!(text, "  RSS group  {}: {}", short_key(&group.key), group.servers.join(" "));
+    }
+    warnings(&mut text, &service.warnings);
+    text
+}
+
+/// The ends of a key, enough to tell keys apart.
+fn short_key(key: &[u8]) -> String {
+    let shown = shown_key(key);
+    // Two characters and a colon per byte.
+    shown.get(..11).zip(shown.get(shown.len().saturating_sub(5)..)).map_or(shown.clone(), |(a, b)| format!("{a}..{b}"))
+}
+
+fn servers_text(servers: &[v1::ServerStatus]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header([
+        "server",
+        "id",
+        "address",
+        "state",
+        "report",
+        "open",
+        "RSS as predicted",
+        "mean",
+        "max",
+        "cores",
+    ]);
+    for server in servers {
+        table.add_row(server_row(server));
+    }
+    for column in [1, 4, 5, 6, 7, 8] {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let mut text: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+    for server in servers {
+        let named: Vec<String> = server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
+        warnings(&mut text, &named);
+    }
+    text
+}
+
+fn server_row(server: &v1::ServerStatus) -> Vec<String> {
+    let reported = server.state != "never reported";
+    let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
+    let loads = &server.core_load;
+    let highest = loads.iter().copied().fold(0.0, f64::max);
+    vec![
+        server.name.clone(),
+        server.id.to_string(),
+        shown_ip(&server.address),
+        server.state.clone(),
+        or_dash(reported, format!("{} ms", server.report_age_ms)),
+        or_dash(reported, server.open_connections.to_string()),
+        predicted(server.rss_matched, server.rss_mismatched),
+        or_dash(!loads.is_empty(), format!("{:.2}", mean(loads).unwrap_or(0.0))),
+        or_dash(!loads.is_empty(), format!("{highest:.2}")),
+        loads.iter().map(|load| bar(*load)).collect(),
+    ]
+}
+
+/// How many SYNs came where Toeplitz and the table say.
+fn predicted(matched: u64, mismatched: u64) -> String {
+    match matched + mismatched {
+        0 => "-".to_owned(),
+        all => format!("{matched} of {all}"),
+    }
+}
+
+/// One core: an eighth of a line per eighth of its capacity.
+fn bar(load: f64) -> char {
+    const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
+}
+
+fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
+    let Some(state) = &balancer.state else {
+        return format!("\nload balancer {}: connected, has not said what it sees\n", balancer.name);
+    };
+    let mut text =
+        format!("\nload balancer {}: XDP {}, as of {} ms ago\n", balancer.name, state.xdp_mode, balancer.state_age_ms);
+    let mut tables: Vec<String> =
+        state.table_generations.iter().map(|(service, generation)| format!("{service} {generation}")).collect();
+    tables.sort();
+    let _ =
+        writeln!(text, "  tables     {}", if tables.is_empty() { "none yet".to_owned() } else { tables.join(", ") });
+    let _ = writeln!(text, "  packets    {}", listed(&state.counters));
+    if !state.unresolved_servers.is_empty() {
+        let _ = writeln!(text, "  ! no MAC address known of {}", state.unresolved_servers.join(", "));
+    }
+    text
+}

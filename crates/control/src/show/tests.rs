@@ -1,0 +1,134 @@
+//! What people see.
+
+use std::collections::HashMap;
+
+use super::*;
+
+fn reply() -> v1::StatusReply {
+    let service = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
+    let server = |n: u32, state: &str, core_load: &[f64]| v1::ServerStatus {
+        name: format!("s{n}"),
+        id: n * 1000,
+        address: vec![10, 2, 0, 10 + n as u8],
+        state: state.into(),
+        core_load: core_load.to_vec(),
+        report_age_ms: 40,
+        open_connections: 12,
+        ..Default::default()
+    };
+    v1::StatusReply {
+        configuration_generation: 3,
+        report_interval_ms: 100,
+        accepted_reports: 1234,
+        refused_reports: HashMap::from([("out_of_order".into(), 2), ("no_cores".into(), 0)]),
+        services: vec![v1::ServiceStatus {
+            name: "web".into(),
+            address: Some(service),
+            policy: "crossrss-plus".into(),
+            table_generation: 77,
+            table_age_ms: 30,
+            servers: vec!["s1".into(), "s2".into()],
+            rss_groups: vec![v1::RssGroupStatus { key: vec![0x6d; 40], servers: vec!["s1".into()] }],
+            bucket_count: 128,
+            warnings: vec!["look".into()],
+        }],
+        servers: vec![
+            v1::ServerStatus {
+                rss_matched: 97,
+                rss_mismatched: 3,
+                warnings: vec!["aRFS is on".into()],
+                ..server(1, "reporting", &[0.0, 0.3, 0.55, 1.2])
+            },
+            server(2, "never reported", &[]),
+        ],
+        load_balancers: vec![v1::LoadBalancerStatus {
+            name: "lb1".into(),
+            state: Some(v1::LoadBalancerState {
+                table_generations: HashMap::from([("web".into(), 76)]),
+                unresolved_servers: vec!["s2".into()],
+                counters: HashMap::from([("established".into(), 900), ("first".into(), 12), ("to_all".into(), 0)]),
+                xdp_mode: "native".into(),
+            }),
+            state_age_ms: 300,
+        }],
+    }
+}
+
+#[test]
+fn status_for_people() {
+    let expected = "\
+configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) refused
+
+service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets
+  table      generation 77, 30 ms old
+  servers    s1 s2
+  RSS group  6d:6d:6d:6d..6d:6d: s1
+  ! look
+
+ server    id  address    state           report  open  RSS as predicted  mean   max  cores
+ s1      1000  10.2.0.11  reporting        40 ms    12         97 of 100  0.51  1.20  ▁▃▅█
+ s2      2000  10.2.0.12  never reported       -     -                 -     -     -
+  ! s1: aRFS is on
+
+load balancer lb1: XDP native, as of 300 ms ago
+  tables     web 76
+  packets    established 900, first 12
+  ! no MAC address known of s2
+";
+    assert_eq!(status::text(&reply()), expected);
+}
+
+#[test]
+fn status_for_programs() {
+    let json = json::status(&reply());
+    assert_eq!(json["services"][0]["address"], "10.200.0.1:80/tcp");
+    assert_eq!(json["servers"][0]["address"], "10.2.0.11");
+    assert_eq!(json["load_balancers"][0]["state"]["table_generations"]["web"], 76);
+    assert_eq!(json["refused_reports"]["no_cores"], 0);
+    assert!(json["servers"][1]["rss"].is_null());
+}
+
+#[test]
+fn explanation_for_people() {
+    let server = |n: u32, core: Option<u32>| v1::ExplainedServer {
+        name: format!("s{n}"),
+        id: n,
+        hash: core.map(|_| 0xdead_beef),
+        bucket: core.map(|_| 111),
+        core,
+        core_load: core.map(|_| 0.25),
+        eligible: n != 3,
+    };
+    let reply = v1::ExplainReply {
+        service: "web".into(),
+        policy: "crossrss".into(),
+        table_generation: 5,
+        servers: vec![server(1, Some(3)), server(2, None), server(3, Some(0))],
+        chosen_server: "s1".into(),
+        reason: "bucket 111 of 128 goes to s1: because".into(),
+    };
+    let service =
+        ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp };
+    let expected = "\
+10.1.0.7:40312 -> 10.200.0.1:80/tcp (web, crossrss, table 5): s1
+
+ server  id      hash  bucket  core   load
+ s1       1  deadbeef     111     3  0.250  <- chosen
+ s2       2         -       -     -      -
+ s3       3  deadbeef     111     0  0.250  takes no new connections
+
+bucket 111 of 128 goes to s1: because.
+";
+    assert_eq!(explain::text(&reply, service, "10.1.0.7:40312".parse().unwrap()), expected);
+}
+
+#[test]
+fn nobody_there() {
+    // A port that was free a moment ago.
+    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let error = super::status(address, Format::Text).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        format!("no controller answers at {address}: expected a running `coreward controller` whose `listen` that is")
+    );
+}
