@@ -20,12 +20,17 @@ fn main() {
         let generated = out.join(format!("{name}.skel.rs"));
         SkeletonBuilder::new()
             .source(sources.join(format!("{name}.bpf.c")))
+            .obj(out.join(format!("{name}.bpf.o")))
             .clang("clang-19")
             .clang_args(clang_arguments(&sources))
             .build_and_generate(&generated)
             .unwrap_or_else(|error| panic!("bpf/{name}.bpf.c (needs Debian package clang-19): {error:#}"));
         writeln!(modules, "pub mod {name} {{ include!({:?}); }}", generated.display().to_string()).unwrap();
     }
+    let object =
+        |name: &String| format!("({name:?}, include_bytes!({:?}) as &[u8])", out.join(format!("{name}.bpf.o")));
+    let objects: Vec<String> = names.iter().map(object).collect();
+    writeln!(modules, "pub const OBJECTS: [(&str, &[u8]); {}] = [{}];", names.len(), objects.join(", ")).unwrap();
     std::fs::write(out.join("skeletons.rs"), modules).unwrap();
 }
 

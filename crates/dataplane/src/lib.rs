@@ -1,5 +1,7 @@
 //! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
 
+pub mod check;
+pub mod cpu_load;
 pub mod lb;
 pub mod mac;
 pub mod mapped;
