@@ -174,16 +174,14 @@ impl ServerPrograms {
     /// While it changes nothing is predicted; a SYN that met the old table just before may be compared with a mixture,
     /// which the verdict over many SYNs tolerates.
     pub fn set_rss(&mut self, rss: Option<&Rss>, generation: u32) {
-        let header = |entry_count: usize| u64::from(generation) << 32 | entry_count as u64;
+        // The first word: entry_count, then generation.
+        let header = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
         self.rss.store(0, header(0));
         if let Some(rss) = rss {
-            let queues = rss.indirection_table.queues();
-            let mut table = [0; intf::MAX_INDIRECTION_ENTRIES as usize];
-            table[..queues.len()].copy_from_slice(queues);
-            self.rss.write(offset_of!(intf::rss_mapping, queue), &table);
-            let bytes = rss.key.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
-            self.rss.write(offset_of!(intf::rss_mapping, byte), &*bytes);
-            self.rss.store(0, header(queues.len()));
+            let mut mapping = rss.mapping(generation);
+            let entry_count = std::mem::take(&mut mapping.entry_count);
+            self.rss.write(0, &*mapping);
+            self.rss.store(0, header(entry_count));
         }
     }
 
