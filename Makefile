@@ -4,7 +4,7 @@ CARGO ?= cargo
 COREWARD := target/release/coreward
 BENCH := target/release/coreward-bench
 
-.PHONY: help install build demo test test-nic lint bench bench-quick cost clean
+.PHONY: help install build demo test test-nic conformity lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,11 @@ test: ## all tests; what needs missing rights is skipped by name
 
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic
+
+conformity: build ## stock clients and servers for minutes while everything changes, with and without SYN cookies
+	@scripts/install run
+	@$(COREWARD) testbed conformity
+	@$(COREWARD) testbed conformity --syncookies 2
 
 lint: install ## formatting, clippy, licences
 	@scripts/lint

@@ -1,6 +1,6 @@
 //! The sub-commands of `coreward testbed`.
 
-use crate::{instance, load, paced_server};
+use crate::{conformity, instance, load, paced_server};
 
 /// Options of `coreward testbed`.
 #[derive(Debug, Clone, clap::Args)]
@@ -15,6 +15,8 @@ enum TestbedCommand {
     PacedServer(paced_server::PacedServerArgs),
     /// Replay an arrival log against a service and print what became of it as JSON
     Load(load::LoadArgs),
+    /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
+    Conformity(conformity::Options),
     /// Remove what killed testbeds left behind
     Clean,
 }
@@ -27,6 +29,7 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
         TestbedCommand::PacedServer(args) => paced_server::run(args),
         TestbedCommand::Load(args) => load::run(args),
+        TestbedCommand::Conformity(options) => conformity::main(*options),
         TestbedCommand::Clean => {
             instance::clean()?.iter().for_each(|name| println!("removed testbed {name}"));
             Ok(())

@@ -75,6 +75,17 @@ impl Outcome {
     }
 }
 
+/// Runs everything and prints the outcome as JSON.
+///
+/// # Errors
+/// When something cannot be set up, or something broke.
+pub fn main(options: Options) -> anyhow::Result<()> {
+    let outcome = run("conformity", options)?;
+    println!("{}", serde_json::to_string_pretty(&outcome)?);
+    ensure!(outcome.is_clean(), "something broke: see above");
+    Ok(())
+}
+
 /// A busy connection may pause this long between two pieces (4 kB/s comes in pieces of a second).
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const SERVERS: u16 = 4;

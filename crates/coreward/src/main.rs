@@ -29,6 +29,8 @@ enum Command {
     Status(StatusArgs),
     /// Where a new connection would go, and why
     Explain(ExplainArgs),
+    /// Whether this kernel takes every BPF program
+    CheckKernel,
     /// Watch the whole system work: the same connections under every policy, side by side (needs root)
     Demo(demo::DemoOptions),
     /// Pieces of the testbed
@@ -123,10 +125,22 @@ fn run(command: Command) -> anyhow::Result<()> {
             let service = ServiceAddress { socket: vip, protocol };
             print(&show::explain(ask.controller, service, client, ask.format.into())?)
         }
+        Command::CheckKernel => check_kernel(),
         Command::Demo(options) => demo::run(&options),
         // Before any thread is started: the paced server forks.
         Command::Testbed(args) => testbed::run(&args),
     }
+}
+
+fn check_kernel() -> anyhow::Result<()> {
+    let mut refused = 0;
+    for (program, outcome) in coreward_dataplane::check::load_every_program() {
+        let answer = outcome.map_or_else(|error| format!("refused: {error:#}"), |()| "ok".to_owned());
+        refused += usize::from(answer != "ok");
+        print(&format!("{program}: {answer}"))?;
+    }
+    anyhow::ensure!(refused == 0, "this kernel refuses {refused} of the programs");
+    Ok(())
 }
 
 /// To standard output. Whoever stops reading (`| head`) has seen enough.
@@ -142,5 +156,7 @@ fn print(text: &str) -> anyhow::Result<()> {
 fn start_logging() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
+    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let format = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_target(false);
+    format.with_writer(std::io::stderr).init();
 }
