@@ -154,45 +154,49 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	return 0;
 }
 
+#define TIMESTAMP_FOUND (1ull << 32)
+#define TIMESTAMP_MALFORMED (2ull << 32)
+#define TIMESTAMP_UNREADABLE (3ull << 32)
+
 /*
- * The TCP options up to the timestamp. Copied to the stack, where an offset may vary freely; only packets that are not
- * usual come here. What stands behind the timestamp is the server's business.
+ * Looks for the timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns
+ * TIMESTAMP_FOUND | TSecr, 0 when there is none, or why not. What stands behind the timestamp is the server's business.
+ *
+ * The options are copied to the stack, where an offset may vary freely; only packets that are not usual come here. Not
+ * static: the verifier then checks the function once, by itself, instead of once for each state of its caller.
  */
-static __always_inline int parse_options(struct xdp_md *ctx, struct tcp_packet *packet, __u32 length)
+__noinline __u64 find_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length)
 {
 	/* Longer than the longest options, so that masked offsets and a timestamp's echo stay inside. */
 	__u8 options[80] = {};
-	__u32 offset = 0, size;
+	__u32 at = 0, size;
 
-	/* The compiler knows that length is at most 40 and would leave out the check, the verifier does not. */
-	barrier_var(length);
-	if (length < 1 || length > TCP_OPTIONS_MAX)
+	if (length > TCP_OPTIONS_MAX)
+		return TIMESTAMP_UNREADABLE;
+	if (length == 0)
 		return 0;
-	if (bpf_xdp_load_bytes(ctx, packet->tcp_offset + sizeof(struct tcphdr), options, length))
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	if (bpf_xdp_load_bytes(ctx, offset, options, length))
+		return TIMESTAMP_UNREADABLE;
 	for (int i = 0; i < TCP_OPTIONS_MAX; i++) {
-		__u8 *option = &options[offset & 63];
+		__u8 *option = &options[at & 63];
 
-		if (offset >= length || option[0] == TCP_OPTION_END)
+		if (at >= length || option[0] == TCP_OPTION_END)
 			return 0;
 		if (option[0] == TCP_OPTION_NOP) {
-			offset += 1;
+			at += 1;
 			continue;
 		}
 		size = option[1];
 		/* An option's length covers its first two bytes (RFC 9293, Sect. 3.1). */
-		if (size < 2 || offset + size > length)
-			return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		if (size < 2 || at + size > length)
+			return TIMESTAMP_MALFORMED;
 		if (option[0] == TCP_OPTION_TIMESTAMP) {
 			if (size != TCP_TIMESTAMP_LENGTH)
-				return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-			packet->has_timestamp = 1;
-			packet->echo = (__u32)option[TCP_TIMESTAMP_ECHO] << 24 |
-				       (__u32)option[TCP_TIMESTAMP_ECHO + 1] << 16 |
-				       (__u32)option[TCP_TIMESTAMP_ECHO + 2] << 8 | option[TCP_TIMESTAMP_ECHO + 3];
-			return 0;
+				return TIMESTAMP_MALFORMED;
+			option += TCP_TIMESTAMP_ECHO;
+			return TIMESTAMP_FOUND | (__u32)option[0] << 24 | option[1] << 16 | option[2] << 8 | option[3];
 		}
-		offset += size;
+		at += size;
 	}
 	return 0;
 }
@@ -202,9 +206,8 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 				     struct tcp_packet *packet)
 {
 	__u32 header_length;
+	__u64 timestamp;
 
-	packet->has_timestamp = 0;
-	packet->echo = 0;
 	if (packet->tcp_offset + sizeof(struct tcphdr) > packet->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
 	data += packet->tcp_offset;
@@ -218,7 +221,13 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	return parse_options(ctx, packet, header_length - sizeof(struct tcphdr));
+	timestamp =
+		find_timestamp(ctx, packet->tcp_offset + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr));
+	packet->has_timestamp = (timestamp & ~0xffffffffull) == TIMESTAMP_FOUND;
+	packet->echo = timestamp;
+	if (timestamp >= TIMESTAMP_UNREADABLE)
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	return timestamp >= TIMESTAMP_MALFORMED ? parse_ended(LB_COUNTER_DROP_MALFORMED_TCP) : 0;
 }
 
 #endif

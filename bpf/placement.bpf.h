@@ -95,16 +95,23 @@ static __always_inline __u32 table_hash(const struct placement_table *table, __u
 	       table->toeplitz_destination[group];
 }
 
+#define POSITION_BITS 14
+_Static_assert(MAX_TABLE_CANDIDATES == 1 << POSITION_BITS, "a candidate's position fits its bits");
+
 /*
  * The candidate of least cost over all groups, the first of equals. Rule TABLE looks at the first one of each group's
  * bucket and at its load, LEAST_ASSIGNED at all of them and at what was assigned since the switch, too.
+ *
+ * Cost and position stand in one word, cost above, so that the least word is the first of the cheapest. (That leaves 49
+ * bits for the cost: 1.0 of load takes 20.) The minimum is taken without a branch: which candidate wins cannot be
+ * predicted, and each wrong guess would cost as much as several candidates.
  */
 static __always_inline struct candidate *least_candidate(struct placement_table *table, __u32 first_hash,
 							 const struct tcp_packet *packet, bool least_assigned)
 {
+	const __s64 none = -1ull >> 1;
 	__u32 looked_at = least_assigned ? table->candidates_per_bucket : 1;
-	struct candidate *least = NULL;
-	__u64 least_cost = ~0ull;
+	__s64 least = none;
 
 	for (__u32 group = 0; group < MAX_RSS_GROUPS; group++) {
 		__u32 hash, start;
@@ -115,21 +122,23 @@ static __always_inline struct candidate *least_candidate(struct placement_table 
 		start = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
 			table->candidates_per_bucket;
 		for (__u32 i = 0; i < MAX_CANDIDATES; i++) {
-			struct candidate *candidate = &table->candidates[(start + i) & (MAX_TABLE_CANDIDATES - 1)];
+			__u32 position = (start + i) & (MAX_TABLE_CANDIDATES - 1);
+			const struct candidate *candidate = &table->candidates[position];
 			__u64 cost = candidate->load;
+			__s64 difference, smaller;
 
 			if (i >= looked_at)
 				break;
 			if (least_assigned)
 				cost += (__u64)table->assigned[candidate->core_slot & (MAX_CORE_SLOTS - 1)] *
 					table->assignment_cost;
-			if (!least || cost < least_cost) {
-				least = candidate;
-				least_cost = cost;
-			}
+			difference = (__s64)(cost << POSITION_BITS | position) - least;
+			smaller = difference >> 63;
+			barrier_var(smaller);
+			least += difference & smaller;
 		}
 	}
-	return least;
+	return least == none ? NULL : &table->candidates[least & (MAX_TABLE_CANDIDATES - 1)];
 }
 
 /*

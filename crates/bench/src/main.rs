@@ -1,21 +1,56 @@
 //! `coreward-bench`: what the packet path, the agent and the controller cost, and what the policies give.
 
 mod placement;
+mod report;
+mod xdp;
+
+use std::path::PathBuf;
 
 use clap::Parser;
+use report::Report;
 
 #[derive(Parser)]
 #[command(name = "coreward-bench", version, about = "Measures coreward on this machine")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+    /// Print JSON, one line per report
+    #[arg(long, global = true)]
+    json: bool,
+    /// Also put the reports into this Markdown file, each in the place of its section
+    #[arg(long, global = true, value_name = "FILE")]
+    write: Option<PathBuf>,
+}
+
+#[derive(clap::Subcommand)]
 enum Command {
     /// The policies side by side in virtual time
     Placement(placement::Args),
+    /// What the load balancer's program costs per packet (needs root)
+    Xdp(xdp::Args),
+    /// Everything that has a cost
+    All,
 }
 
 fn main() -> anyhow::Result<()> {
-    match Command::parse() {
+    let arguments = Arguments::parse();
+    match &arguments.command {
         Command::Placement(args) => {
-            placement::run(&args);
+            placement::run(args);
             Ok(())
         }
+        Command::Xdp(args) => arguments.show(&xdp::run(args)?),
+        Command::All => arguments.show(&xdp::run(&xdp::Args::default())?),
+    }
+}
+
+impl Arguments {
+    fn show(&self, report: &Report) -> anyhow::Result<()> {
+        if self.json {
+            println!("{}", report.json())
+        } else {
+            println!("{report}")
+        }
+        self.write.as_deref().map_or(Ok(()), |path| report::write_section(path, report))
     }
 }

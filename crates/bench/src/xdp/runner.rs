@@ -1,0 +1,84 @@
+//! Runs an XDP program on many fresh packets: `bpf/fresh_packets.bpf.c` from user space.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::mapped::Mapped;
+use coreward_dataplane::test_run;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+use nix::time::{ClockId, clock_gettime};
+
+#[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/fresh_packets.skel.rs"));
+}
+
+use skeleton::FreshPacketsSkelBuilder;
+
+/// Packets in the memory that `fresh_packet` reads.
+pub const PACKETS: usize = 1 << 20;
+
+/// What differs between packets: `struct packet` of fresh_packets.bpf.c.
+#[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
+#[repr(C)]
+pub struct Packet {
+    /// In network byte order, as the next two.
+    pub client_address: u32,
+    /// Source port, destination port.
+    pub ports: u32,
+    /// TSecr.
+    pub echo: u32,
+    pub reserved: u32,
+}
+
+/// The programs of fresh_packets.bpf.c, for one frame and its variations.
+pub struct Runner {
+    frame: Vec<u8>,
+    fresh_packet: OwnedFd,
+    /// The floor: does nothing.
+    pub empty: OwnedFd,
+    /// The other floor.
+    pub parse_and_swap_macs: OwnedFd,
+    measured: MapHandle,
+}
+
+impl Runner {
+    /// `frame` with each of `packets` (a power of two) in turn.
+    pub fn new(frame: Vec<u8>, packets: &[Packet], write_echo: bool) -> anyhow::Result<Self> {
+        ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
+        let mut storage = MaybeUninit::uninit();
+        let mut open = FreshPacketsSkelBuilder::default().open(&mut storage).context("opening fresh_packets.bpf.o")?;
+        let constants = open.maps.rodata_data.as_deref_mut().context("fresh_packets.bpf.o has no constants")?;
+        constants.mask = packets.len() as u32 - 1;
+        constants.first_word = u64::from_ne_bytes(frame[..8].try_into().expect("eight bytes"));
+        constants.write_echo = write_echo;
+        let loaded = open.load().context("loading fresh_packets.bpf.c")?;
+        let memory: Mapped<[Packet; PACKETS]> = Mapped::new(loaded.maps.bss_packets.as_fd())?;
+        memory.write(0, packets);
+        Ok(Self {
+            frame,
+            fresh_packet: loaded.progs.fresh_packet.as_fd().try_clone_to_owned()?,
+            empty: loaded.progs.empty.as_fd().try_clone_to_owned()?,
+            parse_and_swap_macs: loaded.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
+            measured: MapHandle::try_from(&loaded.maps.measured)?,
+        })
+    }
+
+    /// Mean time of one run, and the last one's verdict. CPU time of this thread, so that what else runs on the machine
+    /// counts as little as possible.
+    pub fn run(&self, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
+        let descriptor = program.as_raw_fd() as u32;
+        self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?;
+        let start = thread_time()?;
+        let outcome = test_run::run(self.fresh_packet.as_fd(), &self.frame, repeat)?;
+        let elapsed = thread_time()? - start;
+        Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
+    }
+}
+
+fn thread_time() -> nix::Result<Duration> {
+    Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
+}
