@@ -9,7 +9,7 @@ mod tests;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow};
+use anyhow::anyhow;
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_wire::address::{address_bytes, parse_address};
@@ -71,22 +71,21 @@ fn ask<T>(
     question: impl AsyncFnOnce(&mut ControlClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
 ) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let unreachable = || {
-        format!(
-            "no controller answers at {controller}: expected a running `coreward controller` whose `listen` that is"
-        )
+    let unreachable = |reason: &dyn std::fmt::Display| {
+        let expected = "expected a running `coreward controller` whose `listen` that is";
+        anyhow!("no controller answers at {controller} ({reason}): {expected}")
     };
     runtime.block_on(async {
         let endpoint =
             Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(PATIENCE).timeout(PATIENCE);
-        let channel = endpoint.connect().await.with_context(unreachable)?;
+        let channel = endpoint.connect().await.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
         let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
         match question(&mut client).await {
             Ok(reply) => Ok(reply.into_inner()),
             Err(status) if matches!(status.code(), tonic::Code::NotFound | tonic::Code::InvalidArgument) => {
                 Err(anyhow!("{}", status.message()))
             }
-            Err(status) => Err(anyhow!("{}", status.message()).context(unreachable())),
+            Err(status) => Err(unreachable(&status.message())),
         }
     })
 }

@@ -129,6 +129,9 @@ fn nobody_there() {
     let error = super::status(address, Format::Text).unwrap_err().to_string();
     assert_eq!(
         error,
-        format!("no controller answers at {address}: expected a running `coreward controller` whose `listen` that is")
+        format!(
+            "no controller answers at {address} (Connection refused (os error 111)): expected a running `coreward \
+             controller` whose `listen` that is"
+        )
     );
 }
