@@ -15,7 +15,7 @@ mod link;
 mod program;
 mod tables;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::mem::offset_of;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, bail};
 use coreward_intf as intf;
 use coreward_model::cookie::FleetKeys;
-use coreward_model::placement::{Core, PlacementTable};
+use coreward_model::placement::PlacementTable;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
@@ -40,11 +40,6 @@ use tables::Half;
 
 /// How many counters there are.
 pub const COUNTERS: usize = intf::LB_COUNTER_COUNT as usize;
-
-/// How much of a core's count of assigned connections a new table starts with. Connections assigned just before the
-/// switch are not yet in the reports that the table was computed from (an EWMA with alpha 0.5 shows half of the last
-/// interval's).
-pub const CARRY_OVER: f32 = 0.5;
 
 /// How often packets may go to all servers of a service (`bpf/lb.bpf.c`, section 5).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,20 +57,12 @@ impl Default for ToAllRate {
 }
 
 /// How the load balancer is to run.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Options {
     /// Where to pin; below a BPF file system. `None`: everything ends with the process.
     pub pin_directory: Option<PathBuf>,
     /// Rate of deliveries to all servers.
     pub to_all: ToAllRate,
-    /// See [`CARRY_OVER`]; 0 to 1.
-    pub carry_over: f32,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { pin_directory: None, to_all: ToAllRate::default(), carry_over: CARRY_OVER }
-    }
 }
 
 /// Where in the kernel the program is to run.
@@ -132,7 +119,6 @@ struct Service {
 /// The program, its maps and its link. Dropping this leaves what is pinned at work.
 #[derive(Debug)]
 pub struct LoadBalancer {
-    options: Options,
     pins: Option<PathBuf>,
     maps: Maps,
     variant: Variant,
@@ -187,7 +173,6 @@ impl LoadBalancer {
             }
         };
         Ok(Self {
-            options,
             pins,
             maps,
             variant,
@@ -422,10 +407,9 @@ impl LoadBalancer {
         let idle = active ^ 1;
         self.wait_since(self.service(service).halves[idle].retired_at)?;
 
-        let carried = self.carried(service, active);
         let address = self.address(service);
         let mut half = std::mem::take(&mut self.service_mut(service).halves[idle]);
-        tables::write(&self.maps.tables, table_position(service, idle), &mut half, address, table, &carried);
+        tables::write(&self.maps.tables, table_position(service, idle), &mut half, address, table);
         self.maps.state.store(state_of(service) + offset_of!(intf::service_state, active_half), idle as u64);
         let grace_periods = self.grace_periods;
         let entry = self.service_mut(service);
@@ -441,16 +425,6 @@ impl LoadBalancer {
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let position = table_position(service, self.active_half(service));
         tables::rule_bit(&self.maps.tables, position).map(|_| tables::generation(&self.maps.tables, position))
-    }
-
-    /// The counts that a new table starts with, by core.
-    fn carried(&self, service: ServiceIndex, active: usize) -> HashMap<Core, u32> {
-        let core_slots = &self.service(service).halves[active].core_slots;
-        let mut counts = tables::assigned(&self.maps.tables, table_position(service, active), core_slots);
-        for count in counts.values_mut() {
-            *count = (*count as f32 * self.options.carry_over) as u32;
-        }
-        counts
     }
 
     /// Returns when a grace period has passed since `retired_at`.

@@ -81,7 +81,8 @@ impl ServerPrograms {
         Self::new(&skeleton, options, attachment, taken_over)
     }
 
-    /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`.
+    /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`, and to hold one of
+    /// them somewhere for a while ([`tc::hold`]).
     ///
     /// # Errors
     /// When the kernel refuses them.

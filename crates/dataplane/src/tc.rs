@@ -47,6 +47,7 @@ pub enum Attachment {
 /// Our filter's place in the clsact qdisc: before filters of the usual priorities, under a handle that tells whose it is.
 const CLSACT_PRIORITY: u32 = 1;
 const CLSACT_HANDLE: u32 = 0xc03e;
+const CLSACT_HELD_PRIORITY: u32 = 2;
 
 /// Attaches `program`, in place of the one that `pin` names if that is attached to the same hook.
 ///
@@ -75,6 +76,44 @@ pub fn attach(
             attach_to_clsact(program.as_fd(), interface_index, direction).map(|()| Attachment::Clsact)
         }
         Err(error) => Err(error).context("making a tcx link"),
+    }
+}
+
+/// Holds a program at a hook for as long as it lives.
+#[derive(Debug)]
+pub struct Held(HeldBy);
+
+#[derive(Debug)]
+enum HeldBy {
+    Tcx { _link: OwnedFd },
+    Clsact(TcHook),
+}
+
+/// Attaches `program` beside others, until what is returned is dropped. (Below kernel 6.6 the program stays if this
+/// process is killed, and is replaced by the next one held so.)
+///
+/// # Errors
+/// When neither tcx nor clsact takes it.
+pub fn hold(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<Held> {
+    match create_tcx_link(program, interface_index, direction) {
+        Ok(link) => Ok(Held(HeldBy::Tcx { _link: link })),
+        Err(error) if error.kind() == ErrorKind::InvalidInput => {
+            let mut hook = clsact(program, interface_index, direction);
+            hook.priority(CLSACT_HELD_PRIORITY);
+            hook.create().context("making a clsact qdisc")?;
+            Ok(Held(HeldBy::Clsact(hook.attach().context("attaching to the clsact qdisc")?)))
+        }
+        Err(error) => Err(error).context("making a tcx link"),
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let HeldBy::Clsact(hook) = &mut self.0
+            && let Err(error) = hook.detach()
+        {
+            tracing::warn!("detaching from the clsact qdisc: {error}");
+        }
     }
 }
 

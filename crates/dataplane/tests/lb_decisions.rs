@@ -304,53 +304,6 @@ fn services_do_not_see_each_others_servers_and_tables() {
 }
 
 #[test]
-fn counts_of_assigned_connections_are_carried_over_in_part() {
-    if !may_load_bpf("counts_of_assigned_connections_are_carried_over_in_part") {
-        return;
-    }
-    let mut rng = seeded_rng(9, 0);
-    let mut balancer = Balancer::with_carry_over(&[VIP], 0.5, &mut rng);
-    let ids = balancer.replace_servers(0, 2, &mut rng);
-    // One bucket, two servers without load, one core each: connections alternate, by their counts alone.
-    let mut table = random_table(Rule::LeastAssigned, 1, 1, &ids, &mut rng);
-    table.bucket_count = coreward_model::placement::BucketCount::new(1).unwrap();
-    table.consistent.truncate(1);
-    table.core_slots = ids.iter().map(|server| coreward_model::placement::Core { server: *server, core: 0 }).collect();
-    table.candidates = (0..2u16)
-        .map(|n| coreward_model::placement::Candidate { server: ids[usize::from(n)], load: 0, core_slot: n })
-        .collect();
-    table.candidates_per_bucket = 2;
-    table.assignment_cost = 10;
-    balancer.install(0, &table);
-    let mut state = PlacementState::for_table(&table);
-    for _ in 0..9 {
-        let client = client(&mut rng);
-        let chosen = table.choose(&mut state, &tuple(client)).unwrap();
-        balancer.expect_sent_to(0, &syn(client), chosen, "first");
-    }
-    assert_eq!(state.assigned, [5, 4]);
-    // The next table names the same cores in the other order; 5 and 4 become 2 and 2 (rounded down).
-    let next = PlacementTable {
-        generation: 2,
-        core_slots: table.core_slots.iter().rev().copied().collect(),
-        candidates: table
-            .candidates
-            .iter()
-            .map(|c| coreward_model::placement::Candidate { core_slot: 1 - c.core_slot, ..*c })
-            .collect(),
-        assignment_cost: 10,
-        ..table
-    };
-    balancer.install(0, &next);
-    state.assigned = vec![2, 2];
-    for _ in 0..9 {
-        let client = client(&mut rng);
-        let chosen = next.choose(&mut state, &tuple(client)).unwrap();
-        balancer.expect_sent_to(0, &syn(client), chosen, "first");
-    }
-}
-
-#[test]
 fn to_all_is_limited_per_service_and_recovers() {
     if !may_load_bpf("to_all_is_limited_per_service_and_recovers") {
         return;

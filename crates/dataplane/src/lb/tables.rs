@@ -1,11 +1,10 @@
 //! Writing a [`PlacementTable`] into the half of a service's double buffer that no program reads.
 
-use std::collections::HashMap;
 use std::mem::offset_of;
 use std::net::SocketAddrV4;
 
 use coreward_intf as intf;
-use coreward_model::placement::{Core, PlacementTable, Rule};
+use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::RssKey;
 
 use super::program::Tables;
@@ -92,11 +91,10 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     Ok(())
 }
 
-/// What user space remembers of a half, so that it writes only what changed and knows whose the counts are.
+/// What user space remembers of a half, so that it writes only what changed.
 #[derive(Debug, Default)]
 pub(super) struct Half {
     keys: Option<(Vec<RssKey>, SocketAddrV4)>,
-    pub core_slots: Vec<Core>,
     /// Grace periods that had passed when programs were told to leave this half.
     pub retired_at: u64,
 }
@@ -110,15 +108,6 @@ macro_rules! field {
     ($position:expr, $field:ident) => {
         at($position, offset_of!(intf::placement_table, $field))
     };
-}
-
-/// Connections assigned so far by the table at `position`, of each of its core slots.
-pub(super) fn assigned(tables: &Mapped<Tables>, position: usize, core_slots: &[Core]) -> HashMap<Core, u32> {
-    let count_of = |slot: usize| {
-        let word = tables.load(field!(position, assigned) + slot / 2 * 8);
-        (word >> (32 * (slot % 2))) as u32
-    };
-    core_slots.iter().enumerate().map(|(slot, core)| (*core, count_of(slot))).collect()
 }
 
 /// The rule of the table at `position`; `None` when it has no members.
@@ -140,14 +129,14 @@ pub(super) fn clear(tables: &Mapped<Tables>, position: usize) {
     tables.write(at(position, 0), &[0u64; offset_of!(intf::placement_table, toeplitz_destination) / 8]);
 }
 
-/// Writes `table` at `position`, where no program may look. `carried`: the counts to begin with.
+/// Writes `table` at `position`, where no program may look. The counts of assigned connections start at 0: what a core
+/// got before, its load shows (docs/policies.md says what carrying them over did).
 pub(super) fn write(
     tables: &Mapped<Tables>,
     position: usize,
     half: &mut Half,
     vip: SocketAddrV4,
     table: &PlacementTable,
-    carried: &HashMap<Core, u32>,
 ) {
     write_keys(tables, position, half, vip, table);
     tables.store(field!(position, generation), table.generation);
@@ -176,11 +165,8 @@ pub(super) fn write(
         .map(|member| intf::member { load: member.load, server_id: member.server.get(), reserved: 0 })
         .collect();
     tables.write(field!(position, members), members.as_slice());
-    let mut counts: Vec<u32> =
-        table.core_slots.iter().map(|core| carried.get(core).copied().unwrap_or_default()).collect();
-    counts.resize(counts.len().next_multiple_of(2), 0);
+    let counts = vec![0u32; table.core_slots.len().next_multiple_of(2)];
     tables.write(field!(position, assigned), counts.as_slice());
-    half.core_slots.clone_from(&table.core_slots);
 }
 
 /// The Toeplitz tables are large and change with the fleet's keys only.

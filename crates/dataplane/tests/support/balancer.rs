@@ -42,13 +42,8 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// A new table's counts start at 0 here, as the model's state does.
     pub fn new(vips: &[(Ipv4Addr, u16)], rng: &mut impl Rng) -> Self {
-        Self::with(vips, Options { carry_over: 0.0, ..Options::default() }, rng)
-    }
-
-    pub fn with_carry_over(vips: &[(Ipv4Addr, u16)], carry_over: f32, rng: &mut impl Rng) -> Self {
-        Self::with(vips, Options { carry_over, ..Options::default() }, rng)
+        Self::with(vips, Options::default(), rng)
     }
 
     pub fn with_to_all_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
