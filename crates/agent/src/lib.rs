@@ -1,1 +1,25 @@
-//! DESC
+//! The server agent: everything of coreward that runs on a server.
+//!
+//! * [`config`]: its file
+//! * [`daemon`]: follows the controller, reports, ends in order
+//! * [`agent`]: what it watches, what it is told, what it says
+//! * [`load`]: how busy the cores are
+//! * [`rss`]: the NIC's key and indirection table: read, set, put back, checked
+//! * [`steering`]: connections of core k to the worker of core k
+//! * [`timestamps`]: the sysctl that the cookie needs
+//! * [`hazards`]: what on this host overrides RSS
+//! * [`rss_command`]: `coreward agent rss`
+//! * [`remembered`]: original settings, to be put back
+
+pub mod agent;
+pub mod config;
+pub mod connections;
+pub mod daemon;
+pub mod hazards;
+pub mod load;
+pub mod remembered;
+pub mod rss;
+pub mod rss_command;
+pub mod steering;
+mod sysfs;
+pub mod timestamps;

@@ -6,7 +6,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::Parser as _;
+use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
@@ -25,6 +27,8 @@ enum Command {
     Controller(ConfigArgs),
     /// The load balancer: attaches the XDP program, or takes over the one at work, and follows the controller
     Lb(LbArgs),
+    /// The agent of a server: attaches the programs, or takes over those at work, reports, follows the controller
+    Agent(AgentArgs),
     /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
     Status(StatusArgs),
     /// Where a new connection would go, and why
@@ -51,6 +55,25 @@ struct LbArgs {
     /// Take the program from the interface and remove what is pinned: forwarding ends
     #[arg(long)]
     detach: bool,
+}
+
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+struct AgentArgs {
+    #[command(subcommand)]
+    command: Option<AgentCommand>,
+    /// The daemon's file (docs/config.md)
+    #[arg(long, value_name = "FILE", required = true)]
+    config: Option<PathBuf>,
+    /// Take everything off, put everything back (RSS, sysctl), remove what is pinned: the server's connections break
+    #[arg(long)]
+    detach: bool,
+}
+
+#[derive(clap::Subcommand)]
+enum AgentCommand {
+    /// What the NIC shows of its RSS, where each SYN really arrives, and whether that fits
+    Rss(RssArgs),
 }
 
 #[derive(clap::Args)]
@@ -120,6 +143,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             let config = &args.config.config;
             if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
         }
+        Command::Agent(args) => agent(args),
         Command::Status(StatusArgs { ask }) => print(&show::status(ask.controller, ask.format.into())?),
         Command::Explain(ExplainArgs { ask, vip, protocol, client }) => {
             let service = ServiceAddress { socket: vip, protocol };
@@ -129,6 +153,19 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Demo(options) => demo::run(&options),
         // Before any thread is started: the paced server forks.
         Command::Testbed(args) => testbed::run(&args),
+    }
+}
+
+fn agent(args: AgentArgs) -> anyhow::Result<()> {
+    rights::require("coreward agent")?;
+    match (args.command, args.config) {
+        (Some(AgentCommand::Rss(args)), _) => {
+            let fits = coreward_agent::rss_command::run(&args)?;
+            anyhow::ensure!(fits, "the RSS table of {} is shown, not in force", args.interface);
+            Ok(())
+        }
+        (None, Some(config)) if args.detach => coreward_agent::daemon::detach(&config),
+        (None, config) => coreward_agent::daemon::run(&config.context("--config is missing")?),
     }
 }
 

@@ -1,0 +1,254 @@
+//! The agent itself: what it watches, what it is told, what it says. When it does so, [`crate::daemon`] decides.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::Context as _;
+use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
+use coreward_intf as intf;
+use coreward_model::load::CoreReadings;
+use coreward_wire::{AgentConfiguration, Report, ReportedRss, v1};
+
+use crate::config::{self, Config};
+use crate::load::cpu::CpuLoadSource;
+use crate::load::published::PublishedLoad;
+use crate::load::{LoadSource, monotonic_ns, queues};
+use crate::remembered::Memory;
+use crate::rss::RssDevice;
+use crate::rss::ethtool::EthtoolRss;
+use crate::rss::manager::{RssManager, Wanted};
+use crate::rss::testbed::TestbedRss;
+use crate::rss::verdict::{Judge, Verdict};
+use crate::steering::Steering;
+use crate::{connections, hazards, timestamps};
+
+/// Until the controller says otherwise.
+pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
+/// A report counts until so many later ones have failed to come ...
+const INTERVALS_TO_LIVE: u32 = 5;
+/// ... and at least this long: a busy machine delays a report now and then.
+const SHORTEST_LIFE: Duration = Duration::from_millis(500);
+const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
+
+/// One server's agent.
+pub struct Agent {
+    config: Config,
+    memory: Memory,
+    programs: ServerPrograms,
+    rss: RssManager,
+    judge: Judge,
+    load: Box<dyn LoadSource>,
+    steering: Steering,
+    cpu_of_queue: Vec<usize>,
+    configuration: Option<AgentConfiguration>,
+    sequence: u64,
+    readings: Vec<u64>,
+    warnings: Vec<String>,
+    hazards: Vec<String>,
+    hazards_at: Option<Instant>,
+}
+
+/// Index of the device, and that it is one on which the programs can work.
+fn interface_index(interface: &str) -> anyhow::Result<u32> {
+    nix::net::if_::if_nametoindex(interface)
+        .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
+}
+
+fn rss_device(config: &Config) -> Box<dyn RssDevice> {
+    match &config.rss {
+        config::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
+        config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), &config.interface, *entries)),
+    }
+}
+
+impl Agent {
+    /// Attaches the programs, or takes over those of an earlier process, and looks around for the first time.
+    ///
+    /// # Errors
+    /// When the interface does not exist or the kernel refuses something.
+    pub fn start(config: Config) -> anyhow::Result<Self> {
+        let interface_index = interface_index(&config.interface)?;
+        let mut memory = Memory::open(&config.pin_directory)?;
+        if config.manage_timestamps {
+            timestamps::manage(&mut memory)?;
+        }
+        let programs = ServerPrograms::attach(ServerOptions {
+            interface_index,
+            pin_directory: config.pin_directory.clone(),
+            sample_every_syn: false,
+        })?;
+        let verb = if programs.taken_over() { "taken over" } else { "attached" };
+        tracing::info!("{}: programs {verb} at {} ({:?})", config.server, config.interface, programs.attachment());
+        let load: Box<dyn LoadSource> = match &config.load {
+            config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
+            config::Load::Published { path } => Box::new(PublishedLoad::new(path.clone())),
+        };
+        let mut agent = Self {
+            steering: Steering::new(config.steer, &config.pin_directory),
+            rss: RssManager::new(rss_device(&config)),
+            config,
+            memory,
+            programs,
+            judge: Judge::default(),
+            load,
+            cpu_of_queue: vec![],
+            configuration: None,
+            sequence: 0,
+            readings: vec![],
+            warnings: vec![],
+            hazards: vec![],
+            hazards_at: None,
+        };
+        agent.rss_changed();
+        agent.look_after();
+        Ok(agent)
+    }
+
+    /// The server's name in the controller's file.
+    pub fn server(&self) -> &str {
+        &self.config.server
+    }
+
+    /// Time between two reports.
+    pub fn report_interval(&self) -> Duration {
+        self.configuration.as_ref().map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
+    }
+
+    /// Does what the controller says. What cannot be done is logged, and what was in force stays.
+    pub fn configure(&mut self, configuration: AgentConfiguration) {
+        if let Err(error) = self.try_configure(&configuration) {
+            tracing::error!("the controller's configuration {} cannot be used: {error:#}", configuration.generation);
+            return;
+        }
+        let names: Vec<&str> = configuration.services.iter().map(|service| service.name.as_str()).collect();
+        tracing::info!("configuration {}: serves {}", configuration.generation, names.join(", "));
+        self.configuration = Some(configuration);
+        self.look_after();
+    }
+
+    fn try_configure(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
+        let old = self.configuration.as_ref();
+        if old.is_none_or(|old| old.keys != new.keys) {
+            self.programs.set_keys(&new.keys);
+        }
+        if old.is_none_or(|old| old.services != new.services) {
+            let services: Vec<_> = new.services.iter().map(|service| (service.address, service.server_id)).collect();
+            self.programs.set_services(&services)?;
+            let addresses: Vec<_> = new.services.iter().map(|service| service.address).collect();
+            self.steering.set_services(&addresses, self.programs.rss_map())?;
+        }
+        if self.config.manage_rss {
+            let wanted = Wanted { key: new.fleet_rss_key.clone(), server_id: new.server_id };
+            self.rss.manage(wanted, &mut self.memory);
+            self.rss_changed();
+        }
+        Ok(())
+    }
+
+    /// Follows what changes by itself: the NIC's RSS, the CPUs of its queues, the workers. About once a second.
+    pub fn look_after(&mut self) {
+        if self.rss.follow(&mut self.memory) {
+            self.rss_changed();
+        }
+        self.cpu_of_queue = queues::cpus(&self.config.interface, self.rss.receive_queues());
+        self.load.refresh(&self.cpu_of_queue);
+        let not_in_force = self.judge_rss();
+        self.warnings.clear();
+        self.warnings.extend(timestamps::warning());
+        self.warnings.extend(self.rss.problem().map(str::to_owned));
+        self.warnings.extend(not_in_force);
+        self.warnings.extend(self.load.warnings());
+        self.warnings.extend(self.steering.look(&self.cpu_of_queue));
+        if self.hazards_at.is_none_or(|at| at.elapsed() > HAZARDS_INTERVAL) {
+            self.hazards = hazards::find(&self.config.interface);
+            self.hazards_at = Some(Instant::now());
+        }
+        self.warnings.extend(self.hazards.iter().cloned());
+    }
+
+    fn rss_changed(&mut self) {
+        self.programs.set_rss(self.rss.known(), self.rss.generation() as u32);
+        let (matched, mismatched) = self.rss_counters();
+        self.judge.table_changed(matched, mismatched);
+    }
+
+    fn rss_counters(&self) -> (u64, u64) {
+        let counters = self.programs.counters();
+        (counters[intf::SERVER_COUNTER_RSS_MATCHED as usize], counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize])
+    }
+
+    fn judge_rss(&mut self) -> Option<String> {
+        let (matched, mismatched) = self.rss_counters();
+        let table = &self.rss.known()?.indirection_table;
+        (self.judge.observe(table, matched, mismatched) == Verdict::NotInForce).then(|| {
+            format!(
+                "the RSS table that {} shows is not in force: {mismatched} of {} SYNs came by another receive queue",
+                self.config.interface,
+                matched + mismatched
+            )
+        })
+    }
+
+    /// What to say now; `None` while the cores' load is not known. RSS is said where it is not `rss_generation_told`.
+    pub fn report(&mut self, rss_generation_told: u64) -> Option<v1::Report> {
+        self.readings.clear();
+        let measured_ns = monotonic_ns();
+        if let Err(error) = self.load.read(&mut self.readings) {
+            if self.sequence > 0 || rss_generation_told == 0 {
+                tracing::debug!("no report: {error:#}");
+            }
+            return None;
+        }
+        self.sequence += 1;
+        let generation = self.rss.generation();
+        let rss = (generation != rss_generation_told)
+            .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
+        let counters = self.programs.counters();
+        let report = Report {
+            sent: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+            time_to_live: (self.report_interval() * INTERVALS_TO_LIVE).max(SHORTEST_LIFE),
+            readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.readings.clone() },
+            open_connections: connections::open(),
+            rss_generation: generation,
+            rss,
+            rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
+            rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
+            counters: named(&counters, &self.steering),
+            warnings: self.warnings.clone(),
+        };
+        Some(report.into())
+    }
+
+    /// Puts the NIC's RSS back, for an end in order. Programs and sysctl stay while services are stamped: without them
+    /// every established connection would break, and every new one.
+    pub fn leave(mut self) -> anyhow::Result<()> {
+        self.rss.restore(&mut self.memory);
+        self.rss_changed();
+        if self.programs.has_services() {
+            tracing::info!("stamping goes on without the agent; `coreward agent --detach` ends it");
+            return Ok(());
+        }
+        self.detach()
+    }
+
+    /// Takes everything off and puts everything back. Stamped connections break.
+    ///
+    /// # Errors
+    /// When something cannot be taken off.
+    pub fn detach(mut self) -> anyhow::Result<()> {
+        self.rss.restore(&mut self.memory);
+        // A steering program stays with its group of sockets; without a table it leaves the choice to the kernel.
+        self.programs.set_rss(None, 0);
+        timestamps::restore(&mut self.memory)?;
+        self.programs.remove()?;
+        self.memory.remove()
+    }
+}
+
+fn named(counters: &[u64; server::COUNTERS], steering: &Steering) -> Vec<(String, u64)> {
+    let server = server::COUNTER_NAMES.into_iter().zip(*counters);
+    // Of all services; a name that both programs use would be added up.
+    let mut named: HashMap<&str, u64> = HashMap::new();
+    server.chain(steering.counters()).for_each(|(name, value)| *named.entry(name).or_default() += value);
+    named.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}

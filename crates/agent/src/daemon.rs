@@ -1,0 +1,166 @@
+//! The daemon: tells the controller ten times a second how the server is, and does what it says. Packets go on without
+//! it, and without the controller.
+
+use std::path::Path;
+use std::time::Duration;
+
+use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::control_client::ControlClient;
+use coreward_wire::{AgentConfiguration, v1};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, Interval, MissedTickBehavior};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Code;
+use tonic::transport::Endpoint;
+
+use crate::agent::Agent;
+use crate::config::Config;
+
+/// How often the agent looks after what changes by itself.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Time between two attempts to reach the controller: doubles from the first to the second.
+const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+/// When the controller does not want us: somebody must change its file, or end another agent.
+const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Runs until SIGTERM or SIGINT. What packets need is pinned and stays at work; the NIC's RSS is put back.
+///
+/// # Errors
+/// When the file is wrong, the interface does not exist, or the kernel refuses the programs.
+pub fn run(config: &Path) -> anyhow::Result<()> {
+    let config = Config::load(config)?;
+    let endpoint = endpoint(&config)?;
+    let mut agent = Agent::start(config)?;
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        tokio::select! {
+            never = follow_for_ever(&endpoint, &mut agent) => match never {},
+            _ = terminate.recv() => anyhow::Ok(()),
+            _ = interrupt.recv() => anyhow::Ok(()),
+        }
+    })?;
+    agent.leave()
+}
+
+/// Takes everything off that an agent has put on and puts everything back; stamped connections break.
+///
+/// # Errors
+/// When the file is wrong or something cannot be taken off.
+pub fn detach(config: &Path) -> anyhow::Result<()> {
+    Agent::start(Config::load(config)?)?.detach()
+}
+
+fn endpoint(config: &Config) -> anyhow::Result<Endpoint> {
+    Ok(Endpoint::from_shared(format!("http://{}", config.controller))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
+        .keep_alive_while_idle(true))
+}
+
+fn every(period: Duration) -> Interval {
+    let mut interval = tokio::time::interval_at(Instant::now() + period, period);
+    // Values are absolute: of two reports that are due at once, one is enough.
+    interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    interval
+}
+
+/// Why a stream ended.
+enum End {
+    /// The controller is away, or went.
+    Lost(anyhow::Error),
+    /// It does not know this server, or another agent speaks for it.
+    Refused(String),
+}
+
+impl<E: Into<anyhow::Error>> From<E> for End {
+    fn from(error: E) -> Self {
+        let error = error.into();
+        match error.downcast_ref::<tonic::Status>() {
+            Some(status) if matches!(status.code(), Code::NotFound | Code::AlreadyExists) => {
+                End::Refused(status.message().to_owned())
+            }
+            _ => End::Lost(error),
+        }
+    }
+}
+
+async fn follow_for_ever(endpoint: &Endpoint, agent: &mut Agent) -> std::convert::Infallible {
+    let mut look = every(LOOK_INTERVAL);
+    let mut pause = RETRY_INTERVALS.0;
+    loop {
+        let mut heard = false;
+        let end = follow(endpoint, agent, &mut look, &mut heard).await;
+        if heard {
+            pause = RETRY_INTERVALS.0;
+        }
+        let wait = match end {
+            Ok(()) => {
+                tracing::warn!("the controller ended the stream; trying again");
+                pause
+            }
+            Err(End::Lost(error)) => {
+                tracing::warn!("controller {}: {error:#}; trying again, what is in force stays", endpoint.uri());
+                pause
+            }
+            Err(End::Refused(reason)) => {
+                tracing::error!("the controller refuses {}: {reason}", agent.server());
+                REFUSED_RETRY_INTERVAL
+            }
+        };
+        let retry = tokio::time::sleep(wait);
+        tokio::pin!(retry);
+        loop {
+            tokio::select! {
+                () = &mut retry => break,
+                _ = look.tick() => agent.look_after(),
+            }
+        }
+        pause = (pause * 2).min(RETRY_INTERVALS.1);
+    }
+}
+
+/// One stream, until it ends. `heard`: whether anything came.
+async fn follow(endpoint: &Endpoint, agent: &mut Agent, look: &mut Interval, heard: &mut bool) -> Result<(), End> {
+    let mut client = ControlClient::new(endpoint.connect().await?);
+    let (messages, receiver) = mpsc::channel(4);
+    let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
+    messages.send(message(Message::Hello(hello))).await?;
+    let mut configurations = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    tracing::info!("connected to controller {}", endpoint.uri());
+    let mut tick = every(agent.report_interval());
+    let mut rss_generation_told = 0;
+    loop {
+        tokio::select! {
+            configuration = configurations.message() => {
+                let Some(configuration) = configuration? else { return Ok(()) };
+                *heard = true;
+                match AgentConfiguration::try_from(&configuration) {
+                    Ok(configuration) => agent.configure(configuration),
+                    Err(error) => tracing::error!("the controller's configuration cannot be used: {error}"),
+                }
+                if tick.period() != agent.report_interval() {
+                    tick = every(agent.report_interval());
+                }
+            }
+            _ = tick.tick() => {
+                let Some(report) = agent.report(rss_generation_told) else { continue };
+                let generation = report.rss_generation;
+                // A controller that does not read misses a report; the next one has it all.
+                if messages.try_send(message(Message::Report(report))).is_ok() {
+                    rss_generation_told = generation;
+                }
+            }
+            _ = look.tick() => agent.look_after(),
+        }
+    }
+}
+
+fn message(message: Message) -> v1::AgentMessage {
+    v1::AgentMessage { message: Some(message) }
+}

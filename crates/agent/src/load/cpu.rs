@@ -1,0 +1,45 @@
+//! Busy time of the CPUs that serve the receive queues.
+
+use coreward_dataplane::cpu_load::CpuLoad;
+
+use super::{LoadSource, monotonic_ns};
+
+/// The CPUs of one device's receive queues.
+#[derive(Debug)]
+pub struct CpuLoadSource {
+    load: CpuLoad,
+    cpu_of_queue: Vec<usize>,
+}
+
+impl CpuLoadSource {
+    /// Counts from now on.
+    ///
+    /// # Errors
+    /// When the kernel refuses the program.
+    pub fn start() -> anyhow::Result<Self> {
+        Ok(Self { load: CpuLoad::start()?, cpu_of_queue: vec![] })
+    }
+}
+
+impl LoadSource for CpuLoadSource {
+    fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
+        let now_ns = monotonic_ns();
+        busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.load.busy_ns(*cpu, now_ns)));
+        Ok(())
+    }
+
+    fn refresh(&mut self, cpu_of_queue: &[usize]) {
+        self.cpu_of_queue = cpu_of_queue.to_vec();
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let mut cpus = self.cpu_of_queue.clone();
+        cpus.sort_unstable();
+        cpus.dedup();
+        let (queues, cpus) = (self.cpu_of_queue.len(), cpus.len());
+        if cpus == queues {
+            return vec![];
+        }
+        vec![format!("{queues} receive queues are served by {cpus} CPUs: expected one CPU for each")]
+    }
+}

@@ -1,0 +1,72 @@
+//! Busy times as a server publishes them in a file: one little-endian u64 of ns per core.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, ensure};
+
+use super::LoadSource;
+
+/// As many cores as a report may have.
+const MAX_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
+
+/// The file.
+#[derive(Debug)]
+pub struct PublishedLoad {
+    path: PathBuf,
+    open: Option<File>,
+}
+
+impl PublishedLoad {
+    /// Reads `path`, which may come later.
+    pub fn new(path: PathBuf) -> Self {
+        Self { path, open: None }
+    }
+
+    fn try_read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
+        let file = match &self.open {
+            Some(file) => file,
+            None => self.open.insert(File::open(&self.path)?),
+        };
+        let mut bytes = [0; MAX_BYTES];
+        let length = file.read_at(&mut bytes, 0)?;
+        ensure!(length > 0 && length.is_multiple_of(8), "{length} bytes: expected 8 per core");
+        busy_ns.extend(bytes[..length].chunks_exact(8).map(|core| u64::from_le_bytes(core.try_into().expect("eight"))));
+        Ok(())
+    }
+}
+
+impl LoadSource for PublishedLoad {
+    fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
+        self.try_read(busy_ns).with_context(|| self.path.display().to_string())
+    }
+
+    /// A server that was started anew has made a new file under the same name.
+    fn refresh(&mut self, _cpu_of_queue: &[usize]) {
+        self.open = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_number_per_core_and_a_new_file_is_found() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("busy");
+        let mut load = PublishedLoad::new(path.clone());
+        let mut busy_ns = vec![];
+        let error = load.read(&mut busy_ns).unwrap_err();
+        assert!(format!("{error:#}").contains("busy: No such file"), "{error:#}");
+        std::fs::write(&path, [1u64.to_le_bytes(), 2u64.to_le_bytes()].concat()).unwrap();
+        load.read(&mut busy_ns).unwrap();
+        assert_eq!(busy_ns, [1, 2]);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, [7; 9]).unwrap();
+        load.refresh(&[0, 1]);
+        let error = load.read(&mut busy_ns).unwrap_err();
+        assert!(format!("{error:#}").ends_with("9 bytes: expected 8 per core"), "{error:#}");
+    }
+}

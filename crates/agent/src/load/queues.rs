@@ -1,0 +1,91 @@
+//! Which CPU serves which receive queue: the one that its interrupt goes to.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use crate::sysfs;
+
+/// The CPU of each of `receive_queues` queues. A queue whose interrupt is not found (a virtual device has none) counts
+/// as served by CPU (its number) modulo (number of CPUs).
+pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    let vectors = device_name(interface).map_or_else(BTreeMap::new, |device| {
+        receive_vectors(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
+    });
+    let cpu = |queue: u16| vectors.get(&queue).and_then(|irq| affinity(*irq)).unwrap_or(usize::from(queue) % count);
+    (0..receive_queues).map(cpu).collect()
+}
+
+/// What the device is called on its bus: a PCI address or `virtioN`.
+fn device_name(interface: &str) -> Option<String> {
+    let device = fs::canonicalize(sysfs::device_directory(interface)?.join("device")).ok()?;
+    Some(device.file_name()?.to_str()?.to_owned())
+}
+
+/// The first CPU that the interrupt really goes to.
+fn affinity(irq: u32) -> Option<usize> {
+    let list = fs::read_to_string(format!("/proc/irq/{irq}/effective_affinity_list")).ok()?;
+    list.trim().split([',', '-']).next()?.parse().ok()
+}
+
+/// Interrupt per receive queue, from /proc/interrupts. Drivers call their vectors `eth0-TxRx-3`, `i40e-eth0-TxRx-3`,
+/// `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3`, `eth0-Tx-Rx-3`.
+fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
+    let ours = |action: &str| {
+        let is = |name: &str| action.split(['-', '@']).any(|part| part == name || part.ends_with(&format!(":{name}")));
+        is(interface) || is(device) || action.ends_with(&format!("pci:{device}"))
+    };
+    let mut vectors = BTreeMap::new();
+    for line in interrupts.lines() {
+        let mut words = line.split_whitespace();
+        let irq = words.next().and_then(|word| word.strip_suffix(':')?.parse().ok());
+        let (Some(irq), Some(action)) = (irq, words.last()) else { continue };
+        if let Some(queue) = receive_queue(action)
+            && ours(action)
+        {
+            vectors.insert(queue, irq);
+        }
+    }
+    vectors
+}
+
+/// The receive queue that a vector is for.
+fn receive_queue(action: &str) -> Option<u16> {
+    let name = action.split('@').next()?.to_lowercase();
+    let head = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    let receives = ["rx-", "rx", "input.", "comp"].iter().any(|end| head.ends_with(end));
+    if receives { name[head.len()..].parse().ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(lines: &[&str], interface: &str, device: &str) -> Vec<(u16, u32)> {
+        let header = "           CPU0       CPU1\n".to_owned();
+        let line =
+            |(irq, action): (usize, &&str)| format!(" {}:  0  7 PCI-MSIX-0000:00:03.0 {irq}-edge {action}\n", irq + 30);
+        let text = header + &lines.iter().enumerate().map(line).collect::<String>();
+        receive_vectors(&text, interface, device).into_iter().collect()
+    }
+
+    #[test]
+    fn vectors_of_many_drivers_are_known() {
+        let virtio = ["virtio2-config", "virtio2-input.0", "virtio2-output.0", "virtio2-input.1", "virtio20-input.0"];
+        assert_eq!(found(&virtio, "eth0", "virtio2"), [(0, 31), (1, 33)]);
+        let igb = ["eth0", "eth0-TxRx-0", "eth0-TxRx-1", "eth1-TxRx-0"];
+        assert_eq!(found(&igb, "eth0", "0000:00:03.0"), [(0, 31), (1, 32)]);
+        let ice = ["ice-eth0-TxRx-0", "ice-eth0-TxRx-11"];
+        assert_eq!(found(&ice, "eth0", "0000:00:03.0"), [(0, 30), (11, 31)]);
+        let mlx5 = ["mlx5_async0@pci:0000:3b:00.0", "mlx5_comp0@pci:0000:3b:00.0", "mlx5_comp1@pci:0000:3b:00.1"];
+        assert_eq!(found(&mlx5, "eth0", "0000:3b:00.0"), [(0, 31)]);
+        let separate = ["eth0-rx-0", "eth0-tx-0", "eth0-Tx-Rx-1"];
+        assert_eq!(found(&separate, "eth0", "0000:00:03.0"), [(0, 30), (1, 32)]);
+    }
+
+    #[test]
+    fn virtual_devices_count_round() {
+        let count = std::thread::available_parallelism().map_or(1, usize::from);
+        assert_eq!(cpus("nonexistent0", 4), (0..4).map(|queue| queue % count).collect::<Vec<_>>());
+    }
+}

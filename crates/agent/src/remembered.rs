@@ -1,0 +1,87 @@
+//! What the agent found before it changed it: to be put back when it leaves, also by a later process.
+//!
+//! Kept as JSON in a pinned BPF map, not in a file: like the NIC's settings it outlives processes, and goes with a reboot.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
+use serde::{Deserialize, Serialize};
+
+use crate::rss::RssSettings;
+
+/// The originals; `None`: was not changed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Remembered {
+    /// Key and indirection table.
+    pub rss: Option<RssSettings>,
+    /// net.ipv4.tcp_timestamps.
+    pub tcp_timestamps: Option<String>,
+}
+
+/// The longest table (2048 queues of up to 5 digits) and key in JSON, with room to spare.
+const VALUE_BYTES: u32 = 16384;
+const MAP_NAME: &str = "coreward_orig";
+
+/// Where it is kept.
+#[derive(Debug)]
+pub struct Memory {
+    map: MapHandle,
+    pin: PathBuf,
+    content: Remembered,
+}
+
+impl Memory {
+    /// Opens what an earlier process left in `pin_directory`, or begins anew.
+    ///
+    /// # Errors
+    /// When the directory is not on a bpffs.
+    pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
+        let pin = pin_directory.join("remembered");
+        if pin.exists() {
+            let map = MapHandle::from_pinned_path(&pin).with_context(|| pin.display().to_string())?;
+            let bytes = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an array without its only entry")?;
+            let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+            let content = serde_json::from_slice(text).unwrap_or_else(|error| {
+                tracing::warn!("{}: {error}: original settings are not known", pin.display());
+                Remembered::default()
+            });
+            return Ok(Self { map, pin, content });
+        }
+        fs::create_dir_all(pin_directory).with_context(|| pin_directory.display().to_string())?;
+        let options = libbpf_sys::bpf_map_create_opts {
+            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
+            ..Default::default()
+        };
+        let mut map = MapHandle::create(MapType::Array, Some(MAP_NAME), 4, VALUE_BYTES, 1, &options)
+            .context("making a BPF map")?;
+        map.pin(&pin).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()))?;
+        Ok(Self { map, pin, content: Remembered::default() })
+    }
+
+    /// What is remembered.
+    pub fn get(&self) -> &Remembered {
+        &self.content
+    }
+
+    /// Changes it.
+    ///
+    /// # Errors
+    /// When the map cannot be written.
+    pub fn change(&mut self, change: impl FnOnce(&mut Remembered)) -> anyhow::Result<()> {
+        change(&mut self.content);
+        let mut bytes = serde_json::to_vec(&self.content)?;
+        anyhow::ensure!(bytes.len() < VALUE_BYTES as usize, "settings of {} bytes", bytes.len());
+        bytes.resize(VALUE_BYTES as usize, 0);
+        self.map.update(&0u32.to_ne_bytes(), &bytes, MapFlags::ANY).context("remembering original settings")
+    }
+
+    /// Forgets it for good.
+    ///
+    /// # Errors
+    /// When the pin cannot be removed.
+    pub fn remove(self) -> anyhow::Result<()> {
+        fs::remove_file(&self.pin).with_context(|| self.pin.display().to_string())
+    }
+}

@@ -1,0 +1,237 @@
+//! RSS of a real NIC, by the ethtool ioctls: no netlink message sets it before kernel 6.17, and no crate covers them.
+//!
+//! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer, headed by its number.
+
+use std::fs;
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+use coreward_model::rss::Rss;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+
+use super::{RssDevice, RssSettings, RssUnknown};
+
+const SIOCETHTOOL: libc::c_ulong = 0x8946;
+const ETHTOOL_GFLAGS: u32 = 0x25;
+const ETHTOOL_GRXFH: u32 = 0x29;
+const ETHTOOL_GRXRINGS: u32 = 0x2d;
+const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
+const ETHTOOL_GCHANNELS: u32 = 0x3c;
+const ETHTOOL_GRSSH: u32 = 0x46;
+const ETHTOOL_SRSSH: u32 = 0x47;
+
+/// In ETHTOOL_GFLAGS: flow steering rules (and with them accelerated RFS) are on.
+const ETH_FLAG_NTUPLE: u32 = 1 << 27;
+const TCP_V4_FLOW: u32 = 1;
+/// IP source and destination, first and second half of the ports.
+const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
+const ETH_RSS_HASH_TOP: u8 = 1;
+const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
+
+/// `struct ethtool_rxfh` without its data: cmd, rss_context, indir_size, key_size, (hfunc, input_xfrm, 2 reserved), reserved.
+const RXFH_WORDS: usize = 6;
+const RXFH_INDIR_SIZE: usize = 2;
+const RXFH_KEY_SIZE: usize = 3;
+const RXFH_FUNCTION: usize = 4;
+/// `struct ethtool_rxnfc` is longer than what these requests use of it; the kernel may copy all of it back.
+const RXNFC_WORDS: usize = 64;
+/// `rule_cnt` of `struct ethtool_rxnfc` stands behind cmd, flow_type, data (8 bytes) and fs (168 bytes).
+const RXNFC_RULE_COUNT: usize = (4 + 4 + 8 + 168) / 4;
+
+/// The key that drivers take which show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
+const HOST_KEY: &str = "/proc/sys/net/core/netdev_rss_key";
+const HOST_KEY_BYTES: usize = 40;
+
+/// One ethtool request; `request` holds it as 32-bit words and gets the answer.
+fn ethtool(interface: &str, request: &mut [u32]) -> io::Result<()> {
+    let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    // SAFETY: a struct of integers and pointers, for which zero is a value.
+    let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
+    if interface.len() >= ifreq.ifr_name.len() {
+        return Err(io::Error::from_raw_os_error(libc::ENODEV));
+    }
+    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
+        *to = from as libc::c_char;
+    }
+    ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
+    // SAFETY: `request` is as long as its header says, which every caller of this private function ensures.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut ifreq) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// `struct ethtool_rxnfc`: cmd, flow_type, data (64 bits) ...
+fn rxnfc(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
+    let mut request = [0; RXNFC_WORDS];
+    request[0] = command;
+    request[1] = flow_type;
+    ethtool(interface, &mut request)?;
+    Ok(u64::from(request[2]) | u64::from(request[3]) << 32)
+}
+
+/// Number of receive queues as `ethtool -l` shows them: combined ones and those that only receive.
+///
+/// # Errors
+/// When the driver does not tell.
+pub fn channels(interface: &str) -> io::Result<u16> {
+    // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
+    let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
+    ethtool(interface, &mut request)?;
+    let queues = request[5].saturating_add(request[8]);
+    Ok(u16::try_from(queues).unwrap_or(u16::MAX).max(1))
+}
+
+/// Whether the driver steers flows by rules of its own: (ntuple is on, number of rules).
+pub fn flow_rules(interface: &str) -> (bool, u64) {
+    let mut request = [ETHTOOL_GFLAGS, 0];
+    let ntuple = ethtool(interface, &mut request).is_ok() && request[1] & ETH_FLAG_NTUPLE != 0;
+    let mut rules = [0; RXNFC_WORDS];
+    rules[0] = ETHTOOL_GRXCLSRLCNT;
+    let count = ethtool(interface, &mut rules).map_or(0, |()| u64::from(rules[RXNFC_RULE_COUNT]));
+    (ntuple, count)
+}
+
+/// The key of drivers that show none.
+fn host_key() -> Result<Vec<u8>, RssUnknown> {
+    let failed = |source| RssUnknown::Io { what: HOST_KEY.to_owned(), source };
+    let text = fs::read_to_string(HOST_KEY).map_err(failed)?;
+    let bytes: Result<Vec<u8>, _> = text.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
+    let mut bytes = bytes.map_err(|error| failed(io::Error::other(error)))?;
+    bytes.truncate(HOST_KEY_BYTES);
+    Ok(bytes)
+}
+
+/// A NIC with an ethtool driver.
+#[derive(Debug)]
+pub struct EthtoolRss {
+    interface: String,
+}
+
+/// What ETHTOOL_GRSSH answers.
+struct Rxfh {
+    settings: RssSettings,
+    function: u8,
+    transformation: u8,
+}
+
+impl EthtoolRss {
+    /// The device of that name.
+    pub fn new(interface: &str) -> Self {
+        Self { interface: interface.to_owned() }
+    }
+
+    fn failed(&self, what: &str, source: io::Error) -> RssUnknown {
+        if source.raw_os_error() == Some(libc::EOPNOTSUPP) {
+            return RssUnknown::Unsupported(self.interface.clone());
+        }
+        RssUnknown::Io { what: format!("{}: {what}", self.interface), source }
+    }
+
+    fn rxfh(&self) -> Result<Rxfh, RssUnknown> {
+        let failed = |error| self.failed("ETHTOOL_GRSSH", error);
+        let mut sizes = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
+        ethtool(&self.interface, &mut sizes).map_err(failed)?;
+        let (entries, key_bytes) = (sizes[RXFH_INDIR_SIZE] as usize, sizes[RXFH_KEY_SIZE] as usize);
+        if entries == 0 {
+            return Err(RssUnknown::Unsupported(self.interface.clone()));
+        }
+        let mut request = vec![0; RXFH_WORDS + entries + key_bytes.div_ceil(4)];
+        request[..RXFH_WORDS].copy_from_slice(&sizes);
+        ethtool(&self.interface, &mut request).map_err(failed)?;
+        let [function, transformation, ..] = request[RXFH_FUNCTION].to_ne_bytes();
+        let (table, key) = request[RXFH_WORDS..].split_at(entries);
+        let key: Vec<u8> = key.iter().flat_map(|word| word.to_ne_bytes()).take(key_bytes).collect();
+        let key = (!key.is_empty()).then_some(key);
+        Ok(Rxfh { settings: RssSettings { key, indirection_table: table.to_vec() }, function, transformation })
+    }
+
+    fn other_hash(&self, found: &str) -> RssUnknown {
+        RssUnknown::OtherHash { interface: self.interface.clone(), found: found.to_owned() }
+    }
+}
+
+impl RssDevice for EthtoolRss {
+    fn source(&self) -> &'static str {
+        "ethtool"
+    }
+
+    fn receive_queues(&self) -> u16 {
+        let rings = rxnfc(&self.interface, ETHTOOL_GRXRINGS, 0).ok().and_then(|rings| u16::try_from(rings).ok());
+        rings.or_else(|| channels(&self.interface).ok()).unwrap_or(1).max(1)
+    }
+
+    fn settings(&self) -> Result<RssSettings, RssUnknown> {
+        self.rxfh().map(|rxfh| rxfh.settings)
+    }
+
+    fn read(&self) -> Result<Rss, RssUnknown> {
+        let rxfh = self.rxfh()?;
+        // 0: a driver that knows but one function; it is Toeplitz wherever it is not said (igb).
+        if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
+            return Err(self.other_hash(&format!("hash function {:#x} (`ethtool -x`)", rxfh.function)));
+        }
+        if rxfh.transformation != 0 {
+            return Err(self.other_hash("a symmetric input (`ethtool -x`)"));
+        }
+        // Drivers that do not answer hash TCP by its ports.
+        if let Ok(fields) = rxnfc(&self.interface, ETHTOOL_GRXFH, TCP_V4_FLOW)
+            && fields & RXH_FOUR_TUPLE != RXH_FOUR_TUPLE
+        {
+            return Err(self.other_hash(&format!(
+                "fields {fields:#x} of TCP (`ethtool -n {} rx-flow-hash tcp4`)",
+                self.interface
+            )));
+        }
+        let fallback = if rxfh.settings.key.is_none() { host_key()? } else { Vec::new() };
+        rxfh.settings.usable(&self.interface, &fallback)
+    }
+
+    fn table_entries(&self) -> Result<usize, RssUnknown> {
+        self.rxfh().map(|rxfh| rxfh.settings.indirection_table.len())
+    }
+
+    fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
+        let takes_key = self.rxfh()?.settings.key.map(|key| key.len());
+        // A NIC whose key is longer gets zeros behind: an IPv4 hash uses the first 16 bytes, an IPv6 one 40.
+        let key = match (takes_key, &settings.key) {
+            (Some(length), Some(key)) => {
+                let mut key = key.clone();
+                key.resize(length, 0);
+                key
+            }
+            _ => vec![],
+        };
+        let table = &settings.indirection_table;
+        let entries = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
+        let mut request = vec![ETHTOOL_SRSSH, 0, entries, key.len() as u32, 0, 0];
+        request.extend(table);
+        request.extend(key.chunks(4).map(|chunk| {
+            let mut word = [0; 4];
+            word[..chunk.len()].copy_from_slice(chunk);
+            u32::from_ne_bytes(word)
+        }));
+        ethtool(&self.interface, &mut request).map_err(|error| self.failed("ETHTOOL_SRSSH", error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_rss_is_named() {
+        let error = EthtoolRss::new("lo").read().unwrap_err();
+        assert_eq!(error.to_string(), "lo has no RSS indirection table that ethtool shows");
+        let error = EthtoolRss::new("nonexistent0").read().unwrap_err();
+        assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
+        assert_eq!(EthtoolRss::new("lo").receive_queues(), 1);
+        assert!(channels("a-name-that-is-too-long").is_err());
+    }
+
+    #[test]
+    fn the_host_has_a_key() {
+        match host_key() {
+            Ok(key) => assert_eq!(key.len(), HOST_KEY_BYTES),
+            Err(error) => assert!(error.to_string().starts_with(HOST_KEY), "{error}"),
+        }
+    }
+}

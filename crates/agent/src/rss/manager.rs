@@ -1,0 +1,283 @@
+//! Keeps an eye on the NIC's RSS, and sets it where the agent may.
+
+use coreward_model::ServerId;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+
+use super::{RssDevice, RssSettings, RssUnknown};
+use crate::remembered::Memory;
+
+/// What the fleet wants of this server's NIC.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wanted {
+    /// The fleet's key.
+    pub key: RssKey,
+    /// Seeds the balanced table.
+    pub server_id: ServerId,
+}
+
+/// A NIC under observation.
+pub struct RssManager {
+    device: Box<dyn RssDevice>,
+    /// `None`: only read.
+    wanted: Option<Wanted>,
+    known: Option<Rss>,
+    receive_queues: u16,
+    generation: u64,
+    problem: Option<String>,
+}
+
+impl RssManager {
+    /// Reads the NIC for the first time.
+    pub fn new(device: Box<dyn RssDevice>) -> Self {
+        let mut manager = Self { device, wanted: None, known: None, receive_queues: 0, generation: 0, problem: None };
+        manager.refresh();
+        // Also where nothing can be known, that is something to say.
+        manager.generation = manager.generation.max(1);
+        manager
+    }
+
+    /// Sets key and table, now and whenever the NIC has others; what was there before is remembered.
+    pub fn manage(&mut self, wanted: Wanted, memory: &mut Memory) {
+        self.wanted = Some(wanted);
+        self.apply(memory);
+    }
+
+    /// Reads again, and sets again where the NIC does not hold what it was given. True when key, table or number of
+    /// receive queues have changed since the last time.
+    pub fn follow(&mut self, memory: &mut Memory) -> bool {
+        let before = self.generation;
+        self.refresh();
+        self.apply(memory);
+        self.generation != before
+    }
+
+    /// Puts back what was there before.
+    pub fn restore(&mut self, memory: &mut Memory) {
+        self.wanted = None;
+        let Some(original) = memory.get().rss.clone() else { return };
+        let source = self.device.source();
+        match self.device.write(&original) {
+            Ok(()) => tracing::info!("RSS ({source}): original key and table are back"),
+            // Since then the number of queues may have shrunk.
+            Err(error) => tracing::warn!("RSS ({source}): original key and table cannot be set: {error}"),
+        }
+        if let Err(error) = memory.change(|remembered| remembered.rss = None) {
+            tracing::warn!("{error:#}");
+        }
+        self.refresh();
+    }
+
+    fn refresh(&mut self) {
+        let receive_queues = self.device.receive_queues();
+        let known = match self.device.read() {
+            Ok(rss) => {
+                self.problem = beyond_queues(&rss.indirection_table, receive_queues);
+                Some(rss)
+            }
+            Err(error) => {
+                self.note(error);
+                None
+            }
+        };
+        if (&known, receive_queues) != (&self.known, self.receive_queues) {
+            self.generation += 1;
+            (self.known, self.receive_queues) = (known, receive_queues);
+        }
+    }
+
+    fn note(&mut self, error: RssUnknown) {
+        let text = format!("RSS is not known: {error}");
+        if self.problem.as_ref() != Some(&text) {
+            tracing::warn!("{text}");
+            self.problem = Some(text);
+        }
+    }
+
+    fn apply(&mut self, memory: &mut Memory) {
+        let Some(wanted) = self.wanted.clone() else { return };
+        if let Err(error) = self.try_apply(&wanted, memory) {
+            let text = format!("RSS cannot be set: {error:#}");
+            if self.problem.as_ref() != Some(&text) {
+                tracing::warn!("{text}");
+                self.problem = Some(text);
+            }
+        }
+    }
+
+    fn try_apply(&mut self, wanted: &Wanted, memory: &mut Memory) -> anyhow::Result<()> {
+        let entries = self.device.table_entries()?;
+        let table = IndirectionTable::balanced(wanted.server_id.get().into(), entries, self.receive_queues)?;
+        let current = self.device.settings();
+        let settings = RssSettings {
+            key: Some(wanted.key.bytes().to_vec()),
+            indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
+        };
+        if current.as_ref().is_ok_and(|current| holds(current, &settings)) {
+            return Ok(());
+        }
+        if let Ok(current) = current
+            && memory.get().rss.is_none()
+        {
+            memory.change(|remembered| remembered.rss = Some(current))?;
+        }
+        self.device.write(&settings)?;
+        tracing::info!(
+            "RSS ({}): the fleet's key and a balanced table of {entries} entries over {} receive queues are set",
+            self.device.source(),
+            self.receive_queues
+        );
+        self.refresh();
+        Ok(())
+    }
+
+    /// Where it is read.
+    pub fn source(&self) -> &'static str {
+        self.device.source()
+    }
+
+    /// Key and table; `None` while they are not known.
+    pub fn known(&self) -> Option<&Rss> {
+        self.known.as_ref()
+    }
+
+    /// Number of receive queues, at least 1.
+    pub fn receive_queues(&self) -> u16 {
+        self.receive_queues.max(1)
+    }
+
+    /// Grows whenever something changes; from 1.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// What is wrong, in words for `coreward status`.
+    pub fn problem(&self) -> Option<&str> {
+        self.problem.as_deref()
+    }
+}
+
+/// Whether a NIC holds what was to be set: a longer key may follow, and a NIC that shows no key takes none.
+fn holds(current: &RssSettings, wanted: &RssSettings) -> bool {
+    let key = wanted.key.as_deref().unwrap_or_default();
+    current.indirection_table == wanted.indirection_table
+        && current.key.as_ref().is_none_or(|current| {
+            let common = current.len().min(key.len());
+            current[..common] == key[..common] && current[common..].iter().all(|byte| *byte == 0)
+        })
+}
+
+fn beyond_queues(table: &IndirectionTable, receive_queues: u16) -> Option<String> {
+    let highest = table.queues().iter().max().copied().unwrap_or(0);
+    (highest >= receive_queues)
+        .then(|| format!("the RSS table names receive queue {highest}, but there are {receive_queues} queues"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nic {
+        settings: RssSettings,
+        queues: u16,
+        takes_key: bool,
+    }
+
+    impl RssDevice for std::sync::Arc<std::sync::Mutex<Nic>> {
+        fn source(&self) -> &'static str {
+            "test"
+        }
+        fn receive_queues(&self) -> u16 {
+            self.lock().unwrap().queues
+        }
+        fn settings(&self) -> Result<RssSettings, RssUnknown> {
+            Ok(self.lock().unwrap().settings.clone())
+        }
+        fn read(&self) -> Result<Rss, RssUnknown> {
+            self.lock().unwrap().settings.usable("nic0", &[9; 40])
+        }
+        fn table_entries(&self) -> Result<usize, RssUnknown> {
+            Ok(self.lock().unwrap().settings.indirection_table.len())
+        }
+        fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
+            let mut nic = self.lock().unwrap();
+            let key = if nic.takes_key { settings.key.clone() } else { None };
+            nic.settings = RssSettings { key, ..settings.clone() };
+            Ok(())
+        }
+    }
+
+    fn nic(entries: u32, takes_key: bool) -> std::sync::Arc<std::sync::Mutex<Nic>> {
+        let settings = RssSettings {
+            key: takes_key.then(|| vec![1; 40]),
+            indirection_table: (0..entries).map(|entry| entry % 4).collect(),
+        };
+        std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, takes_key }))
+    }
+
+    fn wanted() -> Wanted {
+        Wanted { key: RssKey::microsoft(), server_id: 7.try_into().unwrap() }
+    }
+
+    #[test]
+    fn a_table_of_another_length_makes_rss_unknown() {
+        let manager = RssManager::new(Box::new(nic(100, true)));
+        assert_eq!((manager.known(), manager.generation()), (None, 1));
+        assert_eq!(
+            manager.problem(),
+            Some("RSS is not known: nic0: an indirection table of 100 entries: expected a power of two from 1 to 2048")
+        );
+    }
+
+    #[test]
+    fn changes_by_others_are_noticed() {
+        let device = nic(128, false);
+        let mut manager = RssManager::new(Box::new(device.clone()));
+        assert_eq!(manager.known().unwrap().key.bytes(), [9; 40]);
+        device.lock().unwrap().settings.indirection_table[0] = 3;
+        manager.refresh();
+        assert_eq!((manager.generation(), manager.known().unwrap().indirection_table.queue(0)), (2, 3));
+        device.lock().unwrap().queues = 3;
+        manager.refresh();
+        assert_eq!(
+            (manager.generation(), manager.problem()),
+            (3, Some("the RSS table names receive queue 3, but there are 3 queues"))
+        );
+    }
+
+    #[test]
+    fn what_is_managed_is_set_kept_and_put_back() {
+        if !nix::unistd::geteuid().is_root() {
+            println!("SKIPPED what_is_managed_is_set_kept_and_put_back: needs root, to make a BPF map");
+            return;
+        }
+        let pins = std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
+        for takes_key in [true, false] {
+            let device = nic(64, takes_key);
+            let original = device.lock().unwrap().settings.clone();
+            let mut memory = Memory::open(&pins).unwrap();
+            let mut manager = RssManager::new(Box::new(device.clone()));
+            manager.manage(wanted(), &mut memory);
+            let table = IndirectionTable::balanced(7, 64, 4).unwrap();
+            assert_eq!(manager.known().unwrap().indirection_table, table);
+            assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (takes_key, 2));
+            // Somebody sets another table; then the number of queues changes.
+            device.lock().unwrap().settings.indirection_table[0] ^= 1;
+            assert!(manager.follow(&mut memory));
+            assert_eq!(manager.known().unwrap().indirection_table, table);
+            device.lock().unwrap().queues = 2;
+            assert!(manager.follow(&mut memory));
+            assert_eq!(manager.known().unwrap().indirection_table.queues().iter().max(), Some(&1));
+            assert!(!manager.follow(&mut memory));
+            // The process is killed; the next one still knows the original.
+            drop((manager, memory));
+            let mut memory = Memory::open(&pins).unwrap();
+            let mut manager = RssManager::new(Box::new(device.clone()));
+            manager.manage(wanted(), &mut memory);
+            manager.restore(&mut memory);
+            assert_eq!(device.lock().unwrap().settings, original);
+            assert_eq!(memory.get().rss, None);
+            memory.remove().unwrap();
+        }
+        std::fs::remove_dir(&pins).unwrap();
+    }
+}

@@ -1,0 +1,175 @@
+//! `coreward agent rss`: what the NIC shows, where each SYN really arrives, and whether that fits.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use coreward_dataplane::server::ServerPrograms;
+use coreward_dataplane::tc::{self, Direction};
+use coreward_intf as intf;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use serde::Serialize;
+
+use crate::rss::ethtool::EthtoolRss;
+use crate::rss::verdict::{Judge, Verdict};
+use crate::rss::{RssDevice as _, RssSettings};
+
+/// Options of `coreward agent rss`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct RssArgs {
+    /// The device
+    #[arg(long)]
+    pub interface: String,
+    /// Watch for so long (0: only show key and table)
+    #[arg(long, default_value_t = 10)]
+    pub seconds: u64,
+    /// One JSON object per line: first the NIC, then each SYN, at the end the verdict
+    #[arg(long)]
+    pub json: bool,
+    /// First set this RSS key (bytes in hexadecimal, as `ethtool -x` prints them); it stays
+    #[arg(long, value_name = "KEY")]
+    pub set_key: Option<RssKey>,
+    /// First set a balanced table drawn from this server id, as an agent with manage_rss does; it stays
+    #[arg(long, value_name = "SERVER ID")]
+    pub balanced_seed: Option<u16>,
+}
+
+/// Between two looks at the samples: fewer SYNs than `RSS_SAMPLES` should arrive meanwhile.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+#[derive(Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Line<'a> {
+    Nic { interface: &'a str, receive_queues: u16, key: String, indirection_table: &'a [u16] },
+    Syn(Syn),
+    End { matched: u64, mismatched: u64, without_queue: u64, verdict: Verdict },
+}
+
+/// One SYN, and where it came by.
+#[derive(Serialize)]
+struct Syn {
+    source: SocketAddrV4,
+    destination: SocketAddrV4,
+    hash: u32,
+    predicted_queue: u16,
+    actual_queue: u16,
+}
+
+impl From<intf::rss_sample> for Syn {
+    fn from(sample: intf::rss_sample) -> Self {
+        let socket = |address: u32, port: u16| {
+            SocketAddrV4::new(Ipv4Addr::from(address.to_ne_bytes()), u16::from_be_bytes(port.to_ne_bytes()))
+        };
+        Self {
+            source: socket(sample.source_address, sample.source_port),
+            destination: socket(sample.destination_address, sample.destination_port),
+            hash: sample.hash,
+            predicted_queue: sample.predicted_queue,
+            actual_queue: sample.actual_queue,
+        }
+    }
+}
+
+/// Shows, watches, judges. True unless the table is shown, but not in force.
+///
+/// # Errors
+/// When the device does not exist, has no usable RSS, or the kernel refuses something.
+pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
+    let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
+        .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
+    let mut device = EthtoolRss::new(&args.interface);
+    set(args, &mut device)?;
+    let rss = device.read()?;
+    let queues = device.receive_queues();
+    print(
+        args.json,
+        &Line::Nic {
+            interface: &args.interface,
+            receive_queues: queues,
+            key: rss.key.to_string(),
+            indirection_table: rss.indirection_table.queues(),
+        },
+    )?;
+    if args.seconds == 0 {
+        return Ok(true);
+    }
+    let mut programs = ServerPrograms::load_only(true)?;
+    programs.set_rss(Some(&rss), 1);
+    let _held = tc::hold(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
+    watch(args, &programs, &rss)
+}
+
+fn set(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
+    if args.set_key.is_none() && args.balanced_seed.is_none() {
+        return Ok(());
+    }
+    let mut settings = RssSettings { key: args.set_key.as_ref().map(|key| key.bytes().to_vec()), ..Default::default() };
+    if let Some(seed) = args.balanced_seed {
+        let table = IndirectionTable::balanced(seed.into(), device.table_entries()?, device.receive_queues())?;
+        settings.indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
+    }
+    Ok(device.write(&settings)?)
+}
+
+fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result<bool> {
+    let end = Instant::now() + Duration::from_secs(args.seconds);
+    let mut last = 0;
+    loop {
+        let over = Instant::now() >= end;
+        for sample in programs.samples(last) {
+            last = sample.sequence;
+            print(args.json, &Line::Syn(sample.into()))?;
+        }
+        if over {
+            break;
+        }
+        std::thread::sleep(LOOK_INTERVAL);
+    }
+    let counters = programs.counters();
+    let count = |counter: intf::server_counter| counters[counter as usize];
+    let (matched, mismatched) = (count(intf::SERVER_COUNTER_RSS_MATCHED), count(intf::SERVER_COUNTER_RSS_MISMATCHED));
+    let verdict = Judge::default().observe(&rss.indirection_table, matched, mismatched);
+    let without_queue = count(intf::SERVER_COUNTER_RSS_UNPREDICTED);
+    print(args.json, &Line::End { matched, mismatched, without_queue, verdict })?;
+    Ok(verdict != Verdict::NotInForce)
+}
+
+/// At once, so that a test that drives it sees each SYN.
+fn print(json: bool, line: &Line<'_>) -> anyhow::Result<()> {
+    use std::io::Write as _;
+    let text = if json { serde_json::to_string(line)? } else { text(line) };
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{text}")?;
+    Ok(out.flush()?)
+}
+
+fn text(line: &Line<'_>) -> String {
+    match line {
+        Line::Nic { interface, receive_queues, key, indirection_table } => {
+            let rows: Vec<String> = indirection_table
+                .chunks(16)
+                .enumerate()
+                .map(|(row, queues)| {
+                    let queues: Vec<String> = queues.iter().map(|queue| format!("{queue:3}")).collect();
+                    format!("  {:4}: {}", row * 16, queues.join(" "))
+                })
+                .collect();
+            format!(
+                "{interface}: {receive_queues} receive queues\nkey: {key}\ntable of {} entries:\n{}",
+                indirection_table.len(),
+                rows.join("\n")
+            )
+        }
+        Line::Syn(Syn { source, destination, hash, predicted_queue, actual_queue }) => {
+            let fits = if predicted_queue == actual_queue { "" } else { "  <- another one" };
+            format!(
+                "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, came by {actual_queue}{fits}"
+            )
+        }
+        Line::End { matched, mismatched, without_queue, verdict } => format!(
+            "{matched} SYNs came by the predicted queue, {mismatched} by another one, {without_queue} by none that was \
+             recorded: {verdict}"
+        ),
+    }
+}

@@ -1,0 +1,29 @@
+//! A device's directory in /sys, if /sys is of this network namespace: `nsenter --net` and `ip netns exec` may leave that
+//! of another one, with a device of the same name.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nix::ifaddrs::getifaddrs;
+
+/// `/sys/class/net/INTERFACE`; `None` where /sys shows another namespace's devices, or none.
+pub fn device_directory(interface: &str) -> Option<PathBuf> {
+    let directory = Path::new("/sys/class/net").join(interface);
+    let shown = fs::read_to_string(directory.join("address")).ok()?;
+    let ours = getifaddrs().ok()?.find_map(|entry| {
+        let address = *entry.address.as_ref().filter(|_| entry.interface_name == interface)?.as_link_addr()?;
+        address.addr()
+    })?;
+    let ours: Vec<String> = ours.iter().map(|byte| format!("{byte:02x}")).collect();
+    (shown.trim() == ours.join(":")).then_some(directory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_there_has_no_directory() {
+        assert_eq!(device_directory("nonexistent0"), None);
+    }
+}
