@@ -141,7 +141,8 @@ mod tests {
         let path = directory.path().join("demo.svg");
         draw(&super::super::results::tests::results(), &path).unwrap();
         let svg = std::fs::read_to_string(path).unwrap();
-        for part in ["hash", "8.00", "1.00", "noise floor 0.125", "RSS and cores emulated", "a server joins", "</svg>"] {
+        for part in ["hash", "8.00", "1.00", "noise floor 0.125", "RSS and cores emulated", "a server joins", "</svg>"]
+        {
             assert!(svg.contains(part), "{part:?} is missing");
         }
     }
