@@ -1,5 +1,6 @@
 //! `coreward-bench`: what the packet path, the agent and the controller cost, and what the policies give.
 
+mod controller;
 mod placement;
 mod report;
 mod xdp;
@@ -28,6 +29,10 @@ enum Command {
     Placement(placement::Args),
     /// What the load balancer's program costs per packet (needs root)
     Xdp(xdp::Args),
+    /// What the controller costs, with agents that only pretend
+    Controller(controller::Args),
+    #[command(hide = true)]
+    ControllerProcess(controller::ProcessArgs),
     /// Everything that has a cost
     All,
 }
@@ -40,7 +45,12 @@ fn main() -> anyhow::Result<()> {
             Ok(())
         }
         Command::Xdp(args) => arguments.show(&xdp::run(args)?),
-        Command::All => arguments.show(&xdp::run(&xdp::Args::default())?),
+        Command::Controller(args) => arguments.show(&controller::run(args)?),
+        Command::ControllerProcess(args) => controller::run_process(args),
+        Command::All => {
+            arguments.show(&xdp::run(&xdp::Args::default())?)?;
+            arguments.show(&controller::run(&controller::Args::default())?)
+        }
     }
 }
 

@@ -45,6 +45,7 @@ const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// # Errors
 /// When the file is wrong, the store cannot be used or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
+    raise_file_limit();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let server = Server::bind(config).await?;
@@ -56,6 +57,18 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
             _ = interrupt.recv() => Ok(()),
         }
     })
+}
+
+/// Lets this process have as many connections as the system allows it: every agent is one, and the usual soft limit of
+/// 1,024 is for programs that use select(2).
+pub fn raise_file_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, highest)| setrlimit(Resource::RLIMIT_NOFILE, highest, highest).map(|()| highest));
+    match raised {
+        Ok(highest) => tracing::debug!("up to {highest} open files"),
+        Err(error) => tracing::warn!("the limit of open files stays as it is: {error}"),
+    }
 }
 
 /// A controller that listens.

@@ -79,8 +79,13 @@ pub fn fill_candidates(
         for bucket in 0..buckets.get() {
             let mut found = candidates_of_bucket(group, bucket, buckets, neutral);
             // Strictly smallest load, ties to the lowest id (CrossRSS as published).
-            found.sort_by(|(a, a_load), (b, b_load)| a_load.total_cmp(b_load).then(a.cmp(b)));
-            found.truncate(per_bucket);
+            let order = |(a, a_load): &(Core, f64), (b, b_load): &(Core, f64)| a_load.total_cmp(b_load).then(a.cmp(b));
+            if per_bucket < found.len() {
+                // Of a thousand servers only these few are sorted.
+                found.select_nth_unstable_by(per_bucket, order);
+                found.truncate(per_bucket);
+            }
+            found.sort_by(order);
             for position in 0..per_bucket {
                 let (core, load) = found[position.min(found.len() - 1)];
                 let core_slot = core_slots.slot(core);
