@@ -94,6 +94,9 @@ pub struct Workload {
     pub mouse_requests: (u32, u32),
     /// Time between two requests of a mouse (us).
     pub mouse_interval_us: u32,
+    /// The elephants of a pool that has been running for long do not come all at once, but spread over this time (us):
+    /// from then on the load is stationary.
+    pub ramp_us: u64,
     /// How many addresses the client has.
     pub source_addresses: u16,
 }
@@ -112,6 +115,7 @@ impl Default for Workload {
             elephant_life_us: (5_000_000, 10_000_000),
             mouse_requests: (1, 2),
             mouse_interval_us: 10_000,
+            ramp_us: 4_000_000,
             source_addresses: 2,
         }
     }
@@ -127,8 +131,9 @@ impl Workload {
     /// Draws the log of `seed`.
     ///
     /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count, which needs no
-    /// logarithm and so comes out the same on every machine. At time 0 the elephants of a pool that has been running for
-    /// long are there already (each with what is left of its life), so that the load is stationary from the start.
+    /// logarithm and so comes out the same on every machine. The elephants that a pool which has been running for long would
+    /// already have come within the ramp, each with what is then left of its life, so that the load is stationary
+    /// from the end of the ramp on. (All at once at time 0 they would be a stampede, not a load.)
     ///
     /// # Panics
     /// When more connections are asked for than source addresses and ports can name.
@@ -152,9 +157,10 @@ impl Workload {
                     break life_us;
                 }
             };
-            let left_us = draw.below(life_us).max(1);
-            let phase_us = draw.below(u64::from(interval_us));
-            arrivals.extend(draw.elephant(phase_us, left_us));
+            let (end_us, start_us) = (draw.below(life_us), draw.below(self.ramp_us));
+            if start_us < end_us {
+                arrivals.extend(draw.elephant(start_us, end_us - start_us));
+            }
         }
         for _ in 0..alive * self.duration_us / mean_life_us.max(1) {
             let (start_us, life_us) = (draw.below(self.duration_us), draw.between(life_min, life_max));
@@ -327,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn the_load_is_the_one_asked_for_from_start_to_end() {
+    fn the_load_is_the_one_asked_for_from_the_ramp_to_the_end() {
         let workload = Workload::default();
         let log = workload.generate(1);
         let mut work_us = vec![0u64; (log.duration_us / 1_000_000) as usize];
@@ -336,12 +342,14 @@ mod tests {
                 work_us[(arrival.due_us(index) / 1_000_000) as usize] += u64::from(arrival.service_us);
             }
         }
+        let stationary = &work_us[(workload.ramp_us / 1_000_000) as usize..];
         // 16 cores at 40 %.
-        let whole: u64 = work_us.iter().sum();
-        assert!((whole as f64 / (6_400_000.0 * 38.0) - 1.0).abs() < 0.05, "{whole}");
-        for (second, work_us) in work_us.iter().enumerate() {
+        let whole: u64 = stationary.iter().sum();
+        assert!((whole as f64 / (6_400_000.0 * stationary.len() as f64) - 1.0).abs() < 0.05, "{whole}");
+        for (second, work_us) in stationary.iter().enumerate() {
             assert!((*work_us as f64 / 6_400_000.0 - 1.0).abs() < 0.3, "second {second}: {work_us} us");
         }
+        assert!(work_us[..2].iter().all(|work_us| *work_us < 5_000_000), "a stampede: {work_us:?}");
     }
 
     #[test]
