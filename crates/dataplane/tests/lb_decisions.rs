@@ -41,7 +41,7 @@ fn first_packets_go_where_the_model_says() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let mut clients = HashSet::new();
     let mut generation = 0;
-    for round in 0..24 {
+    for round in 0..8 {
         let servers = 1 + uniform_below(&mut rng, 40) as usize;
         let ids = balancer.replace_servers(0, servers, &mut rng);
         for rule in Rule::ALL {
@@ -52,7 +52,7 @@ fn first_packets_go_where_the_model_says() {
             // Round robin's counter goes on from table to table.
             state.round_robin = balancer.turns;
             balancer.install(0, &table);
-            for _ in 0..150 {
+            for _ in 0..450 {
                 let client = client(&mut rng);
                 if !clients.insert(client) {
                     continue;
