@@ -24,6 +24,9 @@ pub struct RssArgs {
     /// Watch for so long (0: only show key and table)
     #[arg(long, default_value_t = 10)]
     pub seconds: u64,
+    /// End as soon as so many SYNs have been seen
+    #[arg(long)]
+    pub syns: Option<u32>,
     /// One JSON object per line: first the NIC, then each SYN, at the end the verdict
     #[arg(long)]
     pub json: bool,
@@ -82,21 +85,21 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     set(args, &mut device)?;
     let rss = device.read()?;
     let queues = device.receive_queues();
-    print(
-        args.json,
-        &Line::Nic {
-            interface: &args.interface,
-            receive_queues: queues,
-            key: rss.key.to_string(),
-            indirection_table: rss.indirection_table.queues(),
-        },
-    )?;
+    let nic = Line::Nic {
+        interface: &args.interface,
+        receive_queues: queues,
+        key: rss.key.to_string(),
+        indirection_table: rss.indirection_table.queues(),
+    };
     if args.seconds == 0 {
+        print(args.json, &nic)?;
         return Ok(true);
     }
     let mut programs = ServerPrograms::load_only(true)?;
     programs.set_rss(Some(&rss), 1);
     let _held = tc::hold(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
+    // Who has read this line knows that from now on every SYN is seen.
+    print(args.json, &nic)?;
     watch(args, &programs, &rss)
 }
 
@@ -121,7 +124,7 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
             last = sample.sequence;
             print(args.json, &Line::Syn(sample.into()))?;
         }
-        if over {
+        if over || args.syns.is_some_and(|syns| last >= syns) {
             break;
         }
         std::thread::sleep(LOOK_INTERVAL);
