@@ -4,6 +4,7 @@
 //! The tables change because the cores' loads do: a thread rewrites every server's busy file at random, ten times a
 //! second. The pool changes because servers drain and come back, in turn.
 
+use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::path::PathBuf;
 use std::process::Command;
@@ -56,12 +57,25 @@ pub struct Outcome {
     pub tables: u64,
     /// Times that a server drained or came back.
     pub pool_changes: u64,
+    /// What the load balancer did, by counter (those above 0).
+    pub load_balancer: BTreeMap<String, u64>,
     /// Segments dropped for their timestamps, client and servers together.
     pub timestamp_drops: u64,
-    /// Retransmitted segments per million sent, client and servers together.
-    pub retransmitted_ppm: f64,
-    /// The same for wrk and downloads without coreward, straight to one server.
-    pub retransmitted_ppm_without: f64,
+    /// Retransmissions, client and servers together.
+    pub retransmissions: Retransmissions,
+    /// The same with the same load, without coreward, straight to one server.
+    pub retransmissions_without: Retransmissions,
+}
+
+/// Segments sent again.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct Retransmissions {
+    /// How many.
+    pub segments: u64,
+    /// Per million segments sent.
+    pub ppm: f64,
+    /// How many of them the receiver had already (DSACK, RFC 2883): nothing was lost, only late.
+    pub needless: u64,
 }
 
 impl Outcome {
@@ -111,16 +125,15 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
 }
 
 /// The same load straight to one server: what the machine itself loses.
-fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<f64> {
+fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Retransmissions> {
     let straight = format!("{}", server_address(1));
     route(testbed, &["replace", &SERVICE.ip().to_string(), "via", &straight])?;
     let before = all_counters(testbed)?;
-    // A part of the load is enough for a rate.
-    wrk(testbed, (options.wrk_seconds / 4).max(2))?;
-    download(testbed, options.downloads / 10 + 1)?;
-    let ppm = retransmitted_ppm(&before, &all_counters(testbed)?);
+    wrk(testbed, options.wrk_seconds)?;
+    download(testbed, options.downloads)?;
+    let seen = retransmissions(&before, &all_counters(testbed)?);
     route(testbed, &["delete", &SERVICE.ip().to_string()])?;
-    Ok(ppm)
+    Ok(seen)
 }
 
 fn route(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<()> {
@@ -129,7 +142,7 @@ fn route(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<()> {
     testbed.run(testbed.client(), command).map(drop)
 }
 
-fn with_coreward(testbed: &Testbed, options: Options, without: f64) -> anyhow::Result<Outcome> {
+fn with_coreward(testbed: &Testbed, options: Options, without: Retransmissions) -> anyhow::Result<Outcome> {
     for number in testbed.server_numbers() {
         write_busy(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
@@ -159,17 +172,19 @@ fn with_coreward(testbed: &Testbed, options: Options, without: f64) -> anyhow::R
             busy,
             tables: 0,
             pool_changes: pool_changes.load(Ordering::Relaxed),
+            load_balancer: BTreeMap::new(),
             timestamp_drops: 0,
-            retransmitted_ppm: 0.0,
-            retransmitted_ppm_without: without,
+            retransmissions: without,
+            retransmissions_without: without,
         })
     })?;
     let after = all_counters(testbed)?;
     let drops = |all: &[Counters]| TIMESTAMP_DROPS.iter().map(|name| counters::total(all, name)).sum::<u64>();
     Ok(Outcome {
         tables: table_generation(&fleet, testbed)? - first_table,
+        load_balancer: load_balancer_counters(&fleet, testbed)?,
         timestamp_drops: drops(&after) - drops(&before),
-        retransmitted_ppm: retransmitted_ppm(&before, &after),
+        retransmissions: retransmissions(&before, &after),
         ..outcome
     })
 }
@@ -192,6 +207,16 @@ fn table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u64> {
     status["services"][0]["table_generation"].as_u64().context("status names no table generation")
 }
 
+fn load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BTreeMap<String, u64>> {
+    // The load balancer tells once a second.
+    std::thread::sleep(Duration::from_millis(1_500));
+    let status = fleet.status(testbed)?;
+    let counters = status["load_balancers"][0]["state"]["counters"].as_object();
+    let counters = counters.context("status names no counters of the load balancer")?.iter();
+    let counted = counters.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?)));
+    Ok(counted.filter(|(_, count)| *count > 0).collect())
+}
+
 fn hosts(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
     let servers = testbed.server_numbers();
     std::iter::once(Ok(testbed.client())).chain(servers.into_iter().map(|number| testbed.server(number))).collect()
@@ -201,9 +226,14 @@ fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<Counters>> {
     hosts(testbed)?.into_iter().map(counters::read).collect()
 }
 
-fn retransmitted_ppm(before: &[Counters], after: &[Counters]) -> f64 {
-    let grown = |name| (counters::total(after, name) - counters::total(before, name)) as f64;
-    grown("TcpRetransSegs") / grown("TcpOutSegs").max(1.0) * 1e6
+fn retransmissions(before: &[Counters], after: &[Counters]) -> Retransmissions {
+    let grown = |name| counters::total(after, name) - counters::total(before, name);
+    let segments = grown("TcpRetransSegs");
+    Retransmissions {
+        segments,
+        ppm: segments as f64 / grown("TcpOutSegs").max(1) as f64 * 1e6,
+        needless: grown("TcpExtTCPDSACKRecvSegs"),
+    }
 }
 
 fn write_busy(path: &PathBuf, busy_ns: &[u64]) -> anyhow::Result<()> {

@@ -81,6 +81,8 @@ impl Connection {
     }
 
     fn request(&mut self, path: &str) -> anyhow::Result<()> {
-        Ok(write!(self.stream.get_mut(), "GET {path} HTTP/1.1\r\nHost: coreward\r\n\r\n")?)
+        // In one piece: small pieces would wait for each other's acknowledgements (RFC 896).
+        let request = format!("GET {path} HTTP/1.1\r\nHost: coreward\r\n\r\n");
+        Ok(self.stream.get_mut().write_all(request.as_bytes())?)
     }
 }
