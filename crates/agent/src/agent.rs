@@ -1,6 +1,7 @@
 //! The agent itself: what it watches, what it is told, what it says. When it does so, [`crate::daemon`] decides.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context as _;
@@ -107,6 +108,16 @@ impl Agent {
     /// The server's name in the controller's file.
     pub fn server(&self) -> &str {
         &self.config.server
+    }
+
+    /// Where the controller listens.
+    pub fn controller(&self) -> SocketAddr {
+        self.config.controller
+    }
+
+    /// What is wrong, in words for `coreward status`, as of the last look.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     /// Time between two reports.

@@ -1,6 +1,7 @@
 //! The daemon: tells the controller ten times a second how the server is, and does what it says. Packets go on without
 //! it, and without the controller.
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -32,18 +33,25 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// # Errors
 /// When the file is wrong, the interface does not exist, or the kernel refuses the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
-    let config = Config::load(config)?;
-    let endpoint = endpoint(&config)?;
-    let mut agent = Agent::start(config)?;
+    let mut agent = Agent::start(Config::load(config)?)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         tokio::select! {
-            never = follow_for_ever(&endpoint, &mut agent) => match never {},
-            _ = terminate.recv() => anyhow::Ok(()),
-            _ = interrupt.recv() => anyhow::Ok(()),
+            outcome = serve(&mut agent) => outcome,
+            _ = terminate.recv() => Ok(()),
+            _ = interrupt.recv() => Ok(()),
         }
     })?;
     agent.leave()
+}
+
+/// Follows the controller until this future is dropped.
+///
+/// # Errors
+/// When the controller's address is none.
+pub async fn serve(agent: &mut Agent) -> anyhow::Result<()> {
+    let endpoint = endpoint(agent.controller())?;
+    match follow_for_ever(&endpoint, agent).await {}
 }
 
 /// Takes everything off that an agent has put on and puts everything back; stamped connections break.
@@ -54,8 +62,8 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     Agent::start(Config::load(config)?)?.detach()
 }
 
-fn endpoint(config: &Config) -> anyhow::Result<Endpoint> {
-    Ok(Endpoint::from_shared(format!("http://{}", config.controller))?
+fn endpoint(controller: SocketAddr) -> anyhow::Result<Endpoint> {
+    Ok(Endpoint::from_shared(format!("http://{controller}"))?
         .connect_timeout(CONNECT_TIMEOUT)
         .tcp_nodelay(true)
         .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)

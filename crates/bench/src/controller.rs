@@ -27,13 +27,13 @@ use crate::report::{Report, Table};
 pub struct Args {
     /// Agents, each with a connection of its own
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
-    agents: u32,
+    pub(crate) agents: u32,
     /// Cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     cores: u16,
     /// Time between two reports of an agent
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(10..=1000))]
-    report_interval_ms: u64,
+    pub(crate) report_interval_ms: u64,
     /// Load balancers that take every table
     #[arg(long, default_value_t = 2)]
     load_balancers: u32,
@@ -85,10 +85,10 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 /// A directory that is removed again.
-struct Scratch(std::path::PathBuf);
+pub(crate) struct Scratch(pub(crate) std::path::PathBuf);
 
 impl Scratch {
-    fn new() -> anyhow::Result<Self> {
+    pub(crate) fn new() -> anyhow::Result<Self> {
         let path = std::env::temp_dir().join(format!("coreward-bench-{}", std::process::id()));
         std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
         Ok(Self(path))
@@ -102,9 +102,9 @@ impl Drop for Scratch {
 }
 
 /// The process that is measured; ends with this value.
-struct Controller {
+pub(crate) struct Controller {
     process: Child,
-    address: SocketAddr,
+    pub(crate) address: SocketAddr,
 }
 
 impl Drop for Controller {
@@ -115,7 +115,7 @@ impl Drop for Controller {
 }
 
 impl Controller {
-    fn start(args: &Args, directory: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn start(args: &Args, directory: &Path) -> anyhow::Result<Self> {
         // A port that is free now; the controller takes it next.
         let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let store = directory.join("controller.redb");
@@ -136,7 +136,7 @@ impl Controller {
         Ok(Self { process, address })
     }
 
-    async fn connect(&mut self) -> anyhow::Result<ControlClient<Channel>> {
+    pub(crate) async fn connect(&mut self) -> anyhow::Result<ControlClient<Channel>> {
         let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?.tcp_nodelay(true);
         for _ in 0..100 {
             if let Ok(channel) = endpoint.connect().await {

@@ -1,5 +1,6 @@
 //! `coreward-bench`: what the packet path, the agent and the controller cost, and what the policies give.
 
+mod agent;
 mod controller;
 mod placement;
 mod report;
@@ -29,6 +30,8 @@ enum Command {
     Placement(placement::Args),
     /// What the load balancer's program costs per packet (needs root)
     Xdp(xdp::Args),
+    /// What the agent costs (needs root)
+    Agent(agent::Args),
     /// What the controller costs, with agents that only pretend
     Controller(controller::Args),
     #[command(hide = true)]
@@ -45,10 +48,12 @@ fn main() -> anyhow::Result<()> {
             Ok(())
         }
         Command::Xdp(args) => arguments.show(&xdp::run(args)?),
+        Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
+            arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&controller::run(&controller::Args::default())?)
         }
     }

@@ -1,0 +1,181 @@
+//! What the agent costs: the real one, with its programs attached to a virtual device of many queues, reporting to a real
+//! controller in a process of its own; all in a network namespace of this process's, which goes with it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_agent::agent::Agent;
+use coreward_agent::config::{self, Config, Steer};
+use coreward_agent::daemon;
+use coreward_intf as intf;
+use coreward_wire::v1;
+use libbpf_rs::{MapHandle, MapType, libbpf_sys};
+use nix::sched::{CloneFlags, unshare};
+use nix::time::{ClockId, clock_gettime};
+
+use crate::controller::{self, Controller, Scratch};
+use crate::report::{Report, Table};
+
+/// Options of `coreward-bench agent`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Cores (receive queues) of the server
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=512))]
+    cores: u16,
+    /// Time between two reports
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(10..=1000))]
+    report_interval_ms: u64,
+    /// How often is measured
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    windows: u32,
+    /// How long each time
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    window_seconds: u64,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        use clap::FromArgMatches as _;
+        let command = <Self as clap::Args>::augment_args(clap::Command::new("agent"));
+        Self::from_arg_matches(&command.get_matches_from(["agent"])).expect("every option has a default")
+    }
+}
+
+/// Measures, in a thread of its own: the namespace is the thread's.
+///
+/// # Errors
+/// Without root; when the agent or the controller do not start.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench agent loads BPF programs: run it as root");
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")?;
+    ip("link set lo up")?;
+    let queues = format!("numrxqueues {0} numtxqueues {0}", args.cores);
+    ip(&format!("link add eth0 {queues} type veth peer name eth1 {queues}"))?;
+    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let mut one_agent = controller::Args::default();
+    (one_agent.agents, one_agent.report_interval_ms) = (1, args.report_interval_ms);
+    let mut controller = Controller::start(&one_agent, &scratch.0)?;
+    let mut agent = Agent::start(configuration(args, &controller, &scratch.0, &pins.0)?)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let windows = runtime.block_on(async {
+        tokio::select! {
+            outcome = daemon::serve(&mut agent) => outcome.map(|()| vec![]),
+            windows = windows(args, &mut controller) => windows,
+        }
+    })?;
+    agent.detach()?;
+    Ok(report(args, &windows))
+}
+
+fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Path) -> anyhow::Result<Config> {
+    let busy = scratch.join("busy");
+    fs::write(&busy, vec![1; usize::from(args.cores) * 8])?;
+    let registers = pins.join("emulated_rss");
+    let options =
+        libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
+    let bytes = size_of::<intf::emulated_rss>() as u32;
+    MapHandle::create(MapType::Array, Some("registers"), 4, bytes, 1, &options)?.pin(&registers)?;
+    Ok(Config {
+        server: "s0".to_owned(),
+        controller: controller.address,
+        interface: "eth0".to_owned(),
+        pin_directory: pins.join("agent"),
+        manage_rss: true,
+        manage_timestamps: true,
+        steer: Steer::Affinity,
+        load: config::Load::Published { path: busy },
+        rss: config::Rss::Testbed { path: registers, entries: 128 },
+    })
+}
+
+fn ip(arguments: &str) -> anyhow::Result<()> {
+    let status = Command::new("ip").args(arguments.split_whitespace()).status().context("ip (package iproute2)")?;
+    ensure!(status.success(), "ip {arguments}: {status}");
+    Ok(())
+}
+
+/// A directory on bpffs that is removed again.
+struct Pins(PathBuf);
+
+impl Pins {
+    fn new() -> anyhow::Result<Self> {
+        let path = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-{}", std::process::id()));
+        fs::create_dir(&path).with_context(|| format!("{} (is bpffs mounted?)", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// What one window showed.
+struct Window {
+    cpu_pct: f64,
+    cpu_per_report_us: f64,
+    reports_per_second: f64,
+}
+
+async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
+    Ok(controller.connect().await?.status(v1::StatusRequest {}).await?.into_inner().accepted_reports)
+}
+
+async fn windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {
+    // Until the agent has its configuration and reports evenly.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let mut windows = Vec::new();
+    for _ in 0..args.windows {
+        let (reports, cpu, start) = (accepted_reports(controller).await?, cpu_time(), Instant::now());
+        tokio::time::sleep(Duration::from_secs(args.window_seconds)).await;
+        let (cpu, elapsed) = (cpu_time() - cpu, start.elapsed().as_secs_f64());
+        let reports = accepted_reports(controller).await? - reports;
+        ensure!(reports > 0, "no report reached the controller");
+        windows.push(Window {
+            cpu_pct: cpu.as_secs_f64() / elapsed * 100.0,
+            cpu_per_report_us: cpu.as_secs_f64() * 1e6 / reports as f64,
+            reports_per_second: reports as f64 / elapsed,
+        });
+    }
+    Ok(windows)
+}
+
+/// CPU time of this thread, which does nothing but run the agent.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
+}
+
+fn report(args: &Args, windows: &[Window]) -> Report {
+    let mut table = Table::new(&["", "median", "least", "most"]);
+    let mut row = |what: &str, of: fn(&Window) -> f64| {
+        let mut values: Vec<f64> = windows.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        let median = coreward_model::statistics::median(&values).unwrap_or(0.0);
+        let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
+        // One digit after the point is too little for a percentage that is to stay below 1.
+        table.row([what.into()].into_iter().chain([median, least, most].map(|value| format!("{value:.2}").into())));
+    };
+    row("CPU of the agent, % of one", |window| window.cpu_pct);
+    row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us);
+    row("reports taken per second", |window| window.reports_per_second);
+    Report {
+        name: "agent",
+        title: "The agent",
+        about: format!(
+            "The real agent, its programs attached to a veth device of {} receive queues, reports {} cores every {} ms to \
+             a real controller by gRPC; once a second it looks after RSS, interrupts, workers. CPU time of its thread in \
+             {} windows of {} s. To reach: less than 1 % of one CPU.",
+            args.cores, args.cores, args.report_interval_ms, args.windows, args.window_seconds,
+        ),
+        tables: vec![table],
+    }
+}
