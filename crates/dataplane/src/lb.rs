@@ -229,28 +229,28 @@ impl LoadBalancer {
 
     fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<Attachment> {
         if mode != XdpMode::Generic {
-            self.change_variant(Variant { counters_by_cpu: false, ..self.variant })?;
-            match XdpLink::create(self.program.as_fd(), index, Attachment::Native) {
-                Ok(link) => {
-                    self.link = Some(link);
-                    return Ok(Attachment::Native);
+            match self.attach_in(Attachment::Native, interface, index) {
+                Err(error) if mode == XdpMode::Auto => {
+                    tracing::warn!("{error:#}; trying generic XDP, which is slower");
                 }
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                    bail!(
-                        "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
-                    )
-                }
-                Err(error) if mode == XdpMode::Native => {
-                    return Err(error).with_context(|| format!("native XDP at interface {interface:?}"));
-                }
-                Err(error) => tracing::warn!("{interface}: no native XDP ({error}); generic XDP is slower"),
+                other => return other,
             }
         }
-        self.change_variant(Variant { counters_by_cpu: true, ..self.variant })?;
-        let link = XdpLink::create(self.program.as_fd(), index, Attachment::Generic)
-            .with_context(|| format!("generic XDP at interface {interface:?}"))?;
+        self.attach_in(Attachment::Generic, interface, index)
+    }
+
+    fn attach_in(&mut self, attachment: Attachment, interface: &str, index: u32) -> anyhow::Result<Attachment> {
+        let counters_by_cpu = attachment == Attachment::Generic;
+        self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
+        let link =
+            XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
+                Some(libc::EBUSY) => anyhow::anyhow!(
+                    "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
+                ),
+                _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
+            })?;
         self.link = Some(link);
-        Ok(Attachment::Generic)
+        Ok(attachment)
     }
 
     /// Loads another variant and, if a program is at the device, puts the new one in its place atomically.

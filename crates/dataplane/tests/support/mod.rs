@@ -5,6 +5,7 @@
 
 pub mod balancer;
 pub mod network;
+pub mod packet_socket;
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 

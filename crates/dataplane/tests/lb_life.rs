@@ -1,0 +1,217 @@
+//! The load balancer's life at a device: attached, taken over while packets pass, refused, detached.
+
+mod support;
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::lb::{Attachment, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::rss::seeded_rng;
+use coreward_model::{FourTuple, ServerId};
+use support::balancer::{id, random_table, service};
+use support::network::{Pair, PinDirectory};
+use support::{Tcp, may_load_bpf, usual_timestamp};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
+
+fn options(pins: &PinDirectory) -> Options {
+    Options { pin_directory: Some(pins.path()), ..Options::default() }
+}
+
+fn server() -> ServerId {
+    id(7)
+}
+
+fn keys() -> FleetKeys {
+    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+}
+
+fn one_server_table(generation: u64, rule: Rule) -> PlacementTable {
+    random_table(rule, generation, 1, &[server()], &mut seeded_rng(generation, 0))
+}
+
+/// Fills a load balancer with one service and one server.
+fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
+    let index = lb.set_services(&[service(VIP)]).unwrap()[0];
+    lb.set_keys(&keys());
+    lb.set_server(index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
+    lb.install_table(index, &one_server_table(1, Rule::Table)).unwrap();
+    index
+}
+
+/// A packet of an established connection, to the MAC address of the load balancer's device.
+fn established(destination_mac: [u8; 6]) -> Vec<u8> {
+    let echo = cookie::stamp(&keys(), &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
+    Tcp { destination_mac, options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) }.frame()
+}
+
+fn device_mac() -> [u8; 6] {
+    let addresses = nix::ifaddrs::getifaddrs().unwrap();
+    let mac = addresses
+        .filter(|entry| entry.interface_name == "eth0")
+        .find_map(|entry| entry.address?.as_link_addr()?.addr());
+    mac.unwrap()
+}
+
+fn forwarded(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
+    lb.counters(index).packets[intf::LB_COUNTER_ESTABLISHED as usize]
+}
+
+#[test]
+fn a_new_process_takes_over_while_packets_pass() {
+    if !may_load_bpf("a_new_process_takes_over_while_packets_pass") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let mac = pair.server.within(device_mac);
+    let start = || {
+        let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+        let attachment = pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        assert_eq!(attachment, Attachment::Native);
+        lb
+    };
+    let mut lb = start();
+    assert!(!lb.taken_over());
+    let mut index = fill(&mut lb);
+
+    let (done, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    // A limit of its own, should an assertion below fail.
+    let limit = Instant::now() + Duration::from_secs(60);
+    let (lb, index) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            pair.client.within(|| {
+                let wire = support::packet_socket::PacketSocket::open("eth0");
+                let frame = established(mac);
+                while !done.load(Ordering::Relaxed) && Instant::now() < limit {
+                    wire.send(&frame);
+                    sent.fetch_add(1, Ordering::Relaxed);
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            });
+        });
+        for round in 0..10u64 {
+            std::thread::sleep(Duration::from_millis(50));
+            // Dropped as a killed process would: nothing is told to the kernel.
+            drop(lb);
+            std::thread::sleep(Duration::from_millis(20));
+            lb = start();
+            assert!(lb.taken_over());
+            assert_eq!(lb.services().collect::<Vec<_>>(), [(service(VIP), index)]);
+            let kept = Server { mac: Some(SERVER_MAC), eligible: true };
+            assert_eq!(lb.servers(index), [(server(), kept)]);
+            assert_eq!(lb.table_generation(index), Some(round + 1));
+            // The rule in use is found again, and changed: the program is replaced at the device once more.
+            let rule = Rule::ALL[(round + 1) as usize % Rule::ALL.len()];
+            index = lb.set_services(&[service(VIP)]).unwrap()[0];
+            lb.install_table(index, &one_server_table(round + 2, rule)).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        (lb, index)
+    });
+    let deadline = Instant::now() + Duration::from_secs(2);
+    while forwarded(&lb, index) < sent.load(Ordering::Relaxed) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(forwarded(&lb, index), sent.load(Ordering::Relaxed), "packets forwarded of those sent");
+    assert!(sent.load(Ordering::Relaxed) > 500);
+
+    lb.detach().unwrap();
+    assert!(!pins.path().join("lb").exists());
+    let shown =
+        pair.server.within(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
+    assert!(!String::from_utf8(shown.stdout).unwrap().contains("xdp"));
+}
+
+#[test]
+fn what_cannot_be_attached_is_refused_with_a_reason() {
+    if !may_load_bpf("what_cannot_be_attached_is_refused_with_a_reason") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let within = |lb: &mut LoadBalancer, interface: &str, mode| pair.server.within(|| lb.attach(interface, mode));
+    let refused = |lb: &mut LoadBalancer, interface, mode| format!("{:#}", within(lb, interface, mode).unwrap_err());
+
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert_eq!(refused(&mut lb, "eth7", XdpMode::Auto), "interface \"eth7\" does not exist");
+    // Loopback has no native XDP.
+    assert!(refused(&mut lb, "lo", XdpMode::Native).starts_with("Native XDP at interface \"lo\": "));
+    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
+    drop(lb);
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert!(lb.taken_over());
+    let elsewhere = refused(&mut lb, "eth0", XdpMode::Auto);
+    assert!(elsewhere.contains("is at the interface of index 1, not at \"eth0\""), "{elsewhere}");
+    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
+
+    let other = PinDirectory::new();
+    let mut second = LoadBalancer::load(options(&other)).unwrap();
+    let busy = refused(&mut second, "lo", XdpMode::Auto);
+    assert!(busy.contains("interface \"lo\" has another XDP program"), "{busy}");
+    drop(second);
+    lb.detach().unwrap();
+
+    let nowhere = Options { pin_directory: Some(std::env::temp_dir().join("coreward-no-bpffs")), ..Options::default() };
+    let no_bpffs = LoadBalancer::load(nowhere).unwrap_err().to_string();
+    assert!(
+        no_bpffs.ends_with("expected a directory on a BPF file system (`mount -t bpf bpf /sys/fs/bpf`)"),
+        "{no_bpffs}"
+    );
+    std::fs::remove_dir_all(std::env::temp_dir().join("coreward-no-bpffs")).unwrap();
+}
+
+#[test]
+fn what_another_version_pinned_is_not_misread() {
+    if !may_load_bpf("what_another_version_pinned_is_not_misread") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    drop(lb);
+    let directory = pins.path().join("lb");
+
+    let state = directory.join("state");
+    let error = |pins: &PinDirectory| format!("{:#}", LoadBalancer::load(options(pins)).unwrap_err());
+    write_layout_version(&state, 99);
+    let version = error(&pins);
+    assert!(version.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)), "{version}");
+    assert!(version.contains(&format!("remove {}", directory.display())), "{version}");
+    write_layout_version(&state, u64::from(intf::LB_LAYOUT_VERSION));
+
+    // A map of another size under the name of ours.
+    let servers = directory.join("servers");
+    std::fs::rename(&servers, directory.join("aside")).unwrap();
+    let create = format!("map create {} type array key 4 value 64 entries 1 name other", servers.display());
+    let made = std::process::Command::new("bpftool").args(create.split(' ')).status().unwrap();
+    assert!(made.success());
+    let size = error(&pins);
+    assert!(size.contains("(type, key size, value size, entries) is (Array, 4, 64, 1)"), "{size}");
+    std::fs::remove_file(&servers).unwrap();
+    assert!(error(&pins).contains("servers"));
+    std::fs::rename(directory.join("aside"), &servers).unwrap();
+
+    LoadBalancer::load(options(&pins)).unwrap().detach().unwrap();
+    // Maps that nothing forwards by are left-overs of a start that was cut short: made anew.
+    let lb = LoadBalancer::load(options(&pins)).unwrap();
+    drop(lb);
+    assert!(state.exists());
+    let lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert!(!lb.taken_over());
+    lb.detach().unwrap();
+}
+
+fn write_layout_version(state: &Path, version: u64) {
+    use std::os::fd::AsFd as _;
+    let map = libbpf_rs::MapHandle::from_pinned_path(state).unwrap();
+    let mapped: coreward_dataplane::mapped::Mapped<intf::lb_state> =
+        coreward_dataplane::mapped::Mapped::new(map.as_fd()).unwrap();
+    mapped.store(std::mem::offset_of!(intf::lb_state, layout_version), version);
+}

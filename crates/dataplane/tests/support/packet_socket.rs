@@ -1,0 +1,40 @@
+//! Frames sent as they are.
+
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+
+/// A packet socket (packet(7)) at one device of the calling thread's network namespace.
+#[derive(Debug)]
+pub struct PacketSocket {
+    socket: OwnedFd,
+    address: libc::sockaddr_ll,
+}
+
+impl PacketSocket {
+    pub fn open(interface: &str) -> Self {
+        // Protocol 0: receives nothing.
+        // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+        let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+        nix::errno::Errno::result(socket).unwrap();
+        // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
+        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        address.sll_family = libc::AF_PACKET as u16;
+        address.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
+        // SAFETY: the descriptor was just made and is owned by nobody else.
+        Self { socket: unsafe { OwnedFd::from_raw_fd(socket) }, address }
+    }
+
+    pub fn send(&self, frame: &[u8]) {
+        // SAFETY: pointers and lengths are those of live values.
+        let sent = unsafe {
+            libc::sendto(
+                self.socket.as_raw_fd(),
+                frame.as_ptr().cast(),
+                frame.len(),
+                0,
+                (&raw const self.address).cast(),
+                size_of::<libc::sockaddr_ll>() as u32,
+            )
+        };
+        assert_eq!(nix::errno::Errno::result(sent).unwrap() as usize, frame.len());
+    }
+}
