@@ -104,6 +104,18 @@ fn a_burst_between_two_reports_is_spread_by_crossrss_plus() {
 }
 
 #[test]
+fn an_idle_pool_is_filled_evenly_by_crossrss_plus() {
+    let rss_key = key(1);
+    let idle = |n| PoolServer { open_connections: 0, ..server(n, &rss_key, Some([0.0; 4])) };
+    let pool = Pool::new((1..=4).map(idle).collect(), 1);
+    let table = named("crossrss-plus", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let mut state = PlacementState::for_table(&table);
+    let mut counts: HashMap<ServerId, u32> = HashMap::new();
+    tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
+    assert!(counts.len() == 4 && counts.values().all(|count| (90..=110).contains(count)), "{counts:?}");
+}
+
+#[test]
 fn servers_with_other_keys_are_groups_and_the_rest_takes_part() {
     // Six keys: four groups, the servers of the two others count with their mean load; one server's RSS is unknown.
     let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();

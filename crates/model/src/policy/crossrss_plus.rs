@@ -50,7 +50,9 @@ impl Policy for CrossRssPlus {
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket);
         // Every load balancer sees only its own assignments; the others' are about as many.
         let cost = self.share * pool.load_per_connection() * f64::from(pool.load_balancers);
-        table.assignment_cost = fixed_point(cost);
+        // At least the smallest step: in a pool without load and connections, all of whose cores are equal, the first
+        // burst is then spread evenly and does not pile up on the lowest id.
+        table.assignment_cost = fixed_point(cost).max(1);
         table
     }
 }
