@@ -64,7 +64,7 @@ pub struct FleetService {
     pub name: String,
     /// What clients connect to.
     pub address: ServiceAddress,
-    /// Its position in the data plane.
+    /// What names it in tables.
     pub index: ServiceIndex,
     /// A name out of `coreward_model::policy::names()`.
     pub policy: &'static str,

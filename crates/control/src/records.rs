@@ -34,7 +34,7 @@ pub struct Records {
 /// What is kept of a service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceRecord {
-    /// Its position in the data plane.
+    /// What names it in tables.
     pub index: ServiceIndex,
     /// Seeds the hash keys of its policy.
     pub seed: u64,

@@ -275,6 +275,27 @@ async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
 }
 
 #[tokio::test]
+async fn after_a_restart_the_first_table_waits_for_the_agents() {
+    let home = Home::new(&["s1", "s2"], WEB);
+    home.start().await.kill().await;
+    let running = home.start().await;
+    let mut balancer = running.load_balancer(running.client().await).await;
+    let configuration = balancer.configuration().await;
+    let early = tokio::time::timeout(Duration::from_millis(300), balancer.table()).await;
+    assert!(early.is_err(), "a table before anybody reported: {early:?}");
+    let mut agents = [running.agent("s1").await, running.agent("s2").await];
+    for _ in 0..2 {
+        for agent in &mut agents {
+            agent.report([0.25, 0.75]).await;
+        }
+    }
+    let table = balancer.table().await;
+    assert_eq!(table.generation, 1);
+    assert_eq!(table.members.len(), configuration.services[0].servers.len());
+    assert!(table.members.iter().all(|member| member.load == coreward_model::load::fixed_point(0.5)), "{table:?}");
+}
+
+#[tokio::test]
 async fn who_does_not_belong_is_told_so() {
     let home = Home::new(&["s1"], WEB);
     let running = home.start().await;

@@ -12,7 +12,7 @@ use coreward_model::tuple::ServiceAddress;
 use crate::address::{address_bytes, parse_address, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
-/// A service's position in the data plane's arrays: 0 to 63.
+/// What names a service in tables: 0 to 63. (Where in its arrays the data plane puts it is its own affair.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
@@ -25,13 +25,13 @@ impl ServiceIndex {
         ((index as usize) < Self::COUNT).then_some(Self(index as u16))
     }
 
-    /// The position.
+    /// The number.
     pub fn get(self) -> u16 {
         self.0
     }
 
     /// # Errors
-    /// When the data plane has no such position.
+    /// When the data plane does not hold so many.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
         let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
         Self::new(index).ok_or_else(|| WireError::new(field, expected()))
@@ -56,7 +56,7 @@ pub struct Service {
     pub name: String,
     /// What clients connect to.
     pub address: ServiceAddress,
-    /// Its position in the data plane.
+    /// What names it in tables.
     pub index: ServiceIndex,
     /// The policy's name.
     pub policy: String,

@@ -187,6 +187,16 @@ impl Controller {
         }
     }
 
+    /// Whether the loads of all servers that take new connections are known.
+    pub fn all_report(&self, now: Now) -> bool {
+        let known = |id: ServerId| self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
+        let eligible = |service: &FleetService, id: ServerId| self.fleet.eligible(service, id);
+        self.services
+            .iter()
+            .map(Service::fleet)
+            .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
+    }
+
     /// Computes every service's table from what is known now.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         let pools: Vec<Pool> = self.services.iter().map(|service| self.pool(service.fleet(), now)).collect();

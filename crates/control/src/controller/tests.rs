@@ -142,7 +142,9 @@ fn tables_follow_loads() {
 #[test]
 fn a_stale_server_is_neutral() {
     let mut world = World::new(&ACTIVE, "crossrss");
+    assert!(!world.controller.all_report(at(0)));
     let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    assert!(world.controller.all_report(at(400)) && !world.controller.all_report(at(401)));
     assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(world.status_of("s0", at(400)).state, "reporting");
     // s1 and s2 go on reporting, s0 falls silent: after its time to live it counts as the mean of the others, 0.75.

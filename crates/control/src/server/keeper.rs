@@ -18,6 +18,7 @@ pub struct Keeper {
     config: Config,
     records: Records,
     store: Store,
+    restarted: bool,
 }
 
 /// Secrets come from the operating system.
@@ -34,18 +35,22 @@ impl Keeper {
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let config = Config::load(path)?;
         let store = Store::open(&config.store)?;
-        let mut records = match store.load()? {
-            Some(records) => records,
-            None => Records::draw(&mut random()),
-        };
+        let stored = store.load()?;
+        let restarted = stored.is_some();
+        let mut records = stored.unwrap_or_else(|| Records::draw(&mut random()));
         records.apply(&config, unix_now(), &mut random())?;
         store.save(&records)?;
-        Ok(Self { path: path.to_owned(), config, records, store })
+        Ok(Self { path: path.to_owned(), config, records, store, restarted })
     }
 
     /// Where to listen.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Whether another process led this fleet before.
+    pub fn restarted(&self) -> bool {
+        self.restarted
     }
 
     /// The configuration in force.

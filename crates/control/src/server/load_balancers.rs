@@ -21,6 +21,9 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::LoadBalancer
             return;
         }
     };
+    if shared.controller().load_balancers.iter().any(|connected| connected.name == name) {
+        tracing::warn!("load balancer {name} is connected already: expected a name of its own for each");
+    }
     let session = shared.controller().load_balancers.hello(name.clone());
     tracing::info!("load balancer {name} has connected");
     tokio::select! {

@@ -37,6 +37,10 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a stream may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
+/// are back; but no longer than this.
+const SETTLE_LIMIT: Duration = Duration::from_secs(4);
+const SETTLE_LOOK: Duration = Duration::from_millis(10);
 /// How often ids of servers that left are looked over.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -111,14 +115,18 @@ impl Server {
             .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
         tokio::select! {
             outcome = service => outcome.context("the controller's socket failed"),
-            () = tick(&shared) => Ok(()),
+            () = tick(&shared, self.keeper.restarted()) => Ok(()),
             outcome = keep(self.keeper, &shared) => outcome,
         }
     }
 }
 
 /// Tables at the report interval, for ever.
-async fn tick(shared: &Shared) {
+async fn tick(shared: &Shared, restarted: bool) {
+    let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
+    while Instant::now() < limit && !shared.all_report() {
+        tokio::time::sleep(SETTLE_LOOK).await;
+    }
     let mut due = Instant::now();
     loop {
         sleep_until(due).await;

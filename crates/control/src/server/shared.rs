@@ -53,6 +53,12 @@ impl Shared {
         self.controller.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the loads of all servers that take new connections are known.
+    pub fn all_report(&self) -> bool {
+        let now = self.now();
+        self.controller().all_report(now)
+    }
+
     /// New tables to all load balancers. Gives the time until the next tick.
     pub fn tick(&self) -> Duration {
         let (tables, interval) = {
