@@ -21,6 +21,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "timestamp.bpf.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.bpf.h is written for little-endian machines");
 
@@ -41,13 +42,6 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
-#define TCP_OPTIONS_MAX 40
-#define TCP_OPTION_END 0
-#define TCP_OPTION_NOP 1
-#define TCP_OPTION_TIMESTAMP 8
-#define TCP_TIMESTAMP_LENGTH 10
-/* TSecr within the option (RFC 7323, Sect. 3.2). */
-#define TCP_TIMESTAMP_ECHO 6
 
 /* What lb.bpf.c needs to know of a TCP packet. Addresses and ports as they stand in the packet. */
 struct tcp_packet {
@@ -79,8 +73,10 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define USUAL_TCP (ETH_HLEN + sizeof(struct iphdr))
 #define USUAL_OPTIONS (USUAL_TCP + sizeof(struct tcphdr))
 /* NOP NOP TIMESTAMP, and the two times. */
-#define USUAL_LENGTH (USUAL_OPTIONS + 12)
-#define USUAL_ECHO (USUAL_OPTIONS + 2 + TCP_TIMESTAMP_ECHO)
+#define USUAL_LENGTH (USUAL_OPTIONS + OPTIONS_USUAL_LENGTH)
+#define USUAL_ECHO                                                                                                     \
+	(USUAL_OPTIONS + OPTIONS_USUAL_OFFSET + TIMESTAMP_WORDS_OFFSET +                                               \
+	 __builtin_offsetof(struct timestamp_words, echo))
 
 /* Ethertype IPv4, and version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
 #define USUAL_ETHERTYPE_MASK 0x00ffffffu
@@ -91,7 +87,6 @@ static __always_inline enum lb_counter outcome_of(int ended)
 /* ACK without SYN; a data offset of 8 or more, that is: its top bit is set. */
 #define USUAL_FLAGS_MASK 0x1280
 #define USUAL_FLAGS 0x1080
-#define USUAL_OPTIONS_WORD 0x0a080101u
 
 /* Whether the frame is as described above. It holds no more than the IP header says, nor is it cut short. */
 static __always_inline bool usual_frame(const void *data, const void *data_end)
@@ -106,7 +101,7 @@ static __always_inline bool usual_frame(const void *data, const void *data_end)
 		return false;
 	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_FLAGS_MASK) != USUAL_FLAGS)
 		return false;
-	if (PACKET_U32(data, USUAL_OPTIONS) != USUAL_OPTIONS_WORD)
+	if (PACKET_U32(data, USUAL_OPTIONS) != OPTIONS_USUAL_TIMESTAMP)
 		return false;
 	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
 	data_offset_byte = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1);
@@ -154,48 +149,32 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	return 0;
 }
 
-#define TIMESTAMP_FOUND (1ull << 32)
-#define TIMESTAMP_MALFORMED (2ull << 32)
-#define TIMESTAMP_UNREADABLE (3ull << 32)
-
-/*
- * Looks for the timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns
- * TIMESTAMP_FOUND | TSecr, 0 when there is none, or why not. What stands behind the timestamp is the server's business.
- *
- * The options are copied to the stack, where an offset may vary freely; only packets that are not usual come here. Not
- * static: the verifier then checks the function once, by itself, instead of once for each state of its caller.
- */
-__noinline __u64 find_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length)
+/* `length` bytes of TCP options, `offset` bytes into the frame: what lb.bpf.c wants of them is the timestamp's echo. */
+static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32 length, struct tcp_packet *packet)
 {
-	/* Longer than the longest options, so that masked offsets and a timestamp's echo stay inside. */
-	__u8 options[80] = {};
-	__u32 at = 0, size;
+	/* A copy on the stack, where an offset may vary freely; only packets that are not usual come here. */
+	struct tcp_options options = {};
+	const struct timestamp_words *words;
+	__u32 last = length - 1;
+	int found;
 
-	if (length > TCP_OPTIONS_MAX)
-		return TIMESTAMP_UNREADABLE;
+	packet->has_timestamp = 0;
+	packet->echo = 0;
 	if (length == 0)
 		return 0;
-	if (bpf_xdp_load_bytes(ctx, offset, options, length))
-		return TIMESTAMP_UNREADABLE;
-	for (int i = 0; i < TCP_OPTIONS_MAX; i++) {
-		__u8 *option = &options[at & 63];
-		/* 1 for a NOP, else 0. By arithmetic: a branch would double the verifier's states in each turn. */
-		__u32 nop = (((__u32)option[0] ^ TCP_OPTION_NOP) - 1) >> 31;
-
-		if (at >= length || option[0] == TCP_OPTION_END)
-			return 0;
-		/* A NOP is one byte; the length of any other option covers its first two (RFC 9293, Sect. 3.1). */
-		size = nop + option[1] * (1 - nop);
-		if (size < 2 - nop || at + size > length)
-			return TIMESTAMP_MALFORMED;
-		if (option[0] == TCP_OPTION_TIMESTAMP) {
-			if (size != TCP_TIMESTAMP_LENGTH)
-				return TIMESTAMP_MALFORMED;
-			option += TCP_TIMESTAMP_ECHO;
-			return TIMESTAMP_FOUND | (__u32)option[0] << 24 | option[1] << 16 | option[2] << 8 | option[3];
-		}
-		at += size;
-	}
+	/* By a mask that clang cannot leave out: "not 0" teaches the verifier of kernel 6.1 nothing. */
+	barrier_var(last);
+	last &= 63;
+	if (last >= TCP_OPTIONS_MAX || bpf_xdp_load_bytes(ctx, offset, &options, last + 1))
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	found = find_timestamp(&options, length);
+	if (found == TIMESTAMP_MALFORMED)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	if (found < 0 || found > TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
+		return 0;
+	packet->has_timestamp = 1;
+	words = (const struct timestamp_words *)&options.bytes[found + TIMESTAMP_WORDS_OFFSET];
+	packet->echo = bpf_ntohl(words->echo);
 	return 0;
 }
 
@@ -204,7 +183,6 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 				     struct tcp_packet *packet)
 {
 	__u32 header_length;
-	__u64 timestamp;
 
 	if (packet->tcp_offset + sizeof(struct tcphdr) > packet->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
@@ -219,13 +197,8 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	timestamp =
-		find_timestamp(ctx, packet->tcp_offset + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr));
-	packet->has_timestamp = (timestamp & ~0xffffffffull) == TIMESTAMP_FOUND;
-	packet->echo = timestamp;
-	if (timestamp >= TIMESTAMP_UNREADABLE)
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
-	return timestamp >= TIMESTAMP_MALFORMED ? parse_ended(LB_COUNTER_DROP_MALFORMED_TCP) : 0;
+	return parse_options(ctx, packet->tcp_offset + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr),
+			     packet);
 }
 
 #endif

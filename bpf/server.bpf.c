@@ -120,11 +120,6 @@ struct segment {
 
 #define NO_TIMESTAMP 0u
 
-struct timestamp_words {
-	__be32 value;
-	__be32 echo;
-} __attribute__((packed));
-
 enum located {
 	LOCATED_TCP,
 	LOCATED_OTHER,

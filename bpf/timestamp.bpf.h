@@ -20,6 +20,13 @@
 #define OPTIONS_USUAL_LENGTH 12
 #define OPTIONS_USUAL_OFFSET 2
 
+/* What follows kind and length of the option; packed, as it may stand at an odd place. */
+#define TIMESTAMP_WORDS_OFFSET 2
+struct timestamp_words {
+	__be32 value;
+	__be32 echo;
+} __attribute__((packed));
+
 #define TIMESTAMP_NONE -1
 #define TIMESTAMP_MALFORMED -2
 

@@ -153,7 +153,7 @@ impl Balancer {
         frame.extend(vip.octets());
         frame.extend([0x12, 0x34]);
         frame.extend(port.to_be_bytes());
-        frame.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header / 4 << 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
+        frame.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
         frame.extend(options);
         frame
     }
