@@ -1,6 +1,7 @@
 //! The agent itself: what it watches, what it is told, what it says. When it does so, [`crate::daemon`] decides.
 
 use std::collections::HashMap;
+use std::fs;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -20,7 +21,7 @@ use crate::rss::ethtool::EthtoolRss;
 use crate::rss::manager::{RssManager, Wanted};
 use crate::rss::testbed::TestbedRss;
 use crate::rss::verdict::{Judge, Verdict};
-use crate::steering::Steering;
+use crate::steering::{self, Steering};
 use crate::{connections, hazards, timestamps};
 
 /// Until the controller says otherwise.
@@ -44,6 +45,7 @@ pub struct Agent {
     configuration: Option<AgentConfiguration>,
     sequence: u64,
     readings: Vec<u64>,
+    load_problem: Option<String>,
     warnings: Vec<String>,
     hazards: Vec<String>,
     hazards_at: Option<Instant>,
@@ -96,6 +98,7 @@ impl Agent {
             configuration: None,
             sequence: 0,
             readings: vec![],
+            load_problem: None,
             warnings: vec![],
             hazards: vec![],
             hazards_at: None,
@@ -204,10 +207,15 @@ impl Agent {
     pub fn report(&mut self, rss_generation_told: u64) -> Option<v1::Report> {
         self.readings.clear();
         let measured_ns = monotonic_ns();
-        if let Err(error) = self.load.read(&mut self.readings) {
-            if self.sequence > 0 || rss_generation_told == 0 {
-                tracing::debug!("no report: {error:#}");
+        let problem = self.load.read(&mut self.readings).err().map(|error| format!("{error:#}"));
+        if problem != self.load_problem {
+            match &problem {
+                Some(text) => tracing::warn!("no reports, the cores' load is not known: {text}"),
+                None => tracing::info!("the cores' load is known again"),
             }
+            self.load_problem = problem;
+        }
+        if self.load_problem.is_some() {
             return None;
         }
         self.sequence += 1;
@@ -248,11 +256,12 @@ impl Agent {
     /// When something cannot be taken off.
     pub fn detach(mut self) -> anyhow::Result<()> {
         self.rss.restore(&mut self.memory);
-        // A steering program stays with its group of sockets; without a table it leaves the choice to the kernel.
-        self.programs.set_rss(None, 0);
+        steering::remove(&self.config.pin_directory)?;
         timestamps::restore(&mut self.memory)?;
         self.programs.remove()?;
-        self.memory.remove()
+        self.memory.remove()?;
+        let directory = &self.config.pin_directory;
+        fs::remove_dir(directory).with_context(|| directory.display().to_string())
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::fs;
 
-const SOCKSTAT: &str = "/proc/self/net/sockstat";
+// Not /proc/self: that is the namespace of the process's first thread.
+const SOCKSTAT: &str = "/proc/thread-self/net/sockstat";
 
 /// The kernel's count of established connections and listening sockets; what a new connection brings is the load
 /// divided by it, so a few listening sockets do not matter. 0 when it is not known.

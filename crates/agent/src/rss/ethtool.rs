@@ -27,6 +27,7 @@ const TCP_V4_FLOW: u32 = 1;
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
+const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
 /// `struct ethtool_rxfh` without its data: cmd, rss_context, indir_size, key_size, (hfunc, input_xfrm, 2 reserved), reserved.
 const RXFH_WORDS: usize = 6;
@@ -201,7 +202,14 @@ impl RssDevice for EthtoolRss {
             _ => vec![],
         };
         let table = &settings.indirection_table;
-        let entries = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
+        let queues = u32::from(self.receive_queues());
+        // ethtool_rxfh_indir_default(). Set as such, the kernel lets the number of queues change again (`ethtool -L`).
+        let is_default = table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues);
+        let (entries, table) = match table.len() as u32 {
+            0 => (ETH_RXFH_INDIR_NO_CHANGE, &[][..]),
+            _ if is_default => (ETH_RXFH_INDIR_DEFAULT, &[][..]),
+            length => (length, &table[..]),
+        };
         let mut request = vec![ETHTOOL_SRSSH, 0, entries, key.len() as u32, 0, 0];
         request.extend(table);
         request.extend(key.chunks(4).map(|chunk| {

@@ -9,6 +9,7 @@ mod assign;
 mod listeners;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::net::{SocketAddr, SocketAddrV4};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -96,6 +97,31 @@ impl Steering {
     }
 }
 
+/// Takes the steering from every group of sockets that an agent with this pin directory has steered: the kernel then picks
+/// by itself.
+///
+/// # Errors
+/// When /proc or the pins cannot be read.
+pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
+    let directory = pin_directory.join("steer");
+    for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
+        if let Some(address) = entry.file_name().to_str().and_then(address_of_pin) {
+            // Sockets that are not there any more have taken the program with them.
+            for listener in listeners::waiting(&listeners::listening(address)?)?.iter().take(1) {
+                if let Err(error) = Program::detach(listeners::take(listener)?.as_fd()) {
+                    tracing::debug!("{address}: {error:#}");
+                }
+            }
+        }
+    }
+    match fs::remove_dir_all(&directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).context(directory.display().to_string())
+        }
+        _ => Ok(()),
+    }
+}
+
 impl Service {
     /// Gives a warning when connections of some queue go to workers of the kernel's choice.
     fn look(&mut self, mode: Steer, address: SocketAddrV4, cpu_of_queue: &[usize]) -> anyhow::Result<Option<String>> {
@@ -162,7 +188,26 @@ fn ipv4(address: SocketAddr) -> Option<SocketAddrV4> {
     }
 }
 
+/// Of [`pin_name`].
+fn address_of_pin(name: &str) -> Option<SocketAddrV4> {
+    let (address, port) = name.rsplit_once('_')?;
+    Some(SocketAddrV4::new(address.replace('_', ".").parse().ok()?, port.parse().ok()?))
+}
+
 /// bpffs takes no dots in names.
 fn pin_name(address: SocketAddrV4) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_name_addresses() {
+        let address = "10.200.0.1:80".parse().unwrap();
+        assert_eq!(pin_name(address), "10_200_0_1_80");
+        assert_eq!(address_of_pin("10_200_0_1_80"), Some(address));
+        assert_eq!(address_of_pin("10_200_0_80"), None);
+    }
 }

@@ -1,0 +1,217 @@
+//! The daemon against a controller that writes down what it hears.
+
+mod support;
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use coreward_agent::agent::Agent;
+use coreward_agent::daemon;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_testbed::rss_emulation::{read_registers, write_registers};
+use coreward_testbed::topology::{Testbed, skip_without_privilege};
+use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::control_server::{Control, ControlServer};
+use coreward_wire::{Report, v1};
+use support::{CORES, busy_file, config, configuration, server_id, testbed};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+type Heard = Arc<Mutex<Vec<v1::AgentMessage>>>;
+
+/// Sends one configuration and listens.
+#[derive(Clone, Default)]
+struct Listener {
+    heard: Heard,
+    refuse: bool,
+}
+
+#[tonic::async_trait]
+impl Control for Listener {
+    type AgentStream = ReceiverStream<Result<v1::AgentConfiguration, Status>>;
+    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
+
+    async fn agent(
+        &self,
+        request: Request<Streaming<v1::AgentMessage>>,
+    ) -> Result<Response<Self::AgentStream>, Status> {
+        if self.refuse {
+            return Err(Status::not_found("server s1 is not in the controller's file"));
+        }
+        let (sender, receiver) = mpsc::channel(1);
+        let (heard, mut messages) = (self.heard.clone(), request.into_inner());
+        sender.try_send(Ok((&configuration()).into())).expect("an empty channel");
+        tokio::spawn(async move {
+            while let Ok(Some(message)) = messages.message().await {
+                heard.lock().unwrap().push(message);
+            }
+            drop(sender);
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn load_balancer(
+        &self,
+        _: Request<Streaming<v1::LoadBalancerMessage>>,
+    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn explain(&self, _: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+}
+
+/// Lets the agent follow a controller for so long; what the controller heard.
+fn follow(agent: &mut Agent, listener: Listener, length: Duration) -> anyhow::Result<Vec<v1::AgentMessage>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let address: SocketAddr = agent.controller();
+    let controller = tonic::transport::Server::builder().add_service(ControlServer::new(listener.clone()));
+    runtime.block_on(async {
+        tokio::select! {
+            outcome = daemon::serve(agent) => outcome,
+            outcome = controller.serve(address) => Ok(outcome?),
+            () = tokio::time::sleep(length) => Ok(()),
+        }
+    })?;
+    Ok(std::mem::take(&mut listener.heard.lock().unwrap()))
+}
+
+fn reports(heard: &[v1::AgentMessage]) -> Vec<Report> {
+    let report = |message: &v1::AgentMessage| match &message.message {
+        Some(Message::Report(report)) => Some(Report::try_from(report.clone()).expect("a report that can be read")),
+        _ => None,
+    };
+    heard.iter().filter_map(report).collect()
+}
+
+fn sysctl() -> String {
+    std::fs::read_to_string("/proc/sys/net/ipv4/tcp_timestamps").unwrap().trim().to_owned()
+}
+
+fn managed() -> Rss {
+    let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORES).unwrap();
+    Rss { key: RssKey::microsoft(), indirection_table }
+}
+
+#[test]
+fn it_says_hello_reports_and_does_what_it_is_told() -> anyhow::Result<()> {
+    if skip_without_privilege("it_says_hello_reports_and_does_what_it_is_told") {
+        return Ok(());
+    }
+    let testbed = testbed("tdaemon")?;
+    testbed.server(1)?.within(|| {
+        let original = read_registers(&testbed.emulated_rss(1))?;
+        assert_eq!(sysctl(), "1");
+        let mut agent = Agent::start(config(&testbed))?;
+        assert_eq!(sysctl(), "2");
+        std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
+        let heard = follow(&mut agent, Listener::default(), Duration::from_secs(2))?;
+
+        match &heard[0].message {
+            Some(Message::Hello(hello)) => assert_eq!(hello.server, "s1"),
+            other => panic!("{other:?} instead of hello"),
+        }
+        // 50 ms between two, after 100 ms for the first.
+        let reports = reports(&heard);
+        assert!((20..=40).contains(&reports.len()), "{} reports in 2 s", reports.len());
+        for (position, report) in reports.iter().enumerate() {
+            assert_eq!(report.readings.sequence, position as u64 + 1);
+            assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
+            assert_eq!(report.time_to_live, Duration::from_millis(500));
+        }
+        // RSS is said once in each generation: as it was set.
+        let said: Vec<_> =
+            reports.iter().filter_map(|report| Some((report.rss_generation, report.rss.clone()?))).collect();
+        assert!(!said.is_empty() && said.windows(2).all(|pair| pair[0].0 < pair[1].0), "{said:?}");
+        let (_, last) = said.last().expect("not empty");
+        assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed())));
+        assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+        let last = reports.last().expect("not empty");
+        assert!(last.warnings.iter().any(|warning| warning.contains("nobody listens")), "{:?}", last.warnings);
+        assert!(last.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last.counters);
+        assert!(last.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last.counters);
+
+        ends_in_order(&testbed, agent, &original)
+    })
+}
+
+/// An end in order puts RSS back, but goes on stamping; after a kill the next agent still knows what was there first.
+fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Result<()> {
+    agent.leave()?;
+    assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
+    assert_eq!(sysctl(), "2", "connections are still stamped");
+    let mut agent = Agent::start(config(testbed))?;
+    agent.configure(configuration());
+    assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+    // Killed: nothing is put back.
+    drop(agent);
+    assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+    // Somebody sets another table meanwhile.
+    write_registers(&testbed.emulated_rss(1), &Rss { key: RssKey::microsoft(), ..original.clone() })?;
+    let mut agent = Agent::start(config(testbed))?;
+    agent.configure(configuration());
+    assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+    agent.detach()?;
+    assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
+    assert_eq!(sysctl(), "1");
+    assert!(!config(testbed).pin_directory.exists());
+    Ok(())
+}
+
+#[test]
+fn a_controller_that_is_away_or_refuses_is_asked_again() -> anyhow::Result<()> {
+    if skip_without_privilege("a_controller_that_is_away_or_refuses_is_asked_again") {
+        return Ok(());
+    }
+    let testbed = testbed("trefused")?;
+    testbed.server(1)?.within(|| {
+        let mut agent = Agent::start(config(&testbed))?;
+        let refusing = Listener { refuse: true, ..Listener::default() };
+        assert!(follow(&mut agent, refusing, Duration::from_millis(500))?.is_empty());
+        // Nobody at all, then one who takes it.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let served = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
+            assert!(served.is_err(), "it ended: {served:?}");
+        });
+        let heard = follow(&mut agent, Listener::default(), Duration::from_secs(1))?;
+        assert!(reports(&heard).len() > 5);
+        agent.detach()
+    })
+}
+
+#[test]
+fn without_load_there_is_no_report_until_it_comes() -> anyhow::Result<()> {
+    if skip_without_privilege("without_load_there_is_no_report_until_it_comes") {
+        return Ok(());
+    }
+    let testbed = testbed("tnoload")?;
+    testbed.server(1)?.within(|| {
+        std::fs::remove_file(busy_file(&testbed))?;
+        let mut agent = Agent::start(config(&testbed))?;
+        assert_eq!(agent.report(0), None);
+        std::fs::write(busy_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
+        assert_eq!(agent.report(0).map(|report| report.core_busy_ns), Some(vec![1, 2]));
+        agent.detach()
+    })
+}
+
+#[test]
+fn an_interface_that_does_not_exist_is_named() -> anyhow::Result<()> {
+    if skip_without_privilege("an_interface_that_does_not_exist_is_named") {
+        return Ok(());
+    }
+    let testbed = testbed("tnodevice")?;
+    let config = coreward_agent::config::Config { interface: "eth9".to_owned(), ..config(&testbed) };
+    let error = testbed.server(1)?.within(|| Ok(Agent::start(config).err()))?.expect("an error");
+    let text = format!("{error:#}");
+    assert!(text.starts_with("interface eth9: expected a device of this network namespace"), "{text}");
+    Ok(())
+}

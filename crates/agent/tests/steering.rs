@@ -1,0 +1,95 @@
+//! Steering of a stock nginx that was started before the agent, on a testbed's server.
+
+mod support;
+
+use coreward_agent::agent::Agent;
+use coreward_model::FourTuple;
+use coreward_testbed::nginx::{Nginx, WHO};
+use coreward_testbed::rss_emulation::read_registers;
+use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use support::{CORES, config, configuration, counter, get, testbed, wait_until};
+
+/// One request from each of 32 ports: the worker that answers must be `workers[queue]`, and every queue must occur.
+fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
+    let rss = read_registers(&testbed.emulated_rss(1))?;
+    let mut used = [false; CORES as usize];
+    for port in first_port..first_port + 32 {
+        let tuple = FourTuple::ipv4((testbed.client_address(0), port), (*SERVICE.ip(), SERVICE.port()));
+        let queue = usize::from(rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes())));
+        let answer = get(testbed, WHO, port)?;
+        assert_eq!(answer.trim(), format!("1 {}", workers[queue]), "port {port}, queue {queue} of {workers:?}");
+        used[queue] = true;
+    }
+    assert_eq!(used, [true; CORES as usize], "32 flows did not use all queues");
+    Ok(())
+}
+
+/// The workers in the order of their start, once there are `count`.
+fn workers(nginx: &Nginx, count: usize) -> anyhow::Result<Vec<u32>> {
+    wait_until("the workers", || Ok(nginx.workers().len() == count))?;
+    let mut workers = nginx.workers();
+    workers.sort_unstable();
+    Ok(workers)
+}
+
+/// Looks until every socket has a worker again.
+fn look_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
+    wait_until("a worker for every socket", || {
+        agent.look_after();
+        Ok(!agent.warnings().iter().any(|warning| warning.contains("worker") || warning.contains("steered")))
+    })
+}
+
+#[test]
+fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow::Result<()> {
+    if skip_without_privilege("nginx_is_steered_through_reload_respawn_and_restart_of_the_agent") {
+        return Ok(());
+    }
+    let testbed = testbed("tsteer")?;
+    let nginx = testbed.start_nginx(1)?;
+    testbed.server(1)?.within(|| {
+        let mut agent = Agent::start(config(&testbed))?;
+        agent.configure(configuration());
+        look_until_steered(&mut agent)?;
+        let first = workers(&nginx, 4)?;
+        served_by(&testbed, 20_000, &first)?;
+        assert_eq!((counter(&mut agent, "steered"), counter(&mut agent, "no_worker")), (32, 0));
+
+        // A worker dies; its socket waits for the one that takes its place.
+        kill(Pid::from_raw(first[1] as i32), Signal::SIGKILL)?;
+        wait_until("another worker", || Ok(nginx.workers().len() == 4 && !nginx.workers().contains(&first[1])))?;
+        look_until_steered(&mut agent)?;
+        let respawned = *nginx.workers().iter().max().expect("four workers");
+        served_by(&testbed, 21_000, &[first[0], respawned, first[2], first[3]])?;
+
+        // The agent is killed and another one started: nothing changes.
+        drop(agent);
+        served_by(&testbed, 22_000, &[first[0], respawned, first[2], first[3]])?;
+        let mut agent = Agent::start(config(&testbed))?;
+        agent.configure(configuration());
+        look_until_steered(&mut agent)?;
+        served_by(&testbed, 23_000, &[first[0], respawned, first[2], first[3]])?;
+
+        // Other workers with the same sockets, then fewer, then more.
+        for (round, count) in [4usize, 3, 6].into_iter().enumerate() {
+            let before = nginx.workers();
+            nginx.reload(&testbed, 1, count as u16)?;
+            wait_until("new workers", || Ok(!nginx.workers().iter().any(|pid| before.contains(pid))))?;
+            let now = workers(&nginx, count)?;
+            look_until_steered(&mut agent)?;
+            let expected: Vec<u32> = (0..usize::from(CORES)).map(|queue| now[queue % count]).collect();
+            served_by(&testbed, 24_000 + round as u16 * 1000, &expected)?;
+        }
+        assert_eq!(counter(&mut agent, "no_worker"), 0);
+        agent.detach()?;
+
+        // Nothing is left that would keep the sockets from the next agent.
+        let mut agent = Agent::start(config(&testbed))?;
+        agent.configure(configuration());
+        look_until_steered(&mut agent)?;
+        served_by(&testbed, 27_000, &workers(&nginx, 6)?)?;
+        agent.detach()
+    })
+}

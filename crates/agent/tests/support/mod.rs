@@ -1,0 +1,107 @@
+//! A testbed with one server, whose agent is made here instead of by a command.
+
+// Each test program uses a part.
+#![allow(dead_code)]
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use coreward_agent::agent::Agent;
+use coreward_agent::config::{Config, Load, Rss, Steer};
+use coreward_model::ServerId;
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::rss::RssKey;
+use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_testbed::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
+use coreward_wire::{AgentConfiguration, StampedService};
+use socket2::{Domain, Socket, Type};
+
+pub const CORES: u16 = 4;
+
+pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
+    let testbed = Testbed::create(TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 1,
+        cores: CORES,
+        ..TestbedOptions::default()
+    })?;
+    // There is no load balancer at work.
+    let mut route = Command::new("ip");
+    route.args(["route", "replace", &SERVICE.ip().to_string(), "via", &server_address(1).to_string(), "dev", DEVICE]);
+    testbed.run(testbed.client(), route)?;
+    std::fs::write(busy_file(&testbed), [0; CORES as usize * 8])?;
+    Ok(testbed)
+}
+
+pub fn busy_file(testbed: &Testbed) -> std::path::PathBuf {
+    testbed.directory().join("busy")
+}
+
+pub fn config(testbed: &Testbed) -> Config {
+    Config {
+        server: "s1".to_owned(),
+        controller: "127.0.0.1:7400".parse().unwrap(),
+        interface: DEVICE.to_owned(),
+        pin_directory: testbed.pin_directory().join("agent"),
+        manage_rss: true,
+        manage_timestamps: true,
+        steer: Steer::Order,
+        load: Load::Published { path: busy_file(testbed) },
+        rss: Rss::Testbed { path: testbed.emulated_rss(1), entries: 128 },
+    }
+}
+
+pub fn server_id() -> ServerId {
+    ServerId::try_from(4711).unwrap()
+}
+
+pub fn configuration() -> AgentConfiguration {
+    AgentConfiguration {
+        generation: 1,
+        services: vec![StampedService {
+            name: "web".to_owned(),
+            address: ServiceAddress { socket: SERVICE.into(), protocol: Protocol::Tcp },
+            server_id: server_id(),
+        }],
+        keys: FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First },
+        report_interval: Duration::from_millis(50),
+        fleet_rss_key: RssKey::microsoft(),
+        server_id: server_id(),
+    }
+}
+
+/// What the counter of that name says in the agent's next report.
+pub fn counter(agent: &mut Agent, name: &str) -> u64 {
+    agent.report(0).expect("the busy file is there").counters[name]
+}
+
+/// An HTTP request from a source port of the client; the body of the answer.
+pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<String> {
+    testbed.client().within(|| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        socket.set_reuse_address(true)?;
+        socket.set_linger(Some(Duration::ZERO))?;
+        socket.bind(&SocketAddr::from((testbed.client_address(0), source_port)).into())?;
+        socket.connect_timeout(&SocketAddr::from(SERVICE).into(), Duration::from_secs(5))?;
+        let mut stream = TcpStream::from(socket);
+        stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        let (_, body) = answer.split_once("\r\n\r\n").with_context(|| format!("no answer but {answer:?}"))?;
+        Ok(body.to_owned())
+    })
+}
+
+/// Waits for something that comes by itself.
+pub fn wait_until(what: &str, mut done: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !done()? {
+        anyhow::ensure!(Instant::now() < end, "{what}: not within ten seconds");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
