@@ -70,15 +70,19 @@ fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
     Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
 }
 
-/// Lets frames sent by XDP_TX on the peer of `port` in: see xdp_pass.bpf.c.
-pub(crate) fn attach_xdp_pass(switch: &Namespace, port: &str) -> anyhow::Result<()> {
+/// Attaches a native XDP program that lets everything pass. On a switch's port it lets frames in that the port's peer
+/// sends by XDP_TX: see xdp_pass.bpf.c.
+///
+/// # Errors
+/// When the device takes no native XDP.
+pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
     let program = open.load().context("the kernel does not load xdp_pass.bpf.c")?;
     let descriptor = program.progs.xdp_pass.as_fd();
-    switch.within(|| {
-        let index = interface_index(port)?;
-        Xdp::new(descriptor).attach(index, XdpFlags::DRV_MODE).with_context(|| format!("no native XDP on port {port}"))
+    namespace.within(|| {
+        let index = interface_index(device)?;
+        Xdp::new(descriptor).attach(index, XdpFlags::DRV_MODE).with_context(|| format!("no native XDP on {device}"))
     })
 }
 

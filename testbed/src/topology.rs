@@ -161,9 +161,9 @@ impl Testbed {
 
     fn make_hosts(&self) -> anyhow::Result<()> {
         make_namespaces(&[&self.client, &self.load_balancer, &self.controller])?;
-        self.connect(&self.client, "client", 1)?;
-        self.connect(&self.load_balancer, "lb", 1)?;
-        self.connect(&self.controller, "controller", 1)?;
+        self.connect(&self.client, "client", 1, 1)?;
+        self.connect(&self.load_balancer, "lb", 1, 1)?;
+        self.connect(&self.controller, "controller", 1, 1)?;
         let mut addresses = String::new();
         for index in 0..self.options.client_addresses {
             addresses += &format!("address add {}/16 dev {DEVICE}\n", self.client_address(index));
@@ -192,7 +192,8 @@ impl Testbed {
         make_namespaces(&[&namespace])?;
         // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        self.connect(&namespace, &name, self.options.cores)?;
+        // One transmit queue more at the port: see rss_emulation.bpf.c, "Why + 2".
+        self.connect(&namespace, &name, self.options.cores, self.options.cores + 1)?;
         let mut addresses = format!("address add {}/16 dev {DEVICE}\n", server_address(number));
         for vip in self.vips() {
             addresses += &format!("address add {vip}/32 dev lo\n");
@@ -214,18 +215,15 @@ impl Testbed {
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
-    /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch.
-    fn connect(&self, host: &Namespace, port: &str, queues: u16) -> anyhow::Result<()> {
+    /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch. Native XDP at the
+    /// host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
+    fn connect(&self, host: &Namespace, port: &str, queues: u16, port_transmit_queues: u16) -> anyhow::Result<()> {
         let (host_name, switch) = (host.name(), self.switch.name());
-        // One transmit queue more at the port: see rss_emulation.bpf.c, "Why + 2".
-        let (host_size, port_size) = (
-            format!("numrxqueues {queues} numtxqueues {queues}"),
-            format!("numrxqueues {queues} numtxqueues {}", queues + 1),
-        );
         ip_batch(
             None,
             &format!(
-                "link add {DEVICE} netns {host_name} {host_size} type veth peer name {port} netns {switch} {port_size}\n"
+                "link add {DEVICE} netns {host_name} numrxqueues {queues} numtxqueues {queues} type veth \
+                 peer name {port} netns {switch} numrxqueues {queues} numtxqueues {port_transmit_queues}\n"
             ),
         )?;
         ip_batch(Some(&self.switch), &format!("link set {port} master br0 up\n"))?;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
-use coreward_testbed::rss_emulation::{ReceiveQueues, read_registers, write_registers};
+use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::topology::{DEVICE, SERVICE, VIP, server_address};
 use coreward_testbed::{Testbed, TestbedOptions, nginx, skip_without_privilege};
 
@@ -39,6 +39,8 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     let mut testbed = Testbed::create(options("ttopology", 2))?;
     let made = start.elapsed();
     assert!(made < Duration::from_secs(5), "making a testbed of two servers took {made:?}");
+
+    attach_xdp_pass(testbed.load_balancer(), DEVICE).context("the load balancer's device must take native XDP")?;
 
     let nginx = testbed.start_nginx(1)?;
     assert_eq!(nginx.workers().len(), 4);

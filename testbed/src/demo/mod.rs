@@ -23,7 +23,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use coreward_model::arrivals::{ArrivalLog, Workload};
 use coreward_model::replay::{Placer, Pools, replay};
 use coreward_model::statistics::median;
@@ -31,6 +31,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::event_loop::now_ns;
 use crate::interrupt;
+use crate::topology::missing_privilege;
 use lane::Lane;
 use machine::Machine;
 use measure::SeedMeasures;
@@ -50,6 +51,9 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// # Errors
 /// Without root (one sentence), when a testbed or a daemon does not start, or when interrupted; nothing is left behind.
 pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
+    if let Some(missing) = missing_privilege() {
+        bail!(missing);
+    }
     interrupt::catch()?;
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
     let logs = write_logs(options)?;

@@ -15,8 +15,8 @@ const SIZE: (u32, u32) = (1200, 560);
 const TIME_PANEL: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
-/// Factor on the logarithmic scale from one line of a label to the next.
-const LABEL_LINE: f64 = 1.2;
+/// From one line of a label to the next, as a part of the panel's height.
+const LABEL_LINE: f64 = 0.032;
 /// Okabe and Ito's colours, which people with colour-blindness can tell apart.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
@@ -122,8 +122,8 @@ fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
         let whisker = [(middle, spread.lowest.max(scale.start)), (middle, spread.highest)];
         chart.draw_series(LineSeries::new(whisker, BLACK.stroke_width(2)))?;
         let label = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
-        for (line, text) in [(1, runs.policy.to_owned()), (0, format!("{:.2}", spread.median))] {
-            let place = (middle, spread.highest * 1.1 * LABEL_LINE.powi(line));
+        for (line, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", spread.median))] {
+            let place = (middle, spread.highest * 1.1 * (scale.end / scale.start).powf(LABEL_LINE * line));
             chart.draw_series(std::iter::once(Text::new(text, place, label.clone())))?;
         }
     }

@@ -211,7 +211,9 @@ impl DemoResults {
             late_us as f64 / 1_000.0
         );
         Some(if self.machine_busy_pct > BUSY_LIMIT_PCT {
-            format!("WARNING: {state}: above {BUSY_LIMIT_PCT:.0} % latencies are the machine's more than the policy's.")
+            format!(
+                "WARNING: {state}.\nAbove {BUSY_LIMIT_PCT:.0} % latencies are the machine's more than the policy's."
+            )
         } else {
             format!("{state}.")
         })
