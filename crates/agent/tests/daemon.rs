@@ -9,12 +9,13 @@ use std::time::Duration;
 use coreward_agent::agent::Agent;
 use coreward_agent::daemon;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_testbed::nginx::WHO;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
 use coreward_testbed::topology::{Testbed, skip_without_privilege};
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::{Control, ControlServer};
 use coreward_wire::{Report, v1};
-use support::{CORES, busy_file, config, configuration, server_id, testbed};
+use support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -213,5 +214,35 @@ fn an_interface_that_does_not_exist_is_named() -> anyhow::Result<()> {
     let error = testbed.server(1)?.within(|| Ok(Agent::start(config).err()))?.expect("an error");
     let text = format!("{error:#}");
     assert!(text.starts_with("interface eth9: expected a device of this network namespace"), "{text}");
+    Ok(())
+}
+
+/// SYNs that arrive by the queues predicted; then the agent is shown the registers of another server's NIC.
+#[test]
+fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
+    if skip_without_privilege("a_table_that_is_shown_but_not_in_force_is_noticed") {
+        return Ok(());
+    }
+    let mut testbed = testbed("tforce")?;
+    testbed.add_server()?;
+    let nginx = testbed.start_nginx(1)?;
+    for (shown, in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
+        let rss = coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss(shown), entries: 128 };
+        let config = coreward_agent::config::Config { rss, manage_rss: false, ..config(&testbed) };
+        testbed.server(1)?.within(|| {
+            let mut agent = Agent::start(config)?;
+            agent.configure(configuration());
+            for port in first_port..first_port + 64 {
+                get(&testbed, WHO, port)?;
+            }
+            agent.look_after();
+            let (matched, mismatched) = (counter(&mut agent, "rss_matched"), counter(&mut agent, "rss_mismatched"));
+            assert_eq!((matched + mismatched, mismatched == 0), (64, in_force), "{matched} of 64 matched");
+            let warned = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
+            assert_eq!(warned, !in_force, "{:?}", agent.warnings());
+            agent.detach()
+        })?;
+    }
+    drop(nginx);
     Ok(())
 }
