@@ -89,7 +89,11 @@ pub struct Testbed {
 /// Why no testbed can be made here, in one sentence; `None` when it can.
 pub fn missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
-        return Some("the testbed needs root, for network namespaces and BPF programs; run it as root".to_owned());
+        return Some(
+            "the testbed needs root, for network namespaces and BPF programs; without it `make build` and the \
+             unprivileged part of `make test` still work"
+                .to_owned(),
+        );
     }
     // In a thread of its own: the namespace is gone with it.
     let namespaces = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();

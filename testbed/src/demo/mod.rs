@@ -37,7 +37,7 @@ use machine::Machine;
 use measure::SeedMeasures;
 pub use options::{DemoOptions, Format};
 use results::{DemoResults, PolicyRuns};
-use timeline::{Event, Timeline};
+use timeline::Timeline;
 
 /// From starting the load generators to the log's time 0: they read the log first.
 const LEAD: Duration = Duration::from_millis(700);
@@ -95,7 +95,7 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
     let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.log)).collect();
     let mut lanes = Vec::new();
     for policy in options.policies() {
-        progress.set_message(format!("starting testbed, controller, load balancer, agents: {policy}"));
+        announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
         lanes.push(Lane::start(policy, options, logs[0].log.source_addresses)?);
         progress.inc(1);
         interrupt::check()?;
@@ -146,7 +146,7 @@ fn run_seed(
     for lane in &mut *lanes {
         lane.start_load(position, &log.path, start_ns)?;
     }
-    progress.set_message(format!("seed {seed}"));
+    announce(progress, format!("seed {seed}"));
     machine.start()?;
     for second in 0..=timeline.seconds() {
         sleep_until(start_ns + second * 1_000_000_000)?;
@@ -157,10 +157,7 @@ fn run_seed(
             for lane in &mut *lanes {
                 lane.change_pool(event)?;
             }
-            progress.set_message(format!(
-                "seed {seed}: a server {}",
-                if event == Event::Join { "joined" } else { "drains" }
-            ));
+            announce(progress, format!("seed {seed}: a server {}", event.verb()));
         }
         progress.inc(u64::from(second > 0));
     }
@@ -180,6 +177,14 @@ fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
         // In pieces: a signal that comes between check and sleep would otherwise wait for long.
         std::thread::sleep(left.min(Duration::from_millis(200)));
     }
+}
+
+/// Says what is going on: beside the bar, or, where none is shown, in a line of its own.
+fn announce(progress: &ProgressBar, message: String) {
+    if progress.is_hidden() {
+        eprintln!("{message}");
+    }
+    progress.set_message(message);
 }
 
 fn progress_bar(options: &DemoOptions) -> ProgressBar {

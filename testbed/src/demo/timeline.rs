@@ -14,6 +14,16 @@ pub enum Event {
     Drain,
 }
 
+impl Event {
+    /// What the server does, in a word.
+    pub fn verb(self) -> &'static str {
+        match self {
+            Self::Join => "joins",
+            Self::Drain => "drains",
+        }
+    }
+}
+
 /// Seconds of a run, from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeline {
