@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 
-use crate::guest::{Guest, Nic};
+use crate::agent::{self, Daemons, Watched};
+use crate::guest::{Guest, Nic, QUEUES};
 use crate::initrd;
 use crate::packages::Packages;
 use crate::rss::{self, Measurement};
@@ -40,6 +41,8 @@ struct Setting {
     in_force: bool,
 }
 
+/// How long the verifier may take for all programs, under emulation.
+const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
 /// How long a command of the user's may take.
 const RUN_LIMIT: Duration = Duration::from_secs(600);
 
@@ -104,18 +107,28 @@ impl Case {
             ensure!(status == 0, "`{command}` ended with status {status}");
             return Ok(());
         }
+        if self.nic == Nic::Virtio {
+            tally.check(&self.named("every BPF program loads"), check_kernel(&mut guest));
+        }
         for setting in self.settings {
-            guest.run(setting.command)?;
-            let measured = rss::measure(&mut guest, self.nic, &wire)?;
-            self.check_setting(setting, &measured, tally);
+            self.check_setting(setting, &mut guest, &wire, tally)?;
+            // Next to the driver's own state: with the table that the agent will put back.
+            if setting.name == FRESH && self.nic != Nic::Vmxnet3 {
+                let managed = self.manage(&mut guest, &wire, tally);
+                managed.unwrap_or_else(|error| tally.check(&self.named("manage_rss"), Err(error)));
+            }
         }
         Ok(())
+    }
+
+    fn named(&self, check: &str) -> String {
+        format!("{}: {check}", self.name())
     }
 
     fn boot(&self, parts: &Parts) -> Result<(Guest, Wire)> {
         let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
         let kernel = parts.packages.kernel(self.kernel);
-        let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &[])?;
+        let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &agent::files())?;
         let console = parts.logs.join(format!("{}-{}.console", self.nic.driver(), self.kernel));
         let mut guest = Guest::boot(&parts.packages, &kernel, &initrd, self.nic, &console)?;
         let wire = Wire::connect(&parts.packages)?;
@@ -123,19 +136,93 @@ impl Case {
         Ok((guest, wire))
     }
 
-    /// Our Toeplitz and the table that ethtool shows, against the queues that the NIC delivered to.
-    fn check_setting(&self, setting: &Setting, measured: &Measurement, tally: &mut Tally) {
-        let name = format!("{}, {}", self.name(), setting.name);
+    /// The NIC, our prediction and the agent in one of the NIC's states.
+    fn check_setting(&self, setting: &Setting, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
+        guest.run(setting.command)?;
+        let named = |check: &str| self.named(&format!("{}: {check}", setting.name));
+        let watching = agent::start_watch(guest);
+        let measured = rss::measure(guest, self.nic, wire)?;
         let matched = measured.matched();
         let found = format!("{matched} of {FLOWS} flows on the predicted queue");
+        let does = if setting.in_force { "the NIC does what it shows" } else { "the NIC does not do what it shows" };
         match (setting.in_force, matched == FLOWS) {
-            (true, true) => tally.check(&format!("{name}: RSS does what it shows"), Ok(found)),
-            (true, false) => tally.check(&format!("{name}: RSS does what it shows"), Err(anyhow::anyhow!(found))),
-            (false, false) => tally.check(&format!("{name}: RSS does not do what it shows"), Ok(found)),
-            // A point release has mended the driver: good, but then this guest shows nothing.
-            (false, true) => tally.skip(&format!("{name}: RSS does not do what it shows"), "it does in this kernel"),
+            (true, true) | (false, false) => tally.check(&named(does), Ok(found)),
+            (true, false) => tally.check(&named(does), Err(anyhow!(found))),
+            // A point release has mended the driver: good, but then this shows nothing.
+            (false, true) => tally.skip(&named(does), "in this kernel it does"),
         }
+        let watched = watching.and_then(|()| agent::end_watch(guest));
+        tally.check(&named("the agent sees it"), watched.and_then(|watched| agrees(&measured, &watched)));
+        Ok(())
     }
+
+    /// The daemon with `manage_rss = true`, from its start to its end.
+    fn manage(&self, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
+        let named = |check: &str| self.named(&format!("manage_rss: {check}"));
+        let before = rss::shown(guest)?;
+        let wanted = agent::managed(&before, self.nic == Nic::Virtio, QUEUES)?;
+        ensure!(wanted != before, "the NIC holds already what the agent is to set");
+        let daemons = Daemons::start(guest, &wanted)?;
+
+        let counted = daemons.counted(guest)?;
+        let measured = rss::measure(guest, self.nic, wire)?;
+        let matched = measured.matched();
+        let found = format!("{matched} of {FLOWS} flows on the predicted queue");
+        let set = measured.shown == wanted && matched == FLOWS;
+        tally.check(&named("key and table are set, and in force"), if set { Ok(found) } else { Err(anyhow!(found)) });
+        let seen = daemons.matched_of(guest, counted, FLOWS.into())?;
+        let found = format!("{seen} of {FLOWS} SYNs by the predicted queue");
+        let agrees = if seen == u64::from(FLOWS) { Ok(found) } else { Err(anyhow!(found)) };
+        tally.check(
+            &named("the agent counts them"),
+            agrees.and_then(|found| {
+                daemons.wait_for_warning(guest, false)?;
+                Ok(found)
+            }),
+        );
+
+        if self.nic == Nic::Virtio {
+            guest.run("ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off")?;
+            let matched = rss::measure(guest, self.nic, wire)?.matched();
+            ensure!(matched < FLOWS, "hashing is off, and {matched} flows are on the predicted queue");
+            let noticed = daemons.wait_for_warning(guest, true);
+            let found = format!("{matched} of {FLOWS} flows on the predicted queue");
+            tally.check(&named("hashing is switched off, and the agent warns"), noticed.map(|()| found));
+            guest.run("ethtool -K eth0 rxhash on")?;
+        }
+
+        daemons.stop(guest)?;
+        let after = rss::shown(guest)?;
+        let put_back =
+            if after == before { Ok("as before".to_owned()) } else { Err(anyhow!("{after:?}, not {before:?}")) };
+        tally.check(&named("key and table are put back"), put_back);
+        Ok(())
+    }
+}
+
+/// `coreward check-kernel`, which says `ok` or the verifier's complaint of each program.
+fn check_kernel(guest: &mut Guest) -> Result<String> {
+    let (status, said) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_LIMIT)?;
+    let programs: Vec<&str> = said.split_whitespace().collect();
+    ensure!(status == 0, "{said}\n{}", guest.run("tail -c 1500 /tmp/check-kernel.log")?);
+    ensure!(!programs.is_empty(), "it named no program");
+    Ok(programs.join(" "))
+}
+
+/// The agent's view of a measurement: key, table, each flow's predicted and actual queue, and the verdict.
+fn agrees(measured: &Measurement, watched: &Watched) -> Result<String> {
+    ensure!(watched.shown == measured.shown, "it read {:?}, ethtool {:?}", watched.shown, measured.shown);
+    for (flow, queue) in &measured.delivered {
+        let expected = (*flow, rss::predicted(&measured.shown, flow), *queue);
+        ensure!(
+            watched.syns.contains(&expected),
+            "expected (flow, predicted, actual) {expected:?} among {:?}",
+            watched.syns
+        );
+    }
+    let verdict = if measured.matched() == FLOWS { "in_force" } else { "not_in_force" };
+    ensure!(watched.verdict == verdict, "its verdict is {}, expected {verdict}", watched.verdict);
+    Ok(format!("key, table, queues of {FLOWS} flows, verdict {verdict}"))
 }
 
 /// Gives the guest its addresses and waits for the link.

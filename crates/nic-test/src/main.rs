@@ -6,8 +6,10 @@
 //! * [`guest`]: QEMU and the dialogue over the serial line
 //! * [`wire`]: the network namespace and the sender of SYNs
 //! * [`rss`]: what the NIC shows, and what it does
+//! * [`agent`]: what is under test
 //! * [`cases`]: the checks
 
+mod agent;
 mod cases;
 mod guest;
 mod initrd;

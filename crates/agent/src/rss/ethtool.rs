@@ -201,15 +201,19 @@ impl RssDevice for EthtoolRss {
             }
             _ => vec![],
         };
-        let table = &settings.indirection_table;
+        let failed = |error| self.failed("ETHTOOL_SRSSH", error);
         let queues = u32::from(self.receive_queues());
+        let mut table = &settings.indirection_table[..];
         // ethtool_rxfh_indir_default(). Set as such, the kernel lets the number of queues change again (`ethtool -L`).
-        let is_default = table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues);
-        let (entries, table) = match table.len() as u32 {
-            0 => (ETH_RXFH_INDIR_NO_CHANGE, &[][..]),
-            _ if is_default => (ETH_RXFH_INDIR_DEFAULT, &[][..]),
-            length => (length, &table[..]),
-        };
+        // By a request of its own: behind no table, kernel 6.1 and later ones look for the key at different places.
+        if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues) {
+            ethtool(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, 0, 0]).map_err(failed)?;
+            table = &[];
+        }
+        if table.is_empty() && key.is_empty() {
+            return Ok(());
+        }
+        let entries = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
         let mut request = vec![ETHTOOL_SRSSH, 0, entries, key.len() as u32, 0, 0];
         request.extend(table);
         request.extend(key.chunks(4).map(|chunk| {
@@ -217,7 +221,7 @@ impl RssDevice for EthtoolRss {
             word[..chunk.len()].copy_from_slice(chunk);
             u32::from_ne_bytes(word)
         }));
-        ethtool(&self.interface, &mut request).map_err(|error| self.failed("ETHTOOL_SRSSH", error))
+        ethtool(&self.interface, &mut request).map_err(failed)
     }
 }
 

@@ -1,0 +1,205 @@
+//! The real agent in a guest: `coreward agent rss`, and the daemon with a controller beside it.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::{FourTuple, ServerId};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::guest::Guest;
+use crate::wire::{FLOWS, VIP};
+
+/// How long a program of coreward may take to be ready; under emulation the verifier alone takes seconds.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long the daemon may take to notice something; it looks once a second.
+const NOTICE_LIMIT: Duration = Duration::from_secs(15);
+
+/// The server's id in the controller's file: the seed of its balanced table.
+const SERVER_ID: u64 = 4711;
+/// The key that the controller's file gives to the fleet.
+const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
+                         10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
+
+/// Files of the guest: name without leading slash, content.
+pub fn files() -> [(&'static str, String); 2] {
+    let controller = format!(
+        "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nrss_key = \"{FLEET_KEY}\"\n\n[[server]]\nname = \"s1\"\n\
+         address = \"10.2.0.11\"\nid = {SERVER_ID}\n\n[[service]]\nname = \"web\"\nvip = \"{VIP}\"\n"
+    );
+    let agent = "server = \"s1\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth0\"\n\
+                 pin_directory = \"/sys/fs/bpf/coreward\"\nmanage_rss = true\nsteer = \"off\"\n";
+    [("etc/controller.toml", controller), ("etc/agent.toml", agent.to_owned())]
+}
+
+/// What an agent with `manage_rss` is to set in a NIC that shows `before`: a driver that shows no key takes none.
+///
+/// # Errors
+/// Not with a table that a NIC had.
+pub fn managed(before: &Rss, takes_key: bool, receive_queues: u16) -> Result<Rss> {
+    let key = if takes_key { FLEET_KEY.parse()? } else { before.key.clone() };
+    let seed = ServerId::try_from(SERVER_ID)?.get().into();
+    let entries = before.indirection_table.entry_count();
+    Ok(Rss { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })
+}
+
+/// A line that `coreward agent rss --json` prints.
+#[derive(Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Line {
+    Nic { key: String, indirection_table: Vec<u32> },
+    Syn { source: SocketAddr, destination: SocketAddr, predicted_queue: u16, actual_queue: u16 },
+    End { verdict: String },
+}
+
+/// What `coreward agent rss` saw.
+pub struct Watched {
+    /// Key and table that it read.
+    pub shown: Rss,
+    /// Each SYN with the queue that it predicts, and the one that it saw.
+    pub syns: Vec<(FourTuple, u16, u16)>,
+    /// `in_force`, `not_in_force` or `undecided`.
+    pub verdict: String,
+}
+
+/// Starts `coreward agent rss` and waits until it watches.
+///
+/// # Errors
+/// When it does not come to that.
+pub fn start_watch(guest: &mut Guest) -> Result<()> {
+    let limit = START_LIMIT.as_secs();
+    guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOWS} --json"))?;
+    let watching =
+        poll(guest, START_LIMIT, |guest| Ok(guest.run("cat /tmp/rss.out")?.contains("\"nic\"").then_some(())));
+    watching.with_context(|| format!("`coreward agent rss`: {}", log(guest, "rss")))
+}
+
+/// Waits until it has seen all SYNs; what it printed.
+///
+/// # Errors
+/// When it fails or prints something else.
+pub fn end_watch(guest: &mut Guest) -> Result<Watched> {
+    // Its status says what its verdict says.
+    guest.try_run("finished rss", START_LIMIT + NOTICE_LIMIT)?;
+    let (mut shown, mut syns, mut judged) = (None, Vec::new(), None);
+    for text in guest.run("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
+        match serde_json::from_str(text).with_context(|| text.to_owned())? {
+            Line::Nic { key, indirection_table } => shown = Some(rss(&key, &indirection_table)?),
+            Line::Syn { source, destination, predicted_queue, actual_queue } => {
+                syns.push((FourTuple::new(source, destination)?, predicted_queue, actual_queue));
+            }
+            Line::End { verdict } => judged = Some(verdict),
+        }
+    }
+    let (Some(shown), Some(verdict)) = (shown, judged) else { bail!("no verdict: {}", log(guest, "rss")) };
+    Ok(Watched { shown, syns, verdict })
+}
+
+fn rss(key: &str, table: &[u32]) -> Result<Rss> {
+    Ok(Rss { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
+}
+
+/// A controller and an agent with `manage_rss` in the guest.
+pub struct Daemons;
+
+impl Daemons {
+    /// Starts both and waits until the agent has told the controller that the NIC holds `wanted`.
+    ///
+    /// # Errors
+    /// When it does not come to that; with the end of both logs.
+    pub fn start(guest: &mut Guest, wanted: &Rss) -> Result<Self> {
+        guest.run("start controller coreward controller --config /etc/controller.toml")?;
+        guest.run("start agent coreward agent --config /etc/agent.toml")?;
+        let told = poll(guest, START_LIMIT, |guest| {
+            Ok(server(guest)?.filter(|server| reported(server).is_some_and(|rss| rss == *wanted)).map(drop))
+        });
+        told.with_context(|| logs(guest))?;
+        Ok(Self)
+    }
+
+    /// SYNs that the agent has counted so far: (by the predicted queue, by another one).
+    ///
+    /// # Errors
+    /// When the controller does not know.
+    pub fn counted(&self, guest: &mut Guest) -> Result<(u64, u64)> {
+        let server = server(guest)?.context("the controller knows no server")?;
+        let count = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
+        Ok((count("rss_matched")?, count("rss_mismatched")?))
+    }
+
+    /// Waits until the agent has counted `syns` more than `before`; how many of them by the predicted queue.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn matched_of(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
+        let matched = poll(guest, NOTICE_LIMIT, |guest| {
+            let now = self.counted(guest)?;
+            Ok((now.0 + now.1 >= before.0 + before.1 + syns).then_some(now.0 - before.0))
+        });
+        matched.with_context(|| logs(guest))
+    }
+
+    /// Waits until the agent's warnings say, or no longer say, that the table is not in force.
+    ///
+    /// # Errors
+    /// When they do not.
+    pub fn wait_for_warning(&self, guest: &mut Guest, expected: bool) -> Result<()> {
+        let warned = poll(guest, NOTICE_LIMIT, |guest| {
+            let Some(server) = server(guest)? else { return Ok(None) };
+            Ok((server["warnings"].to_string().contains("not in force") == expected).then_some(()))
+        });
+        warned.with_context(|| logs(guest))
+    }
+
+    /// Ends the agent in order, then the controller.
+    ///
+    /// # Errors
+    /// When one does not end, or not well.
+    pub fn stop(self, guest: &mut Guest) -> Result<()> {
+        let (status, _) = guest.try_run("stop agent", NOTICE_LIMIT)?;
+        ensure!(status == 0, "the agent ended with status {status}: {}", log(guest, "agent"));
+        guest.try_run("stop controller", NOTICE_LIMIT)?;
+        guest.run("coreward agent --config /etc/agent.toml --detach")?;
+        Ok(())
+    }
+}
+
+/// The one server as `coreward status` has it.
+fn server(guest: &mut Guest) -> Result<Option<Value>> {
+    let (status, answer) = guest.try_run("coreward status --format json 2>/dev/null", NOTICE_LIMIT)?;
+    if status != 0 {
+        return Ok(None);
+    }
+    let answer: Value = serde_json::from_str(answer.trim()).with_context(|| answer.clone())?;
+    Ok(answer["servers"].get(0).cloned())
+}
+
+/// What the agent has told of its RSS.
+fn reported(server: &Value) -> Option<Rss> {
+    let table: Option<Vec<u32>> =
+        server["rss"]["indirection_table"].as_array()?.iter().map(|queue| queue.as_u64()?.try_into().ok()).collect();
+    rss(server["rss"]["key"].as_str()?, &table?).ok()
+}
+
+/// Asks until there is an answer.
+fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>) -> Result<T> {
+    let end = Instant::now() + limit;
+    loop {
+        if let Some(answer) = ask(guest)? {
+            return Ok(answer);
+        }
+        ensure!(Instant::now() < end, "not within {} s", limit.as_secs());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// The last messages of a program started in the guest.
+fn log(guest: &mut Guest, name: &str) -> String {
+    guest.run(&format!("tail -n 5 /tmp/{name}.log")).unwrap_or_else(|error| error.to_string()).trim().to_owned()
+}
+
+fn logs(guest: &mut Guest) -> String {
+    format!("agent: {}\ncontroller: {}", log(guest, "agent"), log(guest, "controller"))
+}
