@@ -17,15 +17,20 @@ pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
 
 fn load(name: &str, object: &[u8]) -> anyhow::Result<()> {
     match name {
-        // Without rules there is nothing to place: the variant with all of them is the one that could be refused.
+        // Without rules there is nothing to place: each variant that tables may ask for, and the one with all rules.
         "lb" => {
-            let mut storage = MaybeUninit::uninit();
-            let mut open = LbSkelBuilder::default().open(&mut storage)?;
-            let rodata = open.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
-            rodata.rules_in_use = (1 << intf::PLACEMENT_RULE_COUNT) - 1;
-            open.load().map(drop)?;
+            let every_rule = (1 << intf::PLACEMENT_RULE_COUNT) - 1;
+            (0..intf::PLACEMENT_RULE_COUNT).map(|rule| 1 << rule).chain([every_rule]).try_for_each(load_lb)?;
         }
         _ => drop(ObjectBuilder::default().open_memory(object)?.load()?),
     }
     Ok(())
+}
+
+fn load_lb(rules: u32) -> anyhow::Result<()> {
+    let mut storage = MaybeUninit::uninit();
+    let mut open = LbSkelBuilder::default().open(&mut storage)?;
+    let rodata = open.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
+    rodata.rules_in_use = rules;
+    open.load().map(drop).with_context(|| format!("with the placement rules {rules:#b}"))
 }
