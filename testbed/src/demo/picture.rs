@@ -97,10 +97,10 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
         let line = LineSeries::new(by_second(runs, results.seconds), colour(index).stroke_width(2));
         chart.draw_series(line)?;
     }
-    let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct));
+    let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
     chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1)))?;
     let text = format!("noise floor {:.3}", results.noise_floor_pct);
-    let place = (0.2, results.noise_floor_pct / 1.05);
+    let place = (0.2, results.noise_floor_pct.max(scale.start * 1.5) / 1.05);
     chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
 }
 
@@ -127,7 +127,7 @@ fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
             chart.draw_series(std::iter::once(Text::new(text, place, label.clone())))?;
         }
     }
-    let floor = [0.0, count as f64].map(|x| (x, results.noise_floor_pct));
+    let floor = [0.0, count as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
     chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1))).map(drop)
 }
 
