@@ -174,6 +174,8 @@ fn beyond_queues(table: &IndirectionTable, receive_queues: u16) -> Option<String
 
 #[cfg(test)]
 mod tests {
+    use coreward_testbed::topology::skip_without_privilege;
+
     use super::*;
 
     struct Nic {
@@ -246,8 +248,7 @@ mod tests {
 
     #[test]
     fn what_is_managed_is_set_kept_and_put_back() {
-        if !nix::unistd::geteuid().is_root() {
-            println!("SKIPPED what_is_managed_is_set_kept_and_put_back: needs root, to make a BPF map");
+        if skip_without_privilege("what_is_managed_is_set_kept_and_put_back") {
             return;
         }
         let pins = std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
