@@ -15,12 +15,12 @@ use toml::de::{DeTable, DeValue};
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// It cannot be read.
-    #[error("{}: {source}: expected a readable TOML file", path.display())]
+    #[error("{}: {reason}: expected a readable TOML file", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// Something in it is not as expected.
     #[error("{}:{line}:{column}: {}{message}", path.display(), in_key(key))]
@@ -53,7 +53,7 @@ impl Source {
     /// # Errors
     /// When the file cannot be read.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
+        let unreadable = |reason| ConfigError::Unreadable { path: path.to_owned(), reason };
         Ok(Self { path: path.to_owned(), text: std::fs::read_to_string(path).map_err(unreadable)? })
     }
 

@@ -227,7 +227,7 @@ impl Case<'_> {
         if !self.knows_core(table, candidate) {
             return format!("with mean load {load:.3}, its RSS not being known, it");
         }
-        format!("core {} with load {load:.3}", table.core_slots[usize::from(candidate.core_slot)].core)
+        format!("core {} with load {load:.3} in the table", table.core_slots[usize::from(candidate.core_slot)].core)
     }
 }
 

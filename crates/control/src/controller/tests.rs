@@ -384,7 +384,9 @@ fn explanations() {
     assert_eq!(reply.chosen_server, "s0");
     assert_eq!(
         reply.reason,
-        format!("bucket {bucket} of 128 goes to s0: core 1 with load 0.100 is the least loaded that it reaches")
+        format!(
+            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded that it reaches"
+        )
     );
     let s1 = &reply.servers[1];
     assert_eq!((s1.name.as_str(), s1.bucket, s1.core, s1.core_load), ("s1", Some(bucket), Some(1), Some(0.8)));
@@ -397,9 +399,9 @@ fn explanations() {
     assert_eq!(
         world.explain(port, at(100)).reason,
         format!(
-            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 is the least loaded of 3 candidates, unless a \
+            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 candidates, unless a \
              load balancer has given it more than {more} connections since the last table, each counted as {:.4}; then \
-             s2 (core 1 with load 0.500)",
+             s2 (core 1 with load 0.500 in the table)",
             f64::from(table.assignment_cost) / 1_048_576.0
         )
     );

@@ -10,7 +10,7 @@ pub fn text(reply: &v1::ExplainReply, service: ServiceAddress, client: SocketAdd
     let chosen = if reply.chosen_server.is_empty() { "(see below)" } else { &reply.chosen_server };
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
-    table.set_header(["server", "id", "hash", "bucket", "core", "load", ""]);
+    table.set_header(["server", "id", "hash", "bucket", "core", "load now", ""]);
     for server in &reply.servers {
         table.add_row(row(server, &reply.chosen_server));
     }

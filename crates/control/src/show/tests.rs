@@ -112,10 +112,10 @@ fn explanation_for_people() {
     let expected = "\
 10.1.0.7:40312 -> 10.200.0.1:80/tcp (web, crossrss, table 5): s1
 
- server  id      hash  bucket  core   load
- s1       1  deadbeef     111     3  0.250  <- chosen
- s2       2         -       -     -      -
- s3       3  deadbeef     111     0  0.250  takes no new connections
+ server  id      hash  bucket  core  load now
+ s1       1  deadbeef     111     3     0.250  <- chosen
+ s2       2         -       -     -         -
+ s3       3  deadbeef     111     0     0.250  takes no new connections
 
 bucket 111 of 128 goes to s1: because.
 ";
