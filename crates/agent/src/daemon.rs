@@ -23,7 +23,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to reach the controller: doubles from the first to the second.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// When the controller does not want us: somebody must change its file, or end another agent.
-const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
