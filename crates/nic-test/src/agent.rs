@@ -26,8 +26,9 @@ const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:e
 /// Files of the guest: name without leading slash, content.
 pub fn files() -> [(&'static str, String); 2] {
     let controller = format!(
-        "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nrss_key = \"{FLEET_KEY}\"\n\n[[server]]\nname = \"s1\"\n\
-         address = \"10.2.0.11\"\nid = {SERVER_ID}\n\n[[service]]\nname = \"web\"\nvip = \"{VIP}\"\n"
+        "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nrss_key = \"{FLEET_KEY}\"\n\n\
+         [[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\nid = {SERVER_ID}\n\n\
+         [[service]]\nname = \"web\"\nvip = \"{VIP}\"\n"
     );
     let agent = "server = \"s1\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth0\"\n\
                  pin_directory = \"/sys/fs/bpf/coreward\"\nmanage_rss = true\nsteer = \"off\"\n";

@@ -45,8 +45,8 @@ impl Nic {
 
     /// A command that prints, per receive queue, its number and numbers whose sum moves with every packet.
     ///
-    /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`: its interrupts are counted. igb raises the interrupts
-    /// of all queues every two seconds by itself (igb_watchdog_task): its packets are counted.
+    /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`: its interrupts are counted. igb raises the
+    /// interrupts of all queues every two seconds by itself (igb_watchdog_task): its packets are counted.
     pub fn counters_command(self) -> &'static str {
         match self {
             Nic::Virtio => r"sed -n 's/^ *[0-9]*:\([ 0-9]*\).*-input\.\([0-9]*\)$/\2 \1/p' /proc/interrupts",

@@ -80,7 +80,7 @@ pub fn build(
     }
     archive.add("modules/order", EXECUTABLE, order.as_bytes());
     add_ethtool(&mut archive, packages)?;
-    add_coreward(&mut archive, coreward)?;
+    add_coreward(&mut archive, coreward, &packages.stripped())?;
     for (name, content) in files {
         archive.add(name, EXECUTABLE, content.as_bytes());
     }
@@ -100,11 +100,11 @@ fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     Ok(())
 }
 
-/// The binary without its debug information, and what `ldd` says it needs, at the same paths.
-fn add_coreward(archive: &mut Archive, coreward: &Path) -> Result<()> {
-    let stripped = tempfile::NamedTempFile::new()?;
-    run(tied("strip").arg("-o").arg(stripped.path()).arg(coreward)).context("binutils' strip is needed")?;
-    archive.add("bin/coreward", EXECUTABLE, &read(stripped.path())?);
+/// The binary without its debug information (by way of the file `stripped`), and what `ldd` says it needs, at the same
+/// paths.
+fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
+    run(tied("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
+    archive.add("bin/coreward", EXECUTABLE, &read(stripped)?);
     for word in run(tied("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/')) {
         archive.add(word.trim_start_matches('/'), EXECUTABLE, &read(Path::new(word))?);
     }

@@ -20,11 +20,12 @@ mod tally;
 mod wire;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
+use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::cases::{CASES, Parts};
@@ -79,9 +80,20 @@ fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     fs::metadata("/dev/net/tun").context("/dev/net/tun is needed")?;
     fs::create_dir_all(&arguments.cache).with_context(|| arguments.cache.display().to_string())?;
     let cache = arguments.cache.canonicalize()?;
-    let lock = fs::File::create(cache.join("lock"))?;
-    let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error).context("the cache's lock")?;
+    let lock = lock(&cache.join("lock"))?;
     let packages = Packages::fetch(&cache.join("packages"))?;
     wire::enter_namespace()?;
     Ok((Parts { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
+}
+
+/// A lock that ends with this process, in whatever way it ends.
+fn lock(path: &Path) -> Result<Flock<fs::File>> {
+    let file = fs::File::create(path)?;
+    let busy = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => return Ok(lock),
+        Err((file, Errno::EWOULDBLOCK)) => file,
+        Err((_, error)) => return Err(error).with_context(|| path.display().to_string()),
+    };
+    println!("another run is at work: waiting for its end");
+    Flock::lock(busy, FlockArg::LockExclusive).map_err(|(_, error)| error).with_context(|| path.display().to_string())
 }

@@ -96,6 +96,11 @@ impl Packages {
         (root.join("sbin/ethtool"), files)
     }
 
+    /// Where the binary under test stands without its debug information; one place, so that no run leaves another.
+    pub fn stripped(&self) -> PathBuf {
+        self.folder.join("coreward")
+    }
+
     /// The folder of a kernel, by the name of ours.
     pub fn kernel(&self, name: &str) -> PathBuf {
         self.folder.join("kernels").join(name)

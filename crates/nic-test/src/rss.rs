@@ -123,7 +123,8 @@ fn counters(guest: &mut Guest, nic: Nic) -> Result<Counters> {
 mod tests {
     use super::*;
 
-    const SHOWN: &str = "RX flow hash indirection table for eth0 with 4 RX ring(s):\n    0:      0     1\n    2:      2     3\nRSS hash key:\n";
+    const SHOWN: &str = "RX flow hash indirection table for eth0 with 4 RX ring(s):\n    0:      0     1\n\
+                         \u{20}   2:      2     3\nRSS hash key:\n";
 
     #[test]
     fn ethtool_is_understood() {
