@@ -1,13 +1,13 @@
 //! Compiles the testbed's own BPF programs and generates their skeletons.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use libbpf_cargo::SkeletonBuilder;
 
 const PROGRAMS: [&str; 3] = ["rss_emulation", "xdp_pass", "receive_queues"];
 
 fn main() {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     let layouts = here.join("../bpf");
     println!("cargo::rerun-if-changed={}", layouts.join("intf.h").display());

@@ -1,11 +1,11 @@
 //! Compiles the bench's own BPF program, which calls the measured ones, and generates its skeleton.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use libbpf_cargo::SkeletonBuilder;
 
 fn main() {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let source = here.join("bpf/fresh_packets.bpf.c");
     let headers = here.join("../../bpf");
     for path in [&source, &headers] {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use libbpf_cargo::SkeletonBuilder;
 
 fn main() {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bpf");
+    let sources = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     println!("cargo::rerun-if-changed={}", sources.display());
     let mut names: Vec<String> = std::fs::read_dir(&sources)

@@ -2,7 +2,7 @@
 //! a counter added in C is at once named in metrics and in `coreward status`.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
@@ -68,7 +68,7 @@ fn names(variants: &[(String, String, i64)]) -> String {
 }
 
 fn main() {
-    let header = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bpf/intf.h");
+    let header = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf/intf.h");
     println!("cargo::rerun-if-changed={}", header.display());
     println!("cargo::rerun-if-changed=build.rs");
     let variants = Variants::default();
