@@ -63,7 +63,7 @@ pub struct Outcome {
     pub timestamp_drops: u64,
     /// Retransmissions, client and servers together.
     pub retransmissions: Retransmissions,
-    /// The same with the same load, without coreward, straight to one server.
+    /// The same with the same load, routed by the load balancer's kernel instead.
     pub retransmissions_without: Retransmissions,
 }
 
@@ -124,22 +124,37 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     with_coreward(&testbed, options, without)
 }
 
-/// The same load straight to one server: what the machine itself loses.
+/// The same load by the same hosts, with the load balancer's kernel routing each connection to one of the servers by a
+/// hash (ECMP): what the machine itself loses and sends twice.
 fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Retransmissions> {
-    let straight = format!("{}", server_address(1));
-    route(testbed, &["replace", &SERVICE.ip().to_string(), "via", &straight])?;
+    let forwarding = |on: &str| {
+        testbed.load_balancer().set_sysctls(&[
+            ("ipv4/ip_forward", on),
+            ("ipv4/fib_multipath_hash_policy", "1"),
+            ("ipv4/conf/all/send_redirects", "0"),
+            (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+        ])
+    };
+    forwarding("1")?;
+    let hops = testbed.server_numbers().into_iter().flat_map(|number| {
+        let address = server_address(number).to_string();
+        ["nexthop".to_owned(), "via".to_owned(), address, "dev".to_owned(), DEVICE.to_owned()]
+    });
+    route(testbed, "add", hops)?;
     let before = all_counters(testbed)?;
     wrk(testbed, options.wrk_seconds)?;
     download(testbed, options.downloads)?;
     let seen = retransmissions(&before, &all_counters(testbed)?);
-    route(testbed, &["delete", &SERVICE.ip().to_string()])?;
+    route(testbed, "delete", std::iter::empty())?;
+    forwarding("0")?;
     Ok(seen)
 }
 
-fn route(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<()> {
+/// The load balancer's route to the VIP.
+fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
-    command.arg("route").args(arguments).args(["dev", DEVICE]);
-    testbed.run(testbed.client(), command).map(drop)
+    command.args(["route", verb, &SERVICE.ip().to_string()]).args(hops);
+    testbed.run(testbed.load_balancer(), command).map(drop)
 }
 
 fn with_coreward(testbed: &Testbed, options: Options, without: Retransmissions) -> anyhow::Result<Outcome> {
