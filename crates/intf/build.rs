@@ -24,9 +24,16 @@ struct Callbacks {
 
 impl ParseCallbacks for Callbacks {
     fn add_derives(&self, _info: &DeriveInfo<'_>) -> Vec<String> {
-        ["zerocopy::FromBytes", "zerocopy::IntoBytes", "zerocopy::Immutable", "zerocopy::KnownLayout", "PartialEq", "Eq"]
-            .map(String::from)
-            .to_vec()
+        [
+            "zerocopy::FromBytes",
+            "zerocopy::IntoBytes",
+            "zerocopy::Immutable",
+            "zerocopy::KnownLayout",
+            "PartialEq",
+            "Eq",
+        ]
+        .map(String::from)
+        .to_vec()
     }
 
     fn enum_variant_behavior(
