@@ -59,23 +59,23 @@ pub struct Outcome {
     pub pool_changes: u64,
     /// What the load balancer did, by counter (those above 0).
     pub load_balancer: BTreeMap<String, u64>,
-    /// Segments dropped for their timestamps, client and servers together.
-    pub timestamp_drops: u64,
-    /// Retransmissions, client and servers together.
-    pub retransmissions: Retransmissions,
+    /// What TCP counted.
+    pub tcp: Tcp,
     /// The same with the same load, routed by the load balancer's kernel instead.
-    pub retransmissions_without: Retransmissions,
+    pub tcp_without: Tcp,
 }
 
-/// Segments sent again.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
-pub struct Retransmissions {
-    /// How many.
-    pub segments: u64,
-    /// Per million segments sent.
-    pub ppm: f64,
+/// What TCP counted, client and servers together.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct Tcp {
+    /// Segments sent again.
+    pub retransmitted: u64,
+    /// The same per million segments sent.
+    pub retransmitted_ppm: f64,
     /// How many of them the receiver had already (DSACK, RFC 2883): nothing was lost, only late.
-    pub needless: u64,
+    pub retransmitted_needlessly: u64,
+    /// Segments dropped for their timestamps, by counter (those above 0).
+    pub timestamp_drops: BTreeMap<String, u64>,
 }
 
 impl Outcome {
@@ -85,7 +85,7 @@ impl Outcome {
             && self.failed_downloads.is_empty()
             && self.idle.is_ok()
             && self.busy.is_ok()
-            && self.timestamp_drops == 0
+            && self.tcp.timestamp_drops.is_empty()
     }
 }
 
@@ -126,7 +126,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
 
 /// The same load by the same hosts, with the load balancer's kernel routing each connection to one of the servers by a
 /// hash (ECMP): what the machine itself loses and sends twice.
-fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Retransmissions> {
+fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
     let forwarding = |on: &str| {
         testbed.load_balancer().set_sysctls(&[
             ("ipv4/ip_forward", on),
@@ -144,7 +144,7 @@ fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Retra
     let before = all_counters(testbed)?;
     wrk(testbed, options.wrk_seconds)?;
     download(testbed, options.downloads)?;
-    let seen = retransmissions(&before, &all_counters(testbed)?);
+    let seen = tcp(&before, &all_counters(testbed)?);
     route(testbed, "delete", std::iter::empty())?;
     forwarding("0")?;
     Ok(seen)
@@ -157,7 +157,7 @@ fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> a
     testbed.run(testbed.load_balancer(), command).map(drop)
 }
 
-fn with_coreward(testbed: &Testbed, options: Options, without: Retransmissions) -> anyhow::Result<Outcome> {
+fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::Result<Outcome> {
     for number in testbed.server_numbers() {
         write_busy(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
@@ -188,18 +188,15 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Retransmissions) 
             tables: 0,
             pool_changes: pool_changes.load(Ordering::Relaxed),
             load_balancer: BTreeMap::new(),
-            timestamp_drops: 0,
-            retransmissions: without,
-            retransmissions_without: without,
+            tcp: Tcp::default(),
+            tcp_without: without,
         })
     })?;
     let after = all_counters(testbed)?;
-    let drops = |all: &[Counters]| TIMESTAMP_DROPS.iter().map(|name| counters::total(all, name)).sum::<u64>();
     Ok(Outcome {
         tables: table_generation(&fleet, testbed)? - first_table,
         load_balancer: load_balancer_counters(&fleet, testbed)?,
-        timestamp_drops: drops(&after) - drops(&before),
-        retransmissions: retransmissions(&before, &after),
+        tcp: tcp(&before, &after),
         ..outcome
     })
 }
@@ -241,13 +238,15 @@ fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<Counters>> {
     hosts(testbed)?.into_iter().map(counters::read).collect()
 }
 
-fn retransmissions(before: &[Counters], after: &[Counters]) -> Retransmissions {
+fn tcp(before: &[Counters], after: &[Counters]) -> Tcp {
     let grown = |name| counters::total(after, name) - counters::total(before, name);
-    let segments = grown("TcpRetransSegs");
-    Retransmissions {
-        segments,
-        ppm: segments as f64 / grown("TcpOutSegs").max(1) as f64 * 1e6,
-        needless: grown("TcpExtTCPDSACKRecvSegs"),
+    let retransmitted = grown("TcpRetransSegs");
+    let drops = TIMESTAMP_DROPS.into_iter().map(|name| (name.to_owned(), grown(name)));
+    Tcp {
+        retransmitted,
+        retransmitted_ppm: retransmitted as f64 / grown("TcpOutSegs").max(1) as f64 * 1e6,
+        retransmitted_needlessly: grown("TcpExtTCPDSACKRecvSegs"),
+        timestamp_drops: drops.filter(|(_, count)| *count > 0).collect(),
     }
 }
 
