@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-use crate::counters::{self, Counters, TIMESTAMP_DROPS};
+use crate::counters::{self, Counters, OVERTAKEN_ACKS, TIMESTAMP_DROPS};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, busy_file};
 use crate::http::Connection;
 use crate::namespace::Namespace;
@@ -76,6 +76,8 @@ pub struct Tcp {
     pub retransmitted_needlessly: u64,
     /// Segments dropped for their timestamps, by counter (those above 0).
     pub timestamp_drops: BTreeMap<String, u64>,
+    /// Pure acknowledgements that a newer segment overtook.
+    pub overtaken_acks: u64,
 }
 
 impl Outcome {
@@ -247,6 +249,7 @@ fn tcp(before: &[Counters], after: &[Counters]) -> Tcp {
         retransmitted_ppm: retransmitted as f64 / grown("TcpOutSegs").max(1) as f64 * 1e6,
         retransmitted_needlessly: grown("TcpExtTCPDSACKRecvSegs"),
         timestamp_drops: drops.filter(|(_, count)| *count > 0).collect(),
+        overtaken_acks: grown(OVERTAKEN_ACKS),
     }
 }
 
