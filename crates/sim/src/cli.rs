@@ -1,0 +1,19 @@
+//! `coreward sim`: one sub-command per kind of simulation. Each has its arguments beside its code.
+
+/// Arguments of `coreward sim`.
+#[derive(Debug, clap::Args)]
+pub struct SimArgs {
+    #[command(subcommand)]
+    command: SimCommand,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum SimCommand {}
+
+/// Runs the simulation and prints its result.
+///
+/// # Errors
+/// What is wrong with the arguments or the trace: names the value and what was expected.
+pub fn run(args: SimArgs) -> anyhow::Result<()> {
+    match args.command {}
+}

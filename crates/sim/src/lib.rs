@@ -1,0 +1,17 @@
+//! The simulator: the policies of `coreward-model`, which also decide live, on traces and on random arrivals.
+//!
+//! A simulation is single-threaded and deterministic: the same configuration and seed give the same bytes. Several seeds,
+//! policies and points of a sweep run side by side, and come out in the order in which they were asked for
+//! ([`side_by_side`]).
+
+pub mod cli;
+pub mod names;
+pub mod output;
+pub mod spread;
+
+use rayon::prelude::*;
+
+/// Runs `simulate` for every input on all CPUs; the results are in the order of the inputs whatever the number of threads.
+pub fn side_by_side<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
+    inputs.par_iter().map(simulate).collect()
+}

@@ -1,0 +1,65 @@
+//! Names that a user types: which of the known ones did they mean?
+
+/// A name that nothing has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
+pub struct UnknownName {
+    /// What was named: "policy", "figure" ...
+    pub what: &'static str,
+    /// The name as given.
+    pub given: String,
+    /// Every name there is.
+    pub known: Vec<String>,
+}
+
+/// How alike (0 to 1, Jaro and Winkler's measure) a name must be to be suggested.
+const ALIKE: f64 = 0.7;
+/// How many names are suggested at most.
+const SUGGESTIONS: usize = 3;
+
+impl UnknownName {
+    /// `given` is none of `known`.
+    pub fn new<N: Into<String>>(what: &'static str, given: &str, known: impl IntoIterator<Item = N>) -> Self {
+        Self { what, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
+    }
+
+    /// The names most like the given one, the nearest first.
+    pub fn nearest(&self) -> Vec<&str> {
+        let given = self.given.to_lowercase();
+        let mut alike: Vec<(f64, &str)> = self
+            .known
+            .iter()
+            .map(|name| (strsim::jaro_winkler(&given, &name.to_lowercase()), name.as_str()))
+            .filter(|(likeness, _)| *likeness >= ALIKE)
+            .collect();
+        alike.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        alike.into_iter().take(SUGGESTIONS).map(|(_, name)| name).collect()
+    }
+
+    fn hint(&self) -> String {
+        match self.nearest()[..] {
+            [] => String::new(),
+            ref nearest => format!("did you mean {}? ", nearest.join(" or ")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_names_are_suggested() {
+        let unknown = UnknownName::new("policy", "crosrss", ["hash", "rr", "crossrss", "crossrss-plus"]);
+        assert_eq!(unknown.nearest(), ["crossrss", "crossrss-plus"]);
+        assert_eq!(
+            unknown.to_string(),
+            "policy \"crosrss\" does not exist: did you mean crossrss or crossrss-plus? \
+             expected one of hash, rr, crossrss, crossrss-plus"
+        );
+        assert_eq!(
+            UnknownName::new("figure", "zzz", ["a", "b"]).to_string(),
+            "figure \"zzz\" does not exist: expected one of a, b"
+        );
+    }
+}

@@ -1,0 +1,67 @@
+//! How results are printed.
+
+use comfy_table::Table;
+use serde::Serialize;
+
+/// What to print.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Format {
+    /// For people
+    Text,
+    /// One object, for programs
+    Json,
+    /// One line per row, for spreadsheets
+    Csv,
+}
+
+/// A result that can be printed in every [`Format`]: JSON is its serialisation, text and CSV are its rows.
+pub trait Printed: Serialize {
+    /// The names of the columns.
+    fn columns(&self) -> Vec<&'static str>;
+
+    /// The rows, each as long as [`Printed::columns`].
+    fn rows(&self) -> Vec<Vec<String>>;
+
+    /// Lines that people read below the table: what was left out, how long it took.
+    fn remarks(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// The whole result as text, ending with a line feed.
+    fn printed(&self, format: Format) -> String {
+        match format {
+            Format::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
+            Format::Csv => csv(&self.columns(), &self.rows()),
+            Format::Text => {
+                let mut table = Table::new();
+                table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
+                table.set_header(self.columns());
+                table.add_rows(self.rows());
+                let remarks: String = self.remarks().iter().map(|remark| format!("{remark}\n")).collect();
+                format!("{table}\n{remarks}")
+            }
+        }
+    }
+}
+
+/// Comma-separated values with a header line (RFC 4180, but lines end with a line feed only).
+pub fn csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String {
+    let line = |cells: &mut dyn Iterator<Item = &str>| cells.map(csv_cell).collect::<Vec<_>>().join(",") + "\n";
+    let header = line(&mut columns.iter().map(AsRef::as_ref));
+    rows.iter().fold(header, |text, row| text + &line(&mut row.iter().map(String::as_str)))
+}
+
+fn csv_cell(cell: &str) -> String {
+    if cell.contains([',', '"', '\n', '\r']) { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_are_quoted_where_needed() {
+        let rows = vec![vec!["a,b".to_owned(), "say \"x\"".to_owned()], vec!["1".to_owned(), "2".to_owned()]];
+        assert_eq!(csv(&["p", "q"], &rows), "p,q\n\"a,b\",\"say \"\"x\"\"\"\n1,2\n");
+    }
+}

@@ -1,0 +1,41 @@
+//! What several seeds gave.
+
+use coreward_model::statistics::{mean, median};
+use serde::Serialize;
+
+/// A figure over several seeds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Spread {
+    /// The median over the seeds.
+    pub median: f64,
+    /// The mean over the seeds.
+    pub mean: f64,
+    /// The smallest value of any seed.
+    pub low: f64,
+    /// The largest value of any seed.
+    pub high: f64,
+}
+
+impl Spread {
+    /// `None` without values.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        Some(Self {
+            median: median(values)?,
+            mean: mean(values)?,
+            low: values.iter().copied().fold(f64::INFINITY, f64::min),
+            high: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_several_values() {
+        let expected = Spread { median: 2.0, mean: 3.0, low: 1.0, high: 6.0 };
+        assert_eq!(Spread::of(&[6.0, 1.0, 2.0]), Some(expected));
+        assert_eq!(Spread::of(&[]), None);
+    }
+}
