@@ -125,7 +125,8 @@ pub struct PlacementTable {
     pub assignment_cost: u32,
     /// The core of each slot.
     pub core_slots: Vec<Core>,
-    /// The servers that take new connections, by id.
+    /// The servers that take new connections: by id; under [`Rule::RoundRobin`] in the order of their turns, and as often
+    /// as they have one.
     pub members: Vec<Member>,
     /// By bucket, a choice that changes only with the pool: for connections that cannot carry a cookie.
     pub consistent: Vec<ServerId>,

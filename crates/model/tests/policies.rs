@@ -184,6 +184,7 @@ proptest! {
 fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
     assert_eq!(
         named("crosrss", 1).err().unwrap().to_string(),
-        "policy \"crosrss\" does not exist: expected one of hash, rr, pow2, crossrss, crossrss-plus"
+        "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, rr, wrr, awrr, \
+         pow2, least, crossrss, crossrss-plus"
     );
 }

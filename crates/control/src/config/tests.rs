@@ -141,8 +141,8 @@ fn single_values() {
         (
             "policy = \"pow2\"",
             "policy = \"pow3\"",
-            "controller.toml:24:10: key `service.policy`: policy \"pow3\" does not exist: expected one of hash, rr, \
-             pow2, crossrss, crossrss-plus",
+            "controller.toml:24:10: key `service.policy`: policy \"pow3\" does not exist: expected one of hash, \
+             consistent-hash, maglev, rr, wrr, awrr, pow2, least, crossrss, crossrss-plus",
         ),
         (
             "policy = \"pow2\"",

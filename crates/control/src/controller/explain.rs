@@ -120,14 +120,14 @@ impl Case<'_> {
         let name = self.name(chosen);
         let candidate = self.candidates(table).into_iter().find(|candidate| candidate.server == chosen);
         let reason = match candidate {
-            Some(candidate) if !is_striped(table) => {
+            Some(candidate) if !is_fixed(table) => {
                 format!(
                     "{bucket} goes to {name}: {} is the least loaded that it reaches",
                     self.core_words(table, candidate)
                 )
             }
-            _ if self.pool.has_loads() => format!("{bucket} goes to {name}, its turn in the pool, whatever the loads"),
-            _ => format!("{bucket} goes to {name}, its turn in the pool: no loads are known"),
+            _ if self.pool.has_loads() => format!("{bucket} goes to {name}, a fixed choice, whatever the loads"),
+            _ => format!("{bucket} goes to {name}, a fixed choice: no loads are known"),
         };
         (Some(chosen), reason)
     }
@@ -163,12 +163,26 @@ impl Case<'_> {
     }
 
     fn by_turn(&self, table: &PlacementTable) -> Verdict {
-        let names: Vec<&str> = table.members.iter().map(|member| self.name(member.server)).collect();
-        let reason = format!(
-            "the {} servers that take new connections ({}) have their turns in this order, counted by the load balancer",
-            names.len(),
-            names.join(", ")
-        );
+        let mut turns: Vec<(ServerId, u32)> = Vec::new();
+        for member in &table.members {
+            match turns.iter_mut().find(|(server, _)| *server == member.server) {
+                Some((_, count)) => *count += 1,
+                None => turns.push((member.server, 1)),
+            }
+        }
+        let weighted = turns.len() < table.members.len();
+        let words = |(server, count): &(ServerId, u32)| match weighted {
+            true => format!("{} {count}", self.name(*server)),
+            false => self.name(*server).to_owned(),
+        };
+        let list = turns.iter().map(words).collect::<Vec<_>>().join(", ");
+        let order = match weighted {
+            true => format!("have so many of {} turns, evenly spread", table.members.len()),
+            false => "have their turns in this order".to_owned(),
+        };
+        let servers = turns.len();
+        let reason =
+            format!("the {servers} servers that take new connections ({list}) {order}, counted by the load balancer");
         (None, reason)
     }
 
@@ -225,14 +239,16 @@ impl Case<'_> {
     fn core_words(&self, table: &PlacementTable, candidate: Candidate) -> String {
         let load = shown_load(candidate.load);
         if !self.knows_core(table, candidate) {
-            return format!("with mean load {load:.3}, its RSS not being known, it");
+            let why = if self.rss_key(candidate.server).is_none() { ", its RSS not being known," } else { "" };
+            return format!("the whole server{why} with load {load:.3} in the table");
         }
         format!("core {} with load {load:.3} in the table", table.core_slots[usize::from(candidate.core_slot)].core)
     }
 }
 
-/// Whether the table deals buckets out in turn: by `hash`, and by `crossrss` until the first report.
-fn is_striped(table: &PlacementTable) -> bool {
+/// Whether the table gives each bucket to one server whatever the loads: by `hash`, `consistent-hash` and `maglev`, and
+/// by `crossrss` until the first report.
+fn is_fixed(table: &PlacementTable) -> bool {
     table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
 }
 

@@ -377,7 +377,7 @@ fn explanations() {
     let mut world = World::new(&ACTIVE, "crossrss");
     assert_eq!(world.explain(port, at(0)).reason, "no table has been made yet");
     world.table(at(0));
-    assert!(world.explain(port, at(0)).reason.ends_with("its turn in the pool: no loads are known"));
+    assert!(world.explain(port, at(0)).reason.ends_with("a fixed choice: no loads are known"));
     world.report_loads(&loads);
     world.table(at(100));
     let reply = world.explain(port, at(100));
@@ -418,12 +418,27 @@ fn explanations() {
         )
     );
 
+    let mut world = World::new(&ACTIVE, "awrr");
+    world.report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
+    world.table(at(100));
+    assert_eq!(
+        world.explain(port, at(100)).reason,
+        "the 3 servers that take new connections (s0 13, s1 10, s2 8) have so many of 31 turns, evenly spread, counted by \
+         the load balancer"
+    );
+
+    let mut world = World::new(&ACTIVE, "least");
+    world.report_loads(&loads);
+    world.table(at(100));
+    let reason = world.explain(port, at(100)).reason;
+    assert!(reason.contains(": the whole server with load 1.000 in the table is the least loaded of 3"), "{reason}");
+
     let mut world = World::new(&ACTIVE, "hash");
     world.report_loads(&loads);
     world.table(at(100));
     let reason = world.explain(port, at(100)).reason;
     assert!(reason.contains(" of 128 by a hash of the load balancers' own goes to s"), "{reason}");
-    assert!(reason.ends_with("its turn in the pool, whatever the loads"), "{reason}");
+    assert!(reason.ends_with("a fixed choice, whatever the loads"), "{reason}");
 
     let mut world = World::new(&ACTIVE, "pow2");
     world.report_loads(&loads);
@@ -442,7 +457,7 @@ proptest! {
     /// What is explained is what the data plane does: every connection of every policy that decides by the table alone.
     #[test]
     fn the_explained_server_is_the_chosen_one(
-        policy in prop::sample::select(vec!["hash", "crossrss", "crossrss-plus", "pow2"]),
+        policy in prop::sample::select(vec!["hash", "consistent-hash", "maglev", "crossrss", "crossrss-plus", "least", "pow2"]),
         loads in prop::collection::vec(prop::collection::vec(0.0f64..1.0, 4), 1..6),
         ports in prop::collection::vec(1u16.., 10),
     ) {

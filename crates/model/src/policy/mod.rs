@@ -1,18 +1,29 @@
 //! Policies: what fills a [`PlacementTable`]. One file each; a new one implements [`Policy`] and is listed in
 //! [`REGISTRY`], and is at once available to the live controller, to the demo and to the simulator.
 //!
-//! A *table policy* (hash, crossrss, crossrss-plus) decides by the table's contents, a *flow policy* (rr, pow2) by a
-//! rule of the data plane that needs a little state of its own.
+//! A *table policy* (hash, consistent-hash, maglev, crossrss, crossrss-plus, least) decides by the table's contents, a
+//! *flow policy* (rr, wrr, awrr, pow2) by a rule of the data plane that needs a little state of its own.
 
+mod awrr;
+mod consistent_hash;
 mod crossrss;
 mod crossrss_plus;
 mod groups;
 mod hash;
+mod least;
+mod maglev;
 mod pow2;
 mod rr;
+mod turns;
+mod wrr;
 
+pub use consistent_hash::ring_table;
 pub use crossrss_plus::CrossRssPlus;
 pub use groups::{RssGroup, rss_groups};
+pub use least::Least;
+pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
+
+use coreward_intf as intf;
 
 use crate::ServerId;
 use crate::load::fixed_point;
@@ -85,6 +96,13 @@ impl PoolServer {
         self.loads.as_ref().and_then(|loads| loads.get(usize::from(core))).copied().unwrap_or(neutral)
     }
 
+    /// How many cores it has, by its reports or by its NIC's table; `None` when neither is known.
+    pub fn core_count(&self) -> Option<u32> {
+        let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
+        let reported = self.loads.as_ref().map(|loads| loads.len() as u32);
+        reported.or_else(|| self.rss.as_ref().and_then(by_table))
+    }
+
     /// The mean load of all its cores, or `neutral` when it is not known.
     pub fn mean_load(&self, neutral: f64) -> f64 {
         self.loads.as_deref().and_then(crate::statistics::mean).unwrap_or(neutral)
@@ -104,10 +122,15 @@ pub trait Policy: Send {
 type Make = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
-pub const REGISTRY: [(&str, Make); 5] = [
+pub const REGISTRY: [(&str, Make); 10] = [
     (hash::NAME, |seed| Box::new(hash::Hash::new(seed))),
+    (consistent_hash::NAME, |seed| Box::new(consistent_hash::ConsistentHash::new(seed))),
+    (maglev::NAME, |seed| Box::new(maglev::Maglev::new(seed))),
     (rr::NAME, |seed| Box::new(rr::RoundRobin::new(seed))),
+    (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobin::new(seed))),
+    (awrr::NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),
     (pow2::NAME, |seed| Box::new(pow2::PowerOfTwo::new(seed))),
+    (least::NAME, |seed| Box::new(least::Least::new(seed))),
     (crossrss::NAME, |seed| Box::new(crossrss::CrossRss::new(seed))),
     (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
 ];
@@ -167,16 +190,27 @@ fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key:
 
 /// Bucket i goes to member i mod n, by `key`: `hash` for ever, `crossrss` until the first report.
 fn striped(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+    let servers = pool.eligible().count();
+    let positions: Vec<usize> =
+        if servers == 0 { Vec::new() } else { (0..buckets.get() as usize).map(|bucket| bucket % servers).collect() };
+    by_bucket(pool, buckets, generation, key, &positions)
+}
+
+/// Each bucket goes to the eligible server at its entry in `positions` (by id), whatever the loads; no positions when no
+/// server is eligible.
+fn by_bucket(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey, positions: &[usize]) -> PlacementTable {
     let mut table = table_of(pool, Rule::Table, buckets, generation, key);
     if table.members.is_empty() {
         return table;
     }
-    let stripe = |bucket: u32| {
-        let slot = bucket as usize % table.members.len();
-        Candidate { server: table.members[slot].server, load: 0, core_slot: slot as u16 }
+    let of_bucket = |position: &usize| Candidate {
+        server: table.members[*position].server,
+        load: 0,
+        core_slot: (*position).min(intf::MAX_CORE_SLOTS as usize - 1) as u16,
     };
-    table.candidates = (0..buckets.get()).map(stripe).collect();
+    table.candidates = positions.iter().map(of_bucket).collect();
     table.candidates_per_bucket = 1;
     table.core_slots = table.members.iter().map(|member| Core { server: member.server, core: 0 }).collect();
+    table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
     table
 }

@@ -1,0 +1,64 @@
+//! `awrr`: weighted round robin whose weights follow the reported loads (Barbette et al., Cheetah, NSDI'20, Sect. 4.1).
+//! A server of mean load has 10 turns, an idle one 20, one far above the mean 2.
+
+use super::turns::weighted_turns;
+use super::{Policy, Pool, independent_key};
+use crate::placement::{BucketCount, PlacementTable};
+use crate::rss::RssKey;
+use crate::statistics::mean;
+
+pub const NAME: &str = "awrr";
+
+/// Turns of a server of mean load.
+const TURNS: f64 = 10.0;
+/// The paper's bounds, 2 and 3 N (with its alpha no load reaches the upper one).
+const TURNS_MIN: f64 = 2.0;
+const TURNS_MAX: f64 = 3.0 * TURNS;
+/// How slowly the weights follow the loads: 0 is at once, 1 never.
+const ALPHA: f64 = 0.5;
+
+pub struct AdaptiveWeightedRoundRobin {
+    key: RssKey,
+}
+
+impl AdaptiveWeightedRoundRobin {
+    pub fn new(seed: u64) -> Self {
+        Self { key: independent_key(seed) }
+    }
+}
+
+impl Policy for AdaptiveWeightedRoundRobin {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let neutral = pool.neutral_load();
+        let loads: Vec<f64> = pool.eligible().map(|server| server.mean_load(neutral)).collect();
+        let average = mean(&loads).unwrap_or(0.0);
+        let weights: Vec<u32> = loads.iter().map(|load| turns(*load, average)).collect();
+        weighted_turns(pool, buckets, generation, self.key.clone(), &weights)
+    }
+}
+
+/// N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)). (The paper's typesetting shows the fraction as an exponent; its text,
+/// "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
+fn turns(load: f64, average: f64) -> u32 {
+    if average <= 0.0 {
+        return TURNS as u32;
+    }
+    let turns = TURNS * average / ((1.0 - ALPHA) * load + ALPHA * average);
+    turns.round().clamp(TURNS_MIN, TURNS_MAX) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_follow_the_load() {
+        assert_eq!([0.0, 0.25, 0.5, 1.0].map(|load| turns(load, 0.5)), [20, 13, 10, 7]);
+        assert_eq!(turns(1.0, 0.01), 2);
+        assert_eq!(turns(0.0, 0.0), 10);
+    }
+}
