@@ -10,12 +10,14 @@
 //! * [`load`]: absolute reports become smoothed loads per core
 //! * [`placement`]: the table that the data plane consults for a first packet, and how it does
 //! * [`policy`]: what fills that table; one file per policy
+//! * [`dispatch`]: which core of a server gets a request; one file per policy
 //! * [`statistics`]: variance % and friends
 //! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
 //! * [`replay`]: an arrival log in virtual time
 
 pub mod arrivals;
 pub mod cookie;
+pub mod dispatch;
 pub mod load;
 pub mod placement;
 pub mod policy;

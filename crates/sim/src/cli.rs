@@ -8,12 +8,20 @@ pub struct SimArgs {
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum SimCommand {}
+enum SimCommand {
+    /// Requests at the cores of one server: latencies under a policy
+    Rpc(crate::rpc::cli::RpcArgs),
+    /// The highest load at which a server keeps its SLO
+    Peak(crate::rpc::cli::PeakArgs),
+}
 
 /// Runs the simulation and prints its result.
 ///
 /// # Errors
 /// What is wrong with the arguments or the trace: names the value and what was expected.
 pub fn run(args: SimArgs) -> anyhow::Result<()> {
-    match args.command {}
+    match args.command {
+        SimCommand::Rpc(args) => args.run(),
+        SimCommand::Peak(args) => args.run(),
+    }
 }

@@ -7,6 +7,7 @@
 pub mod cli;
 pub mod names;
 pub mod output;
+pub mod rpc;
 pub mod spread;
 
 use rayon::prelude::*;

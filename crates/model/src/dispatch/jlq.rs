@@ -1,0 +1,46 @@
+//! `jlq`: the core with the least expected work under way.
+
+use super::{Dispatcher, Header, LeastTree};
+
+/// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): every request counts with the service time to expect.
+#[derive(Debug, Clone)]
+pub struct JoinLightestQueue {
+    under_way: LeastTree,
+}
+
+impl JoinLightestQueue {
+    /// Over `cores` cores.
+    pub fn new(cores: u16) -> Self {
+        Self { under_way: LeastTree::new(cores, 0) }
+    }
+}
+
+impl Dispatcher for JoinLightestQueue {
+    #[inline]
+    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+        let (core, under_way) = self.under_way.least();
+        self.under_way.set(core, under_way + header.expected);
+        Some(core)
+    }
+
+    #[inline]
+    fn completed(&mut self, core: u16, header: &Header) {
+        let under_way = self.under_way.get(core);
+        self.under_way.set(core, under_way - header.expected);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::header;
+    use super::*;
+
+    #[test]
+    fn the_lightest_queue_gets_the_request() {
+        let mut jlq = JoinLightestQueue::new(2);
+        let placed: Vec<_> = [5, 1, 1, 1, 1, 1, 1].map(|expected| jlq.place(0, &header(0, expected)).unwrap()).to_vec();
+        assert_eq!(placed, [0, 1, 1, 1, 1, 1, 0]);
+        jlq.completed(0, &header(0, 5));
+        assert_eq!(jlq.place(0, &header(0, 1)), Some(0));
+    }
+}

@@ -1,0 +1,87 @@
+//! `jsq`, `jbsq:n` and `cfcfs`: the core with the fewest requests under way.
+
+use super::{Dispatcher, Header, LeastTree, Release};
+
+/// Join the shortest queue (Turbo, HPCA'23, Sect. IV-B1), with a bound: no core has more than `bound` requests under
+/// way, the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19; RingLeader, NSDI'23, Sect. 4.2). JBSQ(1) is one
+/// central queue: a request leaves it when a core has said that it is free.
+#[derive(Debug, Clone)]
+pub struct JoinShortestQueue {
+    under_way: LeastTree,
+    bound: u64,
+    waiting: u64,
+}
+
+impl JoinShortestQueue {
+    /// Every request goes to a core at once.
+    pub fn unbounded(cores: u16) -> Self {
+        Self { under_way: LeastTree::new(cores, 0), bound: u64::MAX, waiting: 0 }
+    }
+
+    /// At most `bound` requests under way at any core.
+    pub fn bounded(cores: u16, bound: std::num::NonZeroU16) -> Self {
+        Self { bound: u64::from(bound.get()), ..Self::unbounded(cores) }
+    }
+
+    #[inline]
+    fn take_shortest(&mut self) -> Option<u16> {
+        let (core, under_way) = self.under_way.least();
+        if under_way >= self.bound {
+            return None;
+        }
+        self.under_way.set(core, under_way + 1);
+        Some(core)
+    }
+}
+
+impl Dispatcher for JoinShortestQueue {
+    #[inline]
+    fn place(&mut self, _now: u64, _header: &Header) -> Option<u16> {
+        let core = self.take_shortest();
+        self.waiting += u64::from(core.is_none());
+        core
+    }
+
+    #[inline]
+    fn completed(&mut self, core: u16, _header: &Header) {
+        let under_way = self.under_way.get(core);
+        self.under_way.set(core, under_way - 1);
+    }
+
+    #[inline]
+    fn release(&mut self) -> Option<Release> {
+        if self.waiting == 0 {
+            return None;
+        }
+        let core = self.take_shortest()?;
+        self.waiting -= 1;
+        Some(Release { service: 0, core })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::header;
+    use super::*;
+
+    #[test]
+    fn the_shortest_queue_gets_the_request() {
+        let mut jsq = JoinShortestQueue::unbounded(3);
+        let placed: Vec<_> = (0..4).map(|_| jsq.place(0, &header(0, 1)).unwrap()).collect();
+        assert_eq!(placed, [0, 1, 2, 0]);
+        jsq.completed(2, &header(0, 1));
+        assert_eq!(jsq.place(0, &header(0, 1)), Some(2));
+        assert_eq!(jsq.release(), None);
+    }
+
+    #[test]
+    fn what_exceeds_the_bound_waits_at_the_nic() {
+        let mut jbsq = JoinShortestQueue::bounded(2, 2.try_into().unwrap());
+        let placed: Vec<_> = (0..6).map(|_| jbsq.place(0, &header(0, 1))).collect();
+        assert_eq!(placed, [Some(0), Some(1), Some(0), Some(1), None, None]);
+        assert_eq!(jbsq.release(), None);
+        jbsq.completed(1, &header(0, 1));
+        assert_eq!(jbsq.release(), Some(Release { service: 0, core: 1 }));
+        assert_eq!(jbsq.release(), None);
+    }
+}

@@ -1,0 +1,73 @@
+//! `rss` and `rss-rebalanced`: connections are hashed to buckets, buckets belong to cores.
+
+use super::{Dispatcher, Header, LeastTree};
+use crate::rss::IndirectionTable;
+
+/// The core by the indirection table: all requests of a connection go to the same core.
+#[derive(Debug, Clone)]
+pub struct BucketHash {
+    table: IndirectionTable,
+}
+
+impl BucketHash {
+    /// As the table says.
+    pub fn new(table: IndirectionTable) -> Self {
+        Self { table }
+    }
+
+    /// Which core has which bucket.
+    pub fn table(&self) -> &IndirectionTable {
+        &self.table
+    }
+
+    /// Gives the buckets to other cores.
+    pub fn set_table(&mut self, table: IndirectionTable) {
+        self.table = table;
+    }
+}
+
+impl Dispatcher for BucketHash {
+    #[inline]
+    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+        Some(self.table.queue(header.flow_hash))
+    }
+
+    #[inline]
+    fn completed(&mut self, _core: u16, _header: &Header) {}
+}
+
+/// Groups buckets so that the cores get loads as equal as can be: the heaviest bucket first, each to the core that has
+/// least so far (Graham's LPT rule, 1969: at most 4/3 of the best possible maximum). `loads` has one load per bucket, in
+/// any one unit, at most 2^48; the result is the core of each bucket.
+pub fn regroup(loads: &[u64], cores: u16) -> Vec<u32> {
+    let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
+    heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
+    let mut totals = LeastTree::new(cores, 0);
+    let mut assigned = vec![0; loads.len()];
+    for bucket in heaviest_first {
+        let (core, total) = totals.least();
+        assigned[bucket] = u32::from(core);
+        // The one is less than any load and makes the cores' numbers of idle buckets equal, too.
+        totals.set(core, total + loads[bucket] * loads.len() as u64 + 1);
+    }
+    assigned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::header;
+    use super::*;
+
+    #[test]
+    fn the_table_says_which_core() {
+        let mut rss = BucketHash::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
+        let mut core = |flow_hash| rss.place(0, &Header { flow_hash, ..header(0, 1) });
+        assert_eq!([core(0), core(1), core(6), core(7)], [Some(2), Some(0), Some(1), Some(0)]);
+    }
+
+    #[test]
+    fn regrouping_evens_out_loads_then_numbers() {
+        assert_eq!(regroup(&[9, 1, 5, 4, 0, 0], 2), [0, 0, 1, 1, 1, 1], "10 against 9");
+        assert_eq!(regroup(&[0, 7, 0, 7, 0, 0], 2), [0, 0, 1, 1, 0, 1], "7 against 7, 3 buckets against 3");
+    }
+}

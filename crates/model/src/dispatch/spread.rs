@@ -1,0 +1,81 @@
+//! `random` and `rr`: requests are spread over the cores whatever these have to do (Turbo, HPCA'23, Sect. III:
+//! d-FCFS(r), d-FCFS(rr)).
+
+use super::{Dispatcher, Header};
+
+/// The core by a hash of the request's header: uniformly at random.
+#[derive(Debug, Clone)]
+pub struct RandomCore {
+    cores: u16,
+}
+
+impl RandomCore {
+    /// Over `cores` cores.
+    pub fn new(cores: u16) -> Self {
+        Self { cores }
+    }
+}
+
+impl Dispatcher for RandomCore {
+    #[inline]
+    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+        Some(below(header.hash, self.cores))
+    }
+
+    #[inline]
+    fn completed(&mut self, _core: u16, _header: &Header) {}
+}
+
+/// A number below `count` from a hash: multiply and shift (Lemire 2019), no division.
+pub(super) fn below(hash: u32, count: u16) -> u16 {
+    ((u64::from(hash) * u64::from(count)) >> 32) as u16
+}
+
+/// The cores in turn.
+#[derive(Debug, Clone)]
+pub struct RoundRobinCore {
+    cores: u16,
+    next: u16,
+}
+
+impl RoundRobinCore {
+    /// Over `cores` cores.
+    pub fn new(cores: u16) -> Self {
+        Self { cores, next: 0 }
+    }
+}
+
+impl Dispatcher for RoundRobinCore {
+    #[inline]
+    fn place(&mut self, _now: u64, _header: &Header) -> Option<u16> {
+        let core = self.next;
+        self.next = if core + 1 < self.cores { core + 1 } else { 0 };
+        Some(core)
+    }
+
+    #[inline]
+    fn completed(&mut self, _core: u16, _header: &Header) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::header;
+    use super::*;
+
+    #[test]
+    fn random_reaches_all_cores_alike() {
+        let mut random = RandomCore::new(3);
+        let mut counts = [0; 3];
+        for hash in (0..=u32::MAX).step_by(1 << 20) {
+            counts[usize::from(random.place(0, &Header { hash, ..header(0, 1) }).unwrap())] += 1;
+        }
+        assert_eq!(counts, [1366, 1365, 1365]);
+    }
+
+    #[test]
+    fn round_robin_takes_turns() {
+        let mut turns = RoundRobinCore::new(3);
+        let taken: Vec<_> = (0..5).map(|_| turns.place(0, &header(0, 1)).unwrap()).collect();
+        assert_eq!(taken, [0, 1, 2, 0, 1]);
+    }
+}

@@ -1,0 +1,189 @@
+//! Arguments and output of `coreward sim rpc` and `coreward sim peak`.
+
+use std::num::NonZeroU32;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::{Class, Config, Measure, Peak, PeakConfig, Policy, Quantiles, Service, SloUnit, Window, peak, run};
+use crate::output::{Format, Printed};
+
+/// What `rpc` and `peak` have in common.
+#[derive(Debug, clap::Args)]
+struct ServerArgs {
+    /// How requests get to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss, rss-rebalanced:T,
+    /// work-stealing[:COST], ps, dfcfs:X,Y
+    #[arg(long)]
+    policy: Policy,
+    /// Cores of the server
+    #[arg(long, default_value_t = 16)]
+    cores: u16,
+    /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR; the
+    /// unit of time is the service time of the shortest class (fixed, exp, lognormal: the mean)
+    #[arg(long, default_value = "exp")]
+    service: Service,
+    /// Latency between NIC and cores, one way
+    #[arg(long, default_value_t = 0.0)]
+    latency: f64,
+    /// Requests to simulate; the first tenth is warm-up
+    #[arg(long, default_value_t = 1_000_000)]
+    requests: u64,
+    /// Connections that the requests belong to; without it every request is a connection of its own
+    #[arg(long)]
+    connections: Option<NonZeroU32>,
+    /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^SKEW
+    #[arg(long, default_value_t = 0.0, requires = "connections")]
+    skew: f64,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+}
+
+impl ServerArgs {
+    fn config(&self) -> Config {
+        Config {
+            policy: self.policy.clone(),
+            cores: self.cores,
+            service: self.service.clone(),
+            latency: self.latency,
+            requests: self.requests,
+            connections: self.connections,
+            skew: self.skew,
+            ..Config::default()
+        }
+    }
+}
+
+/// Arguments of `coreward sim rpc`.
+#[derive(Debug, clap::Args)]
+pub struct RpcArgs {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// Offered load as a fraction of what the cores could serve
+    #[arg(long, default_value_t = 0.8)]
+    load: f64,
+    /// The same seed gives the same result
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Most requests inside the server; what comes in above that is dropped
+    #[arg(long)]
+    queue: Option<u64>,
+    /// Latencies over time, too: the length of a window in units of service time
+    #[arg(long)]
+    window: Option<f64>,
+}
+
+/// Arguments of `coreward sim peak`.
+#[derive(Debug, clap::Args)]
+pub struct PeakArgs {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// The bound on the 99th percentile, in multiples of the service time
+    #[arg(long, default_value_t = 30.0)]
+    slo: f64,
+    /// Whose 99th percentile
+    #[arg(long, value_enum, default_value_t)]
+    measure: Measure,
+    /// Of which service time the SLO is a multiple
+    #[arg(long, value_enum, default_value_t)]
+    slo_unit: SloUnit,
+    /// Seeds 1 to SEEDS, one search each
+    #[arg(long, default_value_t = 5)]
+    seeds: u64,
+    /// Steps of bisection: the load is found to 2^-STEPS
+    #[arg(long, default_value_t = 10)]
+    steps: u32,
+}
+
+#[derive(Debug, Serialize)]
+struct RpcResult {
+    all: Quantiles,
+    classes: Vec<Class>,
+    requests: u64,
+    dropped_pct: f64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    windows: Vec<Window>,
+    events_per_second: f64,
+}
+
+impl RpcArgs {
+    /// Simulates and prints.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let config =
+            Config { load: self.load, seed: self.seed, queue: self.queue, window: self.window, ..self.server.config() };
+        let start = Instant::now();
+        let outcome = run(&config)?;
+        let result = RpcResult {
+            all: outcome.all,
+            classes: outcome.classes,
+            requests: outcome.requests,
+            dropped_pct: outcome.dropped_pct,
+            windows: outcome.windows,
+            events_per_second: outcome.requests as f64 / start.elapsed().as_secs_f64(),
+        };
+        print!("{}", result.printed(self.server.format));
+        Ok(())
+    }
+}
+
+impl PeakArgs {
+    /// Searches and prints.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let found = peak(&PeakConfig {
+            config: self.server.config(),
+            slo: self.slo,
+            seeds: 1..=self.seeds,
+            steps: self.steps,
+            measure: self.measure,
+            unit: self.slo_unit,
+        })?;
+        print!("{}", found.printed(self.server.format));
+        Ok(())
+    }
+}
+
+impl Printed for RpcResult {
+    fn columns(&self) -> Vec<&'static str> {
+        vec!["requests", "service", "mean", "p50", "p90", "p99", "p99.9"]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        let row = |of: String, service: String, quantiles: &Quantiles| {
+            let Quantiles { mean, p50, p90, p99, p999 } = *quantiles;
+            let latencies = [mean, p50, p90, p99, p999].map(|latency| format!("{latency:.4}"));
+            [of, service].into_iter().chain(latencies).collect()
+        };
+        let classes = self
+            .classes
+            .iter()
+            .map(|class| row(format!("of {}", class.service), class.service.to_string(), &class.quantiles));
+        let windows =
+            self.windows.iter().map(|window| row(format!("from {}", window.from), String::new(), &window.quantiles));
+        std::iter::once(row("all".to_owned(), String::new(), &self.all)).chain(classes).chain(windows).collect()
+    }
+
+    fn remarks(&self) -> Vec<String> {
+        let mut remarks = vec![
+            "latency from the NIC in to the NIC out, in service times of the shortest class".to_owned(),
+            format!("{} requests, {:.1} million per second", self.requests, self.events_per_second / 1e6),
+        ];
+        if self.dropped_pct > 0.0 {
+            remarks.push(format!("{:.2} % dropped: the server was full", self.dropped_pct));
+        }
+        remarks
+    }
+}
+
+impl Printed for Peak {
+    fn columns(&self) -> Vec<&'static str> {
+        vec!["peak_load", "low", "high"]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        vec![[self.peak_load, self.low, self.high].map(|load| format!("{load:.4}")).to_vec()]
+    }
+
+    fn remarks(&self) -> Vec<String> {
+        vec!["load as a fraction of what the cores could serve; low to high: 95 % confidence".to_owned()]
+    }
+}

@@ -1,0 +1,183 @@
+//! What a simulation gave: latencies, as quantiles.
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use super::server::{Response, Sink};
+use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, ticks, units};
+
+/// Time from a request's passing the NIC on its way in to its response's on its way out, in units of service time.
+/// Quantiles are within 0.05 %.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Quantiles {
+    /// The arithmetic mean.
+    pub mean: f64,
+    /// Half are at most this.
+    pub p50: f64,
+    /// 90 % are at most this.
+    pub p90: f64,
+    /// 99 % are at most this.
+    pub p99: f64,
+    /// 99.9 % are at most this.
+    pub p999: f64,
+}
+
+/// The requests of one class.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Class {
+    /// Its service time in units; for a distribution without classes, the mean.
+    pub service: f64,
+    /// Its latencies.
+    #[serde(flatten)]
+    pub quantiles: Quantiles,
+}
+
+/// The latencies of the responses that left within one window.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Window {
+    /// When the window begins, in units of service time.
+    pub from: f64,
+    /// How many responses.
+    pub responses: u64,
+    /// Their latencies.
+    #[serde(flatten)]
+    pub quantiles: Quantiles,
+}
+
+/// Latencies.
+#[derive(Debug, Clone)]
+pub struct Latencies {
+    histogram: Histogram<u64>,
+    /// Exact, unlike the histogram's.
+    sum: u128,
+}
+
+impl Latencies {
+    fn new() -> Self {
+        let mut histogram = Histogram::new_with_max(TICKS_PER_UNIT << 10, 3).expect("3 digits are allowed");
+        histogram.auto(true);
+        Self { histogram, sum: 0 }
+    }
+
+    #[inline]
+    fn record(&mut self, latency: Tick) {
+        self.histogram.record(latency).expect("a histogram that grows takes every value");
+        self.sum += u128::from(latency);
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.histogram.add(&other.histogram).expect("a histogram that grows takes every value");
+        self.sum += other.sum;
+    }
+
+    /// `None` without any.
+    fn quantiles(&self) -> Option<Quantiles> {
+        let count = self.histogram.len();
+        if count == 0 {
+            return None;
+        }
+        let at = |quantile| units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
+        let mean = self.sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
+        Some(Quantiles { mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999) })
+    }
+}
+
+/// Records latencies by class and by time.
+#[derive(Debug)]
+pub struct Recorder {
+    from: Tick,
+    classes: Vec<Latencies>,
+    windows: Option<Windows>,
+}
+
+#[derive(Debug)]
+struct Windows {
+    length: Tick,
+    begin: Tick,
+    current: Latencies,
+    done: Vec<Window>,
+}
+
+impl Recorder {
+    /// For `classes` classes; with windows of that many units of time, if any.
+    pub fn new(classes: usize, window: Option<f64>) -> Self {
+        let windows = window.map(|length| Windows {
+            length: ticks(length),
+            begin: 0,
+            current: Latencies::new(),
+            done: Vec::new(),
+        });
+        Self { from: NEVER, classes: (0..classes).map(|_| Latencies::new()).collect(), windows }
+    }
+
+    /// The latencies of all classes together; `None` without any.
+    pub fn all(&self) -> Option<Quantiles> {
+        let mut all = Latencies::new();
+        self.classes.iter().for_each(|class| all.add(class));
+        all.quantiles()
+    }
+
+    /// The latencies of each class; `None`: no request of that class.
+    pub fn classes(&self) -> impl Iterator<Item = Option<Quantiles>> {
+        self.classes.iter().map(Latencies::quantiles)
+    }
+
+    /// The windows.
+    pub fn into_windows(self) -> Vec<Window> {
+        self.windows.map_or(Vec::new(), |mut windows| {
+            windows.close();
+            windows.done
+        })
+    }
+}
+
+impl Windows {
+    fn record(&mut self, response: &Response) {
+        if response.left >= self.begin + self.length {
+            self.close();
+            self.begin = response.left / self.length * self.length;
+        }
+        self.current.record(response.left - response.request.arrived);
+    }
+
+    fn close(&mut self) {
+        if let Some(quantiles) = self.current.quantiles() {
+            self.done.push(Window { from: units(self.begin), responses: self.current.histogram.len(), quantiles });
+            self.current.histogram.reset();
+            self.current.sum = 0;
+        }
+    }
+}
+
+/// Watches a simulation.
+pub trait Observer: Sink {
+    /// Requests that come in from now on count: the warm-up is over.
+    fn measure_from(&mut self, from: Tick);
+
+    /// Nothing that follows can change the result.
+    fn decided(&self) -> bool {
+        false
+    }
+}
+
+impl Sink for Recorder {
+    #[inline]
+    fn response(&mut self, response: &Response) {
+        if response.request.arrived < self.from {
+            return;
+        }
+        self.classes[usize::from(response.request.class)].record(response.left - response.request.arrived);
+        if let Some(windows) = &mut self.windows {
+            windows.record(response);
+        }
+    }
+}
+
+impl Observer for Recorder {
+    fn measure_from(&mut self, from: Tick) {
+        self.from = from;
+        if let Some(windows) = &mut self.windows {
+            windows.begin = from / windows.length * windows.length;
+        }
+    }
+}

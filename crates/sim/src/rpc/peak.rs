@@ -1,0 +1,221 @@
+//! `coreward sim peak`: the highest load under which the 99th percentile stays within a bound.
+
+use std::ops::RangeInclusive;
+
+use serde::Serialize;
+
+use super::outcome::Observer;
+use super::server::{Response, Sink};
+use super::ticks::{NEVER, Tick, ticks};
+use super::{Config, Error, simulate};
+use crate::side_by_side;
+
+/// A search for the peak load.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PeakConfig {
+    /// The simulation; its load and its seed are not looked at.
+    pub config: Config,
+    /// The service level objective: a bound on the 99th percentile, in multiples of [`PeakConfig::unit`].
+    pub slo: f64,
+    /// The seeds, one search each.
+    pub seeds: RangeInclusive<u64>,
+    /// Steps of bisection, 1 to 30: the load is found to 2^-steps.
+    pub steps: u32,
+    /// Whose 99th percentile.
+    pub measure: Measure,
+    /// What the bound is a multiple of.
+    pub unit: SloUnit,
+}
+
+/// Whose latency an SLO bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Measure {
+    /// The requests of the shortest class
+    #[default]
+    Short,
+    /// All requests
+    All,
+}
+
+/// What an SLO is a multiple of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum SloUnit {
+    /// The service time of the shortest class
+    #[default]
+    Short,
+    /// The mean service time
+    Mean,
+}
+
+impl Default for PeakConfig {
+    fn default() -> Self {
+        Self {
+            config: Config::default(),
+            slo: 30.0,
+            seeds: 1..=5,
+            steps: 10,
+            measure: Measure::default(),
+            unit: SloUnit::default(),
+        }
+    }
+}
+
+/// The peak load, as a fraction of what the cores could serve.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Peak {
+    /// The mean over the seeds; 0: the SLO is missed at any load.
+    pub peak_load: f64,
+    /// Lower end of the 95 % confidence interval of that mean (Student's t over the seeds, and half a step of bisection).
+    pub low: f64,
+    /// Upper end.
+    pub high: f64,
+}
+
+/// Searches for the peak load by bisection: for each seed the same requests, closer together or further apart.
+///
+/// # Errors
+/// Names the value that is out of range, and the range.
+pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
+    if !(search.slo > 0.0 && search.slo.is_finite()) {
+        return Err(Error::Slo(search.slo));
+    }
+    if !(1..=30).contains(&search.steps) {
+        return Err(Error::Steps(search.steps));
+    }
+    if search.seeds.is_empty() {
+        return Err(Error::NoSeeds);
+    }
+    // The longest run of the search is the one at the lowest load.
+    Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check()?;
+    let configs: Vec<Config> =
+        search.seeds.clone().map(|seed| Config { seed, queue: None, window: None, ..search.config.clone() }).collect();
+    let peaks = side_by_side(&configs, |config| bisect(search, config));
+    Ok(interval(&peaks, 0.5f64.powi(search.steps as i32)))
+}
+
+fn bisect(search: &PeakConfig, config: &Config) -> f64 {
+    let (mut met, mut missed) = (0.0, 1.0);
+    for _ in 0..search.steps {
+        let load = (met + missed) / 2.0;
+        if meets(search, config, load) {
+            met = load;
+        } else {
+            missed = load;
+        }
+    }
+    met
+}
+
+/// Whether the 99th percentile is within the bound at this load.
+fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
+    let unit = if search.unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
+    let measured = config.requests - config.requests / 10;
+    let mut bound = Bound {
+        from: NEVER,
+        latency: ticks(search.slo * unit),
+        classes: if search.measure == Measure::Short { 1 } else { u8::MAX },
+        most_late: measured / 100,
+        responses: 0,
+        late: 0,
+    };
+    simulate(config, load, &mut bound);
+    // The 99th percentile is within the bound when at most 1 % are late.
+    bound.late * 100 <= bound.responses
+}
+
+/// Counts late responses: an SLO needs no histogram, and a run that misses it need not be finished.
+struct Bound {
+    from: Tick,
+    latency: Tick,
+    /// Requests of a class below this one count.
+    classes: u8,
+    /// More late responses than this miss the SLO whatever follows: 1 % of all that could count.
+    most_late: u64,
+    responses: u64,
+    late: u64,
+}
+
+impl Sink for Bound {
+    #[inline]
+    fn response(&mut self, response: &Response) {
+        if response.request.arrived >= self.from && response.request.class < self.classes {
+            self.responses += 1;
+            self.late += u64::from(response.left - response.request.arrived > self.latency);
+        }
+    }
+}
+
+impl Observer for Bound {
+    fn measure_from(&mut self, from: Tick) {
+        self.from = from;
+    }
+
+    #[inline]
+    fn decided(&self) -> bool {
+        self.late > self.most_late
+    }
+}
+
+/// The mean and its 95 % confidence interval; `step`: how finely each value was found.
+fn interval(values: &[f64], step: f64) -> Peak {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares: f64 = values.iter().map(|value| (value - mean) * (value - mean)).sum();
+    let deviation = if values.len() > 1 { (squares / (count - 1.0) / count).sqrt() } else { 0.0 };
+    let half = student_t(values.len().saturating_sub(1)) * deviation + step / 2.0;
+    Peak { peak_load: mean, low: (mean - half).max(0.0), high: (mean + half).min(1.0) }
+}
+
+/// The 97.5 % quantile of Student's t distribution (the standard table; between its rows the next smaller number of
+/// degrees of freedom, which makes the interval wider).
+fn student_t(degrees_of_freedom: usize) -> f64 {
+    const TABLE: [(usize, f64); 20] = [
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (5, 2.571),
+        (6, 2.447),
+        (7, 2.365),
+        (8, 2.306),
+        (9, 2.262),
+        (10, 2.228),
+        (12, 2.179),
+        (14, 2.145),
+        (16, 2.120),
+        (18, 2.101),
+        (20, 2.086),
+        (25, 2.060),
+        (30, 2.042),
+        (40, 2.021),
+        (60, 2.000),
+        (120, 1.980),
+    ];
+    TABLE.iter().rev().find(|(row, _)| *row <= degrees_of_freedom).map_or(0.0, |(_, t)| *t)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interval_of_known_values() {
+        // 1, 2, 3: mean 2, standard error 1 / sqrt(3), t(2) = 4.303.
+        let peak = interval(&[0.1, 0.2, 0.3], 0.0);
+        assert!((peak.peak_load - 0.2).abs() < 1e-12);
+        let half = 4.303 * 0.1 / 3f64.sqrt();
+        assert!((peak.low - (0.2f64 - half).max(0.0)).abs() < 1e-12 && (peak.high - (0.2 + half)).abs() < 1e-12);
+        assert_eq!(interval(&[0.5], 0.1), Peak { peak_load: 0.5, low: 0.45, high: 0.55 });
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let error = |search: PeakConfig| peak(&search).unwrap_err().to_string();
+        let slo = PeakConfig { slo: 0.0, ..PeakConfig::default() };
+        assert_eq!(error(slo), "SLO 0: expected a number above 0, in multiples of the service time");
+        assert!(error(PeakConfig { steps: 0, ..PeakConfig::default() }).contains("expected 1 to 30"));
+        #[expect(clippy::reversed_empty_ranges)]
+        let none = PeakConfig { seeds: 2..=1, ..PeakConfig::default() };
+        assert_eq!(error(none), "no seeds: expected at least one");
+    }
+}

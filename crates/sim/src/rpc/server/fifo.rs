@@ -1,0 +1,70 @@
+//! Cores that serve what they got in the order in which it came, to completion.
+
+use std::collections::VecDeque;
+
+use coreward_model::dispatch::LeastTree;
+
+use super::{Cores, Request, Response};
+use crate::rpc::ticks::{NEVER, Tick};
+
+/// Nothing overtakes, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): it starts when it
+/// arrives at the core or when the one before it ends. One event per request: its response passes the NIC.
+#[derive(Debug)]
+pub struct FifoCores {
+    latency: Tick,
+    cores: Vec<Core>,
+    /// When the first response of each core passes the NIC.
+    next_response: LeastTree,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Core {
+    free_from: Tick,
+    /// Work of all requests that were ever dispatched here.
+    total_work: Tick,
+    under_way: VecDeque<Response>,
+}
+
+impl FifoCores {
+    /// `latency`: of the interface between NIC and cores, one way.
+    pub fn new(cores: u16, latency: Tick) -> Self {
+        Self { latency, cores: vec![Core::default(); usize::from(cores)], next_response: LeastTree::new(cores, NEVER) }
+    }
+}
+
+impl Cores for FifoCores {
+    #[inline]
+    fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
+        let entry = &mut self.cores[usize::from(core)];
+        let start = entry.free_from.max(now + self.latency);
+        entry.free_from = start + request.work;
+        entry.total_work += request.work;
+        let response = Response { left: entry.free_from + self.latency, request };
+        if entry.under_way.is_empty() {
+            self.next_response.set(core, response.left);
+        }
+        entry.under_way.push_back(response);
+    }
+
+    #[inline]
+    fn next_event(&self) -> Tick {
+        self.next_response.least().1
+    }
+
+    #[inline]
+    fn step(&mut self) -> Option<(u16, Response)> {
+        let (core, _) = self.next_response.least();
+        let entry = &mut self.cores[usize::from(core)];
+        let response = entry.under_way.pop_front()?;
+        self.next_response.set(core, entry.under_way.front().map_or(NEVER, |next| next.left));
+        Some((core, response))
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        let ahead = |core: &Core| -> Tick {
+            let unfinished = core.under_way.iter().rev().take_while(|response| response.left - self.latency > now);
+            unfinished.map(|response| (response.left - self.latency - now).min(response.request.work)).sum()
+        };
+        self.cores.iter().map(|core| core.total_work - ahead(core)).collect()
+    }
+}

@@ -1,0 +1,38 @@
+//! `dfcfs:X,Y`: orchestrators that each have a share of the cores.
+
+use coreward_model::dispatch::{Dispatcher, Header, LeastTree};
+
+use crate::rpc::ticks::Tick;
+
+/// X groups of Y cores, each with one ideal queue in order of arrival; requests are hashed to groups (RingLeader, NSDI'23,
+/// Sect. 2.1, D-ideal). It is ideal in that a core takes the next request from its group's queue without delay. No NIC can
+/// do that: this one is told how long requests take and when they reach the cores. An ideal queue in order of arrival gives
+/// each request the core that becomes free first (Kiefer and Wolfowitz, 1955).
+#[derive(Debug)]
+pub struct IdealGroups {
+    latency: Tick,
+    cores_each: u16,
+    /// By group: from when on each of its cores is free.
+    free_from: Vec<LeastTree>,
+}
+
+impl IdealGroups {
+    /// `latency`: of the interface between NIC and cores, one way.
+    pub fn new(groups: u16, cores_each: u16, latency: Tick) -> Self {
+        Self { latency, cores_each, free_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
+    }
+}
+
+impl Dispatcher for IdealGroups {
+    #[inline]
+    fn place(&mut self, now: u64, header: &Header) -> Option<u16> {
+        let group = (u64::from(header.flow_hash) * self.free_from.len() as u64) >> 32;
+        let cores = &mut self.free_from[group as usize];
+        let (core, free_from) = cores.least();
+        cores.set(core, free_from.max(now + self.latency) + header.expected);
+        Some(group as u16 * self.cores_each + core)
+    }
+
+    #[inline]
+    fn completed(&mut self, _core: u16, _header: &Header) {}
+}

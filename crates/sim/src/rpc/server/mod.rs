@@ -1,0 +1,142 @@
+//! A server: a dispatcher at the NIC, and cores behind an interface that takes time to cross.
+//!
+//! A server is stepped from outside: [`Server::advance`] to a moment, then [`Server::offer`] what comes in at that moment.
+//! So one simulation can hold many servers and touches each only when something comes to it.
+
+mod delay;
+mod fifo;
+mod grouped;
+mod sharing;
+
+use std::collections::VecDeque;
+
+use coreward_model::dispatch::{Dispatcher, Header};
+pub use fifo::FifoCores;
+pub use grouped::IdealGroups;
+pub use sharing::SharedCores;
+
+use super::ticks::Tick;
+
+/// A request on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// When it came in at the NIC.
+    pub arrived: Tick,
+    /// How long a core works on it.
+    pub work: Tick,
+    /// A hash of its header.
+    pub hash: u32,
+    /// The hash of its connection, as RSS takes it.
+    pub flow_hash: u32,
+    /// Its class of service time, as in [`super::Service::class_times`].
+    pub class: u8,
+    /// Its service: its rank in priority, 0 is served first.
+    pub service: u8,
+}
+
+impl Request {
+    #[inline]
+    fn header(&self) -> Header {
+        Header { service: self.service, expected: self.work, hash: self.hash, flow_hash: self.flow_hash }
+    }
+}
+
+/// A response that passes the NIC on its way out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Response {
+    /// When it does.
+    pub left: Tick,
+    /// What it answers.
+    pub request: Request,
+}
+
+/// Takes responses.
+pub trait Sink {
+    /// A response passed the NIC. Called in the order of time.
+    fn response(&mut self, response: &Response);
+}
+
+/// A server as a simulation sees it.
+pub trait Server<S: Sink> {
+    /// Lets everything happen up to and including the moment `until`.
+    fn advance(&mut self, until: Tick, sink: &mut S);
+
+    /// A request comes in. Everything up to `request.arrived` must have happened.
+    fn offer(&mut self, request: Request);
+
+    /// Requests that came in and whose responses have not left.
+    fn inside(&self) -> u64;
+
+    /// For each core the time that it has been busy until `now`; everything up to `now` must have happened.
+    fn busy(&self, now: Tick) -> Vec<Tick>;
+}
+
+/// What stands behind the NIC.
+pub trait Cores {
+    /// The NIC sends `request` to `core` at `now`.
+    fn dispatch(&mut self, now: Tick, core: u16, request: Request);
+
+    /// When something happens next; [`super::ticks::NEVER`]: nothing is under way.
+    fn next_event(&self) -> Tick;
+
+    /// Lets the next event happen; the response and its core, when the event is that one passes the NIC.
+    fn step(&mut self) -> Option<(u16, Response)>;
+
+    /// For each core the time that it has been busy until `now`.
+    fn busy(&self, now: Tick) -> Vec<Tick>;
+}
+
+/// A NIC with a dispatcher, and cores.
+#[derive(Debug)]
+pub struct NicServer<D, C> {
+    dispatcher: D,
+    cores: C,
+    /// Requests that wait at the NIC, by service.
+    waiting: Vec<VecDeque<Request>>,
+    inside: u64,
+}
+
+impl<D: Dispatcher, C: Cores> NicServer<D, C> {
+    /// `services`: how many kinds of requests are queued apart at the NIC.
+    pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
+        Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], inside: 0 }
+    }
+}
+
+impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
+    #[inline]
+    fn advance(&mut self, until: Tick, sink: &mut S) {
+        while self.cores.next_event() <= until {
+            let Some((core, response)) = self.cores.step() else { continue };
+            self.dispatcher.completed(core, &response.request.header());
+            while let Some(release) = self.dispatcher.release() {
+                let released = self.waiting[usize::from(release.service)].pop_front();
+                self.cores.dispatch(
+                    response.left,
+                    release.core,
+                    released.expect("the dispatcher counts those that wait"),
+                );
+            }
+            self.inside -= 1;
+            sink.response(&response);
+        }
+    }
+
+    #[inline]
+    fn offer(&mut self, request: Request) {
+        self.inside += 1;
+        match self.dispatcher.place(request.arrived, &request.header()) {
+            Some(core) => self.cores.dispatch(request.arrived, core, request),
+            None => self.waiting[usize::from(request.service)].push_back(request),
+        }
+    }
+
+    #[inline]
+    fn inside(&self) -> u64 {
+        self.inside
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        self.cores.busy(now)
+    }
+}

@@ -1,0 +1,125 @@
+//! `ps`: ideal processor sharing, the bound that no policy without preemption reaches for long-tailed service times.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::delay::DelayLine;
+use super::{Cores, Request, Response};
+use crate::rpc::ticks::{NEVER, Tick};
+
+/// n requests share k cores: each gets min(1, k/n) of a core, without cost (Turbo, HPCA'23, Sect. VII-F, cycles through the
+/// requests every 10 ns instead).
+///
+/// In virtual time, which runs at the rate that each request is served with, a request ends its work after it came
+/// whatever comes later (Demers, Keshav and Shenker, SIGCOMM'89), so that a heap of virtual ends is all there is to keep.
+#[derive(Debug)]
+pub struct SharedCores {
+    cores: u64,
+    arriving: DelayLine<Request>,
+    leaving: DelayLine<Request>,
+    jobs: BinaryHeap<Reverse<Job>>,
+    /// Virtual time at `as_of`, in [`ONE`]s of a tick.
+    virtual_now: u128,
+    as_of: Tick,
+    /// Virtual time per tick.
+    rate: u128,
+    next_end: Tick,
+    /// Jobs that ever came, for ties.
+    came: u64,
+    /// Time that cores were busy until `as_of`, all together.
+    busy: Tick,
+}
+
+/// One tick in virtual time: 32 bits of fraction keep the rate exact to 1e-9 for any number of requests that fits memory.
+const ONE: u128 = 1 << 32;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Job {
+    virtual_end: u128,
+    came: u64,
+    request: Request,
+}
+
+impl Ord for Job {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.virtual_end, self.came).cmp(&(other.virtual_end, other.came))
+    }
+}
+
+impl PartialOrd for Job {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl SharedCores {
+    /// `latency`: of the interface between NIC and cores, one way.
+    pub fn new(cores: u16, latency: Tick) -> Self {
+        Self {
+            cores: u64::from(cores),
+            arriving: DelayLine::new(latency),
+            leaving: DelayLine::new(latency),
+            jobs: BinaryHeap::new(),
+            virtual_now: 0,
+            as_of: 0,
+            rate: ONE,
+            next_end: NEVER,
+            came: 0,
+            busy: 0,
+        }
+    }
+
+    fn advance_to(&mut self, now: Tick) {
+        self.busy += self.busy_between(now);
+        self.virtual_now += u128::from(now - self.as_of) * self.rate;
+        self.as_of = now;
+    }
+
+    fn busy_between(&self, now: Tick) -> Tick {
+        (now - self.as_of) * self.cores.min(self.jobs.len() as u64)
+    }
+
+    /// After the number of jobs changed.
+    fn set_rate(&mut self) {
+        let jobs = self.jobs.len() as u128;
+        self.rate = if jobs <= u128::from(self.cores) { ONE } else { u128::from(self.cores) * ONE / jobs };
+        self.next_end = self.jobs.peek().map_or(NEVER, |Reverse(first)| {
+            self.as_of + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.rate) as Tick
+        });
+    }
+}
+
+impl Cores for SharedCores {
+    fn dispatch(&mut self, now: Tick, _core: u16, request: Request) {
+        self.arriving.send(now, request);
+    }
+
+    #[inline]
+    fn next_event(&self) -> Tick {
+        self.arriving.next_arrival().min(self.next_end).min(self.leaving.next_arrival())
+    }
+
+    fn step(&mut self) -> Option<(u16, Response)> {
+        let now = self.next_event();
+        if self.leaving.next_arrival() == now {
+            return self.leaving.receive().map(|(left, request)| (0, Response { left, request }));
+        }
+        self.advance_to(now);
+        if self.next_end == now {
+            let Reverse(ended) = self.jobs.pop()?;
+            self.leaving.send(now, ended.request);
+        } else {
+            let (_, request) = self.arriving.receive()?;
+            let virtual_end = self.virtual_now + u128::from(request.work) * ONE;
+            self.jobs.push(Reverse(Job { virtual_end, came: self.came, request }));
+            self.came += 1;
+        }
+        self.set_rate();
+        None
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        // All cores share all work.
+        vec![(self.busy + self.busy_between(now)) / self.cores; self.cores as usize]
+    }
+}

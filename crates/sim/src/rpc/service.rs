@@ -1,0 +1,272 @@
+//! How long requests take.
+
+use std::fmt;
+use std::str::FromStr;
+
+use rand::Rng;
+use rand_distr::{Distribution, Exp1, LogNormal};
+
+use super::ticks::{TICKS_PER_UNIT, Tick, ticks};
+use crate::names::UnknownName;
+
+/// A distribution of service times. The unit of time is the service time of the shortest class; where there are no
+/// classes it is the mean.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Service {
+    /// `fixed`: each takes 1
+    Fixed,
+    /// `exp`: exponential with mean 1
+    Exponential,
+    /// `lognormal:SIGMA`: mean 1, the logarithm has standard deviation SIGMA
+    LogNormal(f64),
+    /// `bimodal:FRACTION:FACTOR`, `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`: these shares of the requests are so many
+    /// times as long as the others, which take 1
+    Classes(Vec<LongClass>),
+}
+
+/// A class of longer requests.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LongClass {
+    /// Its share of all requests, 0 to 1.
+    pub fraction: f64,
+    /// Its service time, at least 1.
+    pub factor: f64,
+}
+
+/// Text that is no distribution of service times.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ServiceError {
+    /// No such distribution.
+    #[error(transparent)]
+    Unknown(#[from] UnknownName),
+    /// Not the parameters that it takes.
+    #[error("service {given:?}: expected {expected}")]
+    Parameters {
+        /// As given.
+        given: String,
+        /// What the distribution takes.
+        expected: &'static str,
+    },
+    /// A share outside 0 to 1.
+    #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
+    Fraction {
+        /// As given.
+        given: String,
+        /// The share.
+        fraction: f64,
+    },
+    /// Shares that are more than everything.
+    #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
+    Sum {
+        /// As given.
+        given: String,
+        /// Of the shares.
+        sum: f64,
+    },
+    /// A long class that is shorter than the short one, or not a number.
+    #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
+    Factor {
+        /// As given.
+        given: String,
+        /// The factor.
+        factor: f64,
+    },
+}
+
+const FIXED: &str = "fixed";
+const EXPONENTIAL: &str = "exp";
+const LOG_NORMAL: &str = "lognormal:SIGMA";
+const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
+const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
+/// Longest class, in units: keeps a run of any length within 64 bits of ticks.
+const LONGEST: f64 = 1e6;
+/// Above this sigma the mean of any run is that of its few longest requests.
+const WIDEST_SIGMA: f64 = 4.0;
+
+impl FromStr for Service {
+    type Err = ServiceError;
+
+    fn from_str(given: &str) -> Result<Self, ServiceError> {
+        let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
+        let numbers: Option<Vec<f64>> =
+            parameters.map_or(Some(Vec::new()), |rest| rest.split(':').map(|number| number.parse().ok()).collect());
+        let wrong = |expected| ServiceError::Parameters { given: given.to_owned(), expected };
+        match (name, numbers.as_deref()) {
+            ("fixed", Some([])) => Ok(Self::Fixed),
+            ("exp", Some([])) => Ok(Self::Exponential),
+            ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= WIDEST_SIGMA => Ok(Self::LogNormal(sigma)),
+            ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::classes(given, numbers),
+            ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::classes(given, numbers),
+            ("fixed", _) => Err(wrong(FIXED)),
+            ("exp", _) => Err(wrong(EXPONENTIAL)),
+            ("lognormal", _) => Err(wrong("lognormal:SIGMA with SIGMA above 0, at most 4")),
+            ("bimodal", _) => Err(wrong(BIMODAL)),
+            ("trimodal", _) => Err(wrong(TRIMODAL)),
+            _ => {
+                let known = [FIXED, EXPONENTIAL, LOG_NORMAL, BIMODAL, TRIMODAL];
+                Err(UnknownName::new("service", given, known).into())
+            }
+        }
+    }
+}
+
+impl fmt::Display for Service {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed => f.write_str(FIXED),
+            Self::Exponential => f.write_str(EXPONENTIAL),
+            Self::LogNormal(sigma) => write!(f, "lognormal:{sigma}"),
+            Self::Classes(classes) => {
+                f.write_str(if classes.len() == 1 { "bimodal" } else { "trimodal" })?;
+                classes.iter().try_for_each(|class| write!(f, ":{}:{}", class.fraction, class.factor))
+            }
+        }
+    }
+}
+
+impl Service {
+    fn classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceError> {
+        let given = || given.to_owned();
+        let class = |pair: &[f64]| {
+            let [fraction, factor] = [pair[0], pair[1]];
+            if !(0.0..=1.0).contains(&fraction) {
+                return Err(ServiceError::Fraction { given: given(), fraction });
+            }
+            if !(1.0..=LONGEST).contains(&factor) {
+                return Err(ServiceError::Factor { given: given(), factor });
+            }
+            Ok(LongClass { fraction, factor })
+        };
+        let classes: Vec<LongClass> = numbers.chunks(2).map(class).collect::<Result<_, _>>()?;
+        let sum: f64 = classes.iter().map(|class| class.fraction).sum();
+        if sum > 1.0 {
+            return Err(ServiceError::Sum { given: given(), sum });
+        }
+        Ok(Self::Classes(classes))
+    }
+
+    /// The mean service time, in units.
+    pub fn mean(&self) -> f64 {
+        match self {
+            Self::Fixed | Self::Exponential | Self::LogNormal(_) => 1.0,
+            Self::Classes(classes) => {
+                1.0 + classes.iter().map(|class| class.fraction * (class.factor - 1.0)).sum::<f64>()
+            }
+        }
+    }
+
+    /// The service time of each class, in units, class 0 first; without classes: the mean.
+    pub fn class_times(&self) -> Vec<f64> {
+        let long: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
+        std::iter::once(1.0).chain(long.iter().map(|class| class.factor)).collect()
+    }
+
+    pub(super) fn sampler(&self) -> Sampler {
+        match self {
+            Self::Fixed => Sampler::Classes(ClassDraw::new(&[])),
+            Self::Exponential => Sampler::Exponential,
+            // The mean of a lognormal is exp(mu + sigma^2 / 2).
+            Self::LogNormal(sigma) => Sampler::LogNormal(
+                LogNormal::new(-sigma * sigma / 2.0, *sigma).expect("sigma was checked when it was read"),
+            ),
+            Self::Classes(classes) => Sampler::Classes(ClassDraw::new(classes)),
+        }
+    }
+}
+
+/// Draws service times.
+#[derive(Debug, Clone)]
+pub(super) enum Sampler {
+    Exponential,
+    LogNormal(LogNormal<f64>),
+    Classes(ClassDraw),
+}
+
+/// Most classes that a distribution has.
+const MOST_CLASSES: usize = 3;
+
+/// A draw of 32 bits below `thresholds[i]`, and not below the previous one, is class i.
+#[derive(Debug, Clone)]
+pub(super) struct ClassDraw {
+    thresholds: [u64; MOST_CLASSES],
+    times: [Tick; MOST_CLASSES],
+}
+
+impl ClassDraw {
+    fn new(long: &[LongClass]) -> Self {
+        let mut draw = Self { thresholds: [1 << 32; MOST_CLASSES], times: [TICKS_PER_UNIT; MOST_CLASSES] };
+        let mut below = 1.0 - long.iter().map(|class| class.fraction).sum::<f64>();
+        for (index, class) in long.iter().enumerate() {
+            draw.thresholds[index] = (below * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;
+            draw.times[index + 1] = ticks(class.factor);
+            below += class.fraction;
+        }
+        draw
+    }
+}
+
+impl Sampler {
+    /// The class and the service time of a request.
+    #[inline]
+    pub(super) fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
+        match self {
+            Self::Exponential => (0, ticks(Exp1.sample(rng))),
+            Self::LogNormal(distribution) => (0, ticks(distribution.sample(rng))),
+            Self::Classes(draw) => {
+                let drawn = u64::from(rng.next_u32());
+                let class = usize::from(drawn >= draw.thresholds[0]) + usize::from(drawn >= draw.thresholds[1]);
+                (class as u8, draw.times[class])
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::rss::seeded_rng;
+
+    use super::*;
+    use crate::rpc::ticks::units;
+
+    #[test]
+    fn names_round_trip() {
+        for name in ["fixed", "exp", "lognormal:1.5", "bimodal:0.1:5", "trimodal:0.1:5:0.01:50"] {
+            assert_eq!(name.parse::<Service>().unwrap().to_string(), name);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let error = |text: &str| text.parse::<Service>().unwrap_err().to_string();
+        assert_eq!(error("bimodal:1.1:5"), "service \"bimodal:1.1:5\": fraction 1.1: expected a number from 0 to 1");
+        assert_eq!(error("bimodal:0.1"), "service \"bimodal:0.1\": expected bimodal:FRACTION:FACTOR");
+        assert!(error("bimodal:0.1:0.5").contains("factor 0.5: expected a number from 1"));
+        assert!(error("bimodal:NaN:5").contains("fraction NaN"));
+        assert!(error("trimodal:0.7:5:0.7:9").contains("add up to 1.4"));
+        assert!(error("exponential").contains("did you mean exp?"), "{}", error("exponential"));
+        assert!(error("lognormal:-1").contains("SIGMA above 0"));
+    }
+
+    #[test]
+    fn draws_have_the_mean_and_the_shares() {
+        for name in ["fixed", "exp", "lognormal:0.5", "bimodal:0.1:5", "trimodal:0.2:5:0.1:10"] {
+            let service: Service = name.parse().unwrap();
+            let (sampler, mut rng) = (service.sampler(), seeded_rng(1, 0));
+            let (count, mut sum, mut classes) = (200_000, 0.0, [0; 3]);
+            for _ in 0..count {
+                let (class, time) = sampler.sample(&mut rng);
+                sum += units(time);
+                classes[usize::from(class)] += 1;
+            }
+            // Standard deviations of these are at most 2.8: 200,000 draws give the mean to 0.02.
+            let mean = sum / f64::from(count);
+            assert!((mean - service.mean()).abs() < 0.025, "{name}: {mean} against {}", service.mean());
+            if name.starts_with("tri") {
+                assert!(
+                    (39_000..41_000).contains(&classes[1]) && (19_300..20_700).contains(&classes[2]),
+                    "{classes:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Requests that come in: when, how long they take, of which connection.
+
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand::Rng as _;
+use rand_distr::{Distribution as _, Exp1};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::server::Request;
+use super::service::Sampler;
+use super::ticks::{TICKS_PER_UNIT, Tick};
+use super::{Config, Priorities};
+
+/// Poisson arrivals. Each quantity has a random stream of its own: two policies, or two loads, see the same requests in
+/// the same order (common random numbers), so that they differ by what they do and not by luck.
+#[derive(Debug)]
+pub struct Workload {
+    mean_gap: f64,
+    sampler: Sampler,
+    connections: Option<Connections>,
+    priorities: Priorities,
+    next_arrival: Tick,
+    arrivals: Xoshiro256PlusPlus,
+    services: Xoshiro256PlusPlus,
+    hashes: Xoshiro256PlusPlus,
+}
+
+const PURPOSE_ARRIVALS: u64 = 0x7270_6301;
+const PURPOSE_SERVICES: u64 = 0x7270_6302;
+const PURPOSE_HASHES: u64 = 0x7270_6303;
+const PURPOSE_CONNECTIONS: u64 = 0x7270_6304;
+
+impl Workload {
+    /// Requests at `load` times what the cores of `config` could serve.
+    pub fn new(config: &Config, load: f64, priorities: Priorities) -> Self {
+        let connections = config
+            .connections
+            .map(|count| Connections::new(count.get(), config.skew, &mut seeded_rng(config.seed, PURPOSE_CONNECTIONS)));
+        Self {
+            mean_gap: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
+            sampler: config.service.sampler(),
+            connections,
+            priorities,
+            next_arrival: 0,
+            arrivals: seeded_rng(config.seed, PURPOSE_ARRIVALS),
+            services: seeded_rng(config.seed, PURPOSE_SERVICES),
+            hashes: seeded_rng(config.seed, PURPOSE_HASHES),
+        }
+    }
+
+    /// The next request.
+    #[inline]
+    pub fn draw(&mut self) -> Request {
+        let gap: f64 = Exp1.sample(&mut self.arrivals);
+        self.next_arrival += (gap * self.mean_gap + 0.5) as Tick;
+        let (class, work) = self.sampler.sample(&mut self.services);
+        let hash = self.hashes.next_u32();
+        Request {
+            arrived: self.next_arrival,
+            work,
+            hash,
+            flow_hash: self.connections.as_ref().map_or(hash, |connections| connections.draw(&mut self.hashes)),
+            class,
+            service: if self.priorities == Priorities::Classes { class } else { 0 },
+        }
+    }
+}
+
+/// Connections that requests belong to: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
+#[derive(Debug)]
+struct Connections {
+    /// Walker's alias method (1977): a draw takes one entry, and then it or its alias.
+    entries: Vec<AliasEntry>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct AliasEntry {
+    /// Below this 32-bit draw it is the connection itself.
+    threshold: u64,
+    hash: u32,
+    alias_hash: u32,
+}
+
+impl Connections {
+    fn new(count: u32, skew: f64, rng: &mut Xoshiro256PlusPlus) -> Self {
+        let weights: Vec<f64> = (1..=count).map(|rank| libm::pow(f64::from(rank), -skew)).collect();
+        let total: f64 = weights.iter().sum();
+        let mut scaled: Vec<f64> = weights.iter().map(|weight| weight / total * f64::from(count)).collect();
+        let hashes: Vec<u32> = weights.iter().map(|_| rng.next_u32()).collect();
+        let own = |hash: &u32| AliasEntry { threshold: 1 << 32, hash: *hash, alias_hash: *hash };
+        let mut entries: Vec<AliasEntry> = hashes.iter().map(own).collect();
+        let (mut small, mut large): (Vec<usize>, Vec<usize>) = (0..scaled.len()).partition(|i| scaled[*i] < 1.0);
+        while let (Some(less), Some(more)) = (small.pop(), large.last().copied()) {
+            entries[less].threshold = (scaled[less] * f64::from(1u32 << 31) * 2.0) as u64;
+            entries[less].alias_hash = hashes[more];
+            scaled[more] -= 1.0 - scaled[less];
+            if scaled[more] < 1.0 {
+                large.pop();
+                small.push(more);
+            }
+        }
+        Self { entries }
+    }
+
+    fn draw(&self, rng: &mut Xoshiro256PlusPlus) -> u32 {
+        let entry = self.entries[uniform_below(rng, self.entries.len() as u32) as usize];
+        if u64::from(rng.next_u32()) < entry.threshold { entry.hash } else { entry.alias_hash }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    #[test]
+    fn connections_have_zipf_shares() {
+        let mut rng = seeded_rng(1, 0);
+        let connections = Connections::new(4, 1.0, &mut rng);
+        let mut counts: HashMap<u32, u32> = HashMap::new();
+        (0..100_000).for_each(|_| *counts.entry(connections.draw(&mut rng)).or_default() += 1);
+        let mut counts: Vec<u32> = counts.into_values().collect();
+        counts.sort_unstable();
+        // 1 / (1 + 1/2 + 1/3 + 1/4) = 0.48 of all for the first.
+        let expected = [12_000, 16_000, 24_000, 48_000];
+        assert!(counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) < 600), "{counts:?}");
+    }
+}
