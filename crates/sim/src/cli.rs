@@ -13,6 +13,8 @@ enum SimCommand {
     Rpc(crate::rpc::cli::RpcArgs),
     /// The highest load at which a server keeps its SLO
     Peak(crate::rpc::cli::PeakArgs),
+    /// A trace through the load balancer, under several policies
+    Lb(crate::lb::cli::LbArgs),
 }
 
 /// Runs the simulation and prints its result.
@@ -23,5 +25,6 @@ pub fn run(args: SimArgs) -> anyhow::Result<()> {
     match args.command {
         SimCommand::Rpc(args) => args.run(),
         SimCommand::Peak(args) => args.run(),
+        SimCommand::Lb(args) => args.run(),
     }
 }

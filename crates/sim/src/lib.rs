@@ -5,10 +5,12 @@
 //! ([`side_by_side`]).
 
 pub mod cli;
+pub mod lb;
 pub mod names;
 pub mod output;
 pub mod rpc;
 pub mod spread;
+pub mod trace;
 
 use rayon::prelude::*;
 

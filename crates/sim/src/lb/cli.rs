@@ -1,0 +1,138 @@
+//! The arguments of `coreward sim lb`.
+
+use coreward_model::fleet::TableDraw;
+use coreward_model::load::{Alpha, AlphaOutOfRange};
+use coreward_model::placement::{BucketCount, BucketCountError};
+
+use super::{Config, run};
+use crate::output::{Format, Printed as _};
+use crate::trace::Source;
+
+/// Arguments of `coreward sim lb`.
+#[derive(Debug, clap::Args)]
+pub struct LbArgs {
+    /// The traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward demo`, or the generator
+    /// campus[:seed=1,flows=3000,seconds=10]
+    #[arg(long, default_value = "campus")]
+    trace: Source,
+    /// Servers
+    #[arg(long, default_value_t = 4)]
+    servers: u16,
+    /// Cores of each server
+    #[arg(long, default_value_t = 4)]
+    cores: u16,
+    /// Buckets of the placement table, and entries of the servers' indirection tables
+    #[arg(long, default_value = "128", value_parser = parse_buckets)]
+    buckets: BucketCount,
+    /// Time between two reports (ms)
+    #[arg(long, default_value_t = 100)]
+    report_ms: u32,
+    /// Weight of the newest report
+    #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
+    alpha: Alpha,
+    /// Policies, separated by commas; oracle is one that knows the rates of all flows
+    #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
+    policy: Vec<String>,
+    /// Seeds: N for 1 to N, or FIRST-LAST
+    #[arg(long, default_value = "10")]
+    seeds: Seeds,
+    /// Copies of the trace that run at once, shifted in time, each with addresses of its own
+    #[arg(long, default_value_t = 1)]
+    overlay: u32,
+    /// Packets/s that a core serves; 128 may wait, the rest is dropped [default: as fast as they come]
+    #[arg(long, value_name = "PPS")]
+    core_capacity: Option<f64>,
+    /// How the servers' indirection tables are drawn; independent: as the paper does
+    #[arg(long, value_enum, default_value_t = IndirectionTables::Balanced)]
+    indirection_tables: IndirectionTables,
+    /// Length of the windows in which variance is measured (ms)
+    #[arg(long, default_value_t = 1_000)]
+    window_ms: u32,
+    /// How much faster than recorded the trace runs
+    #[arg(long, default_value_t = 1.0)]
+    replay_speed: f64,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum IndirectionTables {
+    /// Every core has the same number of entries
+    Balanced,
+    /// Every entry is drawn on its own
+    Independent,
+}
+
+fn parse_buckets(text: &str) -> Result<BucketCount, String> {
+    let count = text.parse().map_err(|_| format!("{text:?} is no number of buckets: expected a power of two"))?;
+    BucketCount::new(count).map_err(|error: BucketCountError| error.to_string())
+}
+
+fn parse_alpha(text: &str) -> Result<Alpha, String> {
+    let value = text.parse().map_err(|_| format!("{text:?} is no number: expected one above 0, at most 1"))?;
+    Alpha::new(value).map_err(|error: AlphaOutOfRange| error.to_string())
+}
+
+/// The most seeds of one run.
+const MOST_SEEDS: u64 = 10_000;
+
+/// `N` or `FIRST-LAST`.
+#[derive(Debug, Clone, PartialEq)]
+struct Seeds(Vec<u64>);
+
+impl std::str::FromStr for Seeds {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (first, last) = text.split_once('-').unwrap_or(("1", text));
+        let parse = || Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?));
+        let expected = || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MOST_SEEDS} seeds");
+        let (first, last) = parse().ok_or_else(expected)?;
+        if last < first || last - first >= MOST_SEEDS || (last == 0) {
+            return Err(expected());
+        }
+        Ok(Self((first..=last).collect()))
+    }
+}
+
+impl LbArgs {
+    /// Simulates and prints.
+    ///
+    /// # Errors
+    /// What is wrong with the arguments or the trace.
+    pub fn run(self) -> anyhow::Result<()> {
+        let config = Config {
+            trace: self.trace,
+            servers: self.servers,
+            cores: self.cores,
+            buckets: self.buckets,
+            report_ms: self.report_ms,
+            alpha: self.alpha,
+            policies: self.policy,
+            seeds: self.seeds.0,
+            overlay: self.overlay,
+            core_capacity: self.core_capacity,
+            tables: match self.indirection_tables {
+                IndirectionTables::Balanced => TableDraw::Balanced,
+                IndirectionTables::Independent => TableDraw::Independent,
+            },
+            window_ms: self.window_ms,
+            replay_speed: self.replay_speed,
+        };
+        print!("{}", run(&config)?.printed(self.format));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_are_counted_or_named() {
+        assert_eq!("3".parse(), Ok(Seeds(vec![1, 2, 3])));
+        assert_eq!("11-13".parse(), Ok(Seeds(vec![11, 12, 13])));
+        assert!(["0", "5-4", "x", "1-100000"].iter().all(|text| text.parse::<Seeds>().is_err()));
+    }
+}

@@ -1,0 +1,175 @@
+//! Packets at cores: counted as they come, or through a queue of finite capacity.
+
+/// Packets that may wait at a core while one is served (CrossRSS, CoNEXT'20: FastClick's queues of 128).
+pub const QUEUE_PACKETS: u32 = 128;
+
+/// Part of a packet that sums of service times may be off by.
+const ROUNDING: f64 = 1e-6;
+
+/// How cores serve.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Capacity {
+    /// As fast as packets come; each counts as `cost_ns` of busy time.
+    Unlimited {
+        /// Busy time per packet (ns).
+        cost_ns: f64,
+    },
+    /// One packet after the other.
+    Limited {
+        /// Busy time per packet (ns), above 0.
+        cost_ns: f64,
+        /// How many wait at most; `None`: as many as come.
+        queue: Option<u32>,
+    },
+}
+
+/// Absolute counters of every core.
+#[derive(Debug, Clone)]
+pub struct Cores {
+    cost_ns: f64,
+    limited: bool,
+    /// The longest that a packet may have to wait and still be taken (ns).
+    longest_wait_ns: f64,
+    /// Packets that came, per core.
+    entered: Vec<u64>,
+    /// Packets that found the queue full, per core.
+    dropped: Vec<u64>,
+    /// When the core will have served all that it took (ns), per core.
+    free_ns: Vec<f64>,
+    /// Bytes of the packets that were taken, of all cores.
+    bytes: u64,
+}
+
+impl Cores {
+    pub fn new(cores: usize, capacity: Capacity) -> Self {
+        let (cost_ns, limited, queue) = match capacity {
+            Capacity::Unlimited { cost_ns } => (cost_ns, false, None),
+            Capacity::Limited { cost_ns, queue } => (cost_ns, true, queue),
+        };
+        let longest_wait_ns = queue.map_or(f64::INFINITY, |queue| (f64::from(queue) + ROUNDING) * cost_ns);
+        Self {
+            cost_ns,
+            limited,
+            longest_wait_ns,
+            entered: vec![0; cores],
+            dropped: vec![0; cores],
+            free_ns: vec![0.0; cores],
+            bytes: 0,
+        }
+    }
+
+    /// A packet comes to a core; times never go back.
+    #[inline]
+    pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
+        self.entered[core] += 1;
+        if self.limited && !self.queued(core, time_ns) {
+            return;
+        }
+        self.bytes += u64::from(bytes);
+    }
+
+    /// Whether the packet finds room.
+    fn queued(&mut self, core: usize, time_ns: u64) -> bool {
+        let (now_ns, free_ns) = (time_ns as f64, &mut self.free_ns[core]);
+        // Service takes the same time for each, so the work that is left tells how many packets are there; one of them is
+        // in service and does not wait.
+        if *free_ns - now_ns > self.longest_wait_ns {
+            self.dropped[core] += 1;
+            return false;
+        }
+        *free_ns = free_ns.max(now_ns) + self.cost_ns;
+        true
+    }
+
+    /// Packets that came so far, per core.
+    pub fn entered(&self) -> &[u64] {
+        &self.entered
+    }
+
+    /// Packets that were dropped so far, of all cores.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.iter().sum()
+    }
+
+    /// Bytes of the packets that were taken so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Work that the core has taken and not served yet (ns).
+    fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
+        if self.limited { (self.free_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
+    }
+
+    /// Packets that have left each core by now, served.
+    pub fn served(&self, time_ns: u64) -> impl Iterator<Item = u64> {
+        (0..self.entered.len()).map(move |core| {
+            let inside = (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING).ceil().max(0.0) as u64;
+            self.entered[core] - self.dropped[core] - inside
+        })
+    }
+
+    /// Each core's busy time so far (ns).
+    pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
+        (0..self.entered.len()).map(move |core| {
+            let taken = (self.entered[core] - self.dropped[core]) as f64;
+            (taken * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use coreward_model::rss::{seeded_rng, uniform_below};
+
+    use super::*;
+
+    /// Departure times one by one, as a queue would have it.
+    struct Reference {
+        departures: VecDeque<u64>,
+        last: u64,
+        served: u64,
+        dropped: u64,
+    }
+
+    #[test]
+    fn the_queue_agrees_with_one_that_keeps_every_packet() {
+        let mut rng = seeded_rng(3, 77);
+        let mut cores = Cores::new(1, Capacity::Limited { cost_ns: 50.0, queue: Some(4) });
+        let mut reference = Reference { departures: VecDeque::new(), last: 0, served: 0, dropped: 0 };
+        let mut now = 0;
+        for step in 0..20_000u64 {
+            // Bursts and pauses; mean load 1.
+            now += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
+            while reference.departures.front().is_some_and(|departure| *departure <= now) {
+                reference.departures.pop_front();
+                reference.served += 1;
+            }
+            // One in service and four waiting.
+            if reference.departures.len() <= 4 {
+                reference.last = reference.last.max(now) + 50;
+                reference.departures.push_back(reference.last);
+            } else {
+                reference.dropped += 1;
+            }
+            cores.enter(0, now, 100);
+            assert_eq!(cores.dropped(), reference.dropped, "step {step}");
+            assert_eq!(cores.served(now).next(), Some(reference.served), "step {step}");
+        }
+        assert!(reference.dropped > 1_000 && reference.served > 10_000);
+        let taken = reference.served + reference.departures.len() as u64;
+        assert_eq!(cores.bytes(), taken * 100);
+        assert_eq!(cores.busy_ns(now).next(), Some(taken * 50 - (reference.last - now)));
+    }
+
+    #[test]
+    fn without_a_limit_every_packet_is_served_at_once() {
+        let mut cores = Cores::new(2, Capacity::Unlimited { cost_ns: 1_000.0 });
+        (0..500).for_each(|_| cores.enter(1, 7, 60));
+        assert_eq!(cores.served(7).collect::<Vec<_>>(), [0, 500]);
+        assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
+        assert_eq!((cores.dropped(), cores.bytes()), (0, 30_000));
+    }
+}

@@ -1,0 +1,107 @@
+//! What cores did before the first packet: a trace's history knows flows and their rates, no packets.
+
+use super::cores::Capacity;
+
+/// The work of every core in the history. Packets up to a time t are linear in t between two events, so each core keeps a
+/// slope and an offset.
+#[derive(Debug)]
+pub struct History {
+    cost_ns: f64,
+    limited: bool,
+    end_ns: u64,
+    /// Packets per ns, per core.
+    slope: Vec<f64>,
+    /// Packets at time 0 of that line, per core.
+    offset: Vec<f64>,
+    /// Packets per ns, per flow.
+    rate_of_flow: Vec<f64>,
+    /// At the newest reading: when, and packets and busy time per core.
+    read_ns: u64,
+    packets: Vec<f64>,
+    busy_ns: Vec<f64>,
+}
+
+impl History {
+    /// A history of this length.
+    pub fn new(cores: usize, capacity: Capacity, end_ns: u64) -> Self {
+        let (cost_ns, limited) = match capacity {
+            Capacity::Unlimited { cost_ns } => (cost_ns, false),
+            Capacity::Limited { cost_ns, .. } => (cost_ns, true),
+        };
+        Self {
+            cost_ns,
+            limited,
+            end_ns,
+            slope: vec![0.0; cores],
+            offset: vec![0.0; cores],
+            rate_of_flow: Vec::new(),
+            read_ns: 0,
+            packets: vec![0.0; cores],
+            busy_ns: vec![0.0; cores],
+        }
+    }
+
+    /// A flow starts to send to a core, at this rate (packets/s).
+    pub fn begin(&mut self, flow: u32, core: usize, rate: f64, now_ns: u64) {
+        let flow = flow as usize;
+        if self.rate_of_flow.len() <= flow {
+            self.rate_of_flow.resize(flow + 1, 0.0);
+        }
+        self.rate_of_flow[flow] = rate / 1e9;
+        self.add(core, rate / 1e9, now_ns);
+    }
+
+    /// A flow has ended.
+    pub fn end(&mut self, flow: u32, core: usize, now_ns: u64) {
+        self.add(core, -self.rate_of_flow[flow as usize], now_ns);
+    }
+
+    fn add(&mut self, core: usize, slope: f64, now_ns: u64) {
+        self.slope[core] += slope;
+        self.offset[core] -= slope * now_ns as f64;
+    }
+
+    /// Each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy all the time at most;
+    /// the few packets that wait in its queue are left out.
+    pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
+        let now_ns = now_ns.min(self.end_ns);
+        let elapsed_ns = (now_ns - self.read_ns) as f64;
+        if elapsed_ns > 0.0 {
+            for core in 0..self.packets.len() {
+                let packets = self.slope[core] * now_ns as f64 + self.offset[core];
+                let work_ns = ((packets - self.packets[core]) * self.cost_ns).max(0.0);
+                self.busy_ns[core] += if self.limited { work_ns.min(elapsed_ns) } else { work_ns };
+                self.packets[core] = packets;
+            }
+            self.read_ns = now_ns;
+        }
+        &self.busy_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_time_is_rate_times_time_and_ends_with_the_history() {
+        let mut history = History::new(2, Capacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
+        history.begin(0, 1, 500.0, 0);
+        history.begin(7, 1, 100.0, 500_000_000);
+        // 500 packets of 1 us, and 50.
+        assert!((history.busy_ns(1_000_000_000)[1] - 550_000.0).abs() < 1.0);
+        history.end(0, 1, 1_500_000_000);
+        // 250 and 100 more, then 100.
+        assert!((history.busy_ns(2_000_000_000)[1] - 900_000.0).abs() < 1.0);
+        assert!((history.busy_ns(9_000_000_000)[1] - 1_000_000.0).abs() < 1.0);
+        assert!((history.busy_ns(9_500_000_000)[1] - 1_000_000.0).abs() < 1.0);
+        assert_eq!(history.busy_ns(9_500_000_000)[0], 0.0);
+    }
+
+    #[test]
+    fn a_core_cannot_be_busier_than_all_the_time() {
+        let mut history = History::new(1, Capacity::Limited { cost_ns: 10_000.0, queue: None }, 2_000_000_000);
+        history.begin(0, 0, 150_000.0, 0);
+        assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);
+    }
+}

@@ -1,0 +1,172 @@
+//! `coreward sim lb`: a trace through the load balancer, under several policies, packet by packet.
+//!
+//! * [`Config`] and [`run`]: what to simulate, and how
+//! * [`Outcome`]: what comes out
+//! * [`simulation`]: one policy and seed
+//! * [`oracle`]: a placement that knows what no load balancer can know
+//! * [`cores`]: counting packets at cores, with or without queues; [`history`]: what they did before the first packet
+//!
+//! docs/sim-lb.md says how each figure is computed.
+
+pub mod cli;
+mod cores;
+mod history;
+mod oracle;
+mod outcome;
+mod run;
+mod simulation;
+
+use coreward_model::ServerId;
+use coreward_model::fleet::TableDraw;
+use coreward_model::load::Alpha;
+use coreward_model::placement::BucketCount;
+
+use crate::names::UnknownName;
+use crate::trace::{Source, TraceError};
+
+pub use oracle::ORACLE;
+pub use outcome::{Measured, Outcome, PolicyOutcome};
+pub use run::run;
+
+/// What to simulate. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The traffic.
+    pub trace: Source,
+    /// Servers, at least 1; with `cores` at most [`MAX_CORES`] cores in all.
+    pub servers: u16,
+    /// Cores of each server, at least 1.
+    pub cores: u16,
+    /// Buckets of the placement table, and entries of the indirection tables.
+    pub buckets: BucketCount,
+    /// Time between two reports, and between two tables (ms), 1 to 10,000.
+    pub report_ms: u32,
+    /// Weight of the newest report.
+    pub alpha: Alpha,
+    /// Policies by name: those of [`coreward_model::policy`], and [`ORACLE`].
+    pub policies: Vec<String>,
+    /// Each draws server ids (and with them indirection tables), RSS key and hash keys; for `campus` without a seed of its own
+    /// the traffic too.
+    pub seeds: Vec<u64>,
+    /// How many copies of the trace run at once, shifted in time, each with addresses of its own; at least 1.
+    pub overlay: u32,
+    /// Packets/s that a core serves; what finds 128 packets waiting is dropped. `None`: as fast as they come.
+    pub core_capacity: Option<f64>,
+    /// How indirection tables are drawn.
+    pub tables: TableDraw,
+    /// Length of the windows in which variance is measured (ms), 1 to 3,600,000; the paper's are 1 s.
+    pub window_ms: u32,
+    /// How much faster than it was recorded the trace runs: 1.1 is 10 % faster. Above 0.
+    pub replay_speed: f64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            trace: Source::default(),
+            servers: 4,
+            cores: 4,
+            buckets: BucketCount::PUBLISHED,
+            report_ms: 100,
+            alpha: Alpha::PUBLISHED,
+            policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
+            seeds: (1..=10).collect(),
+            overlay: 1,
+            core_capacity: None,
+            tables: TableDraw::Balanced,
+            window_ms: 1_000,
+            replay_speed: 1.0,
+        }
+    }
+}
+
+/// Cores of all servers at most: a core's number has 16 bits.
+pub const MAX_CORES: u32 = 65_536;
+
+/// What cannot be simulated.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A number of the configuration is out of its range.
+    #[error("{name} {value}: expected {expected}")]
+    OutOfRange {
+        /// What it is.
+        name: &'static str,
+        /// What it was.
+        value: String,
+        /// What would do.
+        expected: String,
+    },
+    /// A policy that does not exist.
+    #[error(transparent)]
+    Policy(#[from] UnknownName),
+    /// Something is wrong with the trace.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// Nothing to simulate.
+    #[error("the trace has no packets that can be placed{}", skipped(.0))]
+    Empty(crate::trace::Skipped),
+    /// No window is whole.
+    #[error(
+        "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must last \
+         at least {} ms; a shorter --window-ms helps", 2 * window_ms
+    )]
+    TooShort {
+        /// How long it lasts.
+        seconds: f64,
+        /// The length of a window.
+        window_ms: u32,
+    },
+    /// The oracle knows only the rates that the trace tells it.
+    #[error(
+        "policy \"oracle\" needs to know each flow's rate when it starts: expected campus or an arrival log as trace"
+    )]
+    OracleNeedsRates,
+}
+
+fn skipped(skipped: &crate::trace::Skipped) -> String {
+    let reasons: Vec<String> = skipped.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
+    if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) }
+}
+
+impl Config {
+    /// # Errors
+    /// The first value that is out of its range, with the range.
+    pub fn check(&self) -> Result<(), Error> {
+        let cores = u32::from(self.servers) * u32::from(self.cores);
+        let rules = [
+            (
+                (1..=ServerId::COUNT).contains(&usize::from(self.servers)),
+                ("servers", self.servers.to_string(), format!("1 to {}", ServerId::COUNT)),
+            ),
+            (self.cores > 0, ("cores", self.cores.to_string(), "at least 1".to_owned())),
+            (cores <= MAX_CORES, ("servers x cores", cores.to_string(), format!("at most {MAX_CORES} cores in all"))),
+            (
+                (1..=10_000).contains(&self.report_ms),
+                ("report-ms", self.report_ms.to_string(), "1 to 10000".to_owned()),
+            ),
+            (
+                (1..=3_600_000).contains(&self.window_ms),
+                ("window-ms", self.window_ms.to_string(), "1 to 3600000".to_owned()),
+            ),
+            ((1..=1_024).contains(&self.overlay), ("overlay", self.overlay.to_string(), "1 to 1024 copies".to_owned())),
+            (
+                self.core_capacity.is_none_or(|capacity| (1.0..=1e9).contains(&capacity)),
+                (
+                    "core-capacity",
+                    self.core_capacity.map_or(String::new(), |capacity| capacity.to_string()),
+                    "1 to 1000000000 packets/s".to_owned(),
+                ),
+            ),
+            (
+                (0.001..=1_000.0).contains(&self.replay_speed),
+                ("replay-speed", self.replay_speed.to_string(), "0.001 to 1000".to_owned()),
+            ),
+            (!self.seeds.is_empty(), ("seeds", "0".to_owned(), "at least 1".to_owned())),
+            (!self.policies.is_empty(), ("policies", "0".to_owned(), "at least 1".to_owned())),
+        ];
+        match rules.into_iter().find(|(holds, _)| !holds) {
+            Some((_, (name, value, expected))) => Err(Error::OutOfRange { name, value, expected }),
+            None => Ok(()),
+        }
+    }
+}

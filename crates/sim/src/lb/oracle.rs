@@ -1,0 +1,65 @@
+//! `oracle`: greedy per connection with the true instantaneous rates.
+//!
+//! A new connection goes to the server whose core for it (RSS decides which) has at that moment the least sum of the rates
+//! of the flows that are on it. No load balancer can know these rates: it shows how much better placement by core could be, at
+//! most, as long as connections stay where they are. It lives here and not among the policies, since it cannot run live.
+
+use crate::trace::Opening;
+
+/// Its name beside those of the policies.
+pub const ORACLE: &str = "oracle";
+
+/// Rates are summed as integers, so that what comes and goes leaves nothing behind (micropackets/s).
+const UNIT_PER_PACKET: f64 = 1e6;
+
+/// The true rates of all flows.
+#[derive(Debug, Default)]
+pub struct Oracle {
+    of_core: Vec<u64>,
+    of_flow: Vec<u64>,
+}
+
+impl Oracle {
+    pub fn new(cores: usize) -> Self {
+        Self { of_core: vec![0; cores], of_flow: Vec::new() }
+    }
+
+    /// The core for a new flow, of those that it can reach. `None` when its rate is not known.
+    pub fn place(&mut self, flow: u32, opening: &Opening, reachable: impl Iterator<Item = usize>) -> Option<usize> {
+        let rate = (opening.rate? * UNIT_PER_PACKET) as u64;
+        let core = reachable.min_by_key(|core| self.of_core[*core])?;
+        if self.of_flow.len() <= flow as usize {
+            self.of_flow.resize(flow as usize + 1, 0);
+        }
+        self.of_flow[flow as usize] = rate;
+        self.of_core[core] += rate;
+        Some(core)
+    }
+
+    /// The flow has ended.
+    pub fn close(&mut self, flow: u32, core: usize) {
+        self.of_core[core] -= self.of_flow[flow as usize];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use coreward_model::FourTuple;
+
+    use super::*;
+
+    #[test]
+    fn the_least_sum_of_rates_is_taken_and_ended_flows_do_not_count() {
+        let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
+        let opening = |rate| Opening { tuple, rate: Some(rate) };
+        let mut oracle = Oracle::new(3);
+        assert_eq!(oracle.place(0, &opening(10.0), [0, 2].into_iter()), Some(0));
+        assert_eq!(oracle.place(1, &opening(3.0), [0, 2].into_iter()), Some(2));
+        assert_eq!(oracle.place(2, &opening(3.0), [0, 2].into_iter()), Some(2));
+        oracle.close(0, 0);
+        assert_eq!(oracle.place(3, &opening(1.0), [0, 2].into_iter()), Some(0));
+        assert_eq!(oracle.place(4, &Opening { tuple, rate: None }, [0].into_iter()), None);
+    }
+}

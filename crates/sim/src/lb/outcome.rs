@@ -1,0 +1,128 @@
+//! What a simulation gives.
+
+use serde::Serialize;
+
+use crate::output::Printed;
+use crate::spread::Spread;
+use crate::trace::Skipped;
+
+/// One policy and seed: means over the measured windows, that is all whole ones but the first.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Measured {
+    /// Of the packets that came to each server.
+    pub server_variance_pct: f64,
+    /// Of the packets that each core served.
+    pub core_variance_pct: f64,
+    /// The busiest core's packets over the cores' mean.
+    pub max_over_mean: f64,
+    /// Packets that found a queue full, of all that came.
+    pub dropped_pct: f64,
+    /// Packets served per second, by all cores.
+    pub throughput_pps: f64,
+    /// Bits of the packets that were served per second, in 10^9; 0 when the trace does not tell sizes.
+    pub throughput_gbps: f64,
+}
+
+/// One policy over all seeds.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PolicyOutcome {
+    /// Its name.
+    pub policy: String,
+    /// See [`Measured::server_variance_pct`].
+    pub server_variance_pct: Spread,
+    /// See [`Measured::core_variance_pct`].
+    pub core_variance_pct: Spread,
+    /// See [`Measured::max_over_mean`].
+    pub max_over_mean: Spread,
+    /// See [`Measured::dropped_pct`].
+    pub dropped_pct: Spread,
+    /// See [`Measured::throughput_pps`].
+    pub throughput_pps: Spread,
+    /// See [`Measured::throughput_gbps`].
+    pub throughput_gbps: Spread,
+    /// Each seed's figures, in the order of the seeds.
+    pub seeds: Vec<Measured>,
+}
+
+impl PolicyOutcome {
+    /// `None` without seeds.
+    pub fn new(policy: &str, seeds: Vec<Measured>) -> Option<Self> {
+        let spread = |of: fn(&Measured) -> f64| Spread::of(&seeds.iter().map(of).collect::<Vec<_>>());
+        Some(Self {
+            policy: policy.to_owned(),
+            server_variance_pct: spread(|seed| seed.server_variance_pct)?,
+            core_variance_pct: spread(|seed| seed.core_variance_pct)?,
+            max_over_mean: spread(|seed| seed.max_over_mean)?,
+            dropped_pct: spread(|seed| seed.dropped_pct)?,
+            throughput_pps: spread(|seed| seed.throughput_pps)?,
+            throughput_gbps: spread(|seed| seed.throughput_gbps)?,
+            seeds,
+        })
+    }
+}
+
+/// All policies.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outcome {
+    /// In the order in which they were asked for.
+    pub policies: Vec<PolicyOutcome>,
+    /// Packets that were simulated; where each seed has traffic of its own, the mean over the seeds.
+    pub packets: u64,
+    /// Flows that began, likewise.
+    pub flows: u64,
+    /// How long the trace lasts (s), likewise.
+    pub seconds: f64,
+    /// Packets that were left out, by reason, likewise.
+    pub skipped: Skipped,
+}
+
+impl Printed for Outcome {
+    fn columns(&self) -> Vec<&'static str> {
+        vec![
+            "policy",
+            "server variance %",
+            "low",
+            "high",
+            "core variance %",
+            "low",
+            "high",
+            "max/mean",
+            "dropped %",
+            "packets/s",
+            "Gbit/s",
+        ]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        let row = |policy: &PolicyOutcome| {
+            let (server, core) = (policy.server_variance_pct, policy.core_variance_pct);
+            vec![
+                policy.policy.clone(),
+                format!("{:.4}", server.median),
+                format!("{:.4}", server.low),
+                format!("{:.4}", server.high),
+                format!("{:.4}", core.median),
+                format!("{:.4}", core.low),
+                format!("{:.4}", core.high),
+                format!("{:.4}", policy.max_over_mean.median),
+                format!("{:.4}", policy.dropped_pct.median),
+                format!("{:.0}", policy.throughput_pps.median),
+                format!("{:.4}", policy.throughput_gbps.median),
+            ]
+        };
+        self.policies.iter().map(row).collect()
+    }
+
+    fn remarks(&self) -> Vec<String> {
+        let seeds = self.policies.first().map_or(0, |policy| policy.seeds.len());
+        let mut remarks = vec![format!(
+            "{} packets of {} flows in {:.2} s; medians over {seeds} seed{}, low and high: the extreme seeds",
+            self.packets,
+            self.flows,
+            self.seconds,
+            if seeds == 1 { "" } else { "s" }
+        )];
+        remarks.extend(self.skipped.iter().map(|(reason, count)| format!("left out: {count} packets ({reason})")));
+        remarks
+    }
+}

@@ -1,0 +1,115 @@
+//! Runs all policies and seeds on a trace that is read once.
+
+use rayon::prelude::*;
+
+use super::cores::{Capacity, QUEUE_PACKETS};
+use super::oracle::ORACLE;
+use super::outcome::{Measured, Outcome, PolicyOutcome};
+use super::simulation::{Simulation, unknown_policy};
+use super::{Config, Error};
+use crate::side_by_side;
+use crate::trace::{Batch, Skipped, Trace};
+
+/// What a packet costs a core that serves as fast as packets come (ns). Policies compare loads and do not mind the unit; 1 us
+/// keeps a core with a few packets/s above the resolution of the loads, and one with millions in their range.
+const UNLIMITED_COST_NS: f64 = 1_000.0;
+
+/// Simulates every policy with every seed.
+///
+/// # Errors
+/// When the configuration or the trace is not right: see [`Error`].
+pub fn run(config: &Config) -> Result<Outcome, Error> {
+    config.check()?;
+    let known = coreward_model::policy::names();
+    if let Some(name) = config.policies.iter().find(|name| *name != ORACLE && !known.contains(&name.as_str())) {
+        return Err(unknown_policy(name).into());
+    }
+    let runs: Vec<Run> = if config.trace.varies_with_seed() {
+        let of_seed = |seed: &u64| Run::of_seeds(config, std::slice::from_ref(seed));
+        side_by_side(&config.seeds, of_seed).into_iter().collect::<Result<_, _>>()?
+    } else {
+        vec![Run::of_seeds(config, &config.seeds)?]
+    };
+    Ok(outcome(config, runs))
+}
+
+/// One reading of a trace.
+struct Run {
+    /// By policy, then by seed.
+    measured: Vec<Vec<Measured>>,
+    packets: u64,
+    flows: u64,
+    duration_ns: u64,
+    skipped: Skipped,
+}
+
+impl Run {
+    /// Simulates every policy with these seeds on the traffic of the first.
+    fn of_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
+        let mut trace = config.trace.overlaid(seeds[0], config.overlay)?;
+        let speed = config.replay_speed;
+        let sped = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
+        let history_ns = sped(trace.history_ns());
+        let capacity = capacity(config, trace.as_ref());
+        let mut simulations = Vec::new();
+        for policy in &config.policies {
+            for seed in seeds {
+                simulations.push(Simulation::new(config, policy, *seed, capacity, history_ns)?);
+            }
+        }
+        let (mut batch, mut packets, mut flows, mut last_ns) = (Batch::default(), 0, 0, 0);
+        loop {
+            trace.read(&mut batch)?;
+            if speed != 1.0 {
+                batch.packets.iter_mut().for_each(|packet| packet.time_ns = sped(packet.time_ns));
+                batch.openings.iter_mut().for_each(|opening| opening.rate = opening.rate.map(|rate| rate * speed));
+            }
+            let Some(last) = batch.packets.last() else { break };
+            last_ns = last.time_ns;
+            packets += batch.packets.iter().filter(|packet| packet.event.is_packet()).count() as u64;
+            flows +=
+                batch.packets.iter().filter(|packet| packet.event.opens() && packet.event.is_packet()).count() as u64;
+            simulations.par_iter_mut().map(|simulation| simulation.take(&batch)).collect::<Result<(), _>>()?;
+        }
+        let skipped = trace.skipped();
+        if packets == 0 {
+            return Err(Error::Empty(skipped));
+        }
+        let end_ns = trace.end_ns().map_or(last_ns, sped);
+        let measured: Option<Vec<Measured>> =
+            simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
+        let too_short = Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
+        let measured = measured.ok_or(too_short)?.chunks(seeds.len()).map(<[Measured]>::to_vec).collect();
+        Ok(Self { measured, packets, flows, duration_ns: end_ns - history_ns, skipped })
+    }
+}
+
+/// An arrival log's requests wait as long as they must, since they cannot be dropped; packets are dropped.
+fn capacity(config: &Config, trace: &dyn Trace) -> Capacity {
+    match (config.core_capacity, trace.service()) {
+        (Some(packets_per_s), None) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: Some(QUEUE_PACKETS) },
+        (Some(packets_per_s), Some(_)) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: None },
+        (None, Some(service)) => Capacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue: None },
+        (None, None) => Capacity::Unlimited { cost_ns: UNLIMITED_COST_NS },
+    }
+}
+
+fn outcome(config: &Config, runs: Vec<Run>) -> Outcome {
+    let count = runs.len() as u64;
+    let mean = |of: fn(&Run) -> u64| runs.iter().map(of).sum::<u64>() / count;
+    let mut skipped = Skipped::new();
+    for (reason, packets) in runs.iter().flat_map(|run| &run.skipped) {
+        *skipped.entry(*reason).or_default() += packets / count;
+    }
+    let of_policy = |(position, name): (usize, &String)| {
+        let seeds = runs.iter().flat_map(|run| run.measured[position].iter().copied()).collect();
+        PolicyOutcome::new(name, seeds).expect("at least one seed")
+    };
+    Outcome {
+        policies: config.policies.iter().enumerate().map(of_policy).collect(),
+        packets: mean(|run| run.packets),
+        flows: mean(|run| run.flows),
+        seconds: mean(|run| run.duration_ns) as f64 / 1e9,
+        skipped,
+    }
+}

@@ -1,0 +1,254 @@
+//! One policy, one seed: the same fleet as live, fed by a trace.
+
+use coreward_model::ServerId;
+use coreward_model::fleet::{Fleet, FleetPlan};
+use coreward_model::policy::{self, Policy};
+use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
+use coreward_model::statistics::{mean, variance_pct};
+
+use super::cores::{Capacity, Cores};
+use super::history::History;
+use super::oracle::{ORACLE, Oracle};
+use super::outcome::Measured;
+use super::{Config, Error};
+use crate::names::UnknownName;
+use crate::trace::{Batch, Packet};
+
+/// [`seeded_rng`]'s stream for server ids and the fleet's RSS key.
+const PURPOSE_FLEET: u64 = 21;
+
+/// In a pause that is longer than this many reports the rest of them is left out: all loads are 0 by then (0.5^1000), and
+/// no report changes anything. A capture with a hole of a year would otherwise take a day.
+const REPORTS_OF_A_PAUSE: u64 = 1_000;
+
+/// How connections are placed.
+enum Placer {
+    Policy(Box<dyn Policy>),
+    Oracle(Oracle),
+}
+
+/// What the windows gave so far.
+#[derive(Debug, Default)]
+struct Windows {
+    server_variance_pct: Vec<f64>,
+    core_variance_pct: Vec<f64>,
+    max_over_mean: Vec<f64>,
+}
+
+/// Absolute counters at the end of a window.
+#[derive(Debug, Clone)]
+struct Counters {
+    entered: Vec<u64>,
+    served: Vec<u64>,
+    dropped: u64,
+    bytes: u64,
+    time_ns: u64,
+}
+
+/// A fleet under one policy.
+pub struct Simulation {
+    placer: Placer,
+    fleet: Fleet,
+    cores_of_server: usize,
+    cores: Cores,
+    history: History,
+    history_ns: u64,
+    core_of_flow: Vec<u16>,
+    open_connections: Vec<u32>,
+    report_ns: u64,
+    window_ns: u64,
+    next_report_ns: u64,
+    next_window_ns: u64,
+    /// At the end of the newest window, and of the first, which is not measured.
+    newest: Counters,
+    first: Option<Counters>,
+    windows: Windows,
+}
+
+impl Simulation {
+    /// # Errors
+    /// When there is no such policy.
+    pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
+        let mut rng = seeded_rng(seed, PURPOSE_FLEET);
+        let fleet = Fleet::new(FleetPlan {
+            servers: server_ids(config.servers, &mut rng),
+            cores: config.cores,
+            buckets: config.buckets,
+            alpha: config.alpha,
+            key: RssKey::random(&mut rng),
+            tables: config.tables,
+        })
+        .expect("as many entries as buckets");
+        let cores = fleet.core_count();
+        let placer = match policy {
+            ORACLE => Placer::Oracle(Oracle::new(cores)),
+            name => Placer::Policy(policy::named(name, seed).map_err(|_| unknown_policy(name))?),
+        };
+        let newest = Counters { entered: vec![0; cores], served: vec![0; cores], dropped: 0, bytes: 0, time_ns: 0 };
+        Ok(Self {
+            placer,
+            fleet,
+            cores_of_server: usize::from(config.cores),
+            cores: Cores::new(cores, capacity),
+            history: History::new(cores, capacity, history_ns),
+            history_ns,
+            core_of_flow: Vec::new(),
+            open_connections: vec![0; usize::from(config.servers)],
+            report_ns: u64::from(config.report_ms) * 1_000_000,
+            window_ns: u64::from(config.window_ms) * 1_000_000,
+            next_report_ns: 0,
+            next_window_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
+            newest,
+            first: None,
+            windows: Windows::default(),
+        })
+    }
+
+    /// Takes the next packets.
+    ///
+    /// # Errors
+    /// When the oracle does not know a flow's rate.
+    pub fn take(&mut self, batch: &Batch) -> Result<(), Error> {
+        let mut openings = batch.openings.iter();
+        for packet in &batch.packets {
+            if packet.time_ns >= self.next_report_ns.min(self.next_window_ns) {
+                self.advance(packet.time_ns);
+            }
+            if packet.event.opens() {
+                self.open(packet, openings.next().expect("one for each flow that opens"))?;
+            }
+            let core = usize::from(self.core_of_flow[packet.flow as usize]);
+            if packet.event.is_packet() {
+                self.cores.enter(core, packet.time_ns, packet.bytes);
+            }
+            if packet.event.closes() {
+                self.close(packet, core);
+            }
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, packet: &Packet, opening: &crate::trace::Opening) -> Result<(), Error> {
+        let core = match &mut self.placer {
+            Placer::Policy(_) => self.fleet.place(&opening.tuple),
+            Placer::Oracle(oracle) => {
+                let reachable = self.fleet.reachable_cores(&opening.tuple);
+                oracle.place(packet.flow, opening, reachable).ok_or(Error::OracleNeedsRates)?
+            }
+        };
+        let flow = packet.flow as usize;
+        if self.core_of_flow.len() <= flow {
+            self.core_of_flow.resize(flow + 1, 0);
+        }
+        self.core_of_flow[flow] = core as u16;
+        self.open_connections[core / self.cores_of_server] += 1;
+        if packet.time_ns < self.history_ns {
+            let rate = opening.rate.expect("a history knows rates");
+            self.history.begin(packet.flow, core, rate, packet.time_ns);
+        }
+        Ok(())
+    }
+
+    fn close(&mut self, packet: &Packet, core: usize) {
+        self.open_connections[core / self.cores_of_server] -= 1;
+        if let Placer::Oracle(oracle) = &mut self.placer {
+            oracle.close(packet.flow, core);
+        }
+        if packet.time_ns < self.history_ns {
+            self.history.end(packet.flow, core, packet.time_ns);
+        }
+    }
+
+    /// Reports are made and windows end, up to `now_ns`.
+    fn advance(&mut self, now_ns: u64) {
+        let due = (now_ns.saturating_sub(self.next_report_ns)) / self.report_ns;
+        let mut reports_left = REPORTS_OF_A_PAUSE;
+        while self.next_report_ns.min(self.next_window_ns) <= now_ns {
+            if self.next_report_ns <= self.next_window_ns {
+                self.report(self.next_report_ns);
+                self.next_report_ns += self.report_ns;
+                reports_left -= 1;
+                if reports_left == 0 && due > REPORTS_OF_A_PAUSE {
+                    self.next_report_ns += (due - REPORTS_OF_A_PAUSE) * self.report_ns;
+                }
+            } else {
+                self.window(self.next_window_ns);
+                self.next_window_ns += self.window_ns;
+                // A window in which nothing came is not measured, so a long pause needs none of its windows.
+                let empty = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
+                if empty > REPORTS_OF_A_PAUSE {
+                    self.next_window_ns += empty * self.window_ns;
+                }
+            }
+        }
+    }
+
+    fn report(&mut self, now_ns: u64) {
+        let Placer::Policy(policy) = &mut self.placer else { return };
+        let in_history = self.history.busy_ns(now_ns).iter();
+        let busy_ns: Vec<u64> =
+            self.cores.busy_ns(now_ns).zip(in_history).map(|(new, old)| new + *old as u64).collect();
+        self.fleet.report(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
+    }
+
+    fn window(&mut self, now_ns: u64) {
+        let counters = Counters {
+            entered: self.cores.entered().to_vec(),
+            served: self.cores.served(now_ns).collect(),
+            dropped: self.cores.dropped(),
+            bytes: self.cores.bytes(),
+            time_ns: now_ns,
+        };
+        let since = |new: &[u64], old: &[u64]| -> Vec<f64> {
+            new.iter().zip(old).map(|(new, old)| (new - old) as f64).collect()
+        };
+        if self.first.is_some() {
+            let entered = since(&counters.entered, &self.newest.entered);
+            let served = since(&counters.served, &self.newest.served);
+            let of_servers: Vec<f64> = entered.chunks(self.cores_of_server).map(|cores| cores.iter().sum()).collect();
+            self.windows.server_variance_pct.extend(variance_pct(&of_servers));
+            self.windows.core_variance_pct.extend(variance_pct(&served));
+            let largest = served.iter().copied().fold(0.0, f64::max);
+            self.windows.max_over_mean.extend(mean(&served).filter(|mean| *mean > 0.0).map(|mean| largest / mean));
+        } else {
+            self.first = Some(counters.clone());
+        }
+        self.newest = counters;
+    }
+
+    /// The trace has ended at this time. `None` when no window was measured.
+    pub fn finish(mut self, end_ns: u64) -> Option<Measured> {
+        self.advance(end_ns);
+        // A capture of n seconds ends a little before the n-th window does.
+        if end_ns >= self.next_window_ns - self.window_ns / 20 {
+            self.window(end_ns);
+        }
+        let first = self.first?;
+        let sum = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
+        let seconds = (self.newest.time_ns - first.time_ns) as f64 / 1e9;
+        let entered = sum(&self.newest.entered) - sum(&first.entered);
+        Some(Measured {
+            server_variance_pct: mean(&self.windows.server_variance_pct)?,
+            core_variance_pct: mean(&self.windows.core_variance_pct)?,
+            max_over_mean: mean(&self.windows.max_over_mean)?,
+            dropped_pct: (self.newest.dropped - first.dropped) as f64 / entered * 100.0,
+            throughput_pps: (sum(&self.newest.served) - sum(&first.served)) / seconds,
+            throughput_gbps: (self.newest.bytes - first.bytes) as f64 * 8.0 / seconds / 1e9,
+        })
+    }
+}
+
+/// The error for a name that no policy has.
+pub fn unknown_policy(name: &str) -> UnknownName {
+    UnknownName::new("policy", name, policy::names().into_iter().chain([ORACLE]))
+}
+
+/// As the controller draws them: sparse, so that each seed has indirection tables of its own. In ascending order.
+fn server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
+    let mut ids = std::collections::BTreeSet::new();
+    while ids.len() < usize::from(servers) {
+        let id = u64::from(uniform_below(rng, ServerId::COUNT as u32));
+        ids.insert(ServerId::try_from(id).expect("below the number of ids"));
+    }
+    ids.into_iter().collect()
+}

@@ -1,0 +1,68 @@
+//! The arrival logs that the demo keeps, as a trace: a request is a packet.
+
+use coreward_model::arrivals::ArrivalLog;
+
+use super::{Batch, Event, Opening, Packet, Service, Trace, TraceError};
+
+/// How many packets a batch holds.
+const BATCH: usize = 16_384;
+
+/// An arrival log, request by request.
+pub struct ArrivalTrace {
+    log: ArrivalLog,
+    /// When each request is due (us), its connection and its number there.
+    requests: Vec<(u64, u32, u32)>,
+    next: usize,
+    service: Service,
+}
+
+impl ArrivalTrace {
+    /// `path` is named in errors.
+    ///
+    /// # Errors
+    /// When requests take unlike times.
+    pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
+        let first = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
+        if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first) {
+            let other = arrival.service_us;
+            return Err(TraceError::MixedServiceTimes { path: path.to_owned(), first, other });
+        }
+        let mut requests = Vec::new();
+        for (connection, arrival) in log.arrivals.iter().enumerate() {
+            requests.extend((0..arrival.requests).map(|index| (arrival.due_us(index), connection as u32, index)));
+        }
+        requests.sort_unstable();
+        Ok(Self { log, requests, next: 0, service: Service { packets_per_s: 1e6 / f64::from(first) } })
+    }
+}
+
+impl Trace for ArrivalTrace {
+    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+        batch.clear();
+        let end = (self.next + BATCH).min(self.requests.len());
+        for (due_us, connection, index) in &self.requests[self.next..end] {
+            let arrival = &self.log.arrivals[*connection as usize];
+            let event = match (*index == 0, *index + 1 == arrival.requests) {
+                (false, false) => Event::NONE,
+                (false, true) => Event::CLOSES,
+                (true, false) => Event::OPENS,
+                (true, true) => Event::ONLY,
+            };
+            if event.opens() {
+                let rate = Some(1e6 / f64::from(arrival.interval_us.max(1)));
+                batch.openings.push(Opening { tuple: arrival.four_tuple(), rate });
+            }
+            batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
+        }
+        self.next = end;
+        Ok(())
+    }
+
+    fn end_ns(&self) -> Option<u64> {
+        Some(self.log.duration_us * 1_000)
+    }
+
+    fn service(&self) -> Option<Service> {
+        Some(self.service)
+    }
+}

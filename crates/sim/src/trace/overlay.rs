@@ -1,0 +1,326 @@
+//! Several copies of a trace at once, for traces that are too thin to load a fleet.
+//!
+//! Copy k of n starts k/n of the trace's duration into it, and goes on from its beginning once it has reached its end, so
+//! that all copies last as long as the trace, and their busy moments do not fall together. A flow that is cut in two by this is two
+//! flows. Each copy has addresses of its own. Of a generator that needs no file, every copy is drawn from a seed of its own
+//! instead: that is the same, without the cut.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use coreward_model::FourTuple;
+
+use super::{Batch, Event, Opening, Packet, Service, Skipped, Trace, TraceError};
+
+/// How many packets a merged batch holds.
+const BATCH: usize = 16_384;
+
+/// Part of a trace: from one time to another, as a trace of its own that starts at 0.
+pub struct Cut {
+    trace: Box<dyn Trace>,
+    from_ns: u64,
+    until_ns: u64,
+    /// Flows that began before the part and have not sent in it yet.
+    waiting: HashMap<u32, Opening>,
+    /// Flows that have sent in the part and not ended.
+    open: HashMap<u32, ()>,
+    ended: bool,
+}
+
+impl Cut {
+    /// # Panics
+    /// When the trace has a history: it would have to be cut too.
+    pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
+        assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
+        Self { trace, from_ns, until_ns, waiting: HashMap::new(), open: HashMap::new(), ended: false }
+    }
+
+    /// Takes over what lies in the part, with its times.
+    fn cut(&mut self, whole: &Batch, part: &mut Batch) {
+        let mut openings = whole.openings.iter();
+        for packet in &whole.packets {
+            let opening = if packet.event.opens() { openings.next().copied() } else { None };
+            if packet.time_ns >= self.until_ns {
+                self.ended = true;
+                return;
+            }
+            if packet.time_ns < self.from_ns {
+                self.before(packet, opening);
+            } else {
+                self.within(packet, opening, part);
+            }
+        }
+    }
+
+    fn before(&mut self, packet: &Packet, opening: Option<Opening>) {
+        if let Some(opening) = opening {
+            self.waiting.insert(packet.flow, opening);
+        }
+        if packet.event.closes() {
+            self.waiting.remove(&packet.flow);
+        }
+    }
+
+    fn within(&mut self, packet: &Packet, opening: Option<Opening>, part: &mut Batch) {
+        let began_before = self.waiting.remove(&packet.flow);
+        if began_before.is_some() && !packet.event.is_packet() {
+            return;
+        }
+        let mut event = packet.event;
+        if let Some(opening) = opening.or(began_before) {
+            part.openings.push(opening);
+            event = if event.closes() { Event::ONLY } else { Event::OPENS };
+        }
+        if event.closes() {
+            self.open.remove(&packet.flow);
+        } else if event.opens() {
+            self.open.insert(packet.flow, ());
+        }
+        part.packets.push(Packet { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
+    }
+}
+
+impl Trace for Cut {
+    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+        batch.clear();
+        let mut whole = Batch::default();
+        while batch.packets.is_empty() && !self.ended {
+            self.trace.read(&mut whole)?;
+            self.ended |= whole.packets.is_empty();
+            self.cut(&whole, batch);
+        }
+        if self.ended {
+            // Whoever is open when the part ends will not be heard of again.
+            let mut open: Vec<u32> = self.open.drain().map(|(flow, ())| flow).collect();
+            open.sort_unstable();
+            let time_ns = self.until_ns - self.from_ns;
+            batch.packets.extend(open.into_iter().map(|flow| Packet {
+                time_ns,
+                flow,
+                bytes: 0,
+                event: Event::EXPIRES,
+            }));
+        }
+        Ok(())
+    }
+
+    fn skipped(&self) -> Skipped {
+        self.trace.skipped()
+    }
+
+    fn end_ns(&self) -> Option<u64> {
+        Some(self.until_ns - self.from_ns)
+    }
+
+    fn service(&self) -> Option<Service> {
+        self.trace.service()
+    }
+}
+
+/// A trace that takes part in an overlay.
+struct Part {
+    trace: Box<dyn Trace>,
+    /// When it starts in the whole.
+    start_ns: u64,
+    copy: u32,
+    batch: Batch,
+    next: usize,
+    next_opening: usize,
+}
+
+impl Part {
+    /// Its next packet, in the whole's time; `None` at its end.
+    fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
+        if self.next == self.batch.packets.len() {
+            self.trace.read(&mut self.batch)?;
+            (self.next, self.next_opening) = (0, 0);
+        }
+        let packet = self.batch.packets.get(self.next);
+        Ok(packet.map(|packet| Packet { time_ns: packet.time_ns + self.start_ns, ..*packet }))
+    }
+}
+
+/// Several traces at once.
+pub struct Overlay {
+    parts: Vec<Part>,
+    /// The time of each part's next packet.
+    next: BinaryHeap<Reverse<(u64, usize)>>,
+    started: bool,
+}
+
+impl Overlay {
+    /// Traces with the time at which each starts and the copy to which it belongs.
+    pub fn new(parts: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
+        let part =
+            |(trace, start_ns, copy)| Part { trace, start_ns, copy, batch: Batch::default(), next: 0, next_opening: 0 };
+        Self { parts: parts.into_iter().map(part).collect(), next: BinaryHeap::new(), started: false }
+    }
+
+    fn schedule(&mut self, part: usize) -> Result<(), TraceError> {
+        if let Some(packet) = self.parts[part].peek()? {
+            self.next.push(Reverse((packet.time_ns, part)));
+        }
+        Ok(())
+    }
+}
+
+impl Trace for Overlay {
+    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+        batch.clear();
+        if !self.started {
+            self.started = true;
+            for part in 0..self.parts.len() {
+                self.schedule(part)?;
+            }
+        }
+        let count = self.parts.len() as u32;
+        while batch.packets.len() < BATCH {
+            let Some(Reverse((time_ns, position))) = self.next.pop() else { break };
+            let part = &mut self.parts[position];
+            let packet = part.batch.packets[part.next];
+            part.next += 1;
+            if packet.event.opens() {
+                let opening = part.batch.openings[part.next_opening];
+                part.next_opening += 1;
+                batch.openings.push(Opening { tuple: fresh(&opening.tuple, part.copy), ..opening });
+            }
+            batch.packets.push(Packet { time_ns, flow: packet.flow * count + position as u32, ..packet });
+            self.schedule(position)?;
+        }
+        Ok(())
+    }
+
+    fn skipped(&self) -> Skipped {
+        let mut all = Skipped::new();
+        for (reason, packets) in self.parts.iter().flat_map(|part| part.trace.skipped()) {
+            *all.entry(reason).or_default() += packets;
+        }
+        all
+    }
+
+    fn history_ns(&self) -> u64 {
+        self.parts[0].trace.history_ns()
+    }
+
+    fn end_ns(&self) -> Option<u64> {
+        self.parts.iter().map(|part| Some(part.start_ns + part.trace.end_ns()?)).max()?
+    }
+
+    fn service(&self) -> Option<Service> {
+        self.parts[0].trace.service()
+    }
+}
+
+/// The tuple that stands for this one in a copy; in copy 0 itself. Toeplitz is linear: addresses that differ by one constant
+/// from copy to copy would let flows that share a bucket share one in every copy. So they are mixed.
+fn fresh(tuple: &FourTuple, copy: u32) -> FourTuple {
+    let side = |socket: SocketAddr| SocketAddr::new(fresh_address(socket.ip(), copy), socket.port());
+    FourTuple::new(side(tuple.client()), side(tuple.vip())).expect("families stay as they are")
+}
+
+fn fresh_address(address: IpAddr, copy: u32) -> IpAddr {
+    if copy == 0 {
+        return address;
+    }
+    match address {
+        IpAddr::V4(v4) => {
+            // The finaliser of MurmurHash3, 32 bits: different addresses stay different.
+            let mut x = v4.to_bits() ^ copy.wrapping_mul(0x9e37_79b9);
+            x = (x ^ x >> 16).wrapping_mul(0x85eb_ca6b);
+            x = (x ^ x >> 13).wrapping_mul(0xc2b2_ae35);
+            Ipv4Addr::from_bits(x ^ x >> 16).into()
+        }
+        IpAddr::V6(v6) => {
+            // The same of 64 bits, on the interface's half with the network's mixed in.
+            let (network, interface) = ((v6.to_bits() >> 64) as u64, v6.to_bits() as u64);
+            let mut x = interface ^ u64::from(copy).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ network.rotate_left(32);
+            x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
+            x = (x ^ x >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+            Ipv6Addr::from_bits(u128::from(network) << 64 | u128::from(x ^ x >> 33)).into()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Packets of flow 5 at 0, 10, .. 90 ns, of flow 6 at 35 and 65 ns; the batch ends where the vector does.
+    struct Small(Vec<Batch>);
+
+    fn small() -> Box<dyn Trace> {
+        let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
+        let opening = |port| Opening { tuple: tuple(port), rate: None };
+        let packet = |time_ns, flow, event| Packet { time_ns, flow, bytes: 60, event };
+        let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, Event::NONE)).collect();
+        packets[0].event = Event::OPENS;
+        packets.push(packet(35, 6, Event::OPENS));
+        packets.push(packet(65, 6, Event::CLOSES));
+        packets.sort_by_key(|packet| packet.time_ns);
+        let batch = Batch { packets, openings: vec![opening(1), opening(2)] };
+        Box::new(Small(vec![batch]))
+    }
+
+    impl Trace for Small {
+        fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+            *batch = self.0.pop().unwrap_or_default();
+            Ok(())
+        }
+
+        fn end_ns(&self) -> Option<u64> {
+            Some(100)
+        }
+    }
+
+    fn all(mut trace: impl Trace) -> (Vec<(u64, u32, Event)>, Vec<Opening>) {
+        let (mut batch, mut packets, mut openings) = (Batch::default(), Vec::new(), Vec::new());
+        loop {
+            trace.read(&mut batch).unwrap();
+            if batch.packets.is_empty() {
+                return (packets, openings);
+            }
+            packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)));
+            openings.extend(&batch.openings);
+        }
+    }
+
+    #[test]
+    fn a_part_opens_what_it_meets_and_closes_what_it_leaves() {
+        let (packets, openings) = all(Cut::new(small(), 55, 75));
+        assert_eq!(
+            packets,
+            [(5, 5, Event::OPENS), (10, 6, Event::ONLY), (15, 5, Event::NONE), (20, 5, Event::EXPIRES)]
+        );
+        assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
+        // From its beginning it is the trace itself, with an end.
+        let (packets, _) = all(Cut::new(small(), 0, 100));
+        assert_eq!((packets.len(), packets[12]), (13, (100, 5, Event::EXPIRES)));
+    }
+
+    #[test]
+    fn copies_are_merged_by_time_with_flows_of_their_own() {
+        let parts = vec![(small(), 0, 0), (small(), 3, 1)];
+        let (packets, openings) = all(Overlay::new(parts));
+        assert_eq!(packets.len(), 24);
+        assert!(packets.is_sorted_by_key(|(time_ns, ..)| *time_ns));
+        assert_eq!((packets[0], packets[1]), ((0, 10, Event::OPENS), (3, 11, Event::OPENS)));
+        let clients: std::collections::HashSet<_> = openings.iter().map(|opening| opening.tuple.client()).collect();
+        assert_eq!(clients.len(), 4);
+    }
+
+    #[test]
+    fn fresh_addresses_do_not_differ_by_one_constant() {
+        let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
+        let differences: std::collections::HashSet<u32> = addresses
+            .map(|address| match fresh_address(address.into(), 3) {
+                IpAddr::V4(fresh) => fresh.to_bits() ^ address.to_bits(),
+                IpAddr::V6(_) => unreachable!("stays IPv4"),
+            })
+            .into();
+        assert_eq!(differences.len(), 3);
+        let v6: IpAddr = "2001:db8::1".parse().unwrap();
+        assert_ne!(fresh_address(v6, 1), fresh_address(v6, 2));
+        assert_eq!(fresh_address(v6, 0), v6);
+    }
+}

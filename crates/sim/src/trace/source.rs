@@ -1,0 +1,121 @@
+//! Where a trace comes from.
+
+use std::fs;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::arrivals::ArrivalTrace;
+use super::campus::{Campus, CampusError, CampusTrace};
+use super::overlay::{Cut, Overlay};
+use super::{Batch, Trace, TraceError};
+
+/// What `--trace` names.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Source {
+    /// The generator.
+    Campus(Campus),
+    /// A capture or an arrival log.
+    File(PathBuf),
+}
+
+/// Text that names no trace.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum SourceError {
+    /// The generator's settings are wrong.
+    #[error(transparent)]
+    Campus(#[from] CampusError),
+    /// Nothing is named.
+    #[error("a trace without a name: expected a file, or campus[:seed=1,flows=3000,seconds=10]")]
+    Empty,
+}
+
+impl Default for Source {
+    fn default() -> Self {
+        Source::Campus(Campus::default())
+    }
+}
+
+impl FromStr for Source {
+    type Err = SourceError;
+
+    fn from_str(text: &str) -> Result<Self, SourceError> {
+        match text.split_once(':') {
+            _ if text.is_empty() => Err(SourceError::Empty),
+            Some(("campus", settings)) => Ok(Source::Campus(settings.parse()?)),
+            None if text == "campus" => Ok(Source::default()),
+            _ => Ok(Source::File(text.into())),
+        }
+    }
+}
+
+impl Source {
+    /// Whether each seed sees traffic of its own.
+    pub fn varies_with_seed(&self) -> bool {
+        matches!(self, Source::Campus(Campus { seed: None, .. }))
+    }
+
+    /// The traffic of `seed` (which only [`Source::varies_with_seed`] looks at), from its start.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is nothing that is known.
+    pub fn open(&self, seed: u64) -> Result<Box<dyn Trace>, TraceError> {
+        match self {
+            Source::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
+            Source::File(path) => open_file(path),
+        }
+    }
+
+    /// Several copies of the traffic at once: see [`super::overlay`]. A file is read once to find its end, and then once for
+    /// each copy (twice for those that start in its midst).
+    ///
+    /// # Errors
+    /// As [`Source::open`].
+    pub fn overlaid(&self, seed: u64, copies: u32) -> Result<Box<dyn Trace>, TraceError> {
+        if copies == 1 {
+            return self.open(seed);
+        }
+        let mut parts: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
+        if let Source::Campus(campus) = self {
+            for copy in 0..copies {
+                // Seeds far from those that a user counts up.
+                let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy) << 32);
+                let campus = Campus { seed: Some(seed), ..*campus };
+                parts.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
+            }
+            return Ok(Box::new(Overlay::new(parts)));
+        }
+        let duration_ns = self.duration_ns(seed)?;
+        for copy in 0..copies {
+            let start_ns = duration_ns * u64::from(copy) / u64::from(copies);
+            parts.push((Box::new(Cut::new(self.open(seed)?, start_ns, duration_ns)), 0, copy));
+            if start_ns > 0 {
+                parts.push((Box::new(Cut::new(self.open(seed)?, 0, start_ns)), duration_ns - start_ns, copy));
+            }
+        }
+        Ok(Box::new(Overlay::new(parts)))
+    }
+
+    /// Until just after the last packet.
+    fn duration_ns(&self, seed: u64) -> Result<u64, TraceError> {
+        let mut trace = self.open(seed)?;
+        if let Some(end_ns) = trace.end_ns() {
+            return Ok(end_ns);
+        }
+        let (mut batch, mut last_ns) = (Batch::default(), 0);
+        loop {
+            trace.read(&mut batch)?;
+            let Some(last) = batch.packets.last() else { return Ok(last_ns + 1) };
+            last_ns = last.time_ns;
+        }
+    }
+}
+
+fn open_file(path: &Path) -> Result<Box<dyn Trace>, TraceError> {
+    let shown = path.display().to_string();
+    let failed = |error| TraceError::File { path: shown.clone(), error };
+    let mut text = String::new();
+    fs::File::open(path).and_then(|mut file| file.read_to_string(&mut text)).map_err(failed)?;
+    let log = text.parse().map_err(|error| TraceError::ArrivalLog { path: shown.clone(), error })?;
+    Ok(Box::new(ArrivalTrace::new(log, &shown)?))
+}
