@@ -12,6 +12,7 @@ use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
+use coreward_sim::cli::{self as sim, SimArgs};
 use coreward_testbed::{cli as testbed, demo};
 
 #[derive(clap::Parser)]
@@ -37,6 +38,8 @@ enum Command {
     CheckKernel,
     /// Watch the whole system work: the same connections under every policy, side by side (needs root)
     Demo(demo::DemoOptions),
+    /// What a policy would give, on a trace or on random arrivals, without touching a network
+    Sim(SimArgs),
     /// Pieces of the testbed
     Testbed(testbed::TestbedArgs),
 }
@@ -151,6 +154,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::CheckKernel => check_kernel(),
         Command::Demo(options) => demo::run(&options),
+        Command::Sim(args) => sim::run(args),
         // Before any thread is started: the paced server forks.
         Command::Testbed(args) => testbed::run(&args),
     }
