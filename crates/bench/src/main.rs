@@ -4,6 +4,7 @@ mod agent;
 mod controller;
 mod placement;
 mod report;
+mod sim;
 mod xdp;
 
 use std::path::PathBuf;
@@ -36,6 +37,8 @@ enum Command {
     Controller(controller::Args),
     #[command(hide = true)]
     ControllerProcess(controller::ProcessArgs),
+    /// How quick the simulator is
+    Sim(sim::Args),
     /// Everything that has a cost
     All,
 }
@@ -51,10 +54,12 @@ fn main() -> anyhow::Result<()> {
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
+        Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
-            arguments.show(&controller::run(&controller::Args::default())?)
+            arguments.show(&controller::run(&controller::Args::default())?)?;
+            arguments.show(&sim::run(&sim::Args::default())?)
         }
     }
 }
