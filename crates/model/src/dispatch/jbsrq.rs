@@ -47,7 +47,6 @@ impl Lambda {
 pub struct JoinBoundedShortestRankedQueue {
     lambda: u64,
     bound: u64,
-    cores: u16,
     services: Vec<Service>,
 }
 
@@ -61,6 +60,7 @@ struct Service {
     eligible: LeastTree,
     /// Requests that wait at the NIC.
     waiting: u64,
+    waiting_peak: u64,
 }
 
 const FULL: u64 = u64::MAX;
@@ -73,11 +73,11 @@ impl JoinBoundedShortestRankedQueue {
             runs: vec![true; usize::from(cores)],
             eligible: LeastTree::new(cores, 0),
             waiting: 0,
+            waiting_peak: 0,
         };
         Self {
             lambda: u64::from(lambda.0),
             bound: u64::from(depth.get()) * ONE,
-            cores,
             services: vec![service; usize::from(services)],
         }
     }
@@ -100,11 +100,15 @@ impl JoinBoundedShortestRankedQueue {
         self.services[usize::from(service)].waiting
     }
 
-    /// The core that runs `service` and has the least rank for it: where a load hint is sent (Sect. 4.4).
-    pub fn least_loaded(&self, service: u8) -> Option<u16> {
-        let entry = &self.services[usize::from(service)];
-        let running = (0..self.cores).filter(|core| entry.runs[usize::from(*core)]);
-        running.min_by_key(|core| entry.ranks[usize::from(*core)])
+    /// The most requests of `service` that waited at once since this was last asked.
+    pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
+        let entry = &mut self.services[usize::from(service)];
+        std::mem::replace(&mut entry.waiting_peak, entry.waiting)
+    }
+
+    /// How many requests `core` has under way, in thousandths: its rank for the lowest priority.
+    pub fn under_way(&self, core: u16) -> u64 {
+        self.services.last().map_or(0, |lowest| lowest.ranks[usize::from(core)])
     }
 
     /// A request of `service` more, or less, at `core`.
@@ -143,7 +147,11 @@ impl Dispatcher for JoinBoundedShortestRankedQueue {
     fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
         // A request never overtakes one of its own service.
         let core = if self.waiting(header.service) == 0 { self.send(header.service) } else { None };
-        self.services[usize::from(header.service)].waiting += u64::from(core.is_none());
+        if core.is_none() {
+            let entry = &mut self.services[usize::from(header.service)];
+            entry.waiting += 1;
+            entry.waiting_peak = entry.waiting_peak.max(entry.waiting);
+        }
         core
     }
 
@@ -175,11 +183,11 @@ mod tests {
         JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, depth.try_into().unwrap())
     }
 
-    /// Sends a request of the service to the core by allowing no other.
+    /// Sends a request of the service to the core of two by allowing no other.
     fn put(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
-        (0..jbsrq.cores).for_each(|other| jbsrq.set_runs(service, other, other == core));
+        (0..2).for_each(|other| jbsrq.set_runs(service, other, other == core));
         assert_eq!(jbsrq.place(0, &header(service, 1)), Some(core));
-        (0..jbsrq.cores).for_each(|other| jbsrq.set_runs(service, other, true));
+        (0..2).for_each(|other| jbsrq.set_runs(service, other, true));
     }
 
     #[test]

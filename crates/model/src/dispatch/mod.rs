@@ -6,19 +6,23 @@
 //! decision by decision. Of equal cores the one with the lowest index is taken, as Turbo's comparator tree does
 //! (HPCA'23, Sect. V-A).
 
+mod assignment;
 mod jbsrq;
 mod jlq;
 mod jsq;
 mod least;
 mod rss;
 mod spread;
+mod stealing;
 
+pub use assignment::{Assignment, Change, CoreAllocation, LoadHint, LoadMonitor, UnknownAssignment};
 pub use jbsrq::{JoinBoundedShortestRankedQueue, Lambda, LambdaOutOfRange};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::LeastTree;
 pub use rss::{BucketHash, regroup};
 pub use spread::{RandomCore, RoundRobinCore};
+pub use stealing::{LongestQueueStealing, Theft};
 
 /// What the NIC knows of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -36,19 +36,21 @@ impl Dispatcher for BucketHash {
     fn completed(&mut self, _core: u16, _header: &Header) {}
 }
 
-/// Groups buckets so that the cores get loads as equal as can be: the heaviest bucket first, each to the core that has
-/// least so far (Graham's LPT rule, 1969: at most 4/3 of the best possible maximum). `loads` has one load per bucket, in
-/// any one unit, at most 2^48; the result is the core of each bucket.
-pub fn regroup(loads: &[u64], cores: u16) -> Vec<u32> {
+/// Groups buckets so that the cores have as equal loads as can be: the heaviest bucket first, each to the core that has least
+/// so far (Graham's LPT rule, 1969: at most 4/3 of the best possible maximum). `loads` has one load per bucket, `backlog`
+/// what each core has to do already, both in one unit and at most 2^48. The result is the core of each bucket.
+pub fn regroup(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
-    let mut totals = LeastTree::new(cores, 0);
+    // A bucket counts one more than its load, in units too small to outweigh a load: idle buckets are spread, too.
+    let scale = loads.len() as u64 + 1;
+    let mut totals = LeastTree::new(backlog.len() as u16, 0);
+    (0..).zip(backlog).for_each(|(core, backlog)| totals.set(core, backlog * scale));
     let mut assigned = vec![0; loads.len()];
     for bucket in heaviest_first {
         let (core, total) = totals.least();
         assigned[bucket] = u32::from(core);
-        // The one is less than any load and makes the cores' numbers of idle buckets equal, too.
-        totals.set(core, total + loads[bucket] * loads.len() as u64 + 1);
+        totals.set(core, total + loads[bucket] * scale + 1);
     }
     assigned
 }
@@ -67,7 +69,8 @@ mod tests {
 
     #[test]
     fn regrouping_evens_out_loads_then_numbers() {
-        assert_eq!(regroup(&[9, 1, 5, 4, 0, 0], 2), [0, 0, 1, 1, 1, 1], "10 against 9");
-        assert_eq!(regroup(&[0, 7, 0, 7, 0, 0], 2), [0, 0, 1, 1, 0, 1], "7 against 7, 3 buckets against 3");
+        assert_eq!(regroup(&[9, 1, 5, 4, 0, 0], &[0; 2]), [0, 0, 1, 1, 1, 1], "10 against 9");
+        assert_eq!(regroup(&[0, 7, 0, 7, 0, 0], &[0; 2]), [0, 0, 1, 1, 0, 1], "7 against 7, 3 buckets against 3");
+        assert_eq!(regroup(&[1; 8], &[4, 0]), [1, 1, 1, 1, 0, 1, 0, 1], "6 against 6 with what there is to do already");
     }
 }

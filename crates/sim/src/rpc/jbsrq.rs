@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 
-use coreward_model::dispatch::Lambda;
+use coreward_model::dispatch::{Assignment, Lambda, UnknownAssignment};
 
 use crate::names::UnknownName;
 
@@ -19,6 +19,14 @@ pub struct JbsrqOptions {
     pub quantum: f64,
     /// `priorities`: whether classes have priorities (the shorter first) or all requests are alike
     pub priorities: Priorities,
+    /// `switch`: what a core needs to turn to a request of another service, in units of service time
+    pub switch_cost: f64,
+    /// `assignment`: how cores are divided between two services
+    pub assignment: Assignment,
+    /// `interval`: how often the load monitors look at the NIC's queues, in units of service time
+    pub interval: f64,
+    /// `reserved`: cores that each service keeps for itself, unless all share all
+    pub reserved: NonZeroU16,
 }
 
 /// Which request is served first.
@@ -30,19 +38,43 @@ pub enum Priorities {
     None,
 }
 
+impl Priorities {
+    /// How many services there are with so many classes of service time.
+    pub fn services(self, classes: u8) -> u8 {
+        match self {
+            Self::Classes => classes,
+            Self::None => 1,
+        }
+    }
+}
+
 impl Default for JbsrqOptions {
-    /// RingLeader, Sect. 7.1: lambda 0.2, depth 4; the yield interval of 5 us is 5/3 of the 3 us of its Exp(3).
+    /// RingLeader, Sect. 7.1: lambda 0.2, depth 4; the yield interval and the interval of the load monitor
+    /// of 5 us are 5/3 of the 3 us of its Exp(3).
     fn default() -> Self {
         Self {
             lambda: Lambda::PUBLISHED,
             depth: const { NonZeroU16::new(4).unwrap() },
             quantum: 5.0 / 3.0,
             priorities: Priorities::Classes,
+            switch_cost: 0.0,
+            assignment: Assignment::CompleteShare,
+            interval: 5.0 / 3.0,
+            reserved: NonZeroU16::MIN,
         }
     }
 }
 
-const OPTIONS: [&str; 4] = ["lambda=0..1", "depth=N", "quantum=TIME", "priorities=classes|none"];
+const OPTIONS: [&str; 8] = [
+    "lambda=0..1",
+    "depth=N",
+    "quantum=TIME",
+    "priorities=classes|none",
+    "switch=TIME",
+    "assignment=share|dedicated|hybrid",
+    "interval=TIME",
+    "reserved=N",
+];
 
 /// `lambda=0.2,depth=4,...`; the error says what was expected.
 impl FromStr for JbsrqOptions {
@@ -58,11 +90,17 @@ impl FromStr for JbsrqOptions {
                     let lambda = value.parse().map_err(|_| wrong("a number from 0 to 1"))?;
                     options.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
                 }
-                "depth" => options.depth = value.parse().map_err(|_| wrong("a number from 1 to 65535"))?,
-                "quantum" => {
-                    let quantum = value.parse().ok().filter(|quantum| (SHORTEST_QUANTUM..=1e6).contains(quantum));
-                    options.quantum = quantum.ok_or_else(|| wrong("a time from 0.001 to 1000000 service times"))?;
+                "depth" => options.depth = value.parse().map_err(|_| wrong(COUNT))?,
+                "quantum" => options.quantum = time(value, SHORTEST).ok_or_else(|| wrong(INTERVAL))?,
+                "interval" => options.interval = time(value, SHORTEST).ok_or_else(|| wrong(INTERVAL))?,
+                "switch" => {
+                    let cost = time(value, 0.0);
+                    options.switch_cost = cost.ok_or_else(|| wrong("a time from 0 to 1000000 service times"))?;
                 }
+                "assignment" => {
+                    options.assignment = value.parse().map_err(|error: UnknownAssignment| error.to_string())?
+                }
+                "reserved" => options.reserved = value.parse().map_err(|_| wrong(COUNT))?,
                 "priorities" => {
                     options.priorities = match value {
                         "classes" => Priorities::Classes,
@@ -78,25 +116,39 @@ impl FromStr for JbsrqOptions {
 }
 
 /// In units of service time.
-const SHORTEST_QUANTUM: f64 = 0.001;
+const SHORTEST: f64 = 0.001;
+const INTERVAL: &str = "a time from 0.001 to 1000000 service times";
+const COUNT: &str = "a number from 1 to 65535";
+
+fn time(text: &str, shortest: f64) -> Option<f64> {
+    text.parse().ok().filter(|time| (shortest..=1e6).contains(time))
+}
 
 /// The options that differ from the defaults.
 impl fmt::Display for JbsrqOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();
-        let mut differing = Vec::new();
-        if self.lambda != default.lambda {
-            differing.push(format!("lambda={}", self.lambda.get()));
-        }
-        if self.depth != default.depth {
-            differing.push(format!("depth={}", self.depth));
-        }
-        if self.quantum != default.quantum {
-            differing.push(format!("quantum={}", self.quantum));
-        }
-        if self.priorities != default.priorities {
-            differing.push("priorities=none".to_owned());
-        }
-        f.write_str(&differing.join(","))
+        let options = [
+            ("lambda", self.lambda.get().to_string(), default.lambda.get().to_string()),
+            ("depth", self.depth.to_string(), default.depth.to_string()),
+            ("quantum", self.quantum.to_string(), default.quantum.to_string()),
+            ("priorities", self.priorities.to_string(), default.priorities.to_string()),
+            ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),
+            ("assignment", self.assignment.to_string(), default.assignment.to_string()),
+            ("interval", self.interval.to_string(), default.interval.to_string()),
+            ("reserved", self.reserved.to_string(), default.reserved.to_string()),
+        ];
+        let differing = options.iter().filter(|(_, value, default)| value != default);
+        let texts: Vec<String> = differing.map(|(name, value, _)| format!("{name}={value}")).collect();
+        f.write_str(&texts.join(","))
+    }
+}
+
+impl fmt::Display for Priorities {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Classes => "classes",
+            Self::None => "none",
+        })
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 
-use super::jbsrq::JbsrqOptions;
+use super::jbsrq::{JbsrqOptions, Priorities};
 use crate::names::UnknownName;
 
 /// How a server gives requests to its cores. Times are in units of service time.
@@ -149,6 +149,11 @@ impl fmt::Display for Policy {
 }
 
 impl Policy {
+    /// Whether classes of requests are told apart.
+    pub fn priorities(&self) -> Priorities {
+        if let Self::RankedQueue(options) = self { options.priorities } else { Priorities::None }
+    }
+
     /// The load below which the queues of this policy are stable, as a fraction of what the cores could serve: requests
     /// of `mean` service time, an interface of `latency` one way. A core whose place is taken until its response has
     /// passed the NIC stands idle for two crossings per request unless more places bridge them. Exact for `cfcfs`, an

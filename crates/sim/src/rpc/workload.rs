@@ -31,7 +31,7 @@ const PURPOSE_CONNECTIONS: u64 = 0x7270_6304;
 
 impl Workload {
     /// Requests at `load` times what the cores of `config` could serve.
-    pub fn new(config: &Config, load: f64, priorities: Priorities) -> Self {
+    pub fn new(config: &Config, load: f64) -> Self {
         let connections = config
             .connections
             .map(|count| Connections::new(count.get(), config.skew, &mut seeded_rng(config.seed, PURPOSE_CONNECTIONS)));
@@ -39,7 +39,7 @@ impl Workload {
             mean_gap: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
             sampler: config.service.sampler(),
             connections,
-            priorities,
+            priorities: config.policy.priorities(),
             next_arrival: 0,
             arrivals: seeded_rng(config.seed, PURPOSE_ARRIVALS),
             services: seeded_rng(config.seed, PURPOSE_SERVICES),

@@ -32,6 +32,13 @@ impl FifoCores {
     }
 }
 
+impl FifoCores {
+    /// For each core how long it takes to serve what it was given until `now`.
+    pub fn backlog(&self, now: Tick) -> impl Iterator<Item = Tick> {
+        self.cores.iter().map(move |core| core.free_from.saturating_sub(now))
+    }
+}
+
 impl Cores for FifoCores {
     #[inline]
     fn dispatch(&mut self, now: Tick, core: u16, request: Request) {

@@ -3,17 +3,29 @@
 //! A server is stepped from outside: [`Server::advance`] to a moment, then [`Server::offer`] what comes in at that moment.
 //! So one simulation can hold many servers and touches each only when something comes to it.
 
+mod allocated;
 mod delay;
 mod fifo;
 mod grouped;
+mod priority;
+mod queued;
+mod rebalance;
 mod sharing;
+mod spec;
+mod stealing;
 
 use std::collections::VecDeque;
 
+pub use allocated::AllocatedServer;
 use coreward_model::dispatch::{Dispatcher, Header};
 pub use fifo::FifoCores;
 pub use grouped::IdealGroups;
+pub use priority::PriorityCores;
+pub use queued::QueuedCores;
+pub use rebalance::RebalancedServer;
 pub use sharing::SharedCores;
+pub use spec::{ServerSpec, Visitor};
+pub use stealing::StealingCores;
 
 use super::ticks::Tick;
 
@@ -101,6 +113,15 @@ impl<D: Dispatcher, C: Cores> NicServer<D, C> {
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
         Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], inside: 0 }
     }
+
+    /// Sends what waits at the NIC and may go now.
+    #[inline]
+    fn release(&mut self, now: Tick) {
+        while let Some(release) = self.dispatcher.release() {
+            let released = self.waiting[usize::from(release.service)].pop_front();
+            self.cores.dispatch(now, release.core, released.expect("the dispatcher counts those that wait"));
+        }
+    }
 }
 
 impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
@@ -109,14 +130,7 @@ impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
         while self.cores.next_event() <= until {
             let Some((core, response)) = self.cores.step() else { continue };
             self.dispatcher.completed(core, &response.request.header());
-            while let Some(release) = self.dispatcher.release() {
-                let released = self.waiting[usize::from(release.service)].pop_front();
-                self.cores.dispatch(
-                    response.left,
-                    release.core,
-                    released.expect("the dispatcher counts those that wait"),
-                );
-            }
+            self.release(response.left);
             self.inside -= 1;
             sink.response(&response);
         }

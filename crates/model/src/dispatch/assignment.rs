@@ -1,0 +1,226 @@
+//! Which cores run which of two services, and when that changes (RingLeader, NSDI'23, Sect. 4.4).
+
+use std::fmt;
+use std::str::FromStr;
+
+/// How cores are divided between services.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Assignment {
+    /// `share`: all services run on all cores
+    CompleteShare,
+    /// `dedicated`: each core runs one service; cores change hands by load hints
+    Dedicated,
+    /// `hybrid`: each service has cores of its own, and both share the others; load hints open and close further ones
+    Hybrid,
+}
+
+const NAMES: [(&str, Assignment); 3] =
+    [("share", Assignment::CompleteShare), ("dedicated", Assignment::Dedicated), ("hybrid", Assignment::Hybrid)];
+
+/// A name that no assignment has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("assignment {0:?}: expected share, dedicated or hybrid")]
+pub struct UnknownAssignment(pub String);
+
+impl FromStr for Assignment {
+    type Err = UnknownAssignment;
+
+    fn from_str(name: &str) -> Result<Self, UnknownAssignment> {
+        let found = NAMES.iter().find(|(known, _)| *known == name);
+        found.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignment(name.to_owned()))
+    }
+}
+
+impl fmt::Display for Assignment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = NAMES.iter().find(|(_, known)| known == self).map_or("", |(name, _)| *name);
+        f.write_str(name)
+    }
+}
+
+/// What the NIC tells the cores about a service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadHint {
+    /// It needs more cores.
+    ScaleUp,
+    /// It could do with fewer.
+    ScaleDown,
+}
+
+/// The NIC's load monitor of one service, asked at the end of every interval.
+///
+/// Up: a request was found waiting at the NIC at two checks in a row (Caladan's rule, OSDI'20). Down: none waited at all
+/// during [`CALM_INTERVALS`]; the paper asks for a more conservative rule than for up and leaves the number open.
+#[derive(Debug, Clone, Default)]
+pub struct LoadMonitor {
+    previous_check: u64,
+    calm: u32,
+    /// A hint is under way; no other is sent until the cores have acted on it.
+    disarmed: bool,
+}
+
+const CALM_INTERVALS: u32 = 4;
+
+impl LoadMonitor {
+    /// `oldest`: when the request that has waited longest came in, if any waits; `peak`: how many waited at once, at most,
+    /// since the check before.
+    pub fn check(&mut self, now: u64, oldest: Option<u64>, peak: u64) -> Option<LoadHint> {
+        let waits_since_the_previous_check = oldest.is_some_and(|oldest| oldest <= self.previous_check);
+        self.previous_check = now;
+        self.calm = if peak == 0 { self.calm + 1 } else { 0 };
+        if self.disarmed {
+            return None;
+        }
+        let hint = if waits_since_the_previous_check {
+            LoadHint::ScaleUp
+        } else if self.calm >= CALM_INTERVALS {
+            LoadHint::ScaleDown
+        } else {
+            return None;
+        };
+        self.disarmed = true;
+        self.calm = 0;
+        Some(hint)
+    }
+
+    /// The cores have acted on the hint (RearmLoadMonitor).
+    pub fn rearm(&mut self) {
+        self.disarmed = false;
+    }
+}
+
+/// A service starts or stops running on a core (EnableService, DisableService).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Change {
+    /// The service, 0 or 1.
+    pub service: u8,
+    /// The core.
+    pub core: u16,
+    /// Whether it runs there from now on.
+    pub runs: bool,
+}
+
+/// The core allocator of the operating system, for two services of which 0 has priority.
+#[derive(Debug, Clone)]
+pub struct CoreAllocation {
+    assignment: Assignment,
+    /// Cores that each service keeps for itself.
+    reserved: u16,
+    /// Cores that both share whatever happens.
+    shared: u16,
+    /// By core: whether service 0 and service 1 run there.
+    runs: Vec<[bool; 2]>,
+}
+
+impl CoreAllocation {
+    /// At first both services have equally many cores of their own; under `hybrid` a quarter of all is shared, and stays
+    /// so. `reserved`: how many cores each keeps for itself whatever the other needs.
+    pub fn new(assignment: Assignment, cores: u16, reserved: u16) -> Self {
+        let shared = match assignment {
+            Assignment::CompleteShare => cores,
+            Assignment::Dedicated => 0,
+            Assignment::Hybrid => cores.div_ceil(4),
+        };
+        let own = (cores - shared) / 2;
+        let runs = |core| [core < own + shared, core >= own];
+        Self { assignment, reserved, shared, runs: (0..cores).map(runs).collect() }
+    }
+
+    /// Whether `service` runs on `core`.
+    pub fn runs(&self, service: u8, core: u16) -> bool {
+        self.runs[usize::from(core)][usize::from(service)]
+    }
+
+    /// What changes by a hint for `service`. `other_waits`: requests of the other service wait at the NIC; `load`: how much a
+    /// core has to do, by which the core that gives way is chosen (the least, the first of equals).
+    pub fn hint(&mut self, service: u8, hint: LoadHint, other_waits: bool, load: impl Fn(u16) -> u64) -> Vec<Change> {
+        let other = 1 - service;
+        // What each kind of core would become, [this service, the other].
+        let (from, to) = match (self.assignment, hint) {
+            (Assignment::CompleteShare, _) => return Vec::new(),
+            // Service 1 takes nothing that service 0 needs.
+            (_, LoadHint::ScaleUp) if service > other && other_waits => return Vec::new(),
+            (Assignment::Dedicated, LoadHint::ScaleUp) => ([false, true], [true, false]),
+            (Assignment::Dedicated, LoadHint::ScaleDown) => ([true, false], [false, true]),
+            (Assignment::Hybrid, LoadHint::ScaleUp) => ([false, true], [true, true]),
+            (Assignment::Hybrid, LoadHint::ScaleDown) => ([true, true], [false, true]),
+        };
+        let roles = |core: u16| [self.runs(service, core), self.runs(other, core)];
+        let candidates: Vec<u16> = (0..self.runs.len() as u16).filter(|core| roles(*core) == from).collect();
+        let kept = if from == [true, true] { self.shared } else { self.reserved };
+        if candidates.len() <= usize::from(kept) {
+            return Vec::new();
+        }
+        let Some(core) = candidates.into_iter().min_by_key(|core| load(*core)) else { return Vec::new() };
+        let mut changes = Vec::new();
+        for (service, (before, after)) in [service, other].into_iter().zip(from.into_iter().zip(to)) {
+            if before != after {
+                self.runs[usize::from(core)][usize::from(service)] = after;
+                changes.push(Change { service, core, runs: after });
+            }
+        }
+        changes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_waits_from_check_to_check_asks_for_cores() {
+        let mut monitor = LoadMonitor::default();
+        assert_eq!(monitor.check(10, Some(5), 1), None, "it came after the check before");
+        assert_eq!(monitor.check(20, Some(15), 1), None, "another one");
+        assert_eq!(monitor.check(30, Some(15), 1), Some(LoadHint::ScaleUp));
+        assert_eq!(monitor.check(40, Some(15), 1), None, "one hint at a time");
+        monitor.rearm();
+        assert_eq!(monitor.check(50, Some(15), 1), Some(LoadHint::ScaleUp));
+        monitor.rearm();
+        let calm: Vec<_> = (6..10).map(|n| monitor.check(n * 10, None, 0)).collect();
+        assert_eq!(calm, [None, None, None, Some(LoadHint::ScaleDown)]);
+    }
+
+    #[test]
+    fn dedicated_cores_change_hands() {
+        let mut allocation = CoreAllocation::new(Assignment::Dedicated, 4, 1);
+        let load = |core: u16| u64::from(10 - core);
+        let changes = allocation.hint(0, LoadHint::ScaleUp, false, load);
+        let expected = [Change { service: 0, core: 3, runs: true }, Change { service: 1, core: 3, runs: false }];
+        assert_eq!(changes, expected, "the least loaded of the other's");
+        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
+        assert_eq!(allocation.hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
+        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, load).len(), 2);
+        assert!(allocation.runs(1, 3) && allocation.runs(1, 2) && !allocation.runs(1, 0));
+    }
+
+    #[test]
+    fn hybrid_opens_cores_to_both_and_closes_them_again() {
+        // Service 0 alone has cores 0 to 2, both have 3 and 4, service 1 alone has 5 to 7.
+        let mut allocation = CoreAllocation::new(Assignment::Hybrid, 8, 2);
+        assert!(allocation.runs(0, 4) && !allocation.runs(0, 5) && allocation.runs(1, 3) && !allocation.runs(1, 2));
+        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, |_| 0), [], "the shared ones stay shared");
+        let opened = [Change { service: 0, core: 5, runs: true }];
+        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), opened);
+        assert!(allocation.runs(1, 5));
+        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), [], "6 and 7 are reserved for service 1");
+        let closed = [Change { service: 1, core: 3, runs: false }];
+        assert_eq!(allocation.hint(1, LoadHint::ScaleDown, false, |_| 0), closed);
+    }
+
+    #[test]
+    fn complete_share_stays_as_it_is() {
+        let mut allocation = CoreAllocation::new(Assignment::CompleteShare, 2, 1);
+        assert!(allocation.runs(0, 1) && allocation.runs(1, 0));
+        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), []);
+    }
+
+    #[test]
+    fn names_round_trip() {
+        for (name, _) in NAMES {
+            assert_eq!(name.parse::<Assignment>().unwrap().to_string(), name);
+        }
+        let error = "shared".parse::<Assignment>().unwrap_err().to_string();
+        assert_eq!(error, "assignment \"shared\": expected share, dedicated or hybrid");
+    }
+}

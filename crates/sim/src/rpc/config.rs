@@ -1,0 +1,177 @@
+//! What is simulated, and what can be wrong with it.
+
+use std::num::NonZeroU32;
+
+use coreward_model::dispatch::Assignment;
+
+use super::ticks::{TICKS_PER_UNIT, Tick};
+use super::{Policy, Service};
+
+/// One simulation. Times are in units of service time (see [`Service`]).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// How requests get to cores.
+    pub policy: Policy,
+    /// Cores of the server, at least 1.
+    pub cores: u16,
+    /// How long requests take.
+    pub service: Service,
+    /// Latency of the interface between NIC and cores, one way.
+    pub latency: f64,
+    /// Offered load as a fraction of what the cores could serve.
+    pub load: f64,
+    /// Requests to simulate; the first tenth is warm-up and is not counted.
+    pub requests: u64,
+    /// The same seed gives the same result.
+    pub seed: u64,
+    /// Connections that the requests belong to; `None`: every request is a connection of its own.
+    pub connections: Option<NonZeroU32>,
+    /// The i-th most frequent connection has a share proportional to 1 / i^skew; 0: all are alike.
+    pub skew: f64,
+    /// Most requests inside the server; what comes in above that is dropped. `None`: no bound.
+    pub queue: Option<u64>,
+    /// Length of the windows of [`Outcome::windows`], in units of service time.
+    pub window: Option<f64>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            policy: Policy::ShortestQueue,
+            cores: 16,
+            service: Service::Exponential,
+            latency: 0.0,
+            load: 0.8,
+            requests: 1_000_000,
+            seed: 1,
+            connections: None,
+            skew: 0.0,
+            queue: None,
+            window: None,
+        }
+    }
+}
+
+/// What is wrong with a simulation.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// No cores.
+    #[error("0 cores: expected 1 to 65535")]
+    NoCores,
+    /// Not a load.
+    #[error("load {0}: expected a number above 0")]
+    Load(f64),
+    /// A load under which queues grow without end.
+    #[error(
+        "load {load}: expected less than {capacity}, which is what {policy} can carry with this service time and \
+         latency, or a bound on the queue"
+    )]
+    Overload {
+        /// The offered load.
+        load: f64,
+        /// What the policy can carry.
+        capacity: f64,
+        /// The policy.
+        policy: Policy,
+    },
+    /// Not a latency.
+    #[error("latency {0}: expected a number from 0 to 1000000 service times")]
+    Latency(f64),
+    /// Too few requests for any quantile, or too many for 64 bits of time.
+    #[error("{requests} requests: expected 10 to {most} at this load")]
+    Requests {
+        /// As given.
+        requests: u64,
+        /// The most.
+        most: u64,
+    },
+    /// Not a skew.
+    #[error("skew {0}: expected a number from 0 to 10")]
+    Skew(f64),
+    /// Not a window.
+    #[error("window {0}: expected a number from 0.001 to 1000000000 service times")]
+    Window(f64),
+    /// No room for any request.
+    #[error("a queue of 0 requests: expected at least 1")]
+    NoQueue,
+    /// The bounded queue was full all the time.
+    #[error("no request after the warm-up was answered: expected more requests, or a longer queue")]
+    NothingMeasured,
+    /// Groups that do not make up the cores.
+    #[error("policy {policy}: its groups have {grouped} cores, the server has {cores}")]
+    Groups {
+        /// The policy.
+        policy: Policy,
+        /// Cores of all groups.
+        grouped: u32,
+        /// Cores of the server.
+        cores: u16,
+    },
+    /// Cores divided between other than two services, or fewer than two cores.
+    #[error(
+        "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
+    )]
+    TwoServices {
+        /// The policy.
+        policy: Policy,
+        /// Services, which are the classes of service time.
+        services: u8,
+        /// Cores of the server.
+        cores: u16,
+    },
+    /// Not a service level objective.
+    #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
+    Slo(f64),
+    /// No seeds.
+    #[error("no seeds: expected at least one")]
+    NoSeeds,
+    /// Bisections beyond the precision of any run.
+    #[error("{0} steps of bisection: expected 1 to 30")]
+    Steps(u32),
+}
+
+impl Config {
+    /// Whether everything but the load's height is in range.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
+        if self.cores == 0 {
+            return Err(Error::NoCores);
+        }
+        if !(self.load > 0.0 && self.load.is_finite()) {
+            return Err(Error::Load(self.load));
+        }
+        if !within(self.latency, 0.0, 1e6) {
+            return Err(Error::Latency(self.latency));
+        }
+        // Half of the 64 bits: the other half is for queues.
+        let duration = self.service.mean() / (self.load * f64::from(self.cores));
+        let most = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / duration;
+        if self.requests < 10 || self.requests as f64 > most {
+            return Err(Error::Requests { requests: self.requests, most: most as u64 });
+        }
+        if !within(self.skew, 0.0, 10.0) {
+            return Err(Error::Skew(self.skew));
+        }
+        if let Some(window) = self.window.filter(|window| !within(*window, 1e-3, 1e9)) {
+            return Err(Error::Window(window));
+        }
+        if self.queue == Some(0) {
+            return Err(Error::NoQueue);
+        }
+        if let Policy::RankedQueue(options) = &self.policy
+            && options.assignment != Assignment::CompleteShare
+        {
+            let services = options.priorities.services(self.service.class_times().len() as u8);
+            if services != 2 || self.cores < 2 {
+                return Err(Error::TwoServices { policy: self.policy.clone(), services, cores: self.cores });
+            }
+        }
+        if let Policy::GroupedFcfs { groups, cores_each } = self.policy {
+            let grouped = u32::from(groups.get()) * u32::from(cores_each.get());
+            if grouped != u32::from(self.cores) {
+                return Err(Error::Groups { policy: self.policy.clone(), grouped, cores: self.cores });
+            }
+        }
+        Ok(())
+    }
+}

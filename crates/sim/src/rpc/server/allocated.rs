@@ -1,0 +1,105 @@
+//! `jbsrq:assignment=dedicated|hybrid`: two services whose cores change by load hints (RingLeader, NSDI'23, Sect. 4.4).
+
+use coreward_model::dispatch::{Change, CoreAllocation, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor};
+
+use super::delay::DelayLine;
+use super::priority::PriorityCores;
+use super::queued::QueuedCores;
+use super::{NicServer, Request, Server, Sink};
+use crate::rpc::ticks::{NEVER, Tick};
+
+type RankedServer = NicServer<JoinBoundedShortestRankedQueue, QueuedCores<PriorityCores>>;
+
+/// The NIC's monitors send hints to the cores, the core allocator there decides, and its answer goes back to the NIC; each
+/// way takes the latency of the interface. A core that changes hands first serves what it has.
+#[derive(Debug)]
+pub struct AllocatedServer {
+    server: RankedServer,
+    allocation: CoreAllocation,
+    monitors: [LoadMonitor; 2],
+    interval: Tick,
+    next_check: Tick,
+    hints: DelayLine<(u8, LoadHint)>,
+    answers: DelayLine<(u8, Vec<Change>)>,
+}
+
+impl AllocatedServer {
+    /// `interval`: between two checks of the load monitors. `latency`: of the interface, one way.
+    pub fn new(
+        mut server: RankedServer,
+        cores: u16,
+        allocation: CoreAllocation,
+        interval: Tick,
+        latency: Tick,
+    ) -> Self {
+        for core in 0..cores {
+            for service in [0, 1] {
+                server.dispatcher.set_runs(service, core, allocation.runs(service, core));
+            }
+        }
+        Self {
+            server,
+            allocation,
+            monitors: Default::default(),
+            interval,
+            next_check: interval,
+            hints: DelayLine::new(latency),
+            answers: DelayLine::new(latency),
+        }
+    }
+
+    fn step(&mut self, now: Tick) {
+        if self.answers.next_arrival() == now {
+            let Some((_, (service, changes))) = self.answers.receive() else { return };
+            for Change { service, core, runs } in changes {
+                self.server.dispatcher.set_runs(service, core, runs);
+            }
+            self.monitors[usize::from(service)].rearm();
+            self.server.release(now);
+        } else if self.hints.next_arrival() == now {
+            let Some((_, (service, hint))) = self.hints.receive() else { return };
+            let nic = &self.server.dispatcher;
+            let other_waits = nic.waiting(1 - service) > 0;
+            let changes = self.allocation.hint(service, hint, other_waits, |core| nic.under_way(core));
+            self.answers.send(now, (service, changes));
+        } else {
+            for service in [0, 1] {
+                let oldest = self.server.waiting[usize::from(service)].front().map(|request| request.arrived);
+                let peak = self.server.dispatcher.take_waiting_peak(service);
+                if let Some(hint) = self.monitors[usize::from(service)].check(now, oldest, peak) {
+                    self.hints.send(now, (service, hint));
+                }
+            }
+            self.next_check += self.interval;
+        }
+    }
+
+    fn next_event(&self) -> Tick {
+        self.next_check.min(self.hints.next_arrival()).min(self.answers.next_arrival())
+    }
+}
+
+impl<S: Sink> Server<S> for AllocatedServer {
+    fn advance(&mut self, until: Tick, sink: &mut S) {
+        // At the end of a run, until everything is answered.
+        let ending = until == NEVER - 1;
+        while self.next_event() <= until && !(ending && self.server.inside == 0) {
+            let now = self.next_event();
+            self.server.advance(now, sink);
+            self.step(now);
+        }
+        self.server.advance(until, sink);
+    }
+
+    fn offer(&mut self, request: Request) {
+        Server::<S>::offer(&mut self.server, request);
+    }
+
+    fn inside(&self) -> u64 {
+        self.server.inside
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        Server::<S>::busy(&self.server, now)
+    }
+}

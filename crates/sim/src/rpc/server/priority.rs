@@ -1,0 +1,100 @@
+//! Cores that serve by priority and yield (RingLeader, NSDI'23, Sect. 3.1 and 4.2).
+
+use std::collections::VecDeque;
+
+use coreward_model::dispatch::LeastTree;
+
+use super::Request;
+use super::queued::Discipline;
+use crate::rpc::ticks::Tick;
+
+/// Each core has a queue per service and serves the one of highest priority, in order of arrival within it. What runs
+/// yields only at the end of a quantum, and only to a higher priority; it goes on later where it stopped.
+#[derive(Debug)]
+pub struct PriorityCores {
+    quantum: Tick,
+    switch_cost: Tick,
+    cores: Vec<Core>,
+}
+
+#[derive(Debug, Clone)]
+struct Core {
+    /// What runs.
+    runs: Option<Job>,
+    /// When it began to, after any switch.
+    since: Tick,
+    /// The service that ran last.
+    last_service: u8,
+    /// By service.
+    queues: Vec<VecDeque<Job>>,
+    /// Time given to all requests that ran here, and to switches; of what runs, all that is left of it.
+    busy: Tick,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Job {
+    request: Request,
+    left: Tick,
+}
+
+impl PriorityCores {
+    /// `quantum`: after how much service a request can yield. `switch_cost`: what a core needs to turn to another service.
+    pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
+        let core = Core {
+            runs: None,
+            since: 0,
+            last_service: 0,
+            queues: vec![VecDeque::new(); usize::from(services)],
+            busy: 0,
+        };
+        Self { quantum, switch_cost, cores: vec![core; usize::from(cores)] }
+    }
+
+    /// Runs the first request of the highest priority, if there is any.
+    fn run_next(&mut self, now: Tick, core: u16, timers: &mut LeastTree) {
+        let entry = &mut self.cores[usize::from(core)];
+        let Some(job) = entry.queues.iter_mut().find_map(VecDeque::pop_front) else { return };
+        let switch = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
+        entry.last_service = job.request.service;
+        entry.since = now + switch;
+        entry.busy += switch + job.left;
+        timers.set(core, entry.since + job.left);
+        entry.runs = Some(job);
+    }
+}
+
+impl Discipline for PriorityCores {
+    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree) {
+        let entry = &mut self.cores[usize::from(core)];
+        entry.queues[usize::from(request.service)].push_back(Job { request, left: request.work });
+        match entry.runs {
+            None => self.run_next(now, core, timers),
+            Some(job) if request.service < job.request.service => {
+                let quanta = now.saturating_sub(entry.since).div_ceil(self.quantum);
+                let end_of_quantum = (entry.since + quanta * self.quantum).max(now);
+                // A timer before the end of the request means that it yields then.
+                timers.set(core, timers.get(core).min(end_of_quantum));
+            }
+            Some(_) => {}
+        }
+    }
+
+    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree) -> Option<Request> {
+        let entry = &mut self.cores[usize::from(core)];
+        let mut job = entry.runs.take()?;
+        let served = now.saturating_sub(entry.since);
+        let finished = served >= job.left;
+        if !finished {
+            job.left -= served;
+            entry.busy -= job.left;
+            entry.queues[usize::from(job.request.service)].push_front(job);
+        }
+        self.run_next(now, core, timers);
+        finished.then_some(job.request)
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        let ahead = |core: &Core| core.runs.map_or(0, |job| (core.since + job.left).saturating_sub(now));
+        self.cores.iter().map(|core| core.busy - ahead(core)).collect()
+    }
+}

@@ -1,0 +1,76 @@
+//! Cores whose order of service is not settled when a request comes: it arrives, waits, is perhaps served in parts or by
+//! another core.
+
+use coreward_model::dispatch::LeastTree;
+
+use super::delay::DelayLine;
+use super::{Cores, Request, Response};
+use crate::rpc::ticks::{NEVER, Tick};
+
+/// What the cores do with the requests that they have.
+pub trait Discipline {
+    /// A request arrives at a core.
+    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree);
+
+    /// The timer of a core goes off (it was cleared); the request that this core has finished, if it has.
+    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree) -> Option<Request>;
+
+    /// For each core the time that it has been busy until `now`.
+    fn busy(&self, now: Tick) -> Vec<Tick>;
+}
+
+/// Cores behind the interface, one timer each.
+#[derive(Debug)]
+pub struct QueuedCores<Q> {
+    discipline: Q,
+    arriving: DelayLine<(u16, Request)>,
+    leaving: DelayLine<(u16, Request)>,
+    timers: LeastTree,
+}
+
+impl<Q: Discipline> QueuedCores<Q> {
+    /// `latency`: of the interface between NIC and cores, one way.
+    pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
+        Self {
+            discipline,
+            arriving: DelayLine::new(latency),
+            leaving: DelayLine::new(latency),
+            timers: LeastTree::new(cores, NEVER),
+        }
+    }
+}
+
+impl<Q: Discipline> Cores for QueuedCores<Q> {
+    #[inline]
+    fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
+        self.arriving.send(now, (core, request));
+    }
+
+    #[inline]
+    fn next_event(&self) -> Tick {
+        self.arriving.next_arrival().min(self.timers.least().1).min(self.leaving.next_arrival())
+    }
+
+    fn step(&mut self) -> Option<(u16, Response)> {
+        let now = self.next_event();
+        if self.leaving.next_arrival() == now {
+            let (left, (core, request)) = self.leaving.receive()?;
+            return Some((core, Response { left, request }));
+        }
+        let (core, timer) = self.timers.least();
+        if timer == now {
+            self.timers.set(core, NEVER);
+            if let Some(finished) = self.discipline.timer(now, core, &mut self.timers) {
+                self.leaving.send(now, (core, finished));
+            }
+        } else {
+            let (_, (core, request)) = self.arriving.receive()?;
+            self.discipline.arrived(now, core, request, &mut self.timers);
+        }
+        None
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        self.discipline.busy(now)
+    }
+}

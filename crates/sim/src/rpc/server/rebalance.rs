@@ -1,0 +1,70 @@
+//! `rss-rebalanced:T`: RSS whose buckets are regrouped all the time, without cost.
+
+use coreward_model::dispatch::{BucketHash, regroup};
+use coreward_model::rss::IndirectionTable;
+
+use super::{FifoCores, NicServer, Request, Server, Sink};
+use crate::rpc::ticks::Tick;
+
+/// Every T the buckets are grouped anew, so that what the cores have in their queues and what the buckets will bring within
+/// the next T (by their share of all work so far) comes out as equal as can be.
+///
+/// Requests that are queued stay where they are: what was delivered to a core's memory is out of the NIC's reach. Moving
+/// them, too, gives a lower tail than published: with exponential service on 12 cores at 80 % load, latency 0.275 and T of 50
+/// service times, p99 is 2.2 times JSQ's then and 2.7 times without; Turbo (HPCA'23, Sect. I and VII-E) has 2.7 for 100 us and
+/// 3.4 for 1 ms, which is 3.4 here.
+#[derive(Debug)]
+pub struct RebalancedServer {
+    server: NicServer<BucketHash, FifoCores>,
+    every: Tick,
+    next: Tick,
+    /// Work that came in so far, by bucket.
+    work: Vec<u64>,
+}
+
+impl RebalancedServer {
+    /// Regroups every `every` ticks.
+    pub fn new(server: NicServer<BucketHash, FifoCores>, every: Tick) -> Self {
+        let buckets = server.dispatcher.table().entry_count();
+        Self { server, every, next: every, work: vec![0; buckets] }
+    }
+
+    fn regroup(&mut self, now: Tick) {
+        let ahead = |work: &u64| (u128::from(*work) * u128::from(self.every) / u128::from(now)) as u64;
+        let loads: Vec<u64> = self.work.iter().map(ahead).collect();
+        let backlog: Vec<u64> = self.server.cores.backlog(now).collect();
+        let table = IndirectionTable::new(&regroup(&loads, &backlog)).expect("as long as the table was");
+        self.server.dispatcher.set_table(table);
+    }
+}
+
+impl<S: Sink> Server<S> for RebalancedServer {
+    fn advance(&mut self, until: Tick, sink: &mut S) {
+        // Without requests under way nothing would be different after many regroupings than after the last one.
+        while self.next <= until && self.server.inside > 0 {
+            self.server.advance(self.next, sink);
+            self.regroup(self.next);
+            self.next += self.every;
+        }
+        self.server.advance(until, sink);
+    }
+
+    fn offer(&mut self, request: Request) {
+        if self.next <= request.arrived {
+            let last = request.arrived / self.every * self.every;
+            self.regroup(last);
+            self.next = last + self.every;
+        }
+        let bucket = request.flow_hash as usize & (self.work.len() - 1);
+        self.work[bucket] += request.work;
+        Server::<S>::offer(&mut self.server, request);
+    }
+
+    fn inside(&self) -> u64 {
+        self.server.inside
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        Server::<S>::busy(&self.server, now)
+    }
+}

@@ -1,0 +1,98 @@
+//! Which server a policy makes.
+
+use std::num::NonZeroU16;
+
+use coreward_model::dispatch::{
+    Assignment, BucketHash, CoreAllocation, Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue,
+    JoinShortestQueue, RandomCore, RoundRobinCore,
+};
+use coreward_model::rss::IndirectionTable;
+
+use super::{
+    AllocatedServer, Cores, FifoCores, IdealGroups, NicServer, PriorityCores, QueuedCores, RebalancedServer, Server,
+    SharedCores, Sink, StealingCores,
+};
+use crate::rpc::ticks::{Tick, ticks};
+use crate::rpc::{JbsrqOptions, Policy};
+
+/// A server.
+#[derive(Debug, Clone, Copy)]
+pub struct ServerSpec<'a> {
+    /// How requests get to cores.
+    pub policy: &'a Policy,
+    /// Cores, at least 1.
+    pub cores: u16,
+    /// Classes of service time.
+    pub classes: u8,
+    /// Latency of the interface between NIC and cores, one way.
+    pub latency: Tick,
+    /// Of its indirection table.
+    pub seed: u64,
+}
+
+/// Entries of an indirection table (Turbo, HPCA'23, Sect. VII-E).
+const BUCKETS: usize = 512;
+
+/// Does something with a server, whichever type it is: each type gets code of its own, without calls through tables.
+pub trait Visitor<S: Sink> {
+    /// What comes of it.
+    type Output;
+
+    /// Does it.
+    fn visit(self, server: impl Server<S> + 'static) -> Self::Output;
+}
+
+impl ServerSpec<'_> {
+    /// Builds the server and hands it to `visitor`.
+    pub fn build<S: Sink, V: Visitor<S>>(&self, visitor: V) -> V::Output {
+        let Self { cores, latency, .. } = *self;
+        let fifo = || FifoCores::new(cores, latency);
+        match self.policy {
+            Policy::CentralFcfs => nic(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo()),
+            Policy::Random => nic(visitor, RandomCore::new(cores), fifo()),
+            Policy::RoundRobin => nic(visitor, RoundRobinCore::new(cores), fifo()),
+            Policy::ShortestQueue => nic(visitor, JoinShortestQueue::unbounded(cores), fifo()),
+            Policy::LightestQueue => nic(visitor, JoinLightestQueue::new(cores), fifo()),
+            Policy::BoundedShortestQueue(bound) => nic(visitor, JoinShortestQueue::bounded(cores, *bound), fifo()),
+            Policy::RankedQueue(options) => self.ranked(visitor, options),
+            Policy::Rss => nic(visitor, self.bucket_hash(), fifo()),
+            Policy::RssRebalanced(every) => {
+                visitor.visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo(), 1), ticks(*every)))
+            }
+            Policy::WorkStealing(cost) => {
+                let stealing = StealingCores::new(cores, ticks(*cost));
+                nic(visitor, self.bucket_hash(), QueuedCores::new(cores, latency, stealing))
+            }
+            Policy::ProcessorSharing => nic(visitor, RoundRobinCore::new(1), SharedCores::new(cores, latency)),
+            Policy::GroupedFcfs { groups, cores_each } => {
+                nic(visitor, IdealGroups::new(groups.get(), cores_each.get(), latency), fifo())
+            }
+        }
+    }
+
+    fn bucket_hash(&self) -> BucketHash {
+        let table = IndirectionTable::balanced(self.seed, BUCKETS, self.cores);
+        BucketHash::new(table.expect("512 is a power of two"))
+    }
+
+    fn ranked<S: Sink, V: Visitor<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
+        let Self { cores, latency, classes, .. } = *self;
+        let services = options.priorities.services(classes);
+        let behind = PriorityCores::new(cores, services, ticks(options.quantum), ticks(options.switch_cost));
+        let dispatcher = JoinBoundedShortestRankedQueue::new(cores, services, options.lambda, options.depth);
+        let server = NicServer::new(dispatcher, QueuedCores::new(cores, latency, behind), services);
+        if options.assignment == Assignment::CompleteShare {
+            return visitor.visit(server);
+        }
+        let allocation = CoreAllocation::new(options.assignment, cores, options.reserved.get());
+        visitor.visit(AllocatedServer::new(server, cores, allocation, ticks(options.interval), latency))
+    }
+}
+
+fn nic<S: Sink, V: Visitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
+where
+    D: Dispatcher + 'static,
+    C: Cores + 'static,
+{
+    visitor.visit(NicServer::new(dispatcher, cores, 1))
+}

@@ -1,0 +1,84 @@
+//! `work-stealing`: cores with queues of their own that help each other.
+
+use std::collections::VecDeque;
+
+use coreward_model::dispatch::{LeastTree, LongestQueueStealing};
+
+use super::Request;
+use super::queued::Discipline;
+use crate::rpc::ticks::Tick;
+
+/// Each core serves its queue in order of arrival. When a core has nothing to do and another has requests waiting, it takes
+/// one, and needs `cost` longer for it.
+#[derive(Debug)]
+pub struct StealingCores {
+    cost: Tick,
+    policy: LongestQueueStealing,
+    cores: Vec<Core>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Core {
+    serves: Option<Request>,
+    until: Tick,
+    queue: VecDeque<Request>,
+    /// Time spent on all requests begun here, and on stealing them.
+    busy: Tick,
+}
+
+impl StealingCores {
+    /// `cost`: of a stolen request, to the thief.
+    pub fn new(cores: u16, cost: Tick) -> Self {
+        Self { cost, policy: LongestQueueStealing::new(cores), cores: vec![Core::default(); usize::from(cores)] }
+    }
+
+    fn serve(&mut self, now: Tick, core: u16, request: Request, cost: Tick, timers: &mut LeastTree) {
+        let entry = &mut self.cores[usize::from(core)];
+        entry.until = now + cost + request.work;
+        entry.busy += cost + request.work;
+        entry.serves = Some(request);
+        timers.set(core, entry.until);
+        self.policy.set_busy(core, true);
+    }
+
+    fn take_first(&mut self, core: u16) -> Option<Request> {
+        let queue = &mut self.cores[usize::from(core)].queue;
+        let first = queue.pop_front()?;
+        self.policy.set_queued(core, queue.len() as u64);
+        Some(first)
+    }
+
+    fn steal(&mut self, now: Tick, timers: &mut LeastTree) {
+        if let Some(theft) = self.policy.theft()
+            && let Some(request) = self.take_first(theft.victim)
+        {
+            self.serve(now, theft.thief, request, self.cost, timers);
+        }
+    }
+}
+
+impl Discipline for StealingCores {
+    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree) {
+        let entry = &mut self.cores[usize::from(core)];
+        if entry.serves.is_none() {
+            return self.serve(now, core, request, 0, timers);
+        }
+        entry.queue.push_back(request);
+        self.policy.set_queued(core, entry.queue.len() as u64);
+        self.steal(now, timers);
+    }
+
+    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree) -> Option<Request> {
+        let finished = self.cores[usize::from(core)].serves.take();
+        self.policy.set_busy(core, false);
+        match self.take_first(core) {
+            Some(next) => self.serve(now, core, next, 0, timers),
+            None => self.steal(now, timers),
+        }
+        finished
+    }
+
+    fn busy(&self, now: Tick) -> Vec<Tick> {
+        self.cores.iter().map(|core| core.busy - core.until.saturating_sub(now)).collect()
+    }
+}

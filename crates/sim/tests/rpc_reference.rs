@@ -1,0 +1,208 @@
+//! The engine against a simulator that takes no short cuts, response by response.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use coreward_model::dispatch::{
+    Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinCore,
+};
+use coreward_sim::rpc::server::{
+    Cores, FifoCores, NicServer, PriorityCores, QueuedCores, Request, Response, Server, SharedCores, Sink,
+    StealingCores,
+};
+use proptest::prelude::*;
+
+#[derive(Default)]
+struct Responses(Vec<(u64, u32)>);
+
+impl Sink for Responses {
+    fn response(&mut self, response: &Response) {
+        self.0.push((response.left, response.request.hash));
+    }
+}
+
+/// What the engine answers: when which request left.
+fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
+    let mut server = NicServer::new(dispatcher, cores, 2);
+    let mut responses = Responses::default();
+    for request in requests {
+        server.advance(request.arrived, &mut responses);
+        Server::<Responses>::offer(&mut server, *request);
+    }
+    server.advance(u64::MAX - 1, &mut responses);
+    assert_eq!(Server::<Responses>::inside(&server), 0);
+    responses.0.sort_unstable();
+    responses.0
+}
+
+/// How the reference chooses among cores: (requests under way, work under way) of each.
+type Choose = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
+
+/// Every step an event of its own in one heap, every choice a search over all cores.
+fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choose: Choose) -> Vec<(u64, u32)> {
+    #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
+    enum Event {
+        CoreEnds(usize, usize),
+        ResponseAtNic(usize, usize),
+        AtCore(usize, usize),
+        Arrives(usize),
+    }
+    let mut events: BinaryHeap<Reverse<(u64, Event)>> =
+        requests.iter().enumerate().map(|(i, request)| Reverse((request.arrived, Event::Arrives(i)))).collect();
+    let mut under_way = vec![(0, 0); cores];
+    let mut at_nic: VecDeque<usize> = VecDeque::new();
+    let mut queues: Vec<VecDeque<usize>> = vec![VecDeque::new(); cores];
+    let mut left = Vec::new();
+    while let Some(Reverse((now, event))) = events.pop() {
+        match event {
+            Event::Arrives(request) => at_nic.push_back(request),
+            Event::AtCore(core, request) => {
+                queues[core].push_back(request);
+                if queues[core].len() == 1 {
+                    events.push(Reverse((now + requests[request].work, Event::CoreEnds(core, request))));
+                }
+            }
+            Event::CoreEnds(core, request) => {
+                assert_eq!(queues[core].pop_front(), Some(request));
+                if let Some(next) = queues[core].front() {
+                    events.push(Reverse((now + requests[*next].work, Event::CoreEnds(core, *next))));
+                }
+                events.push(Reverse((now + latency, Event::ResponseAtNic(core, request))));
+            }
+            Event::ResponseAtNic(core, request) => {
+                under_way[core].0 -= 1;
+                under_way[core].1 -= requests[request].work;
+                left.push((now, requests[request].hash));
+            }
+        }
+        while let Some(request) = at_nic.front().copied() {
+            let Some(core) = choose(&under_way, bound) else { break };
+            at_nic.pop_front();
+            under_way[core].0 += 1;
+            under_way[core].1 += requests[request].work;
+            events.push(Reverse((now + latency, Event::AtCore(core, request))));
+        }
+    }
+    left.sort_unstable();
+    left
+}
+
+fn shortest(under_way: &[(u64, u64)], bound: u64) -> Option<usize> {
+    let shortest = (0..under_way.len()).min_by_key(|core| under_way[*core].0)?;
+    (under_way[shortest].0 < bound).then_some(shortest)
+}
+
+fn lightest(under_way: &[(u64, u64)], _bound: u64) -> Option<usize> {
+    (0..under_way.len()).min_by_key(|core| under_way[*core].1)
+}
+
+/// Requests in bursts and gaps, of two services; no two come in at the same moment.
+fn requests() -> impl Strategy<Value = Vec<Request>> {
+    prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn| {
+        let mut arrived = 0;
+        let request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
+            arrived += gap;
+            Request { arrived, work, hash: index as u32, flow_hash: 0, class: 0, service: u8::from(low) }
+        };
+        drawn.into_iter().enumerate().map(request).collect()
+    })
+}
+
+/// All of service 0.
+fn alike(requests: &[Request]) -> Vec<Request> {
+    requests.iter().map(|request| Request { service: 0, ..*request }).collect()
+}
+
+proptest! {
+    #[test]
+    fn fifo_cores_agree(requests in requests(), cores in 1u16..9, latency in 0u64..50, bound in 1u16..5) {
+        let requests = alike(&requests);
+        let fifo = || FifoCores::new(cores, latency);
+        let expected = |bound, choose| reference(&requests, usize::from(cores), latency, bound, choose);
+        let bounded = JoinShortestQueue::bounded(cores, bound.try_into().unwrap());
+        prop_assert_eq!(simulated(&requests, JoinShortestQueue::unbounded(cores), fifo()), expected(u64::MAX, shortest));
+        prop_assert_eq!(simulated(&requests, bounded, fifo()), expected(u64::from(bound), shortest));
+        prop_assert_eq!(simulated(&requests, JoinLightestQueue::new(cores), fifo()), expected(0, lightest));
+    }
+
+    /// Without priorities, JBSRQ is JBSQ, and its cores serve in order of arrival.
+    #[test]
+    fn ranked_queues_of_one_service_are_bounded_queues(
+        requests in requests(),
+        cores in 1u16..9,
+        latency in 0u64..50,
+        depth in 1u16..5,
+    ) {
+        let requests = alike(&requests);
+        let depth = depth.try_into().unwrap();
+        let ranked = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PUBLISHED, depth);
+        let cores_of_ranked = QueuedCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
+        let bounded = JoinShortestQueue::bounded(cores, depth);
+        prop_assert_eq!(
+            simulated(&requests, ranked, cores_of_ranked),
+            simulated(&requests, bounded, FifoCores::new(cores, latency))
+        );
+    }
+
+    /// However service is cut up, every request is answered once, no earlier than its work allows.
+    #[test]
+    fn nothing_is_lost_by_yielding_or_stealing(
+        requests in requests(),
+        cores in 1u16..5,
+        latency in 0u64..50,
+        quantum in 1u64..100,
+        cost in 0u64..30,
+    ) {
+        let ranked = JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, 4.try_into().unwrap());
+        let yielding = QueuedCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
+        let stealing = QueuedCores::new(cores, latency, StealingCores::new(cores, cost));
+        let answers =
+            [simulated(&requests, ranked, yielding), simulated(&requests, RoundRobinCore::new(cores), stealing)];
+        for left in answers {
+            prop_assert_eq!(left.len(), requests.len());
+            let mut seen = vec![false; requests.len()];
+            for (left, index) in left {
+                let request = &requests[index as usize];
+                prop_assert!(left >= request.arrived + request.work + 2 * latency);
+                prop_assert!(!std::mem::replace(&mut seen[index as usize], true));
+            }
+        }
+    }
+
+    /// With free stealing no core idles while a request is queued. Requests that are equally long leave when they would
+    /// leave one ideal queue, though perhaps in another order.
+    #[test]
+    fn free_stealing_conserves_work(requests in requests(), cores in 1u16..5) {
+        let equal: Vec<Request> = requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
+        let stealing = QueuedCores::new(cores, 0, StealingCores::new(cores, 0));
+        let central = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
+        let times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
+        prop_assert_eq!(
+            times(simulated(&equal, RoundRobinCore::new(cores), stealing)),
+            times(simulated(&equal, central, FifoCores::new(cores, 0)))
+        );
+    }
+}
+
+#[test]
+fn busy_time_is_counted_as_it_passes() {
+    let request = |arrived, work| Request { arrived, work, hash: 0, flow_hash: 0, class: 0, service: 0 };
+    fn check<C: Cores>(cores: C, requests: &[Request]) {
+        let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);
+        let mut sink = Responses::default();
+        for request in requests {
+            server.advance(request.arrived, &mut sink);
+            Server::<Responses>::offer(&mut server, *request);
+        }
+        // The interface takes 5: the core works from 15 to 115 and from there to 165.
+        for (now, busy) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
+            server.advance(now, &mut sink);
+            assert_eq!(Server::<Responses>::busy(&server, now), [busy], "at {now}");
+        }
+    }
+    let requests = [request(10, 100), request(20, 50)];
+    check(FifoCores::new(1, 5), &requests);
+    check(QueuedCores::new(1, 5, StealingCores::new(1, 0)), &requests);
+    check(QueuedCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
+    check(SharedCores::new(1, 5), &requests);
+}
