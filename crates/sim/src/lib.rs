@@ -8,6 +8,7 @@ pub mod cli;
 pub mod lb;
 pub mod names;
 pub mod output;
+pub mod random;
 pub mod rpc;
 pub mod spread;
 pub mod trace;

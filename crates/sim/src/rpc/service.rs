@@ -4,10 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use rand::Rng;
-use rand_distr::{Distribution, Exp1, LogNormal};
 
 use super::ticks::{TICKS_PER_UNIT, Tick, ticks};
 use crate::names::UnknownName;
+use crate::random::{exponential, log_normal};
 
 /// A distribution of service times. The unit of time is the service time of the shortest class; where there are no
 /// classes it is the mean.
@@ -165,10 +165,7 @@ impl Service {
         match self {
             Self::Fixed => Sampler::Classes(ClassDraw::new(&[])),
             Self::Exponential => Sampler::Exponential,
-            // The mean of a lognormal is exp(mu + sigma^2 / 2).
-            Self::LogNormal(sigma) => Sampler::LogNormal(
-                LogNormal::new(-sigma * sigma / 2.0, *sigma).expect("sigma was checked when it was read"),
-            ),
+            Self::LogNormal(sigma) => Sampler::LogNormal(*sigma),
             Self::Classes(classes) => Sampler::Classes(ClassDraw::new(classes)),
         }
     }
@@ -178,7 +175,8 @@ impl Service {
 #[derive(Debug, Clone)]
 pub(super) enum Sampler {
     Exponential,
-    LogNormal(LogNormal<f64>),
+    /// Its sigma.
+    LogNormal(f64),
     Classes(ClassDraw),
 }
 
@@ -210,8 +208,9 @@ impl Sampler {
     #[inline]
     pub(super) fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
-            Self::Exponential => (0, ticks(Exp1.sample(rng))),
-            Self::LogNormal(distribution) => (0, ticks(distribution.sample(rng))),
+            Self::Exponential => (0, ticks(exponential(rng))),
+            // The mean of a lognormal is exp(mu + sigma^2 / 2): 1.
+            Self::LogNormal(sigma) => (0, ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
             Self::Classes(draw) => {
                 let drawn = u64::from(rng.next_u32());
                 let class = usize::from(drawn >= draw.thresholds[0]) + usize::from(drawn >= draw.thresholds[1]);

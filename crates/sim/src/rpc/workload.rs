@@ -2,13 +2,13 @@
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
-use rand_distr::{Distribution as _, Exp1};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::server::Request;
 use super::service::Sampler;
 use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{Config, Priorities};
+use crate::random::exponential;
 
 /// Poisson arrivals. Each quantity has a random stream of its own: two policies, or two loads, see the same requests in
 /// the same order (common random numbers), so that they differ by what they do and not by luck.
@@ -50,8 +50,7 @@ impl Workload {
     /// The next request.
     #[inline]
     pub fn draw(&mut self) -> Request {
-        let gap: f64 = Exp1.sample(&mut self.arrivals);
-        self.next_arrival += (gap * self.mean_gap + 0.5) as Tick;
+        self.next_arrival += (exponential(&mut self.arrivals) * self.mean_gap + 0.5) as Tick;
         let (class, work) = self.sampler.sample(&mut self.services);
         let hash = self.hashes.next_u32();
         Request {

@@ -1,0 +1,174 @@
+//! Random numbers of given distributions: quick, and the same on every machine.
+//!
+//! `rand_distr` takes exp and ln from the C library as soon as any crate of the build turns on the `std` feature of
+//! `num-traits`, and C libraries differ in the last bit. These take them from `libm`, which is Rust.
+
+use std::sync::LazyLock;
+
+use rand::Rng;
+
+/// Layers of a ziggurat.
+const LAYERS: usize = 256;
+
+/// A density that falls from 0 on, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for generating
+/// random variables", J. Stat. Softw. 5, 2000): nearly always one draw, one multiplication and one comparison do.
+#[derive(Debug)]
+struct Ziggurat {
+    /// Where the layers end, the lowest first (as if it had the tail's area, too); the last is 0.
+    ends: [f64; LAYERS + 1],
+    /// The density there.
+    heights: [f64; LAYERS + 1],
+}
+
+impl Ziggurat {
+    /// `tail`: where the tail begins. `area`: of each layer. Both from the paper.
+    fn new(tail: f64, area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
+        let mut ends = [0.0; LAYERS + 1];
+        (ends[0], ends[1]) = (area / density(tail), tail);
+        for layer in 2..LAYERS {
+            ends[layer] = inverse(density(ends[layer - 1]) + area / ends[layer - 1]);
+        }
+        Self { ends, heights: ends.map(density) }
+    }
+
+    /// Whether a point at `x`, at a random height within the layer, is below the density.
+    #[cold]
+    fn below(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
+        let (low, high) = (self.heights[layer], self.heights[layer + 1]);
+        low + (high - low) * unit(rng) < density
+    }
+}
+
+const EXPONENTIAL_TAIL: f64 = 7.697_117_470_131_05;
+static EXPONENTIAL: LazyLock<Ziggurat> = LazyLock::new(|| {
+    Ziggurat::new(EXPONENTIAL_TAIL, 3.949_659_822_581_557e-3, |x| libm::exp(-x), |height| -libm::log(height))
+});
+
+const NORMAL_TAIL: f64 = 3.654_152_885_361_009;
+static NORMAL: LazyLock<Ziggurat> = LazyLock::new(|| {
+    let inverse = |height| (-2.0 * libm::log(height)).sqrt();
+    Ziggurat::new(NORMAL_TAIL, 4.928_673_233_974_655e-3, |x| libm::exp(-x * x / 2.0), inverse)
+});
+
+/// Uniform in [0, 1), 53 bits.
+#[inline]
+pub fn unit(rng: &mut impl Rng) -> f64 {
+    (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
+}
+
+/// Uniform in (0, 1], for logarithms.
+fn above_zero(rng: &mut impl Rng) -> f64 {
+    1.0 - unit(rng)
+}
+
+/// Exponential with mean 1.
+#[inline]
+pub fn exponential(rng: &mut impl Rng) -> f64 {
+    let ziggurat = &*EXPONENTIAL;
+    loop {
+        let drawn = rng.next_u64();
+        // The lowest bits choose the layer, the highest 53 the place in it.
+        let layer = drawn as usize % LAYERS;
+        let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
+        if x < ziggurat.ends[layer + 1] {
+            return x;
+        }
+        if layer == 0 {
+            // The tail of an exponential is an exponential.
+            return EXPONENTIAL_TAIL - libm::log(above_zero(rng));
+        }
+        if ziggurat.below(rng, layer, libm::exp(-x)) {
+            return x;
+        }
+    }
+}
+
+/// Normal with mean 0 and variance 1.
+#[inline]
+pub fn standard_normal(rng: &mut impl Rng) -> f64 {
+    let ziggurat = &*NORMAL;
+    loop {
+        let drawn = rng.next_u64();
+        let layer = drawn as usize % LAYERS;
+        let sign = if drawn & LAYERS as u64 == 0 { 1.0 } else { -1.0 };
+        let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
+        if x < ziggurat.ends[layer + 1] {
+            return sign * x;
+        }
+        if layer == 0 {
+            return sign * normal_tail(rng);
+        }
+        if ziggurat.below(rng, layer, libm::exp(-x * x / 2.0)) {
+            return sign * x;
+        }
+    }
+}
+
+/// Marsaglia, "Generating a variable from the tail of the normal distribution", Technometrics 6, 1964.
+#[cold]
+fn normal_tail(rng: &mut impl Rng) -> f64 {
+    loop {
+        let x = -libm::log(above_zero(rng)) / NORMAL_TAIL;
+        if -2.0 * libm::log(above_zero(rng)) >= x * x {
+            return NORMAL_TAIL + x;
+        }
+    }
+}
+
+/// The exponential of a normal variable with this mean and standard deviation.
+pub fn log_normal(rng: &mut impl Rng, mean: f64, deviation: f64) -> f64 {
+    libm::exp(mean + deviation * standard_normal(rng))
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::rss::seeded_rng;
+
+    use super::*;
+
+    const DRAWS: usize = 1_000_000;
+
+    /// Kolmogorov and Smirnov's distance between the draws and a distribution.
+    fn distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
+        let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAWS).collect();
+        draws.sort_by(f64::total_cmp);
+        let apart = |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAWS as f64).abs();
+        draws.iter().enumerate().map(apart).fold(0.0, f64::max)
+    }
+
+    /// The distance that one in a thousand samples exceeds: 1.95 / sqrt(n).
+    const LIMIT: f64 = 1.95e-3;
+
+    #[test]
+    fn draws_follow_their_distributions() {
+        let mut rng = seeded_rng(1, 0);
+        assert!(distance(|| unit(&mut rng), |x| x) < LIMIT);
+        assert!(distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < LIMIT);
+        let normal = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
+        assert!(distance(|| standard_normal(&mut rng), normal) < LIMIT);
+        assert!(distance(|| log_normal(&mut rng, 1.0, 0.5), |x| normal((libm::log(x) - 1.0) / 0.5)) < LIMIT);
+    }
+
+    #[test]
+    fn tails_are_as_heavy_as_they_should_be() {
+        let mut rng = seeded_rng(2, 0);
+        let beyond = |share: f64, count: usize| {
+            let expected = share * 10.0 * DRAWS as f64;
+            assert!((count as f64 - expected).abs() < 4.0 * expected.sqrt(), "{count} of {expected}");
+        };
+        beyond(libm::exp(-8.0), (0..10 * DRAWS).filter(|_| exponential(&mut rng) > 8.0).count());
+        let four = libm::erfc(4.0 / 2f64.sqrt());
+        beyond(four, (0..10 * DRAWS).filter(|_| standard_normal(&mut rng).abs() > 4.0).count());
+    }
+
+    #[test]
+    fn layers_have_equal_areas() {
+        for ziggurat in [&*EXPONENTIAL, &*NORMAL] {
+            let area = ziggurat.ends[0] * ziggurat.heights[1];
+            for layer in 1..LAYERS {
+                let of_layer = ziggurat.ends[layer] * (ziggurat.heights[layer + 1] - ziggurat.heights[layer]);
+                assert!((of_layer / area - 1.0).abs() < 1e-8, "layer {layer}: {of_layer} against {area}");
+            }
+        }
+    }
+}
