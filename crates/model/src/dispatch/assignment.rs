@@ -133,7 +133,7 @@ impl CoreAllocation {
 
     /// What changes by a hint for `service`. `other_waits`: requests of the other service wait at the NIC; `load`: how much a
     /// core has to do, by which the core that gives way is chosen (the least, the first of equals).
-    pub fn hint(&mut self, service: u8, hint: LoadHint, other_waits: bool, load: impl Fn(u16) -> u64) -> Vec<Change> {
+    pub fn hint(&mut self, service: u8, hint: LoadHint, other_waits: bool, load: impl Fn(u16) -> u32) -> Vec<Change> {
         let other = 1 - service;
         // What each kind of core would become, [this service, the other].
         let (from, to) = match (self.assignment, hint) {
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn dedicated_cores_change_hands() {
         let mut allocation = CoreAllocation::new(Assignment::Dedicated, 4, 1);
-        let load = |core: u16| u64::from(10 - core);
+        let load = |core: u16| u32::from(10 - core);
         let changes = allocation.hint(0, LoadHint::ScaleUp, false, load);
         let expected = [Change { service: 0, core: 3, runs: true }, Change { service: 1, core: 3, runs: false }];
         assert_eq!(changes, expected, "the least loaded of the other's");

@@ -13,7 +13,7 @@ pub struct Lambda(u16);
 pub struct LambdaOutOfRange(pub f64);
 
 /// What a request of at least the same priority counts.
-const ONE: u64 = 1000;
+const ONE: u32 = 1000;
 
 impl Lambda {
     /// RingLeader's setting (NSDI'23, Sect. 7.1).
@@ -25,7 +25,7 @@ impl Lambda {
     /// When `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
         if (0.0..=1.0).contains(&value) {
-            Ok(Self((value * ONE as f64).round() as u16))
+            Ok(Self((value * f64::from(ONE)).round() as u16))
         } else {
             Err(LambdaOutOfRange(value))
         }
@@ -33,7 +33,7 @@ impl Lambda {
 
     /// The factor.
     pub fn get(self) -> f64 {
-        f64::from(self.0) / ONE as f64
+        f64::from(self.0) / f64::from(ONE)
     }
 }
 
@@ -45,25 +45,25 @@ impl Lambda {
 /// first out is the service of highest priority that any core would take.
 #[derive(Debug, Clone)]
 pub struct JoinBoundedShortestRankedQueue {
-    lambda: u64,
-    bound: u64,
+    lambda: u32,
+    bound: u32,
     services: Vec<Service>,
 }
 
 #[derive(Debug, Clone)]
 struct Service {
     /// Rank of each core, in thousandths.
-    ranks: Vec<u64>,
+    ranks: Vec<u32>,
     /// Whether the service runs on the core.
     runs: Vec<bool>,
     /// The ranks of the cores that would take a request; [`FULL`] for the others.
-    eligible: LeastTree,
+    eligible: LeastTree<u32>,
     /// Requests that wait at the NIC.
     waiting: u64,
     waiting_peak: u64,
 }
 
-const FULL: u64 = u64::MAX;
+const FULL: u32 = u32::MAX;
 
 impl JoinBoundedShortestRankedQueue {
     /// `services` services, each of which runs on all cores.
@@ -76,8 +76,8 @@ impl JoinBoundedShortestRankedQueue {
             waiting_peak: 0,
         };
         Self {
-            lambda: u64::from(lambda.0),
-            bound: u64::from(depth.get()) * ONE,
+            lambda: u32::from(lambda.0),
+            bound: u32::from(depth.get()) * ONE,
             services: vec![service; usize::from(services)],
         }
     }
@@ -107,13 +107,13 @@ impl JoinBoundedShortestRankedQueue {
     }
 
     /// How many requests `core` has under way, in thousandths: its rank for the lowest priority.
-    pub fn under_way(&self, core: u16) -> u64 {
+    pub fn under_way(&self, core: u16) -> u32 {
         self.services.last().map_or(0, |lowest| lowest.ranks[usize::from(core)])
     }
 
     /// A request of `service` more, or less, at `core`.
     #[inline]
-    fn count(&mut self, service: u8, core: u16, change: impl Fn(&mut u64, u64)) {
+    fn count(&mut self, service: u8, core: u16, change: impl Fn(&mut u32, u32)) {
         for (priority, entry) in self.services.iter_mut().enumerate() {
             // A lower number is a higher priority: those of at least this entry's priority count in full.
             let weight = if usize::from(service) <= priority { ONE } else { self.lambda };
@@ -135,7 +135,7 @@ impl JoinBoundedShortestRankedQueue {
 
 impl Service {
     #[inline]
-    fn judge(&mut self, core: u16, bound: u64) {
+    fn judge(&mut self, core: u16, bound: u32) {
         let rank = self.ranks[usize::from(core)];
         let eligible = self.runs[usize::from(core)] && rank < bound;
         self.eligible.set(core, if eligible { rank } else { FULL });

@@ -5,7 +5,7 @@ use super::{Dispatcher, Header, LeastTree};
 /// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): every request counts with the service time to expect.
 #[derive(Debug, Clone)]
 pub struct JoinLightestQueue {
-    under_way: LeastTree,
+    under_way: LeastTree<u64>,
 }
 
 impl JoinLightestQueue {

@@ -7,20 +7,20 @@ use super::{Dispatcher, Header, LeastTree, Release};
 /// central queue: a request leaves it when a core has said that it is free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
-    under_way: LeastTree,
-    bound: u64,
+    under_way: LeastTree<u32>,
+    bound: u32,
     waiting: u64,
 }
 
 impl JoinShortestQueue {
     /// Every request goes to a core at once.
     pub fn unbounded(cores: u16) -> Self {
-        Self { under_way: LeastTree::new(cores, 0), bound: u64::MAX, waiting: 0 }
+        Self { under_way: LeastTree::new(cores, 0), bound: u32::MAX, waiting: 0 }
     }
 
     /// At most `bound` requests under way at any core.
     pub fn bounded(cores: u16, bound: std::num::NonZeroU16) -> Self {
-        Self { bound: u64::from(bound.get()), ..Self::unbounded(cores) }
+        Self { bound: u32::from(bound.get()), ..Self::unbounded(cores) }
     }
 
     #[inline]

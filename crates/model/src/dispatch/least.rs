@@ -3,22 +3,54 @@
 /// A tournament over the cores: the least key in constant time, a changed key in log2(cores) steps. The same shape as
 /// Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1).
 #[derive(Debug, Clone)]
-pub struct LeastTree {
+pub struct LeastTree<K: Key> {
     /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds its key, and below it the index of
     /// the leaf that the key came from: one comparison settles both, and of equal keys the lowest index wins.
-    nodes: Vec<u128>,
+    nodes: Vec<K::Node>,
     leaves: usize,
 }
 
-/// Bits of a node that hold the leaf's index.
-const INDEX_BITS: u32 = 16;
+/// What is compared.
+pub trait Key: Copy {
+    /// Room for a key and a leaf's index below it.
+    type Node: Copy + Ord + std::fmt::Debug;
+    /// No leaf: more than every node.
+    const NO_LEAF: Self::Node;
 
-impl LeastTree {
+    /// Both in one number.
+    fn node(self, leaf: u16) -> Self::Node;
+    /// The leaf and its key.
+    fn parts(node: Self::Node) -> (u16, Self);
+}
+
+macro_rules! key {
+    ($key:ty, $node:ty) => {
+        impl Key for $key {
+            type Node = $node;
+            const NO_LEAF: $node = <$node>::MAX;
+
+            #[inline]
+            fn node(self, leaf: u16) -> $node {
+                <$node>::from(self) << u16::BITS | <$node>::from(leaf)
+            }
+
+            #[inline]
+            fn parts(node: $node) -> (u16, $key) {
+                (node as u16, (node >> u16::BITS) as $key)
+            }
+        }
+    };
+}
+
+key!(u32, u64);
+key!(u64, u128);
+
+impl<K: Key> LeastTree<K> {
     /// `leaves` keys (at least 1), each `key`.
-    pub fn new(leaves: u16, key: u64) -> Self {
+    pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
         let width = usize::from(leaves).next_power_of_two();
-        let mut tree = Self { nodes: vec![u128::MAX; 2 * width], leaves: width };
+        let mut tree = Self { nodes: vec![K::NO_LEAF; 2 * width], leaves: width };
         for index in 0..leaves {
             tree.set(index, key);
         }
@@ -27,9 +59,9 @@ impl LeastTree {
 
     /// Changes the key of leaf `index`.
     #[inline]
-    pub fn set(&mut self, index: u16, key: u64) {
+    pub fn set(&mut self, index: u16, key: K) {
         let mut node = self.leaves + usize::from(index);
-        let mut least = u128::from(key) << INDEX_BITS | u128::from(index);
+        let mut least = key.node(index);
         self.nodes[node] = least;
         while node > 1 {
             least = least.min(self.nodes[node ^ 1]);
@@ -40,15 +72,14 @@ impl LeastTree {
 
     /// The key of leaf `index`.
     #[inline]
-    pub fn get(&self, index: u16) -> u64 {
-        (self.nodes[self.leaves + usize::from(index)] >> INDEX_BITS) as u64
+    pub fn get(&self, index: u16) -> K {
+        K::parts(self.nodes[self.leaves + usize::from(index)]).1
     }
 
     /// The leaf with the least key, the first of equals, and its key.
     #[inline]
-    pub fn least(&self) -> (u16, u64) {
-        let least = self.nodes[1];
-        (least as u16, (least >> INDEX_BITS) as u64)
+    pub fn least(&self) -> (u16, K) {
+        K::parts(self.nodes[1])
     }
 }
 
@@ -64,7 +95,7 @@ mod tests {
             leaves in 1u16..70,
             changes in prop::collection::vec((any::<u16>(), prop_oneof![0u64..4, any::<u64>()]), 0..200),
         ) {
-            let mut tree = LeastTree::new(leaves, 1);
+            let mut tree = LeastTree::<u64>::new(leaves, 1);
             let mut keys = vec![1u64; usize::from(leaves)];
             for (index, key) in changes {
                 let index = index % leaves;

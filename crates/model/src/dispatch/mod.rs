@@ -19,7 +19,7 @@ pub use assignment::{Assignment, Change, CoreAllocation, LoadHint, LoadMonitor, 
 pub use jbsrq::{JoinBoundedShortestRankedQueue, Lambda, LambdaOutOfRange};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
-pub use least::LeastTree;
+pub use least::{Key, LeastTree};
 pub use rss::{BucketHash, regroup};
 pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Theft};

@@ -44,7 +44,7 @@ pub fn regroup(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
     // A bucket counts one more than its load, in units too small to outweigh a load: idle buckets are spread, too.
     let scale = loads.len() as u64 + 1;
-    let mut totals = LeastTree::new(backlog.len() as u16, 0);
+    let mut totals = LeastTree::<u64>::new(backlog.len() as u16, 0);
     (0..).zip(backlog).for_each(|(core, backlog)| totals.set(core, backlog * scale));
     let mut assigned = vec![0; loads.len()];
     for bucket in heaviest_first {

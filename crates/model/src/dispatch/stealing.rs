@@ -7,15 +7,15 @@ use super::LeastTree;
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
     /// Least for the longest queue.
-    lengths: LeastTree,
+    lengths: LeastTree<u32>,
     /// [`IDLE`] or [`BUSY`].
-    states: LeastTree,
+    states: LeastTree<u32>,
 }
 
-const IDLE: u64 = 0;
-const BUSY: u64 = 1;
+const IDLE: u32 = 0;
+const BUSY: u32 = 1;
 /// The key of an empty queue.
-const EMPTY: u64 = u64::MAX;
+const EMPTY: u32 = u32::MAX;
 
 /// A core that helps another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl LongestQueueStealing {
     }
 
     /// `core`'s queue has that many requests, without the one that it works on.
-    pub fn set_queued(&mut self, core: u16, length: u64) {
+    pub fn set_queued(&mut self, core: u16, length: u32) {
         self.lengths.set(core, EMPTY - length);
     }
 

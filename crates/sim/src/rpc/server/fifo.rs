@@ -14,7 +14,7 @@ pub struct FifoCores {
     latency: Tick,
     cores: Vec<Core>,
     /// When the first response of each core passes the NIC.
-    next_response: LeastTree,
+    next_response: LeastTree<Tick>,
 }
 
 #[derive(Debug, Clone, Default)]

@@ -13,7 +13,7 @@ pub struct IdealGroups {
     latency: Tick,
     cores_each: u16,
     /// By group: from when on each of its cores is free.
-    free_from: Vec<LeastTree>,
+    free_from: Vec<LeastTree<Tick>>,
 }
 
 impl IdealGroups {

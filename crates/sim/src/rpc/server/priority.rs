@@ -51,7 +51,7 @@ impl PriorityCores {
     }
 
     /// Runs the first request of the highest priority, if there is any.
-    fn run_next(&mut self, now: Tick, core: u16, timers: &mut LeastTree) {
+    fn run_next(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         let Some(job) = entry.queues.iter_mut().find_map(VecDeque::pop_front) else { return };
         let switch = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
@@ -64,7 +64,7 @@ impl PriorityCores {
 }
 
 impl Discipline for PriorityCores {
-    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree) {
+    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         entry.queues[usize::from(request.service)].push_back(Job { request, left: request.work });
         match entry.runs {
@@ -79,7 +79,7 @@ impl Discipline for PriorityCores {
         }
     }
 
-    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree) -> Option<Request> {
+    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
         let entry = &mut self.cores[usize::from(core)];
         let mut job = entry.runs.take()?;
         let served = now.saturating_sub(entry.since);

@@ -10,10 +10,10 @@ use crate::rpc::ticks::{NEVER, Tick};
 /// What the cores do with the requests that they have.
 pub trait Discipline {
     /// A request arrives at a core.
-    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree);
+    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
 
     /// The timer of a core goes off (it was cleared); the request that this core has finished, if it has.
-    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree) -> Option<Request>;
+    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request>;
 
     /// For each core the time that it has been busy until `now`.
     fn busy(&self, now: Tick) -> Vec<Tick>;
@@ -25,7 +25,7 @@ pub struct QueuedCores<Q> {
     discipline: Q,
     arriving: DelayLine<(u16, Request)>,
     leaving: DelayLine<(u16, Request)>,
-    timers: LeastTree,
+    timers: LeastTree<Tick>,
 }
 
 impl<Q: Discipline> QueuedCores<Q> {

@@ -32,7 +32,7 @@ impl StealingCores {
         Self { cost, policy: LongestQueueStealing::new(cores), cores: vec![Core::default(); usize::from(cores)] }
     }
 
-    fn serve(&mut self, now: Tick, core: u16, request: Request, cost: Tick, timers: &mut LeastTree) {
+    fn serve(&mut self, now: Tick, core: u16, request: Request, cost: Tick, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         entry.until = now + cost + request.work;
         entry.busy += cost + request.work;
@@ -44,11 +44,11 @@ impl StealingCores {
     fn take_first(&mut self, core: u16) -> Option<Request> {
         let queue = &mut self.cores[usize::from(core)].queue;
         let first = queue.pop_front()?;
-        self.policy.set_queued(core, queue.len() as u64);
+        self.policy.set_queued(core, queue.len() as u32);
         Some(first)
     }
 
-    fn steal(&mut self, now: Tick, timers: &mut LeastTree) {
+    fn steal(&mut self, now: Tick, timers: &mut LeastTree<Tick>) {
         if let Some(theft) = self.policy.theft()
             && let Some(request) = self.take_first(theft.victim)
         {
@@ -58,17 +58,17 @@ impl StealingCores {
 }
 
 impl Discipline for StealingCores {
-    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree) {
+    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         if entry.serves.is_none() {
             return self.serve(now, core, request, 0, timers);
         }
         entry.queue.push_back(request);
-        self.policy.set_queued(core, entry.queue.len() as u64);
+        self.policy.set_queued(core, entry.queue.len() as u32);
         self.steal(now, timers);
     }
 
-    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree) -> Option<Request> {
+    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
         let finished = self.cores[usize::from(core)].serves.take();
         self.policy.set_busy(core, false);
         match self.take_first(core) {
