@@ -7,6 +7,7 @@ use coreward_model::placement::{BucketCount, BucketCountError};
 use super::{Config, run};
 use crate::output::{Format, Printed as _};
 use crate::trace::Source;
+use crate::trace::capture::ReadOptions;
 
 /// Arguments of `coreward sim lb`.
 #[derive(Debug, clap::Args)]
@@ -36,6 +37,9 @@ pub struct LbArgs {
     /// Seeds: N for 1 to N, or FIRST-LAST
     #[arg(long, default_value = "10")]
     seeds: Seeds,
+    /// A flow of a capture that was silent for longer has ended (s)
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    idle_timeout: u64,
     /// Copies of the trace that run at once, shifted in time, each with addresses of its own
     #[arg(long, default_value_t = 1)]
     overlay: u32,
@@ -111,6 +115,7 @@ impl LbArgs {
             alpha: self.alpha,
             policies: self.policy,
             seeds: self.seeds.0,
+            read: ReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
             overlay: self.overlay,
             core_capacity: self.core_capacity,
             tables: match self.indirection_tables {

@@ -22,6 +22,7 @@ use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 
 use crate::names::UnknownName;
+use crate::trace::capture::ReadOptions;
 use crate::trace::{Source, TraceError};
 
 pub use oracle::ORACLE;
@@ -48,6 +49,8 @@ pub struct Config {
     /// Each draws server ids (and with them indirection tables), RSS key and hash keys; for `campus` without a seed of its own
     /// the traffic too.
     pub seeds: Vec<u64>,
+    /// How captures are read.
+    pub read: ReadOptions,
     /// How many copies of the trace run at once, shifted in time, each with addresses of its own; at least 1.
     pub overlay: u32,
     /// Packets/s that a core serves; what finds 128 packets waiting is dropped. `None`: as fast as they come.
@@ -71,6 +74,7 @@ impl Default for Config {
             alpha: Alpha::PUBLISHED,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             seeds: (1..=10).collect(),
+            read: ReadOptions::default(),
             overlay: 1,
             core_capacity: None,
             tables: TableDraw::Balanced,

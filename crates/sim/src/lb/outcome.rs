@@ -74,6 +74,8 @@ pub struct Outcome {
     pub seconds: f64,
     /// Packets that were left out, by reason, likewise.
     pub skipped: Skipped,
+    /// Packets whose time stamps went back a little, likewise: they count as if they had come with their predecessor.
+    pub reordered: u64,
 }
 
 impl Printed for Outcome {
@@ -123,6 +125,9 @@ impl Printed for Outcome {
             if seeds == 1 { "" } else { "s" }
         )];
         remarks.extend(self.skipped.iter().map(|(reason, count)| format!("left out: {count} packets ({reason})")));
+        if self.reordered > 0 {
+            remarks.push(format!("{} packets came a little out of order", self.reordered));
+        }
         remarks
     }
 }

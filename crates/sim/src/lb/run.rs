@@ -41,12 +41,13 @@ struct Run {
     flows: u64,
     duration_ns: u64,
     skipped: Skipped,
+    reordered: u64,
 }
 
 impl Run {
     /// Simulates every policy with these seeds on the traffic of the first.
     fn of_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
-        let mut trace = config.trace.overlaid(seeds[0], config.overlay)?;
+        let mut trace = config.trace.overlaid(seeds[0], config.overlay, config.read)?;
         let speed = config.replay_speed;
         let sped = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
         let history_ns = sped(trace.history_ns());
@@ -71,7 +72,7 @@ impl Run {
                 batch.packets.iter().filter(|packet| packet.event.opens() && packet.event.is_packet()).count() as u64;
             simulations.par_iter_mut().map(|simulation| simulation.take(&batch)).collect::<Result<(), _>>()?;
         }
-        let skipped = trace.skipped();
+        let (skipped, reordered) = (trace.skipped(), trace.reordered());
         if packets == 0 {
             return Err(Error::Empty(skipped));
         }
@@ -80,7 +81,7 @@ impl Run {
             simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
         let too_short = Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
         let measured = measured.ok_or(too_short)?.chunks(seeds.len()).map(<[Measured]>::to_vec).collect();
-        Ok(Self { measured, packets, flows, duration_ns: end_ns - history_ns, skipped })
+        Ok(Self { measured, packets, flows, duration_ns: end_ns - history_ns, skipped, reordered })
     }
 }
 
@@ -111,5 +112,6 @@ fn outcome(config: &Config, runs: Vec<Run>) -> Outcome {
         flows: mean(|run| run.flows),
         seconds: mean(|run| run.duration_ns) as f64 / 1e9,
         skipped,
+        reordered: mean(|run| run.reordered),
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! * [`Source`]: what a user names: `campus`, a capture, an arrival log
 //! * [`campus`]: a generator of a university uplink's traffic
+//! * [`capture`]: pcap and pcapng files
 //! * [`arrivals`]: the arrival logs of the demo
 //! * [`overlay`]: several copies of a trace at once
 //!
@@ -10,6 +11,7 @@
 
 pub mod arrivals;
 pub mod campus;
+pub mod capture;
 pub mod overlay;
 mod source;
 
@@ -116,6 +118,11 @@ pub trait Trace: Send {
         Skipped::new()
     }
 
+    /// Packets that came a little earlier than their predecessor, and were taken as if they had come with it.
+    fn reordered(&self) -> u64 {
+        0
+    }
+
     /// How long a history precedes the packets (ns): flows that begin and expire, each with its rate, but no packets. Who
     /// was there all the time has placed those that are still under way when the packets set in.
     fn history_ns(&self) -> u64 {
@@ -141,6 +148,14 @@ pub enum TraceError {
         path: String,
         /// What the system says.
         error: std::io::Error,
+    },
+    /// It is no capture, or a damaged one.
+    #[error("{path}: {error}")]
+    Capture {
+        /// As given.
+        path: String,
+        /// What is wrong with it.
+        error: capture::CaptureError,
     },
     /// It begins as an arrival log and is not one.
     #[error("{path}: {error}")]

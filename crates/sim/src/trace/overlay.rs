@@ -109,6 +109,10 @@ impl Trace for Cut {
         self.trace.skipped()
     }
 
+    fn reordered(&self) -> u64 {
+        self.trace.reordered()
+    }
+
     fn end_ns(&self) -> Option<u64> {
         Some(self.until_ns - self.from_ns)
     }
@@ -197,6 +201,10 @@ impl Trace for Overlay {
             *all.entry(reason).or_default() += packets;
         }
         all
+    }
+
+    fn reordered(&self) -> u64 {
+        self.parts.iter().map(|part| part.trace.reordered()).sum()
     }
 
     fn history_ns(&self) -> u64 {

@@ -1,12 +1,12 @@
 //! Where a trace comes from.
 
-use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::arrivals::ArrivalTrace;
 use super::campus::{Campus, CampusError, CampusTrace};
+use super::capture::{Begins, CaptureTrace, ReadOptions, input};
 use super::overlay::{Cut, Overlay};
 use super::{Batch, Trace, TraceError};
 
@@ -59,10 +59,10 @@ impl Source {
     ///
     /// # Errors
     /// When the file cannot be read or is nothing that is known.
-    pub fn open(&self, seed: u64) -> Result<Box<dyn Trace>, TraceError> {
+    pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             Source::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
-            Source::File(path) => open_file(path),
+            Source::File(path) => open_file(path, options),
         }
     }
 
@@ -71,9 +71,9 @@ impl Source {
     ///
     /// # Errors
     /// As [`Source::open`].
-    pub fn overlaid(&self, seed: u64, copies: u32) -> Result<Box<dyn Trace>, TraceError> {
+    pub fn overlaid(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
-            return self.open(seed);
+            return self.open(seed, options);
         }
         let mut parts: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
         if let Source::Campus(campus) = self {
@@ -85,20 +85,20 @@ impl Source {
             }
             return Ok(Box::new(Overlay::new(parts)));
         }
-        let duration_ns = self.duration_ns(seed)?;
+        let duration_ns = self.duration_ns(seed, options)?;
         for copy in 0..copies {
             let start_ns = duration_ns * u64::from(copy) / u64::from(copies);
-            parts.push((Box::new(Cut::new(self.open(seed)?, start_ns, duration_ns)), 0, copy));
+            parts.push((Box::new(Cut::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
             if start_ns > 0 {
-                parts.push((Box::new(Cut::new(self.open(seed)?, 0, start_ns)), duration_ns - start_ns, copy));
+                parts.push((Box::new(Cut::new(self.open(seed, options)?, 0, start_ns)), duration_ns - start_ns, copy));
             }
         }
         Ok(Box::new(Overlay::new(parts)))
     }
 
     /// Until just after the last packet.
-    fn duration_ns(&self, seed: u64) -> Result<u64, TraceError> {
-        let mut trace = self.open(seed)?;
+    fn duration_ns(&self, seed: u64, options: ReadOptions) -> Result<u64, TraceError> {
+        let mut trace = self.open(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {
             return Ok(end_ns);
         }
@@ -111,11 +111,15 @@ impl Source {
     }
 }
 
-fn open_file(path: &Path) -> Result<Box<dyn Trace>, TraceError> {
+fn open_file(path: &Path, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+    let mut input = input::open(path)?;
+    if input.begins != Begins::ArrivalLog {
+        return Ok(Box::new(CaptureTrace::start(input, path, options)));
+    }
     let shown = path.display().to_string();
-    let failed = |error| TraceError::File { path: shown.clone(), error };
     let mut text = String::new();
-    fs::File::open(path).and_then(|mut file| file.read_to_string(&mut text)).map_err(failed)?;
+    let read = input.reader.read_to_string(&mut text);
+    read.map_err(|error| TraceError::File { path: shown.clone(), error })?;
     let log = text.parse().map_err(|error| TraceError::ArrivalLog { path: shown.clone(), error })?;
     Ok(Box::new(ArrivalTrace::new(log, &shown)?))
 }

@@ -1,0 +1,180 @@
+//! Which flow a packet belongs to, and when flows end.
+//!
+//! A flow is a 5-tuple in one direction: a load balancer with direct server return sees the clients' packets only, and a capture
+//! of both directions is taken as two flows. It ends when it was silent for the idle timeout; a TCP flow that has shown FIN or RST
+//! already after [`LINGER_NS`], since a few packets still follow, or when a new SYN takes its place. Its number is
+//! then used again, so memory is needed for the flows of one timeout, however long the capture.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use coreward_model::FourTuple;
+use foldhash::fast::FixedState;
+
+use super::records::{FLAG_ENDS, FLAG_IPV6, FLAG_OPENS, Record, Records};
+use crate::trace::{Batch, Event, Opening, Packet};
+
+/// How long a TCP flow may still send after its FIN or RST (ns).
+const LINGER_NS: u64 = 2_000_000_000;
+
+/// An IPv4 flow: addresses, ports and protocol, packed.
+type KeyV4 = u128;
+/// An IPv6 flow: addresses, then ports and protocol.
+type KeyV6 = ([u8; 32], u64);
+
+#[derive(Debug, Clone, Copy)]
+enum Key {
+    V4(KeyV4),
+    V6(KeyV6),
+    /// The number is free.
+    None,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Flow {
+    last_ns: u64,
+    /// FIN or RST was seen.
+    ending: bool,
+}
+
+/// All flows that have not ended.
+pub struct FlowTable {
+    // The keys come from a file, not from an adversary who waits for the answer: a fixed seed, and every run is the same.
+    by_v4: HashMap<KeyV4, u32, FixedState>,
+    by_v6: HashMap<KeyV6, u32, FixedState>,
+    flows: Vec<Flow>,
+    /// Apart from `flows`, which every packet touches.
+    keys: Vec<Key>,
+    free: Vec<u32>,
+    idle_timeout_ns: u64,
+    next_sweep_ns: u64,
+}
+
+impl FlowTable {
+    pub fn new(idle_timeout_ns: u64) -> Self {
+        Self {
+            by_v4: HashMap::with_hasher(FixedState::default()),
+            by_v6: HashMap::with_hasher(FixedState::default()),
+            flows: Vec::new(),
+            keys: Vec::new(),
+            free: Vec::new(),
+            idle_timeout_ns,
+            next_sweep_ns: 0,
+        }
+    }
+
+    /// Appends the packets with their flows.
+    pub fn assign(&mut self, records: &Records, batch: &mut Batch) {
+        for record in &records.packets {
+            if record.time_ns >= self.next_sweep_ns {
+                self.sweep(record.time_ns, &mut batch.packets);
+            }
+            let ports = u64::from(record.ports) << 8 | u64::from(record.protocol);
+            let (number, is_new) = if record.flags & FLAG_IPV6 == 0 {
+                self.find_v4(u128::from(record.addresses) << 64 | u128::from(ports))
+            } else {
+                self.find_v6((records.ipv6[record.addresses as usize], ports))
+            };
+            self.push(record, number, is_new, batch);
+        }
+    }
+
+    #[inline]
+    fn find_v4(&mut self, key: KeyV4) -> (u32, bool) {
+        match self.by_v4.get(&key) {
+            Some(number) => (*number, false),
+            None => {
+                let number = self.number(Key::V4(key));
+                self.by_v4.insert(key, number);
+                (number, true)
+            }
+        }
+    }
+
+    fn find_v6(&mut self, key: KeyV6) -> (u32, bool) {
+        match self.by_v6.get(&key) {
+            Some(number) => (*number, false),
+            None => {
+                let number = self.number(Key::V6(key));
+                self.by_v6.insert(key, number);
+                (number, true)
+            }
+        }
+    }
+
+    /// A number for a new flow.
+    fn number(&mut self, key: Key) -> u32 {
+        let new = Flow { last_ns: 0, ending: false };
+        match self.free.pop() {
+            Some(number) => {
+                (self.flows[number as usize], self.keys[number as usize]) = (new, key);
+                number
+            }
+            None => {
+                self.flows.push(new);
+                self.keys.push(key);
+                self.flows.len() as u32 - 1
+            }
+        }
+    }
+
+    #[inline]
+    fn push(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut Batch) {
+        let flow = &mut self.flows[number as usize];
+        if record.flags != 0 && !is_new {
+            let replaced = flow.ending && record.flags & FLAG_OPENS != 0;
+            if replaced {
+                batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: 0, event: Event::EXPIRES });
+                flow.ending = false;
+                is_new = true;
+            }
+        }
+        flow.last_ns = record.time_ns;
+        flow.ending |= record.flags & FLAG_ENDS != 0;
+        let event = if is_new {
+            batch.openings.push(Opening { tuple: tuple(&self.keys[number as usize]), rate: None });
+            Event::OPENS
+        } else {
+            Event::NONE
+        };
+        batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: record.bytes, event });
+    }
+
+    /// Forgets the flows that have ended.
+    fn sweep(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
+        for number in 0..self.flows.len() as u32 {
+            let flow = self.flows[number as usize];
+            let timeout_ns = if flow.ending { LINGER_NS.min(self.idle_timeout_ns) } else { self.idle_timeout_ns };
+            if now_ns - flow.last_ns < timeout_ns {
+                continue;
+            }
+            match std::mem::replace(&mut self.keys[number as usize], Key::None) {
+                Key::V4(key) => self.by_v4.remove(&key),
+                Key::V6(key) => self.by_v6.remove(&key),
+                Key::None => continue,
+            };
+            self.free.push(number);
+            events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: Event::EXPIRES });
+        }
+        // Often enough that few have ended long ago, seldom enough that looking at all costs nothing per packet.
+        self.next_sweep_ns = now_ns + (LINGER_NS.min(self.idle_timeout_ns) / 4).max(1);
+    }
+}
+
+/// The flow's sender as a client.
+fn tuple(key: &Key) -> FourTuple {
+    let both_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
+    match key {
+        Key::V4(key) => {
+            let (source, destination) = both_ports(*key as u64);
+            let address = |shift: u32| Ipv4Addr::from_bits((key >> shift) as u32);
+            FourTuple::ipv4((address(96), source), (address(64), destination))
+        }
+        Key::V6((addresses, ports)) => {
+            let (source, destination) = both_ports(*ports);
+            let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).expect("16 bytes"));
+            FourTuple::ipv6((address(0), source), (address(16), destination))
+        }
+        Key::None => unreachable!("a flow that has just begun has a key"),
+    }
+}

@@ -1,0 +1,243 @@
+//! From a link-layer frame to addresses and ports.
+
+use super::records::{CaptureError, FLAG_ENDS, FLAG_OPENS};
+
+/// A link layer: the values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html) that carry IP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkType {
+    /// 1
+    Ethernet,
+    /// 0: the address family in the capturing host's byte order, then the packet
+    Loopback,
+    /// 101, and 12 and 14 as some systems wrote it: IPv4 or IPv6
+    Raw,
+    /// 228
+    Ipv4,
+    /// 229
+    Ipv6,
+    /// 113: the "any" device
+    LinuxCooked,
+    /// 276
+    LinuxCooked2,
+}
+
+impl TryFrom<u32> for LinkType {
+    type Error = CaptureError;
+
+    fn try_from(number: u32) -> Result<Self, CaptureError> {
+        match number {
+            0 => Ok(LinkType::Loopback),
+            1 => Ok(LinkType::Ethernet),
+            12 | 14 | 101 => Ok(LinkType::Raw),
+            113 => Ok(LinkType::LinuxCooked),
+            228 => Ok(LinkType::Ipv4),
+            229 => Ok(LinkType::Ipv6),
+            276 => Ok(LinkType::LinuxCooked2),
+            other => Err(CaptureError::LinkType(other)),
+        }
+    }
+}
+
+impl LinkType {
+    /// Bytes before the network layer, without VLAN tags.
+    fn header_bytes(self) -> usize {
+        match self {
+            LinkType::Ethernet => 14,
+            LinkType::Loopback => 4,
+            LinkType::Raw | LinkType::Ipv4 | LinkType::Ipv6 => 0,
+            LinkType::LinuxCooked => 16,
+            LinkType::LinuxCooked2 => 20,
+        }
+    }
+
+    /// Where the ports of an IPv4 packet without options end.
+    pub fn least_snap_length(self) -> u32 {
+        self.header_bytes() as u32 + 24
+    }
+}
+
+/// Why a packet is left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LeftOut {
+    /// ARP, LLDP, MPLS and the like.
+    NotIp,
+    /// ICMP, GRE, ESP and the like.
+    OtherProtocol,
+    /// A fragment other than the first has no ports.
+    Fragment,
+    /// The capture ends before the ports.
+    CutOff,
+    /// Lengths that contradict each other.
+    Malformed,
+    /// A pcapng block that holds a packet without its time.
+    NoTime,
+}
+
+impl LeftOut {
+    /// All of them, in order.
+    pub const ALL: [LeftOut; 6] = [
+        LeftOut::NotIp,
+        LeftOut::OtherProtocol,
+        LeftOut::Fragment,
+        LeftOut::CutOff,
+        LeftOut::Malformed,
+        LeftOut::NoTime,
+    ];
+    /// How many there are.
+    pub const COUNT: usize = Self::ALL.len();
+
+    /// The reason in words.
+    pub fn name(self) -> &'static str {
+        match self {
+            LeftOut::NotIp => "not IP",
+            LeftOut::OtherProtocol => "neither TCP nor UDP",
+            LeftOut::Fragment => "fragment after the first",
+            LeftOut::CutOff => "cut off before the ports",
+            LeftOut::Malformed => "malformed",
+            LeftOut::NoTime => "without a time stamp",
+        }
+    }
+}
+
+/// Source and destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Addresses {
+    /// The source in the upper half.
+    V4(u64),
+    /// The source first.
+    V6([u8; 32]),
+}
+
+/// What a packet says about its flow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parsed {
+    /// Source and destination.
+    pub addresses: Addresses,
+    /// The source port in the upper half.
+    pub ports: u32,
+    /// 6 or 17.
+    pub protocol: u8,
+    /// [`FLAG_OPENS`], [`FLAG_ENDS`].
+    pub flags: u8,
+}
+
+const ETHERTYPE_IPV4: u16 = 0x0800;
+const ETHERTYPE_IPV6: u16 = 0x86dd;
+/// 802.1Q, 802.1ad, and what QinQ used before that.
+const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
+
+const TCP: u8 = 6;
+const UDP: u8 = 17;
+
+/// Finds addresses and ports.
+///
+/// # Errors
+/// Why the packet has none, or they are not in what was captured.
+#[inline]
+pub fn parse(link: LinkType, data: &[u8]) -> Result<Parsed, LeftOut> {
+    match link {
+        LinkType::Ethernet => by_ethertype(data, 12),
+        LinkType::LinuxCooked => by_ethertype(data, 14),
+        LinkType::LinuxCooked2 => {
+            let (header, packet) = data.split_at_checked(20).ok_or(LeftOut::CutOff)?;
+            by_number(u16_at(header, 0).ok_or(LeftOut::CutOff)?, packet)
+        }
+        LinkType::Raw => by_version(data),
+        LinkType::Ipv4 => ipv4(data),
+        LinkType::Ipv6 => ipv6(data),
+        LinkType::Loopback => by_version(data.get(4..).ok_or(LeftOut::CutOff)?),
+    }
+}
+
+fn u16_at(data: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?))
+}
+
+/// A packet behind its EtherType, with any number of VLAN tags between them.
+#[inline]
+fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, LeftOut> {
+    loop {
+        let ethertype = u16_at(data, at).ok_or(LeftOut::CutOff)?;
+        if !ETHERTYPES_VLAN.contains(&ethertype) {
+            return by_number(ethertype, &data[at + 2..]);
+        }
+        at += 4;
+    }
+}
+
+#[inline]
+fn by_number(ethertype: u16, packet: &[u8]) -> Result<Parsed, LeftOut> {
+    match ethertype {
+        ETHERTYPE_IPV4 => ipv4(packet),
+        ETHERTYPE_IPV6 => ipv6(packet),
+        _ => Err(LeftOut::NotIp),
+    }
+}
+
+fn by_version(packet: &[u8]) -> Result<Parsed, LeftOut> {
+    match packet.first().ok_or(LeftOut::CutOff)? >> 4 {
+        4 => ipv4(packet),
+        6 => ipv6(packet),
+        _ => Err(LeftOut::NotIp),
+    }
+}
+
+#[inline]
+fn ipv4(packet: &[u8]) -> Result<Parsed, LeftOut> {
+    let header: &[u8; 20] = packet.first_chunk().ok_or(LeftOut::CutOff)?;
+    let header_bytes = usize::from(header[0] & 0x0f) * 4;
+    if header[0] >> 4 != 4 || header_bytes < 20 {
+        return Err(LeftOut::Malformed);
+    }
+    // The fragment offset is the lower 13 bits.
+    if u16::from_be_bytes([header[6], header[7]]) & 0x1fff != 0 {
+        return Err(LeftOut::Fragment);
+    }
+    let both: [u8; 8] = header[12..20].try_into().expect("eight bytes");
+    transport(header[9], packet.get(header_bytes..).ok_or(LeftOut::CutOff)?, Addresses::V4(u64::from_be_bytes(both)))
+}
+
+fn ipv6(packet: &[u8]) -> Result<Parsed, LeftOut> {
+    let header: &[u8; 40] = packet.first_chunk().ok_or(LeftOut::CutOff)?;
+    if header[0] >> 4 != 6 {
+        return Err(LeftOut::Malformed);
+    }
+    let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
+    let (mut next, mut rest) = (header[6], &packet[40..]);
+    loop {
+        // RFC 8200, Sect. 4; each but the fragment header and AH counts its length in units of 8 bytes after the first 8.
+        let bytes = match next {
+            // Hop-by-hop, routing, destination options, mobility, HIP, shim6
+            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(LeftOut::CutOff)?) * 8 + 8,
+            44 => {
+                // The offset is the upper 13 bits.
+                if u16_at(rest, 2).ok_or(LeftOut::CutOff)? & 0xfff8 != 0 {
+                    return Err(LeftOut::Fragment);
+                }
+                8
+            }
+            // Authentication header: in units of 4 bytes, less 2.
+            51 => usize::from(*rest.get(1).ok_or(LeftOut::CutOff)?) * 4 + 8,
+            _ => return transport(next, rest, addresses),
+        };
+        next = *rest.first().ok_or(LeftOut::CutOff)?;
+        rest = rest.get(bytes..).ok_or(LeftOut::CutOff)?;
+    }
+}
+
+#[inline]
+fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<Parsed, LeftOut> {
+    if protocol != TCP && protocol != UDP {
+        return Err(LeftOut::OtherProtocol);
+    }
+    let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(LeftOut::CutOff)?);
+    // A capture may end between ports and flags; the flow then ends by its silence.
+    let flags = match segment.get(13) {
+        Some(flags) if protocol == TCP => {
+            let (fin, syn, rst, ack) = (flags & 1 != 0, flags & 2 != 0, flags & 4 != 0, flags & 16 != 0);
+            (u8::from(syn && !ack) * FLAG_OPENS) | (u8::from(fin || rst) * FLAG_ENDS)
+        }
+        _ => 0,
+    };
+    Ok(Parsed { addresses, ports, protocol, flags })
+}

@@ -1,0 +1,147 @@
+//! The file, decompressed on the way, told apart by its first bytes and not by its name.
+
+use std::fs::File;
+use std::io::{self, BufReader, Chain, Cursor, Read};
+use std::path::Path;
+
+use flate2::read::MultiGzDecoder;
+use lzma_rust2::XzReader;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+use super::records::CaptureError;
+use crate::trace::TraceError;
+
+/// What a file's first bytes say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Begins {
+    /// A classic capture file.
+    Pcap,
+    /// A next-generation capture file.
+    Pcapng,
+    /// An arrival log of the demo.
+    ArrivalLog,
+    /// gzip (RFC 1952).
+    Gzip,
+    /// xz.
+    Xz,
+    /// Zstandard (RFC 8878).
+    Zstd,
+    /// None of them.
+    Unknown,
+}
+
+/// Enough for every mark.
+const MARK_BYTES: usize = 6;
+
+/// What the file is, by its first bytes.
+pub fn begins(mark: &[u8]) -> Begins {
+    match mark {
+        // In both byte orders: microseconds, nanoseconds.
+        [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => Begins::Pcap,
+        [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => Begins::Pcap,
+        [0x0a, 0x0d, 0x0d, 0x0a, ..] => Begins::Pcapng,
+        [b'c', b'o', b'r', b'e', b'w', b'a', ..] => Begins::ArrivalLog,
+        [0x1f, 0x8b, ..] => Begins::Gzip,
+        [0xfd, b'7', b'z', b'X', b'Z', 0x00, ..] => Begins::Xz,
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => Begins::Zstd,
+        _ => Begins::Unknown,
+    }
+}
+
+/// What is read from. Not `Box<dyn Read>` over the file alone: the mark was read before.
+pub type Reader = Box<dyn Read + Send>;
+
+/// A file that was recognised.
+pub struct Input {
+    /// All its bytes, decompressed.
+    pub reader: Reader,
+    /// What it is: never one of the compressed kinds.
+    pub begins: Begins,
+}
+
+/// Opens a file and looks into it as often as it is compressed.
+///
+/// # Errors
+/// When it cannot be read, or is neither a capture nor an arrival log.
+pub fn open(path: &Path) -> Result<Input, TraceError> {
+    let shown = || path.display().to_string();
+    let failed = |error| TraceError::File { path: shown(), error };
+    let file = File::open(path).map_err(failed)?;
+    let (mark, mut reader) = peek(file).map_err(failed)?;
+    let mut found = begins(&mark);
+    let mut mark = mark;
+    if matches!(found, Begins::Gzip | Begins::Xz | Begins::Zstd) {
+        let (inner_mark, inner) = peek(decompressed(found, reader)).map_err(failed)?;
+        (found, mark, reader) = (begins(&inner_mark), inner_mark, inner);
+    }
+    match found {
+        Begins::Pcap | Begins::Pcapng | Begins::ArrivalLog => Ok(Input { reader, begins: found }),
+        _ => Err(TraceError::Capture { path: shown(), error: CaptureError::Foreign { mark } }),
+    }
+}
+
+fn decompressed(begins: Begins, reader: Reader) -> Reader {
+    let reader = BufReader::with_capacity(1 << 16, reader);
+    match begins {
+        Begins::Gzip => Box::new(MultiGzDecoder::new(reader)),
+        Begins::Xz => Box::new(XzReader::new(reader, true)),
+        _ => Box::new(ZstdReader { source: reader, decoder: FrameDecoder::new(), in_frame: false }),
+    }
+}
+
+/// The first bytes, and a reader that gives them again.
+fn peek(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, Reader)> {
+    let mut mark = Vec::with_capacity(MARK_BYTES);
+    reader.by_ref().take(MARK_BYTES as u64).read_to_end(&mut mark)?;
+    let again: Chain<Cursor<Vec<u8>>, _> = Cursor::new(mark.clone()).chain(reader);
+    Ok((mark, Box::new(again)))
+}
+
+/// All frames of a Zstandard file, one after the other: the library decodes one.
+struct ZstdReader {
+    source: BufReader<Reader>,
+    decoder: FrameDecoder,
+    in_frame: bool,
+}
+
+impl ZstdReader {
+    /// Whether there is another frame; skippable ones are skipped.
+    fn next_frame(&mut self) -> io::Result<bool> {
+        loop {
+            if io::BufRead::fill_buf(&mut self.source)?.is_empty() {
+                return Ok(false);
+            }
+            match self.decoder.reset(&mut self.source) {
+                Ok(()) => return Ok(true),
+                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
+                    io::copy(&mut self.source.by_ref().take(u64::from(length)), &mut io::sink())?;
+                }
+                Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error)),
+            }
+        }
+    }
+}
+
+impl Read for ZstdReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if !self.in_frame {
+                self.in_frame = self.next_frame()?;
+                if !self.in_frame {
+                    return Ok(0);
+                }
+            }
+            if self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
+                let wanted = BlockDecodingStrategy::UptoBytes(buffer.len());
+                let decoded = self.decoder.decode_blocks(&mut self.source, wanted);
+                decoded.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            }
+            let read = self.decoder.read(buffer)?;
+            if read > 0 || buffer.is_empty() {
+                return Ok(read);
+            }
+            self.in_frame = !self.decoder.is_finished();
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Captures: pcap and pcapng files, as they are or compressed.
+//!
+//! * [`input`]: the file, decompressed
+//! * [`pcap`], [`pcapng`]: records of the two formats
+//! * [`headers`]: from a link-layer frame to addresses and ports
+//! * [`records`]: what a reader hands on, and what it makes sure of
+//! * [`writer`]: a trace as a capture
+//! * [`flows`]: which flow a packet belongs to, and when flows end
+//!
+//! A thread reads and parses; whoever asks for the trace's packets looks up flows meanwhile.
+
+mod flows;
+mod headers;
+pub mod input;
+mod pcap;
+mod pcapng;
+mod records;
+pub mod writer;
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use self::flows::FlowTable;
+use self::records::{Records, Stop};
+use super::{Batch, Skipped, Trace, TraceError};
+
+use self::input::Input;
+
+pub use input::Begins;
+pub use records::CaptureError;
+
+/// Batches that are under way between the two threads.
+const BATCHES: usize = 4;
+
+/// How captures are read.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReadOptions {
+    /// A flow that was silent for longer has ended (ns).
+    pub idle_timeout_ns: u64,
+}
+
+impl Default for ReadOptions {
+    /// 60 s: longer than the pauses that applications make, short enough that a day's capture needs memory for a minute.
+    fn default() -> Self {
+        Self { idle_timeout_ns: 60_000_000_000 }
+    }
+}
+
+/// A capture, packet by packet.
+pub struct CaptureTrace {
+    filled: Receiver<Records>,
+    empty: SyncSender<Records>,
+    reader: Option<JoinHandle<Result<(), TraceError>>>,
+    flows: FlowTable,
+    skipped: Skipped,
+    reordered: u64,
+}
+
+impl CaptureTrace {
+    /// Starts to read a capture; `path` is named in errors.
+    pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
+        let shown = path.display().to_string();
+        let (fill, filled) = sync_channel(BATCHES);
+        let (empty, emptied) = sync_channel(BATCHES);
+        for _ in 0..BATCHES {
+            empty.send(Records::default()).expect("the receiver is here");
+        }
+        let read = move || {
+            let mut out = records::Recorder::new(fill, emptied);
+            let result = match input.begins {
+                Begins::Pcap => pcap::read(input.reader, &mut out),
+                _ => pcapng::read(input.reader, &mut out),
+            };
+            match result.and_then(|()| out.finish()) {
+                Ok(()) | Err(Stop::NobodyListens) => Ok(()),
+                Err(Stop::Error(error)) => Err(TraceError::Capture { path: shown, error }),
+            }
+        };
+        let reader = Some(std::thread::spawn(read));
+        let (flows, skipped) = (FlowTable::new(options.idle_timeout_ns), Skipped::new());
+        Self { filled, empty, reader, flows, skipped, reordered: 0 }
+    }
+}
+
+impl Trace for CaptureTrace {
+    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+        batch.clear();
+        // A batch of records may hold none that is taken, and an empty batch of packets would mean the end.
+        while batch.packets.is_empty() {
+            let Ok(records) = self.filled.recv() else {
+                let reader = self.reader.take().map(|reader| reader.join().expect("the reader does not panic"));
+                return reader.unwrap_or(Ok(()));
+            };
+            self.flows.assign(&records, batch);
+            for (reason, packets) in records.skipped() {
+                *self.skipped.entry(reason).or_default() += packets;
+            }
+            self.reordered += records.reordered;
+            // The reader may have come to its end and gone.
+            let _ = self.empty.send(records);
+        }
+        Ok(())
+    }
+
+    fn skipped(&self) -> Skipped {
+        self.skipped.clone()
+    }
+
+    fn reordered(&self) -> u64 {
+        self.reordered
+    }
+
+    fn end_ns(&self) -> Option<u64> {
+        None
+    }
+}

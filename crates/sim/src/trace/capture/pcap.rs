@@ -1,0 +1,110 @@
+//! The classic capture file ("PCAP Capture File Format", draft-ietf-opsawg-pcap).
+//!
+//! A loop of our own: pcap-parser's reader, which pcapng files go through, takes some 40 ns more for each packet, and 20
+//! million packets a second leave 50 ns for everything.
+
+use std::io::{ErrorKind, Read};
+
+use super::headers::LinkType;
+use super::input::Reader;
+use super::records::{CaptureError, Frame, Recorder, Stop};
+
+/// Bytes that are read at once: with what is parsed from them they stay in a core's second-level cache.
+const CHUNK_BYTES: usize = 512 * 1024;
+const FILE_HEADER_BYTES: usize = 24;
+const RECORD_HEADER_BYTES: usize = 16;
+/// The most that a record may claim, as libpcap has it (MAXIMUM_SNAPLEN).
+const MOST_BYTES: u32 = 262_144;
+
+/// How the numbers of a file are written.
+#[derive(Clone, Copy)]
+struct Encoding {
+    big_endian: bool,
+    /// What the fraction of a second counts (ns).
+    unit_ns: u64,
+}
+
+impl Encoding {
+    #[inline]
+    fn number(self, bytes: [u8; 4]) -> u32 {
+        if self.big_endian { u32::from_be_bytes(bytes) } else { u32::from_le_bytes(bytes) }
+    }
+}
+
+/// Reads a whole file.
+///
+/// # Errors
+/// What is wrong with it, or that nobody listens any more.
+pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
+    let mut header = [0; FILE_HEADER_BYTES];
+    read_all(&mut reader, &mut header, out)?;
+    let (encoding, link) = parse_file_header(&header)?;
+    // The part of a record that the last chunk ended with comes first in the next.
+    let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MOST_BYTES as usize];
+    let mut kept = 0;
+    loop {
+        let read = read_some(&mut reader, &mut buffer[kept..kept + CHUNK_BYTES], out)?;
+        let filled = kept + read;
+        if read == 0 {
+            return if kept == 0 { Ok(()) } else { Err(out.truncated().into()) };
+        }
+        let used = take_records(&buffer[..filled], encoding, link, out)?;
+        buffer.copy_within(used..filled, 0);
+        kept = filled - used;
+    }
+}
+
+fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, LinkType), Stop> {
+    let (big_endian, unit_ns) = match header[..4] {
+        [0xa1, 0xb2, 0xc3, 0xd4] => (true, 1_000),
+        [0xa1, 0xb2, 0x3c, 0x4d] => (true, 1),
+        [0x4d, 0x3c, 0xb2, 0xa1] => (false, 1),
+        _ => (false, 1_000),
+    };
+    let encoding = Encoding { big_endian, unit_ns };
+    // The upper bits tell of a frame check sequence.
+    let link = encoding.number(header[20..24].try_into().expect("four bytes")) & 0xffff;
+    Ok((encoding, LinkType::try_from(link)?))
+}
+
+/// Takes all whole records, and tells how many bytes they had.
+fn take_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, Stop> {
+    let mut used = 0;
+    while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
+        let number = |at: usize| encoding.number([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let captured = number(8);
+        if captured > MOST_BYTES {
+            let (number, bytes) = (out.number() + 1, u64::from(captured));
+            return Err(CaptureError::Damaged { number, bytes, most: MOST_BYTES }.into());
+        }
+        let start = used + RECORD_HEADER_BYTES;
+        let Some(data) = bytes.get(start..start + captured as usize) else { break };
+        let time_ns = u64::from(number(0)) * 1_000_000_000 + u64::from(number(4)) * encoding.unit_ns;
+        out.take(link, &Frame { time_ns, length: number(12), data })?;
+        used = start + data.len();
+    }
+    Ok(used)
+}
+
+fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<usize, Stop> {
+    loop {
+        match reader.read(buffer) {
+            Ok(read) => return Ok(read),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            // How a compressed file that was cut off shows itself.
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(out.truncated().into()),
+            Err(error) => return Err(CaptureError::Read { number: out.number(), error }.into()),
+        }
+    }
+}
+
+fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<(), Stop> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match read_some(reader, &mut buffer[filled..], out)? {
+            0 => return Err(out.truncated().into()),
+            read => filled += read,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! The next-generation capture file (draft-ietf-opsawg-pcapng): sections, interfaces, packets.
+
+use std::io::{self, ErrorKind, Read};
+
+use pcap_parser::traits::PcapReaderIterator as _;
+use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
+
+use super::headers::{LeftOut, LinkType};
+use super::input::Reader;
+use super::records::{CaptureError, Frame, Recorder, Stop};
+
+/// What the library buffers at first, and the most that a block may have.
+const BUFFER_BYTES: usize = 1 << 20;
+const MOST_BYTES: usize = 1 << 25;
+
+/// Fills whole buffers: the library wants a file's first block by its first read. A compressed file that was cut off ends like
+/// any other.
+struct WholeReads(Reader);
+
+impl Read for WholeReads {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match self.0.read(&mut buffer[filled..]) {
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(filled)
+    }
+}
+
+/// An interface of the section.
+struct Interface {
+    /// What is captured there, or the number of what is not known.
+    link: Result<LinkType, u32>,
+    ticks_per_s: i128,
+    offset_s: i64,
+}
+
+/// The option if_tsresol: a power of 10, or of 2 if the uppermost bit is set. (The library knows no power of 2.) 10^38 is the
+/// largest that a number here holds; nobody's clock is that fine.
+fn ticks_per_s(if_tsresol: u8) -> i128 {
+    let exponent = u32::from(if_tsresol & 0x7f);
+    if if_tsresol & 0x80 == 0 { 10i128.pow(exponent.min(38)) } else { 1 << exponent.min(126) }
+}
+
+impl Interface {
+    /// A time in ns since 1970; `None` when it lies before that, or 500 years later.
+    fn time_ns(&self, high: u32, low: u32) -> Option<u64> {
+        let ticks = i128::from(u64::from(high) << 32 | u64::from(low));
+        let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.offset_s) * 1_000_000_000;
+        u64::try_from(ns).ok()
+    }
+}
+
+/// Reads a whole file.
+///
+/// # Errors
+/// What is wrong with it, or that nobody listens any more.
+pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
+    let mut file = match PcapNGReader::new(BUFFER_BYTES, WholeReads(reader)) {
+        Ok(file) => file,
+        Err(error) => return Err(stopped(&error, out)),
+    };
+    let (mut interfaces, mut capacity) = (Vec::new(), BUFFER_BYTES);
+    loop {
+        let consumed = match file.next() {
+            Ok((bytes, PcapBlockOwned::NG(block))) => {
+                take_block(&block, &mut interfaces, out)?;
+                Ok(bytes)
+            }
+            Ok((bytes, _)) => Ok(bytes),
+            Err(PcapError::Eof) => return Ok(()),
+            Err(PcapError::Incomplete(_)) => Err(()),
+            Err(PcapError::BufferTooSmall) if capacity < MOST_BYTES => {
+                capacity *= 2;
+                Err(())
+            }
+            Err(error) => return Err(stopped(&error, out)),
+        };
+        match consumed {
+            Ok(bytes) => file.consume(bytes),
+            Err(()) => refill(&mut file, capacity, out)?,
+        }
+    }
+}
+
+fn refill(file: &mut PcapNGReader<WholeReads>, capacity: usize, out: &Recorder) -> Result<(), Stop> {
+    if file.reader_exhausted() {
+        return Err(out.truncated().into());
+    }
+    file.grow(capacity);
+    file.refill().map_err(|error| stopped(&error, out))
+}
+
+fn stopped(error: &PcapError<&[u8]>, out: &Recorder) -> Stop {
+    match error {
+        PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncated().into(),
+        PcapError::BufferTooSmall => {
+            let (number, bytes) = (out.number() + 1, MOST_BYTES as u64 + 1);
+            CaptureError::Damaged { number, bytes, most: MOST_BYTES as u32 }.into()
+        }
+        PcapError::ReadError => {
+            let error =
+                std::io::Error::other("the file cannot be read any further (damaged compression, or the medium)");
+            CaptureError::Read { number: out.number(), error }.into()
+        }
+        PcapError::NomError(_, kind) | PcapError::OwnedNomError(_, kind) => {
+            CaptureError::Block { number: out.number(), reason: format!("{kind:?}") }.into()
+        }
+        other => CaptureError::Block { number: out.number(), reason: other.to_string() }.into(),
+    }
+}
+
+fn take_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Recorder) -> Result<(), Stop> {
+    match block {
+        Block::SectionHeader(_) => interfaces.clear(),
+        Block::InterfaceDescription(interface) => interfaces.push(Interface {
+            link: LinkType::try_from(interface.linktype.0 as u32).map_err(|_| interface.linktype.0 as u32),
+            ticks_per_s: ticks_per_s(interface.if_tsresol),
+            offset_s: interface.ts_offset(),
+        }),
+        Block::EnhancedPacket(packet) => {
+            let Some(interface) = interfaces.get(packet.if_id as usize) else {
+                let reason = format!("a packet of interface {}, which is not described", packet.if_id);
+                return Err(CaptureError::Block { number: out.number(), reason }.into());
+            };
+            let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
+            match (interface.link, interface.time_ns(packet.ts_high, packet.ts_low)) {
+                (Ok(link), Some(time_ns)) => out.take(link, &Frame { time_ns, length: packet.origlen, data })?,
+                (Err(number), _) => return Err(CaptureError::LinkType(number).into()),
+                (_, None) => out.leave_out(LeftOut::NoTime),
+            }
+        }
+        Block::SimplePacket(_) => out.leave_out(LeftOut::NoTime),
+        _ => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,310 @@
+//! What a reader hands on: batches of parsed packets, in order of time, with what was left out.
+
+use std::sync::mpsc::{Receiver, SyncSender};
+
+use super::headers::{self, Addresses, LeftOut, LinkType, Parsed};
+
+/// Packets of a batch of records.
+const BATCH: usize = 32_768;
+
+/// Time stamps may go back by this much (ns): several queues of a NIC are read in turn, so a capture shows packets a little
+/// out of order. They count as if they had come with their predecessor.
+pub const TOLERATED_NS: u64 = 10_000_000;
+
+/// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were taken.
+const CUT_OFF_BORNE: u64 = 100;
+
+/// What is wrong with a capture.
+#[derive(Debug, thiserror::Error)]
+pub enum CaptureError {
+    /// It begins as nothing that is known.
+    #[error(
+        "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an arrival \
+         log of the demo"
+    )]
+    Foreign {
+        /// Its first bytes.
+        mark: Vec<u8>,
+    },
+    /// It ends within a record.
+    #[error("cut off in packet {number}: {read} packets were read before, up to {last_s:.6} s after the first")]
+    Truncated {
+        /// Counted from 1.
+        number: u64,
+        /// Packets before it.
+        read: u64,
+        /// The time of the last of them.
+        last_s: f64,
+    },
+    /// A record that cannot be one.
+    #[error("packet {number} claims to have {bytes} bytes: expected at most {most}; the file is damaged there")]
+    Damaged {
+        /// Counted from 1.
+        number: u64,
+        /// What it claims.
+        bytes: u64,
+        /// The most that a record may have.
+        most: u32,
+    },
+    /// A block of a pcapng file that cannot be read.
+    #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]
+    Block {
+        /// Packets before it.
+        number: u64,
+        /// What the library says.
+        reason: String,
+    },
+    /// The medium failed, or the compressed data is damaged.
+    #[error("after packet {number}: {error}")]
+    Read {
+        /// Packets before it.
+        number: u64,
+        /// What the system says.
+        error: std::io::Error,
+    },
+    /// Frames of a link layer that is not known.
+    #[error(
+        "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback (0)"
+    )]
+    LinkType(u32),
+    /// Ports are not in the capture.
+    #[error(
+        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length of at \
+         least {expected} bytes (64 is enough for most, 96 for nearly all)"
+    )]
+    SnapLength {
+        /// Counted from 1.
+        number: u64,
+        /// Bytes that were captured.
+        captured: u32,
+        /// Bytes that it had.
+        length: u32,
+        /// Where the ports of a packet without options end.
+        expected: u32,
+    },
+    /// Packets are not in the order of their times.
+    #[error(
+        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps in order, \
+         or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
+        before = number - 1, tolerated = TOLERATED_NS / 1_000_000
+    )]
+    Unsorted {
+        /// Counted from 1.
+        number: u64,
+        /// Its time (s since 1970).
+        time_s: f64,
+        /// The latest time before it (s since 1970).
+        before_s: f64,
+    },
+}
+
+/// Why reading ends early.
+#[derive(Debug)]
+pub enum Stop {
+    /// Something is wrong.
+    Error(CaptureError),
+    /// Whoever asked for the packets has gone.
+    NobodyListens,
+}
+
+impl From<CaptureError> for Stop {
+    fn from(error: CaptureError) -> Self {
+        Stop::Error(error)
+    }
+}
+
+/// A packet that was taken.
+#[derive(Debug, Clone, Copy)]
+pub struct Record {
+    /// In ns after the first packet of the file.
+    pub time_ns: u64,
+    /// IPv4: source and destination; IPv6: position in [`Records::ipv6`].
+    pub addresses: u64,
+    /// Source and destination port.
+    pub ports: u32,
+    /// Length on the wire, as the capture has it.
+    pub bytes: u16,
+    /// 6 or 17.
+    pub protocol: u8,
+    /// Of [`FLAG_IPV6`] and the like.
+    pub flags: u8,
+}
+
+/// The addresses are IPv6.
+pub const FLAG_IPV6: u8 = 1;
+/// A TCP segment that opens a connection: SYN without ACK.
+pub const FLAG_OPENS: u8 = 2;
+/// A TCP segment with FIN or RST.
+pub const FLAG_ENDS: u8 = 4;
+
+/// Some packets, and what was left out among them.
+#[derive(Debug, Default)]
+pub struct Records {
+    /// Those that were taken.
+    pub packets: Vec<Record>,
+    /// Source and destination of IPv6 packets.
+    pub ipv6: Vec<[u8; 32]>,
+    /// By reason.
+    left_out: [u64; LeftOut::COUNT],
+    /// Packets that were earlier than their predecessors, within what is tolerated.
+    pub reordered: u64,
+}
+
+impl Records {
+    /// Packets that were left out, by reason.
+    pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        LeftOut::ALL
+            .into_iter()
+            .zip(self.left_out)
+            .filter(|(_, count)| *count > 0)
+            .map(|(why, count)| (why.name(), count))
+    }
+
+    fn clear(&mut self) {
+        self.packets.clear();
+        self.ipv6.clear();
+        self.left_out = [0; LeftOut::COUNT];
+        self.reordered = 0;
+    }
+}
+
+/// A packet as a file has it.
+pub struct Frame<'a> {
+    /// In ns since 1970.
+    pub time_ns: u64,
+    /// Length on the wire.
+    pub length: u32,
+    /// What was captured of it.
+    pub data: &'a [u8],
+}
+
+/// Takes frames, and sends on what is in them.
+pub struct Recorder {
+    filled: SyncSender<Records>,
+    emptied: Receiver<Records>,
+    records: Records,
+    first_ns: Option<u64>,
+    latest_ns: u64,
+    /// Packets of the file so far.
+    number: u64,
+    taken: u64,
+    cut_off: u64,
+    first_cut_off: Option<CaptureError>,
+}
+
+impl Recorder {
+    pub fn new(filled: SyncSender<Records>, emptied: Receiver<Records>) -> Self {
+        Self {
+            filled,
+            emptied,
+            records: Records::default(),
+            first_ns: None,
+            latest_ns: 0,
+            number: 0,
+            taken: 0,
+            cut_off: 0,
+            first_cut_off: None,
+        }
+    }
+
+    /// Packets of the file so far.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// The error for a file that ends within the next packet.
+    pub fn truncated(&self) -> CaptureError {
+        let last_ns = self.first_ns.map_or(0, |first_ns| self.latest_ns - first_ns);
+        CaptureError::Truncated { number: self.number + 1, read: self.number, last_s: last_ns as f64 / 1e9 }
+    }
+
+    /// The next frame.
+    #[inline]
+    pub fn take(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), Stop> {
+        self.number += 1;
+        let time_ns = self.in_order(frame.time_ns)?;
+        match headers::parse(link, frame.data) {
+            Ok(parsed) => self.push(time_ns, frame.length, &parsed),
+            Err(LeftOut::CutOff) => self.cut_off(link, frame)?,
+            Err(reason) => self.records.left_out[reason as usize] += 1,
+        }
+        if self.records.packets.len() == BATCH { self.send() } else { Ok(()) }
+    }
+
+    /// A packet of which nothing but its existence is known.
+    pub fn leave_out(&mut self, reason: LeftOut) {
+        self.number += 1;
+        self.records.left_out[reason as usize] += 1;
+    }
+
+    /// The time after the first packet; never less than the previous one.
+    #[inline]
+    fn in_order(&mut self, time_ns: u64) -> Result<u64, Stop> {
+        let first_ns = *self.first_ns.get_or_insert(time_ns);
+        if time_ns < self.latest_ns {
+            if self.latest_ns - time_ns > TOLERATED_NS {
+                let (time_s, before_s) = (time_ns as f64 / 1e9, self.latest_ns as f64 / 1e9);
+                return Err(CaptureError::Unsorted { number: self.number, time_s, before_s }.into());
+            }
+            self.records.reordered += 1;
+        } else {
+            self.latest_ns = time_ns;
+        }
+        Ok(self.latest_ns - first_ns)
+    }
+
+    #[inline]
+    fn push(&mut self, time_ns: u64, length: u32, parsed: &Parsed) {
+        let (addresses, family) = match parsed.addresses {
+            Addresses::V4(both) => (both, 0),
+            Addresses::V6(both) => {
+                self.records.ipv6.push(both);
+                (self.records.ipv6.len() as u64 - 1, FLAG_IPV6)
+            }
+        };
+        self.taken += 1;
+        self.records.packets.push(Record {
+            time_ns,
+            addresses,
+            ports: parsed.ports,
+            bytes: length.min(u32::from(u16::MAX)) as u16,
+            protocol: parsed.protocol,
+            flags: parsed.flags | family,
+        });
+    }
+
+    fn cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), Stop> {
+        self.cut_off += 1;
+        self.records.left_out[LeftOut::CutOff as usize] += 1;
+        self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
+            number: self.number,
+            captured: frame.data.len() as u32,
+            length: frame.length,
+            expected: link.least_snap_length(),
+        });
+        if self.cut_off > CUT_OFF_BORNE { self.check_cut_off() } else { Ok(()) }
+    }
+
+    /// A few cut-off packets (long chains of IPv6 headers) are left out; a capture of which most is cut off says nothing.
+    fn check_cut_off(&mut self) -> Result<(), Stop> {
+        if self.cut_off > self.taken
+            && let Some(error) = self.first_cut_off.take()
+        {
+            return Err(error.into());
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<(), Stop> {
+        let mut next = self.emptied.recv().map_err(|_| Stop::NobodyListens)?;
+        next.clear();
+        let full = std::mem::replace(&mut self.records, next);
+        self.filled.send(full).map_err(|_| Stop::NobodyListens)
+    }
+
+    /// The file has ended.
+    pub fn finish(mut self) -> Result<(), Stop> {
+        self.check_cut_off()?;
+        self.send()
+    }
+}

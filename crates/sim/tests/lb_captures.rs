@@ -1,0 +1,418 @@
+//! Captures of every kind, and what is wrong with them.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+
+use coreward_sim::trace::capture::{ReadOptions, writer};
+use coreward_sim::trace::{Batch, Event, Opening, Packet, Skipped, Source};
+
+const SECOND: u64 = 1_000_000_000;
+
+/// A directory of its own for each test.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::File::create(&path).unwrap().write_all(bytes).unwrap();
+        path
+    }
+}
+
+/// Everything that a trace gives.
+#[derive(Debug, Default)]
+struct All {
+    packets: Vec<Packet>,
+    openings: Vec<Opening>,
+    skipped: Skipped,
+    reordered: u64,
+}
+
+impl All {
+    fn clients(&self) -> Vec<String> {
+        self.openings.iter().map(|opening| opening.tuple.client().to_string()).collect()
+    }
+
+    fn error_of(path: PathBuf) -> String {
+        read(path).expect_err("an error is expected")
+    }
+}
+
+fn read_with(path: PathBuf, options: ReadOptions) -> Result<All, String> {
+    let mut trace = Source::File(path).open(1, options).map_err(|error| error.to_string())?;
+    let (mut all, mut batch) = (All::default(), Batch::default());
+    loop {
+        trace.read(&mut batch).map_err(|error| error.to_string())?;
+        if batch.packets.is_empty() {
+            (all.skipped, all.reordered) = (trace.skipped(), trace.reordered());
+            return Ok(all);
+        }
+        all.packets.extend(&batch.packets);
+        all.openings.extend(&batch.openings);
+    }
+}
+
+fn read(path: PathBuf) -> Result<All, String> {
+    read_with(path, ReadOptions::default())
+}
+
+/// An IPv4 packet with a TCP header; `options` are words of IPv4 options.
+fn ipv4(port: u16, tcp_flags: u8, options: usize) -> Vec<u8> {
+    let mut packet = vec![0; 20 + options * 4];
+    packet[0] = 0x45 + options as u8;
+    packet[9] = 6;
+    packet[12..16].copy_from_slice(&[10, 1, 0, 7]);
+    packet[16..20].copy_from_slice(&[10, 200, 0, 1]);
+    packet.extend(tcp(port, tcp_flags));
+    packet
+}
+
+fn tcp(port: u16, flags: u8) -> Vec<u8> {
+    let mut segment = vec![0; 20];
+    segment[..2].copy_from_slice(&port.to_be_bytes());
+    segment[2..4].copy_from_slice(&80u16.to_be_bytes());
+    segment[13] = flags;
+    segment
+}
+
+/// An IPv6 packet: `headers` are (type, bytes), the last header is `segment` of protocol `last`.
+fn ipv6(headers: &[(u8, Vec<u8>)], last: u8, segment: &[u8]) -> Vec<u8> {
+    let mut packet = vec![0; 40];
+    packet[0] = 0x60;
+    packet[6] = headers.first().map_or(last, |(kind, _)| *kind);
+    packet[8..24].copy_from_slice(&"2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets());
+    packet[24..40].copy_from_slice(&"2001:db8::1".parse::<std::net::Ipv6Addr>().unwrap().octets());
+    for (position, (_, bytes)) in headers.iter().enumerate() {
+        let start = packet.len();
+        packet.extend(bytes);
+        packet[start] = headers.get(position + 1).map_or(last, |(kind, _)| *kind);
+    }
+    packet.extend(segment);
+    packet
+}
+
+fn ethernet(tags: &[u16], ethertype: u16, packet: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; 12];
+    for tag in tags {
+        frame.extend(tag.to_be_bytes());
+        frame.extend([0, 42]);
+    }
+    frame.extend(ethertype.to_be_bytes());
+    frame.extend(packet);
+    frame
+}
+
+fn plain_ethernet(packet: &[u8]) -> Vec<u8> {
+    ethernet(&[], 0x0800, packet)
+}
+
+/// A classic capture of (time in ns, frame).
+fn pcap(big_endian: bool, nanoseconds: bool, link: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
+    let word = |value: u32| if big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
+    let (magic, unit) = if nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };
+    let mut file: Vec<u8> = [magic, 0x0004_0002, 0, 0, 262_144, link].into_iter().flat_map(word).collect();
+    for (time_ns, frame) in frames {
+        let (seconds, fraction) = (time_ns / SECOND, time_ns % SECOND / unit);
+        let length = frame.len() as u32;
+        file.extend([seconds as u32, fraction as u32, length, length].into_iter().flat_map(word));
+        file.extend(frame);
+    }
+    file
+}
+
+fn block(kind: u32, body: &[u8]) -> Vec<u8> {
+    let mut padded = body.to_vec();
+    padded.resize(body.len().next_multiple_of(4), 0);
+    let length = (padded.len() as u32 + 12).to_le_bytes();
+    [&kind.to_le_bytes()[..], &length, &padded, &length].concat()
+}
+
+/// A pcapng file: interfaces as (link, if_tsresol), packets as (interface, ticks, frame).
+fn pcapng(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
+    let mut file = block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
+    for (link, resolution) in interfaces {
+        let mut body = [&link.to_le_bytes()[..], &[0, 0], &262_144u32.to_le_bytes()].concat();
+        if let Some(resolution) = resolution {
+            body.extend([9, 0, 1, 0, *resolution, 0, 0, 0, 0, 0, 0, 0]);
+        }
+        file.extend(block(1, &body));
+    }
+    for (interface, ticks, frame) in packets {
+        let length = frame.len() as u32;
+        let words = [*interface, (ticks >> 32) as u32, *ticks as u32, length, length];
+        let mut body: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+        body.extend(frame);
+        file.extend(block(6, &body));
+    }
+    file
+}
+
+/// Three packets of two flows, with and without IPv4 options.
+fn three(link: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
+    vec![
+        (2_003_000_000, link(&ipv4(1_000, 0x02, 0))),
+        (2_003_005_000, link(&ipv4(2_000, 0x02, 1))),
+        (2_004_000_000, link(&ipv4(1_000, 0x10, 10))),
+    ]
+}
+
+fn check_three(all: &All) {
+    assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
+    assert_eq!(all.openings[0].tuple.vip().to_string(), "10.200.0.1:80");
+    let packets: Vec<_> = all.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)).collect();
+    assert_eq!(packets, [(0, 0, Event::OPENS), (5_000, 1, Event::OPENS), (1_000_000, 0, Event::NONE)]);
+    assert!(all.skipped.is_empty());
+}
+
+#[test]
+fn both_byte_orders_and_resolutions() {
+    let files = Files::new();
+    for (big_endian, nanoseconds) in [(false, false), (false, true), (true, false), (true, true)] {
+        let bytes = pcap(big_endian, nanoseconds, 1, &three(plain_ethernet));
+        check_three(&read(files.write("a.pcap", &bytes)).unwrap());
+    }
+}
+
+#[test]
+fn every_link_layer() {
+    let files = Files::new();
+    let cooked = |bytes: usize, at: usize| {
+        move |packet: &[u8]| {
+            let mut frame = vec![0; bytes];
+            frame[at..at + 2].copy_from_slice(&[0x08, 0x00]);
+            frame.extend(packet);
+            frame
+        }
+    };
+    type Link = Box<dyn Fn(&[u8]) -> Vec<u8>>;
+    let links: [(u32, Link); 10] = [
+        (1, Box::new(|packet| ethernet(&[0x8100], 0x0800, packet))),
+        (1, Box::new(|packet| ethernet(&[0x88a8, 0x8100], 0x0800, packet))),
+        (113, Box::new(cooked(16, 14))),
+        (276, Box::new(cooked(20, 0))),
+        (12, Box::new(<[u8]>::to_vec)),
+        (14, Box::new(<[u8]>::to_vec)),
+        (101, Box::new(<[u8]>::to_vec)),
+        (228, Box::new(<[u8]>::to_vec)),
+        (0, Box::new(|packet| [&[2, 0, 0, 0], packet].concat())),
+        // With the bits that tell of a frame check sequence.
+        (0x1400_0001, Box::new(plain_ethernet)),
+    ];
+    for (number, link) in links {
+        check_three(&read(files.write("a.pcap", &pcap(false, true, number, &three(link)))).unwrap());
+    }
+    let error = All::error_of(files.write("a.pcap", &pcap(false, true, 105, &[])));
+    assert!(error.contains("link type 105: expected Ethernet (1)"), "{error}");
+}
+
+#[test]
+fn ipv6_with_extension_headers() {
+    let files = Files::new();
+    let hop_by_hop = (0, vec![0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    let authentication = (51, vec![0; 8]);
+    let fragment = |offset: u16| (44, [&[0, 0], &(offset << 3).to_be_bytes()[..], &[0; 4]].concat());
+    let frames = [
+        (0, ipv6(&[], 17, &tcp(1_000, 0))),
+        (1, ipv6(&[hop_by_hop.clone(), authentication], 6, &tcp(2_000, 0x02))),
+        (2, ipv6(&[hop_by_hop, fragment(0)], 6, &tcp(2_000, 0x10))),
+        (3, ipv6(&[fragment(100)], 6, &tcp(2_000, 0x10))),
+        (4, ipv6(&[], 58, &[0; 20])),
+    ];
+    let all = read(files.write("a.pcap", &pcap(false, true, 229, &frames))).unwrap();
+    assert_eq!(all.clients(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
+    assert_eq!(all.packets.iter().map(|packet| packet.flow).collect::<Vec<_>>(), [0, 1, 1]);
+    assert_eq!(all.skipped, Skipped::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
+}
+
+#[test]
+fn what_is_left_out_is_counted_by_reason() {
+    let files = Files::new();
+    let changed = |at: usize, value: u8| {
+        let mut packet = ipv4(1_000, 0, 0);
+        packet[at] = value;
+        plain_ethernet(&packet)
+    };
+    // More fragments follow, a later fragment, ICMP, a header of 16 bytes.
+    let mut frames = vec![changed(6, 0x20), changed(7, 9), changed(9, 1), changed(0, 0x44)];
+    frames.push(plain_ethernet(&ipv4(3_000, 0, 0)));
+    frames.push(ethernet(&[], 0x0806, &[0; 28]));
+    frames.push(plain_ethernet(&ipv4(1_000, 0, 0))[..36].to_vec());
+    let frames: Vec<_> = frames.into_iter().zip(0..).map(|(frame, time)| (time, frame)).collect();
+    let all = read(files.write("a.pcap", &pcap(true, true, 1, &frames))).unwrap();
+    assert_eq!(all.packets.len(), 2);
+    let expected = [
+        ("cut off before the ports", 1),
+        ("fragment after the first", 1),
+        ("malformed", 1),
+        ("neither TCP nor UDP", 1),
+        ("not IP", 1),
+    ];
+    assert_eq!(all.skipped, Skipped::from(expected));
+}
+
+#[test]
+fn pcapng_with_several_interfaces_and_resolutions() {
+    let files = Files::new();
+    let packets = [
+        // Microseconds by default, nanoseconds, and 2^-10 s.
+        (0, 5_000_000, plain_ethernet(&ipv4(1_000, 0x02, 0))),
+        (1, 5_000_000_500, ipv4(2_000, 0x02, 0)),
+        (2, 5 * 1_024 + 1, ipv4(1_000, 0x10, 0)),
+    ];
+    let file = pcapng(&[(1, None), (101, Some(9)), (101, Some(0x80 | 10))], &packets);
+    let all = read(files.write("a.pcapng", &file)).unwrap();
+    assert_eq!(all.packets.iter().map(|packet| packet.time_ns).collect::<Vec<_>>(), [0, 500, 976_562]);
+    assert_eq!(all.clients().len(), 2);
+
+    let simple = block(3, &[&40u32.to_le_bytes()[..], &ipv4(1, 0, 0)].concat());
+    let all = read(files.write("b.pcapng", &[file.clone(), simple].concat())).unwrap();
+    assert_eq!(all.skipped, Skipped::from([("without a time stamp", 1)]));
+
+    let error = All::error_of(files.write("c.pcapng", &file[..file.len() - 10]));
+    assert!(error.contains("cut off in packet 3: 2 packets were read before"), "{error}");
+    let mut damaged = file.clone();
+    damaged[file.len() - 4..].copy_from_slice(&7u32.to_le_bytes());
+    let error = All::error_of(files.write("d.pcapng", &damaged));
+    assert!(error.contains("after packet 2 comes what is no pcapng block"), "{error}");
+    let error = All::error_of(files.write("e.pcapng", &pcapng(&[], &packets)));
+    assert!(error.contains("interface 0, which is not described"), "{error}");
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn xz(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = lzma_rust2::XzWriter::new(Vec::new(), lzma_rust2::XzOptions::with_preset(1)).unwrap();
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn zstd(bytes: &[u8]) -> Vec<u8> {
+    ruzstd::encoding::compress_to_vec(bytes, ruzstd::encoding::CompressionLevel::Fastest)
+}
+
+#[test]
+fn compressed_captures() {
+    let files = Files::new();
+    let plain = pcap(false, true, 1, &three(plain_ethernet));
+    let (start, rest) = plain.split_at(100);
+    // Files of several parts, as `cat` makes them.
+    let skippable = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
+    let compressed = [
+        ("a.gz", [gzip(start), gzip(rest)].concat()),
+        ("a.xz", [xz(start), xz(rest)].concat()),
+        ("a.zst", [zstd(start), skippable, zstd(rest)].concat()),
+    ];
+    for (name, bytes) in compressed {
+        check_three(&read(files.write(name, &bytes)).unwrap());
+        let error = All::error_of(files.write(name, &bytes[..bytes.len() - 20]));
+        assert!(error.contains("cut off in packet") || error.contains("after packet"), "{name}: {error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_cut_off_or_foreign_or_damaged() {
+    let files = Files::new();
+    let whole = pcap(false, false, 1, &three(plain_ethernet));
+    let error = All::error_of(files.write("a.pcap", &whole[..whole.len() - 1]));
+    let expected = "a.pcap: cut off in packet 3: 2 packets were read before, up to 0.000005 s after the first";
+    assert!(error.ends_with(expected), "{error}");
+    assert!(All::error_of(files.write("a.pcap", &whole[..20])).contains("cut off in packet 1: 0 packets"));
+    let error = All::error_of(files.write("b.txt", b"hello, world"));
+    assert!(error.contains("begins with [68, 65, 6c, 6c, 6f, 2c]: expected a capture"), "{error}");
+    assert!(All::error_of(files.write("c", b"")).contains("begins with []"));
+    let mut damaged = whole.clone();
+    damaged[24 + 8..24 + 12].copy_from_slice(&300_000_000u32.to_le_bytes());
+    let error = All::error_of(files.write("d.pcap", &damaged));
+    assert!(error.contains("packet 1 claims to have 300000000 bytes: expected at most 262144"), "{error}");
+    assert!(All::error_of(files.0.path().join("none")).contains("none: No such file"));
+}
+
+#[test]
+fn time_stamps_that_go_back() {
+    let files = Files::new();
+    let at = |times_ms: &[u64]| {
+        let frame = |ms: &u64| (ms * 1_000_000, plain_ethernet(&ipv4(1_000, 0, 0)));
+        pcap(false, true, 1, &times_ms.iter().map(frame).collect::<Vec<_>>())
+    };
+    let all = read(files.write("a.pcap", &at(&[100, 120, 111, 130]))).unwrap();
+    let times: Vec<u64> = all.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
+    assert_eq!((times, all.reordered), (vec![0, 20, 20, 30], 1));
+    let error = All::error_of(files.write("b.pcap", &at(&[100, 120, 109])));
+    let expected = "packet 3 is of 0.109000000 s, 11.000 ms before packet 2 of 0.120000000 s";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn a_snap_length_that_leaves_no_ports() {
+    let files = Files::new();
+    let frames = three(|packet| plain_ethernet(packet)[..34].to_vec());
+    let error = All::error_of(files.write("a.pcap", &pcap(false, true, 1, &frames)));
+    let expected =
+        "packet 1 was captured up to byte 34 of 34: its ports are behind; expected a snap length of at least 38";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn flows_end_by_silence_or_by_fin_and_numbers_are_used_again() {
+    let files = Files::new();
+    let frame = |port: u16, flags: u8| plain_ethernet(&ipv4(port, flags, 0));
+    let frames = [
+        (0, frame(1_000, 0x02)),
+        (SECOND, frame(2_000, 0x02)),
+        // FIN, the last acknowledgement, and a SYN of the same ports.
+        (2 * SECOND, frame(2_000, 0x11)),
+        (2 * SECOND + 1, frame(2_000, 0x10)),
+        (3 * SECOND, frame(2_000, 0x02)),
+        // Flow 1000 was silent for 11 s; flow 2000 goes on.
+        (11 * SECOND, frame(2_000, 0x10)),
+        (12 * SECOND, frame(3_000, 0x02)),
+    ];
+    let options = ReadOptions { idle_timeout_ns: 10 * SECOND };
+    let all = read_with(files.write("a.pcap", &pcap(false, true, 1, &frames)), options).unwrap();
+    let event = |packet: &Packet| (packet.time_ns / SECOND, packet.flow, packet.event);
+    let expected = [
+        (0, 0, Event::OPENS),
+        (1, 1, Event::OPENS),
+        (2, 1, Event::NONE),
+        (2, 1, Event::NONE),
+        (3, 1, Event::EXPIRES),
+        (3, 1, Event::OPENS),
+        (11, 0, Event::EXPIRES),
+        (11, 1, Event::NONE),
+        (12, 0, Event::OPENS),
+    ];
+    assert_eq!(all.packets.iter().map(event).collect::<Vec<_>>(), expected);
+    assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);
+}
+
+#[test]
+fn a_generated_trace_written_as_a_capture_reads_the_same() {
+    let files = Files::new();
+    let source: Source = "campus:seed=5,flows=300,seconds=3,history=0".parse().unwrap();
+    let mut bytes = Vec::new();
+    writer::write(source.open(1, ReadOptions::default()).unwrap().as_mut(), 96, &mut bytes).unwrap();
+    let all = read(files.write("campus.pcap", &bytes)).unwrap();
+    let mut trace = source.open(1, ReadOptions::default()).unwrap();
+    let (mut batch, mut packets, mut tuples) = (Batch::default(), Vec::new(), Vec::new());
+    loop {
+        trace.read(&mut batch).unwrap();
+        if batch.packets.is_empty() {
+            break;
+        }
+        packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.bytes)));
+        tuples.extend(batch.openings.iter().map(|opening| opening.tuple));
+    }
+    let first_ns = packets[0].0;
+    packets.iter_mut().for_each(|(time_ns, _)| *time_ns -= first_ns);
+    let read = all.packets.iter().filter(|packet| packet.event.is_packet());
+    assert_eq!(read.map(|packet| (packet.time_ns, packet.bytes)).collect::<Vec<_>>(), packets);
+    assert_eq!(all.openings.iter().map(|opening| opening.tuple).collect::<Vec<_>>(), tuples);
+}
