@@ -5,6 +5,7 @@
 //! ([`side_by_side`]).
 
 pub mod cli;
+pub mod figure;
 pub mod lb;
 pub mod names;
 pub mod output;

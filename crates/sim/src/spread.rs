@@ -4,7 +4,7 @@ use coreward_model::statistics::{mean, median};
 use serde::Serialize;
 
 /// A figure over several seeds.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, serde::Deserialize)]
 pub struct Spread {
     /// The median over the seeds.
     pub median: f64,

@@ -1,0 +1,313 @@
+//! The paper's statements as checks on the table: a claim names quantities and bounds, and holds or does not.
+//!
+//! Nothing here can say "true" without a number: every kind of claim compares measured values with its bounds.
+
+use coreward_config::Spanned;
+use serde::{Deserialize, Serialize};
+
+use super::table::{Cell, Curve, PanelTable, Table};
+
+/// One statement and how it is judged: by a value, by a ratio of two, or by an order.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Claim {
+    /// What is said, in the paper's words or close to them.
+    pub statement: Spanned<String>,
+    /// The number that the paper gives for it.
+    #[serde(default)]
+    pub published: Option<f64>,
+    /// Judge this quantity ...
+    #[serde(default)]
+    pub value: Option<Quantity>,
+    /// ... or this quotient ...
+    #[serde(default)]
+    pub ratio: Option<Ratio>,
+    /// ... or that these series lie one above the other.
+    #[serde(default)]
+    pub ascending: Option<Ascending>,
+    /// The values must not be less ...
+    #[serde(default)]
+    pub at_least: Option<f64>,
+    /// ... and not be more.
+    #[serde(default)]
+    pub at_most: Option<f64>,
+}
+
+/// A quotient of two quantities, point by point where both have several.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ratio {
+    /// The dividend.
+    pub of: Quantity,
+    /// The divisor: one value, or as many as the dividend has.
+    pub to: Quantity,
+    /// Of several quotients, judge only this.
+    #[serde(default)]
+    pub take: Option<Take>,
+}
+
+/// Values of the table: all points of all panels unless narrowed down.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Quantity {
+    /// Only this panel.
+    #[serde(default)]
+    pub panel: Option<Spanned<String>>,
+    /// This series,
+    #[serde(default)]
+    pub series: Option<Spanned<String>>,
+    /// or the least of these at each point,
+    #[serde(default)]
+    pub least_of: Vec<Spanned<String>>,
+    /// or the greatest.
+    #[serde(default)]
+    pub greatest_of: Vec<Spanned<String>>,
+    /// Only at this point of the horizontal axis (as shown).
+    #[serde(default)]
+    pub at: Option<Spanned<f64>>,
+    /// Only from here ...
+    #[serde(default)]
+    pub from: Option<f64>,
+    /// ... to here.
+    #[serde(default)]
+    pub to: Option<f64>,
+    /// Not the height, but where on the horizontal axis the curve passes this height (first time, by interpolation).
+    #[serde(default)]
+    pub reaches: Option<f64>,
+    /// Of several values, judge only this.
+    #[serde(default)]
+    pub take: Option<Take>,
+}
+
+/// How several values become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Take {
+    /// The least.
+    Least,
+    /// The greatest.
+    Greatest,
+    /// Their mean.
+    Mean,
+}
+
+/// The series in ascending order, at every point or at one.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ascending {
+    /// Lowest first.
+    pub series: Vec<Spanned<String>>,
+    /// Only this panel.
+    #[serde(default)]
+    pub panel: Option<Spanned<String>>,
+    /// Only at this point.
+    #[serde(default)]
+    pub at: Option<Spanned<f64>>,
+    /// Only from here ...
+    #[serde(default)]
+    pub from: Option<f64>,
+    /// ... to here.
+    #[serde(default)]
+    pub to: Option<f64>,
+}
+
+/// How a claim came out.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Verdict {
+    /// As in the claim.
+    pub statement: String,
+    /// Whether the measured values are within the bounds.
+    pub holds: bool,
+    /// What was measured: least and greatest of the judged values (medians over the seeds). Absent when the table has no
+    /// such value, as when a curve never reaches the height: the claim does not hold then.
+    pub measured: Option<(f64, f64)>,
+    /// The same over all seeds, each judged alone.
+    pub seeds: Option<(f64, f64)>,
+    /// How many values were judged.
+    pub points: usize,
+    /// What they had to be.
+    pub bound: String,
+    /// What the paper gives.
+    pub published: Option<f64>,
+}
+
+/// Which number of a cell is judged: the median over the seeds, or one seed's.
+#[derive(Clone, Copy)]
+enum Of {
+    Median,
+    Seed(usize),
+}
+
+impl Of {
+    fn value(self, cell: &Cell) -> Option<f64> {
+        match self {
+            Self::Median => Some(cell.spread.median),
+            Self::Seed(seed) => cell.seeds.get(seed).copied(),
+        }
+    }
+}
+
+impl Claim {
+    /// Judges the claim on a table.
+    pub fn judge(&self, table: &Table) -> Verdict {
+        let values = self.values(table, Of::Median).filter(|values| !values.is_empty());
+        let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, Of::Seed(seed))).flatten();
+        let (low, high) = self.bounds();
+        let holds =
+            values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
+        Verdict {
+            statement: self.statement.get_ref().clone(),
+            holds,
+            measured: values.as_deref().and_then(extent),
+            seeds: extent(&of_seeds.collect::<Vec<_>>()),
+            points: values.map_or(0, |values| values.len()),
+            bound: self.bound(),
+            published: self.published,
+        }
+    }
+
+    /// An order is judged by the least quotient of neighbours, which must not be below 1.
+    fn bounds(&self) -> (f64, f64) {
+        let at_least = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
+        (self.at_least.unwrap_or(at_least), self.at_most.unwrap_or(f64::INFINITY))
+    }
+
+    fn bound(&self) -> String {
+        let bound = match (self.at_least, self.at_most) {
+            (Some(low), Some(high)) => format!("{low} to {high}"),
+            (Some(low), None) => format!("at least {low}"),
+            (None, Some(high)) => format!("at most {high}"),
+            (None, None) => "at least 1".to_owned(),
+        };
+        match &self.ascending {
+            Some(order) => {
+                let series: Vec<&str> = order.series.iter().map(|label| label.get_ref().as_str()).collect();
+                format!("each over the one before, {}: {bound}", series.join(" <= "))
+            }
+            None => bound,
+        }
+    }
+
+    fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+        if let Some(quantity) = &self.value {
+            quantity.values(table, of)
+        } else if let Some(ratio) = &self.ratio {
+            ratio.values(table, of)
+        } else {
+            self.ascending.as_ref()?.steps(table, of)
+        }
+    }
+}
+
+impl Ratio {
+    fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+        let (dividends, divisors) = (self.of.values(table, of)?, self.to.values(table, of)?);
+        let quotients: Vec<f64> = match divisors[..] {
+            [divisor] => dividends.iter().map(|dividend| dividend / divisor).collect(),
+            _ if divisors.len() == dividends.len() => {
+                dividends.iter().zip(&divisors).map(|(dividend, divisor)| dividend / divisor).collect()
+            }
+            _ => return None,
+        };
+        Some(taken(quotients, self.take))
+    }
+}
+
+impl Ascending {
+    /// The quotient of each series and the one before it, at each point.
+    fn steps(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+        let curves: Option<Vec<Vec<f64>>> = self.series.iter().map(|label| self.one(label).values(table, of)).collect();
+        let curves = curves?;
+        let steps = curves.windows(2).flat_map(|pair| pair[1].iter().zip(&pair[0]).map(|(above, below)| above / below));
+        Some(steps.collect())
+    }
+
+    fn one(&self, label: &Spanned<String>) -> Quantity {
+        Quantity {
+            panel: self.panel.clone(),
+            series: Some(label.clone()),
+            least_of: Vec::new(),
+            greatest_of: Vec::new(),
+            at: self.at.clone(),
+            from: self.from,
+            to: self.to,
+            reaches: None,
+            take: None,
+        }
+    }
+}
+
+impl Quantity {
+    /// The series that are named, however.
+    pub fn named(&self) -> impl Iterator<Item = &Spanned<String>> {
+        self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
+    }
+
+    fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
+        let panels = table.panels.iter().filter(|panel| self.wants(panel));
+        let mut values = Vec::new();
+        for panel in panels {
+            values.extend(self.of_panel(panel, of)?);
+        }
+        Some(taken(values, self.take))
+    }
+
+    fn wants(&self, panel: &PanelTable) -> bool {
+        self.panel.as_ref().is_none_or(|title| *title.get_ref() == panel.title)
+    }
+
+    fn of_panel(&self, panel: &PanelTable, of: Of) -> Option<Vec<f64>> {
+        let curves: Vec<Vec<f64>> = self
+            .named()
+            .filter_map(|label| panel.curves.iter().find(|curve| curve.label == *label.get_ref()))
+            .map(|curve| self.of_curve(curve, of))
+            .collect::<Option<_>>()?;
+        let best = if self.greatest_of.is_empty() { f64::min } else { f64::max };
+        curves
+            .into_iter()
+            .reduce(|best_yet, curve| best_yet.into_iter().zip(curve).map(|(a, b)| best(a, b)).collect())
+            .or(Some(Vec::new()))
+    }
+
+    fn of_curve(&self, curve: &Curve, of: Of) -> Option<Vec<f64>> {
+        if let Some(height) = self.reaches {
+            let points: Option<Vec<(f64, f64)>> =
+                curve.cells.iter().map(|cell| Some((cell.x, of.value(cell)?))).collect();
+            return crossing(&points?, height).map(|x| vec![x]);
+        }
+        let wanted = curve.cells.iter().filter(|cell| self.wants_point(cell.x));
+        wanted.map(|cell| of.value(cell)).collect()
+    }
+
+    fn wants_point(&self, x: f64) -> bool {
+        let at = self.at.as_ref().is_none_or(|at| same_point(*at.get_ref(), x));
+        at && self.from.is_none_or(|from| x >= from || same_point(x, from))
+            && self.to.is_none_or(|to| x <= to || same_point(x, to))
+    }
+}
+
+/// Whether two numbers name the same point of a horizontal axis: scaling may change the last digits.
+pub fn same_point(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
+}
+
+fn taken(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
+    let one = match take {
+        None => return values,
+        Some(Take::Least) => values.into_iter().reduce(f64::min),
+        Some(Take::Greatest) => values.into_iter().reduce(f64::max),
+        Some(Take::Mean) => coreward_model::statistics::mean(&values),
+    };
+    one.into_iter().collect()
+}
+
+fn extent(values: &[f64]) -> Option<(f64, f64)> {
+    let least = values.iter().copied().reduce(f64::min)?;
+    Some((least, values.iter().copied().reduce(f64::max)?))
+}
+
+/// Where a curve first passes `height` from below.
+fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
+    let (before, after) = points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;
+    Some(before.0 + (after.0 - before.0) * (height - before.1) / (after.1 - before.1))
+}

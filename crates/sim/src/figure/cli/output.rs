@@ -1,0 +1,62 @@
+//! The directory that figures are written to.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+
+use crate::figure::result::{FigureResult, Provenance};
+use crate::figure::scenario::Scenario;
+use crate::figure::write::write_whole;
+use crate::figure::{draw, page};
+
+/// A directory that exists.
+pub struct Directory {
+    path: PathBuf,
+}
+
+impl Directory {
+    /// Creates it if needed.
+    ///
+    /// # Errors
+    /// When it cannot be created; names it.
+    pub fn open(path: &Path) -> anyhow::Result<Self> {
+        std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
+        Ok(Self { path: path.to_owned() })
+    }
+
+    /// The figure of that name that is there already, if it is whole and was made from the same.
+    pub fn resumed(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
+        let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
+        let result: FigureResult = serde_json::from_str(&text).ok()?;
+        (result.provenance == *provenance).then_some(result)
+    }
+
+    /// Writes the files of one figure, then the page with all so far; the JSON last but the page, since it is what
+    /// [`Directory::resumed`] goes by.
+    pub fn write(
+        &self,
+        result: &FigureResult,
+        scenario: &Scenario,
+        all: &[(FigureResult, Scenario)],
+    ) -> anyhow::Result<()> {
+        let name = &result.name;
+        let json = serde_json::to_string_pretty(result).expect("results have string keys only") + "\n";
+        write_whole(&self.path, &format!("{name}.csv"), &result.table.csv())?;
+        write_whole(&self.path, &format!("{name}.svg"), &draw::svg(scenario, &result.table))?;
+        write_whole(&self.path, &format!("{name}.json"), &json)?;
+        write_whole(&self.path, "index.html", &page::page(all))
+    }
+
+    /// What a run says at its end.
+    pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
+        let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
+        let holding: usize = figures.iter().map(|(result, _)| result.holding()).sum();
+        let failing = claims - holding;
+        let path = self.path.join("index.html");
+        format!(
+            "{} figures, {claims} statements: {holding} hold, {failing} do not hold here. {}\n",
+            figures.len(),
+            path.display()
+        )
+    }
+}

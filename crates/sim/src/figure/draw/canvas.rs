@@ -1,0 +1,82 @@
+//! What the panels draw with: lines, markers and text in pixels.
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::style::Shape;
+
+/// A picture being drawn.
+pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+/// Drawing into a string fails only when a shape is impossible, which would be an error of ours.
+pub type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+
+/// Half of a marker's width in pixels.
+const MARKER: i32 = 4;
+
+/// Text is put by one of its edges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// The left edge, middle height.
+    Left,
+    /// The middle of the top edge.
+    Top,
+    /// The middle of the bottom edge.
+    Bottom,
+    /// The right edge, middle height.
+    Right,
+    /// The middle, and the text runs upwards.
+    Upwards,
+}
+
+/// Writes `text` of `size` pixels.
+pub fn text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Hold) -> Drawn {
+    let pos = match hold {
+        Hold::Left => Pos::new(HPos::Left, VPos::Center),
+        Hold::Top => Pos::new(HPos::Center, VPos::Top),
+        Hold::Bottom => Pos::new(HPos::Center, VPos::Bottom),
+        Hold::Right => Pos::new(HPos::Right, VPos::Center),
+        Hold::Upwards => Pos::new(HPos::Center, VPos::Center),
+    };
+    let font = ("sans-serif", size).into_font();
+    let font = if hold == Hold::Upwards { font.transform(FontTransform::Rotate270) } else { font };
+    let style = TextStyle::from(font).color(&colour).pos(pos);
+    area.draw(&Text::new(text.to_owned(), at, style))
+}
+
+/// A line through all points.
+pub fn line(area: &Area<'_>, points: Vec<(i32, i32)>, style: ShapeStyle) -> Drawn {
+    area.draw(&PathElement::new(points, style))
+}
+
+/// A dashed line through all points.
+pub fn dashed(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> Drawn {
+    area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
+}
+
+/// A marker: filled, or open (white inside).
+pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> Drawn {
+    let inside = if open { WHITE } else { colour };
+    let corners: Vec<(i32, i32)> =
+        shape.corners(MARKER).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
+    if corners.is_empty() {
+        area.draw(&Circle::new(at, MARKER, inside.filled()))?;
+        return area.draw(&Circle::new(at, MARKER, colour.stroke_width(2)));
+    }
+    area.draw(&Polygon::new(corners.clone(), inside.filled()))?;
+    let closed = corners.iter().chain(corners.first()).copied().collect();
+    line(area, closed, colour.stroke_width(2))
+}
+
+/// From the lowest to the highest seed, with caps.
+pub fn whisker(area: &Area<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> Drawn {
+    if low == high {
+        return Ok(());
+    }
+    let style = colour.stroke_width(1);
+    line(area, vec![(x, low), (x, high)], style)?;
+    for y in [low, high] {
+        line(area, vec![(x - 3, y), (x + 3, y)], style)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,70 @@
+//! The legend below the panels: one entry per series, and what filled and open means.
+
+use plotters::style::Color;
+
+use super::canvas::{Area, Drawn, Hold, line, marker, text};
+use super::style::{self, SMALL, TEXT};
+use crate::figure::scenario::Scenario;
+use crate::figure::table::Table;
+
+/// Pixels of a row, of a sample, and between entries.
+const ROW: i32 = 22;
+const SAMPLE: i32 = 34;
+const GAP: i32 = 22;
+
+/// Entries with their places.
+pub struct Legend {
+    /// Index of the series, label, place.
+    entries: Vec<(usize, String, (i32, i32))>,
+    /// The explanation below, in lines.
+    remark: Vec<String>,
+    rows: i32,
+}
+
+impl Legend {
+    /// Of everything that any panel shows, in rows of `width` pixels.
+    pub fn of(scenario: &Scenario, table: &Table, width: i32) -> Self {
+        let (mut x, mut row, mut entries) = (0, 0, Vec::new());
+        for (index, series) in scenario.series.iter().enumerate() {
+            let label = series.label.get_ref().clone();
+            let wide = SAMPLE + style::width(&label, TEXT);
+            if x > 0 && x + wide > width {
+                (x, row) = (0, row + 1);
+            }
+            entries.push((index, label, (x, row * ROW)));
+            x += wide + GAP;
+        }
+        Self { entries, remark: style::wrapped(&remark(table), SMALL, width), rows: row + 1 }
+    }
+
+    /// Pixels.
+    pub fn height(&self) -> i32 {
+        (self.rows + self.remark.len() as i32) * ROW
+    }
+
+    /// Draws it with its top left corner at `origin`.
+    pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> Drawn {
+        for (index, label, place) in &self.entries {
+            let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW / 2);
+            let colour = style::colour(*index);
+            line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
+            marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(*index), colour, false)?;
+            text(area, label, (x + SAMPLE, y), TEXT, style::INK, Hold::Left)?;
+        }
+        for (index, remark) in self.remark.iter().enumerate() {
+            let y = origin.1 + (self.rows + index as i32) * ROW + ROW / 2;
+            text(area, remark, (origin.0, y), SMALL, style::MARK, Hold::Left)?;
+        }
+        Ok(())
+    }
+}
+
+fn remark(table: &Table) -> String {
+    let seeds = match table.seeds {
+        1 => "filled: simulated here (one seed)".to_owned(),
+        seeds => format!("filled: simulated here, median of {seeds} seeds, lowest to highest as whiskers or band"),
+    };
+    let published = table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty());
+    if published { format!("{seeds}; open, dashed: published") } else { seeds }
+}
+

@@ -1,0 +1,72 @@
+//! A figure as SVG: its panels side by side, one legend below. The axes are drawn here and not by a chart library, so
+//! that nothing overlaps: labels are measured before there is a place for the data.
+
+mod canvas;
+mod legend;
+mod panel;
+mod scale;
+mod style;
+
+use plotters::prelude::*;
+
+use super::scenario::Scenario;
+use super::table::Table;
+use canvas::{Area, Drawn, Hold, text};
+
+/// Pixels of one panel in a figure of several, and of the only one.
+const PANEL: (i32, i32) = (520, 390);
+const ONLY_PANEL: (i32, i32) = (900, 460);
+/// Panels in one row.
+const COLUMNS: usize = 2;
+const MARGIN: i32 = 14;
+
+/// The picture of a figure.
+pub fn svg(scenario: &Scenario, table: &Table) -> String {
+    let (width, title) = head(scenario);
+    let panel = if scenario.panel.len() == 1 { ONLY_PANEL } else { PANEL };
+    let rows = scenario.panel.len().div_ceil(COLUMNS) as i32;
+    let legend = legend::Legend::of(scenario, table, width - 2 * MARGIN);
+    let title_height = title.len() as i32 * (style::TITLE as i32 + 5) + MARGIN;
+    let height = title_height + rows * panel.1 + legend.height() + MARGIN;
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
+        // Into a string: nothing can fail but our own arithmetic, which the tests of every scenario go through.
+        draw(&area, scenario, table, &title, title_height, panel, &legend).expect("an SVG is drawn into memory");
+    }
+    svg
+}
+
+/// The width of the picture, and its title in lines.
+fn head(scenario: &Scenario) -> (i32, Vec<String>) {
+    let width = match scenario.panel.len() {
+        1 => ONLY_PANEL.0,
+        several => PANEL.0 * several.min(COLUMNS) as i32,
+    };
+    (width, style::wrapped(&scenario.title, style::TITLE, width - 2 * MARGIN))
+}
+
+fn draw(
+    area: &Area<'_>,
+    scenario: &Scenario,
+    table: &Table,
+    title: &[String],
+    title_height: i32,
+    size: (i32, i32),
+    legend: &legend::Legend,
+) -> Drawn {
+    area.fill(&WHITE)?;
+    let middle = area.dim_in_pixel().0 as i32 / 2;
+    for (index, line) in title.iter().enumerate() {
+        let y = MARGIN + index as i32 * (style::TITLE as i32 + 5);
+        text(area, line, (middle, y), style::TITLE, style::INK, Hold::Top)?;
+    }
+    for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
+        let (column, row) = ((index % COLUMNS) as i32, (index / COLUMNS) as i32);
+        let origin = (column * size.0, title_height + row * size.1);
+        panel::Frame::new(scenario, panel, numbers, origin, size).draw(area)?;
+    }
+    let rows = scenario.panel.len().div_ceil(COLUMNS) as i32;
+    legend.draw(area, (MARGIN, title_height + rows * size.1))?;
+    area.present()
+}

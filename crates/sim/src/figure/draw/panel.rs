@@ -1,0 +1,254 @@
+//! One panel: its frame, axes and data.
+
+use plotters::prelude::*;
+
+use super::canvas::{Area, Drawn, Hold, dashed, line, marker, text, whisker};
+use super::scale::Scale;
+use super::style::{self, GRID, INK, MARK, SMALL, TEXT, colour, shape};
+use crate::figure::scenario::{Draw, Panel, Scenario};
+use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, number};
+
+/// Pixels above, right of and below the place for data.
+const TOP: i32 = 34;
+const RIGHT: i32 = 18;
+const BOTTOM: i32 = 62;
+/// Pixels from the panel's left edge to the middle of the vertical axis' name.
+const NAME: i32 = 18;
+/// More points than this are drawn as a line with a band instead of markers with whiskers.
+const MANY_POINTS: usize = 60;
+/// Part of a group's width that is left free between groups of bars.
+const GROUP_GAP: f64 = 0.2;
+/// So many bars have their value written above.
+const BARS_WITH_VALUES: usize = 18;
+
+/// A panel with its place in the picture and its scales.
+pub struct Frame<'a> {
+    panel: &'a Panel,
+    numbers: &'a PanelTable,
+    /// Of each curve, its index among all series: its colour.
+    styles: Vec<usize>,
+    x: Scale,
+    y: Scale,
+    /// Left, top, right, bottom of the place for data.
+    data: (i32, i32, i32, i32),
+    origin: (i32, i32),
+}
+
+impl<'a> Frame<'a> {
+    /// Lays the panel out in `size` pixels from `origin`.
+    pub fn new(
+        scenario: &Scenario,
+        panel: &'a Panel,
+        numbers: &'a PanelTable,
+        origin: (i32, i32),
+        size: (i32, i32),
+    ) -> Self {
+        let styles = numbers.curves.iter().map(|curve| {
+            let same = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
+            scenario.series.iter().position(same).unwrap_or(0)
+        });
+        let (top, bottom) = (origin.1 + TOP, origin.1 + size.1 - BOTTOM);
+        let marks = panel.mark.iter().map(|mark| mark.y);
+        let heights: Vec<f64> = numbers.curves.iter().flat_map(heights).chain(marks).collect();
+        let y = Scale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
+        let widest = y.ticks().iter().map(|(_, label)| style::width(label, SMALL)).max().unwrap_or(0);
+        let (left, right) = (origin.0 + NAME + 20 + widest, origin.0 + size.0 - RIGHT);
+        let places: Vec<f64> = numbers.curves.iter().flat_map(places).collect();
+        let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
+        let x = match panel.draw {
+            Draw::Lines => Scale::new(&places, None, x_log, false, (left, right)),
+            Draw::Bars => Scale::new(&[], Some([0.0, groups(numbers).len() as f64]), false, true, (left, right)),
+        };
+        Self { panel, numbers, styles: styles.collect(), x, y, data: (left, top, right, bottom), origin }
+    }
+
+    /// Draws everything.
+    pub fn draw(&self, area: &Area<'_>) -> Drawn {
+        self.draw_axes(area)?;
+        match self.panel.draw {
+            Draw::Lines => {
+                for (curve, index) in self.numbers.curves.iter().zip(&self.styles) {
+                    self.draw_published(area, &curve.published, *index)?;
+                    self.draw_curve(area, &curve.cells, *index)?;
+                }
+                Ok(())
+            }
+            Draw::Bars => self.draw_bars(area),
+        }
+    }
+
+    fn draw_axes(&self, area: &Area<'_>) -> Drawn {
+        let (left, top, right, bottom) = self.data;
+        let middle = (left + right) / 2;
+        text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT, INK, Hold::Top)?;
+        for (value, label) in self.y.ticks() {
+            let y = self.y.pixel(value);
+            line(area, vec![(left, y), (right, y)], GRID.stroke_width(1))?;
+            text(area, &label, (left - 8, y), SMALL, INK, Hold::Right)?;
+        }
+        text(area, &self.panel.y.label, (self.origin.0 + NAME, (top + bottom) / 2), TEXT, INK, Hold::Upwards)?;
+        for (x, label) in self.x_ticks() {
+            if self.panel.draw == Draw::Lines {
+                line(area, vec![(x, bottom), (x, bottom + 5)], INK.stroke_width(1))?;
+            }
+            text(area, &label, (x, bottom + 9), SMALL, INK, Hold::Top)?;
+        }
+        if let Some(sweep) = &self.panel.x {
+            text(area, &sweep.label, (middle, bottom + 32), TEXT, INK, Hold::Top)?;
+        }
+        line(area, vec![(left, top), (left, bottom), (right, bottom)], INK.stroke_width(1))?;
+        self.draw_marks(area)
+    }
+
+    fn draw_marks(&self, area: &Area<'_>) -> Drawn {
+        let (left, _, right, _) = self.data;
+        for mark in self.panel.mark.iter().filter(|mark| self.y.shows(mark.y)) {
+            let y = self.y.pixel(mark.y);
+            dashed(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
+            text(area, &mark.label, (left + 6, y - 9), SMALL, MARK, Hold::Left)?;
+        }
+        Ok(())
+    }
+
+    fn x_ticks(&self) -> Vec<(i32, String)> {
+        match (self.panel.draw, &self.panel.x) {
+            (Draw::Lines, _) => self.x.ticks().into_iter().map(|(x, label)| (self.x.pixel(x), label)).collect(),
+            (Draw::Bars, None) => Vec::new(),
+            (Draw::Bars, Some(_)) => {
+                let middles = groups(self.numbers).into_iter().enumerate();
+                middles.map(|(group, x)| (self.x.pixel(group as f64 + 0.5), number(x))).collect()
+            }
+        }
+    }
+
+    fn pixels(&self, points: &[(f64, f64)]) -> Vec<(i32, i32)> {
+        points.iter().map(|(x, y)| (self.x.pixel(*x), self.y.pixel(*y))).collect()
+    }
+
+    fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize) -> Drawn {
+        let colour = colour(index);
+        let medians: Vec<(f64, f64)> = cells.iter().map(|cell| (cell.x, cell.spread.median)).collect();
+        if cells.len() > MANY_POINTS {
+            let upper = cells.iter().map(|cell| (cell.x, cell.spread.high));
+            let lower = cells.iter().rev().map(|cell| (cell.x, cell.spread.low));
+            let outline = self.pixels(&upper.chain(lower).collect::<Vec<_>>());
+            area.draw(&Polygon::new(outline, colour.mix(0.15).filled()))?;
+        }
+        for piece in self.y.cut(&medians) {
+            line(area, self.pixels(&piece), colour.stroke_width(2))?;
+        }
+        if cells.len() > MANY_POINTS {
+            return Ok(());
+        }
+        for cell in cells {
+            let x = self.x.pixel(cell.x);
+            if self.y.shows(cell.spread.low) {
+                whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
+            }
+            if self.y.shows(cell.spread.median) {
+                marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn draw_published(&self, area: &Area<'_>, published: &[PublishedCell], index: usize) -> Drawn {
+        let colour = colour(index);
+        let points: Vec<(f64, f64)> = published.iter().map(|cell| (cell.x, cell.y)).collect();
+        for piece in self.y.cut(&points) {
+            dashed(area, &self.pixels(&piece), colour.stroke_width(1))?;
+        }
+        if published.len() > MANY_POINTS {
+            return Ok(());
+        }
+        for cell in published.iter().filter(|cell| self.y.shows(cell.y)) {
+            marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), shape(index), colour, true)?;
+        }
+        Ok(())
+    }
+
+    /// In each group a bar per series, and an open one beside it where the paper has a value.
+    fn draw_bars(&self, area: &Area<'_>) -> Drawn {
+        let groups = groups(self.numbers);
+        let published = self.numbers.curves.iter().any(|curve| !curve.published.is_empty());
+        let slots = self.numbers.curves.len() * if published { 2 } else { 1 };
+        let wide = (1.0 - GROUP_GAP) / slots as f64;
+        let with_values = slots * groups.len() <= BARS_WITH_VALUES;
+        for (group, x) in groups.iter().enumerate() {
+            let mut left = group as f64 + GROUP_GAP / 2.0;
+            for (curve, index) in self.numbers.curves.iter().zip(&self.styles) {
+                let ours = curve.cells.iter().find(|cell| cell.x == *x);
+                let spread = ours.map(|cell| (cell.spread.low, cell.spread.high));
+                if let Some(cell) = ours {
+                    self.draw_bar(area, (left, left + wide), cell.spread.median, spread, *index, false, with_values)?;
+                }
+                left += wide;
+                if published {
+                    if let Some(cell) = curve.published.iter().find(|cell| cell.x == *x) {
+                        self.draw_bar(area, (left, left + wide), cell.y, cell.spread, *index, true, with_values)?;
+                    }
+                    left += wide;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a bar is just that")]
+    fn draw_bar(
+        &self,
+        area: &Area<'_>,
+        (left, right): (f64, f64),
+        height: f64,
+        spread: Option<(f64, f64)>,
+        index: usize,
+        open: bool,
+        with_value: bool,
+    ) -> Drawn {
+        let (from, to) = (self.x.pixel(left) + 1, self.x.pixel(right) - 1);
+        let (base, top) = (self.y.pixel(self.y.low()), self.y.pixel(height));
+        let corners = [(from, top), (to, base)];
+        if open {
+            area.draw(&Rectangle::new(corners, colour(index).stroke_width(2)))?;
+        } else {
+            area.draw(&Rectangle::new(corners, colour(index).filled()))?;
+        }
+        let middle = (from + to) / 2;
+        let mut above = top;
+        if let Some((low, high)) = spread {
+            above = above.min(self.y.pixel(high));
+            whisker(area, middle, self.y.pixel(low), self.y.pixel(high), INK)?;
+        }
+        if with_value {
+            text(area, &short(height), (middle, above - 3), SMALL, INK, Hold::Bottom)?;
+        }
+        Ok(())
+    }
+}
+
+/// Two or three significant digits, for the top of a bar.
+fn short(value: f64) -> String {
+    match value.abs() {
+        large if large >= 100.0 => format!("{value:.0}"),
+        middle if middle >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// Every value that the vertical axis should show.
+fn heights(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
+    let ours = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
+    ours.chain(curve.published.iter().map(|cell| cell.y))
+}
+
+fn places(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
+    curve.cells.iter().map(|cell| cell.x).chain(curve.published.iter().map(|cell| cell.x))
+}
+
+/// The x values that have bars, ascending.
+fn groups(numbers: &PanelTable) -> Vec<f64> {
+    let mut groups: Vec<f64> = numbers.curves.iter().flat_map(places).collect();
+    groups.sort_by(f64::total_cmp);
+    groups.dedup();
+    groups
+}

@@ -1,0 +1,168 @@
+//! One axis: from values to pixels, and where its ticks stand.
+
+/// The part of the values that an axis shows, and the pixels that show it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scale {
+    low: f64,
+    high: f64,
+    log: bool,
+    /// Pixels of `low` and `high`.
+    pixels: (i32, i32),
+}
+
+/// About so many ticks on a linear axis.
+const TICKS: f64 = 6.0;
+/// A logarithmic axis of fewer decades has ticks between them too.
+const FEW_DECADES: f64 = 2.2;
+
+impl Scale {
+    /// An axis over `values`, with a little room; `range` wins over the values. A linear vertical axis begins at 0
+    /// (`from_zero`) unless a value is negative.
+    pub fn new(values: &[f64], range: Option<[f64; 2]>, log: bool, from_zero: bool, pixels: (i32, i32)) -> Self {
+        let usable = values.iter().copied().filter(|value| value.is_finite() && (!log || *value > 0.0));
+        let (least, greatest) = usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+            (low.min(value), high.max(value))
+        });
+        let (low, high) = match range {
+            Some([low, high]) => (low, high),
+            None if least > greatest => (if log { 0.1 } else { 0.0 }, 1.0),
+            None if log => (least / 1.25, greatest * 1.25),
+            None => {
+                let room = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
+                let low = if from_zero && least >= 0.0 { 0.0 } else { least - room };
+                (low, greatest + room)
+            }
+        };
+        Self { low, high, log, pixels }
+    }
+
+    /// The lower end.
+    pub fn low(&self) -> f64 {
+        self.low
+    }
+
+    fn position(&self, value: f64) -> f64 {
+        let axis = |value: f64| if self.log { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        (axis(value) - axis(self.low)) / (axis(self.high) - axis(self.low))
+    }
+
+    fn value(&self, position: f64) -> f64 {
+        if self.log {
+            self.low * (self.high / self.low).powf(position)
+        } else {
+            self.low + (self.high - self.low) * position
+        }
+    }
+
+    /// The pixel of a value; values outside lie on the axis' end.
+    pub fn pixel(&self, value: f64) -> i32 {
+        let (from, to) = self.pixels;
+        from + (f64::from(to - from) * self.position(value).clamp(0.0, 1.0)).round() as i32
+    }
+
+    /// Whether the axis shows this value.
+    pub fn shows(&self, value: f64) -> bool {
+        const EDGE: f64 = 1e-9;
+        value.is_finite() && (-EDGE..=1.0 + EDGE).contains(&self.position(value))
+    }
+
+    /// Values and labels of the ticks.
+    pub fn ticks(&self) -> Vec<(f64, String)> {
+        let values = if self.log { self.log_ticks() } else { self.linear_ticks() };
+        values.into_iter().filter(|value| self.shows(*value)).map(|value| (value, label(value))).collect()
+    }
+
+    fn linear_ticks(&self) -> Vec<f64> {
+        let rough = (self.high - self.low) / TICKS;
+        let magnitude = 10f64.powf(rough.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= rough);
+        let step = step.unwrap_or(10.0 * magnitude);
+        let first = (self.low / step).ceil() as i64;
+        let last = (self.high / step).floor() as i64;
+        (first..=last).map(|index| index as f64 * step).collect()
+    }
+
+    fn log_ticks(&self) -> Vec<f64> {
+        let decades = (self.low.log10().floor() as i32)..=(self.high.log10().ceil() as i32);
+        let within: &[f64] =
+            if (self.high / self.low).log10() < FEW_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        decades.flat_map(|decade| within.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
+    }
+
+    /// The line through `points` (whose x are all shown), cut where it leaves this vertical axis: pieces to draw.
+    pub fn cut(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
+        let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
+        let mut piece: Vec<(f64, f64)> = Vec::new();
+        for (index, &(x, y)) in points.iter().enumerate() {
+            let position = self.position(y);
+            let inside = (0.0..=1.0).contains(&position);
+            if let Some(&(before_x, before_y)) = index.checked_sub(1).and_then(|before| points.get(before)) {
+                let before = self.position(before_y);
+                let was_inside = (0.0..=1.0).contains(&before);
+                if inside != was_inside {
+                    let edge = if position.max(before) > 1.0 { 1.0 } else { 0.0 };
+                    let part = (edge - before) / (position - before);
+                    piece.push((before_x + (x - before_x) * part, self.value(edge)));
+                    if was_inside {
+                        pieces.push(std::mem::take(&mut piece));
+                    }
+                }
+            }
+            if inside {
+                piece.push((x, y));
+            }
+        }
+        pieces.push(piece);
+        pieces.retain(|piece| piece.len() > 1);
+        pieces
+    }
+}
+
+/// Short, with k and M.
+fn label(value: f64) -> String {
+    let value = if value.abs() < 1e-12 { 0.0 } else { value };
+    match value.abs() {
+        magnitude if magnitude >= 1e6 => format!("{}M", super::super::table::number(value / 1e6)),
+        magnitude if magnitude >= 1e4 => format!("{}k", super::super::table::number(value / 1e3)),
+        _ => super::super::table::number(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(scale: &Scale) -> Vec<String> {
+        scale.ticks().into_iter().map(|(_, label)| label).collect()
+    }
+
+    #[test]
+    fn ticks_are_round() {
+        let linear = Scale::new(&[0.0, 97.0], None, false, true, (0, 100));
+        assert_eq!(labels(&linear), ["0", "20", "40", "60", "80", "100"]);
+        let log = Scale::new(&[0.02, 30.0], None, true, true, (0, 100));
+        assert_eq!(labels(&log), ["0.1", "1", "10"]);
+        let short = Scale::new(&[2.0, 64.0], None, true, true, (0, 100));
+        assert_eq!(labels(&short), ["2", "5", "10", "20", "50"]);
+        let large = Scale::new(&[20_000.0, 200_000.0], None, false, false, (0, 100));
+        assert_eq!(labels(&large), ["50k", "100k", "150k", "200k"]);
+    }
+
+    #[test]
+    fn pixels_run_from_end_to_end() {
+        let scale = Scale::new(&[], Some([1.0, 100.0]), true, true, (200, 0));
+        assert_eq!([1.0, 10.0, 100.0, 1000.0].map(|value| scale.pixel(value)), [200, 100, 0, 0]);
+        assert!(scale.shows(100.0) && !scale.shows(100.1));
+    }
+
+    #[test]
+    fn lines_are_cut_at_the_edge() {
+        let scale = Scale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
+        let points = [(0.0, 5.0), (1.0, 15.0), (2.0, 15.0), (3.0, 5.0), (4.0, 5.0)];
+        assert_eq!(
+            scale.cut(&points),
+            [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]
+        );
+        assert_eq!(scale.cut(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());
+    }
+}

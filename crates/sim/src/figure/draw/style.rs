@@ -1,0 +1,97 @@
+//! Colours, shapes and sizes of the pictures.
+
+use plotters::style::RGBColor;
+
+/// Okabe and Ito's colours, which people with colour-blindness can tell apart (yellow left out: too pale on white).
+const COLOURS: [RGBColor; 7] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(230, 159, 0),
+    RGBColor(86, 180, 233),
+    RGBColor(0, 0, 0),
+];
+
+/// Of text and axes.
+pub const INK: RGBColor = RGBColor(40, 40, 40);
+/// Of lines behind the data.
+pub const GRID: RGBColor = RGBColor(225, 225, 225);
+/// Of marks and their names.
+pub const MARK: RGBColor = RGBColor(110, 110, 110);
+
+/// Pixels.
+pub const TITLE: u32 = 17;
+/// Pixels.
+pub const TEXT: u32 = 14;
+/// Pixels.
+pub const SMALL: u32 = 12;
+
+/// The colour of the `index`-th series.
+pub fn colour(index: usize) -> RGBColor {
+    COLOURS[index % COLOURS.len()]
+}
+
+/// A marker: series differ by shape too, for print without colour.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    /// Round.
+    Circle,
+    /// On its side.
+    Square,
+    /// On its corner.
+    Diamond,
+    /// Pointing up.
+    Up,
+    /// Pointing down.
+    Down,
+}
+
+/// The shape of the `index`-th series.
+pub fn shape(index: usize) -> Shape {
+    [Shape::Circle, Shape::Square, Shape::Up, Shape::Diamond, Shape::Down][index % 5]
+}
+
+impl Shape {
+    /// The corners around (0, 0), for markers about `size` wide; none for a circle.
+    pub fn corners(self, size: i32) -> Vec<(i32, i32)> {
+        match self {
+            Self::Circle => Vec::new(),
+            Self::Square => vec![(-size, -size), (size, -size), (size, size), (-size, size)],
+            Self::Diamond => vec![(0, -size - 1), (size + 1, 0), (0, size + 1), (-size - 1, 0)],
+            Self::Up => vec![(0, -size - 1), (size + 1, size), (-size - 1, size)],
+            Self::Down => vec![(0, size + 1), (size + 1, -size), (-size - 1, -size)],
+        }
+    }
+}
+
+/// About how wide a text is: SVG leaves fonts to the reader, so with some room.
+pub fn width(text: &str, size: u32) -> i32 {
+    (text.chars().count() as f64 * f64::from(size) * 0.58).ceil() as i32
+}
+
+/// `text` in lines of at most about `pixels`.
+pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line) if width(line, size) + width(word, size) + width(" ", size) <= pixels => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_wrapped_at_words() {
+        assert_eq!(wrapped("one two three", 10, 50), ["one two", "three"]);
+        assert_eq!(wrapped("indivisible", 10, 5), ["indivisible"]);
+    }
+}

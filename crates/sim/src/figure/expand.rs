@@ -1,0 +1,113 @@
+//! A scenario as a list of runs: panels x series x points x seeds, each different run once.
+
+use std::collections::HashMap;
+
+use super::job::{Job, Wanted};
+use super::parameters::Unfit;
+use super::scenario::{Panel, Scenario, Series, Swept};
+
+/// What is to be run, and where each value goes.
+#[derive(Debug)]
+pub struct Plan {
+    /// Different runs.
+    pub jobs: Vec<Job>,
+    /// Values of the table: by panel, then series, then x, then seed.
+    pub places: Vec<Place>,
+}
+
+/// Where a value goes and where it comes from.
+#[derive(Debug)]
+pub struct Place {
+    /// Index of the panel in the scenario.
+    pub panel: usize,
+    /// Index of the series in the scenario.
+    pub series: usize,
+    /// As shown; 0 without a horizontal axis.
+    pub x: f64,
+    /// From 1.
+    pub seed: u64,
+    /// Index of the run.
+    pub job: usize,
+    /// What of it.
+    pub wanted: Wanted,
+    /// Whether it gives a value for each moment rather than one.
+    pub over_time: bool,
+}
+
+/// What is wrong, and with which panel and series.
+#[derive(Debug, PartialEq)]
+pub struct CannotExpand {
+    /// Index of the panel.
+    pub panel: usize,
+    /// Index of the series in the scenario.
+    pub series: usize,
+    /// What.
+    pub unfit: Unfit,
+}
+
+impl Scenario {
+    /// The runs of this scenario.
+    ///
+    /// # Errors
+    /// The first panel and series whose parameters make no simulation.
+    pub fn expand(&self) -> Result<Plan, CannotExpand> {
+        let mut plan = Plan { jobs: Vec::new(), places: Vec::new() };
+        // Configurations hold floating-point numbers, which cannot be hashed; how they print tells them apart.
+        let mut known: HashMap<String, usize> = HashMap::new();
+        for (panel_index, panel) in self.panel.iter().enumerate() {
+            for series in self.series_of(panel) {
+                let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
+                let failed = |unfit| CannotExpand { panel: panel_index, series: series_index, unfit };
+                for (x, swept) in points(panel) {
+                    for seed in 1..=*self.seeds.get_ref() {
+                        let Some((job, wanted)) = self.job(panel, series, swept, seed).map_err(failed)? else { continue };
+                        let job = *known.entry(format!("{job:?}")).or_insert_with(|| {
+                            plan.jobs.push(job);
+                            plan.jobs.len() - 1
+                        });
+                        let over_time = matches!(swept, Some((Swept::Time, _)));
+                        let place = Place { panel: panel_index, series: series_index, x, seed, job, wanted, over_time };
+                        plan.places.push(place);
+                    }
+                }
+            }
+        }
+        Ok(plan)
+    }
+
+    fn job(
+        &self,
+        panel: &Panel,
+        series: &Series,
+        swept: Option<(Swept, f64)>,
+        seed: u64,
+    ) -> Result<Option<(Job, Wanted)>, Unfit> {
+        let measure = *panel.measure.get_ref();
+        /// Lays series over panel over scenario, and the swept value over all.
+        macro_rules! parameters {
+            ($kind:ident) => {
+                self.$kind.as_ref().map(|common| {
+                    let parameters = common.overlaid(panel.$kind.as_ref()).overlaid(series.$kind.as_ref());
+                    swept.map_or(Ok(parameters.clone()), |(swept, value)| parameters.with(swept, value))
+                })
+            };
+        }
+        if let Some(rpc) = parameters!(rpc) {
+            return rpc?.job(measure, seed);
+        }
+        Ok(None)
+    }
+
+}
+
+/// What is shown on the horizontal axis, and what is swept there.
+fn points(panel: &Panel) -> Vec<(f64, Option<(Swept, f64)>)> {
+    match &panel.x {
+        None => vec![(0.0, None)],
+        Some(sweep) if *sweep.parameter.get_ref() == Swept::Time => vec![(0.0, Some((Swept::Time, 0.0)))],
+        Some(sweep) => {
+            let parameter = *sweep.parameter.get_ref();
+            sweep.values.iter().map(|value| (value * sweep.scale, Some((parameter, *value)))).collect()
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! The scenarios that coreward carries with it: every file of the project's `scenarios/`, by its name.
+
+use coreward_config::ConfigError;
+
+use super::scenario::Scenario;
+use crate::names::UnknownName;
+
+include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
+
+/// A scenario that coreward carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Embedded {
+    /// The file's name without `.toml`.
+    pub name: &'static str,
+    /// The file's text.
+    pub text: &'static str,
+}
+
+impl Embedded {
+    /// # Errors
+    /// What is wrong with it; the project's tests read every scenario.
+    pub fn scenario(&self) -> Result<Scenario, ConfigError> {
+        Scenario::parse(&format!("scenarios/{}.toml", self.name), self.text)
+    }
+}
+
+/// Every scenario, paper by paper, in the order of the papers' figures.
+pub fn all() -> Vec<Embedded> {
+    let mut all: Vec<Embedded> = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text }).collect();
+    all.sort_by_key(|embedded| in_order(embedded.name));
+    all
+}
+
+/// The scenario of that name.
+///
+/// # Errors
+/// When there is none: names the nearest.
+pub fn named(name: &str) -> Result<Embedded, UnknownName> {
+    let all = all();
+    let found = all.iter().copied().find(|embedded| embedded.name == name);
+    found.ok_or_else(|| UnknownName::new("figure", name, all.iter().map(|embedded| embedded.name)))
+}
+
+/// Sorts 2b before 11: numbers by their value.
+fn in_order(name: &str) -> (usize, String, u64, String) {
+    const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
+    let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
+    let order = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
+    let digits = figure.bytes().take_while(u8::is_ascii_digit).count();
+    // What has no number (a table, a sensitivity) comes after the figures.
+    let number = figure[..digits].parse().unwrap_or(u64::MAX);
+    (order, paper.to_owned(), number, figure[digits..].to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_in_the_papers_order() {
+        let mut names = ["turbo-11", "ringleader-lambda", "turbo-2b", "crossrss-2a", "ringleader-8", "turbo-2a"];
+        names.sort_by_key(|name| in_order(name));
+        assert_eq!(names, ["crossrss-2a", "turbo-2a", "turbo-2b", "turbo-11", "ringleader-8", "ringleader-lambda"]);
+    }
+
+    #[test]
+    fn the_nearest_figures_are_suggested() {
+        let error = named("turbo-2c").unwrap_err();
+        assert!(error.nearest().contains(&"turbo-2b"), "{error}");
+    }
+
+    #[test]
+    fn every_scenario_is_right() {
+        assert!(all().len() >= 25);
+        for embedded in all() {
+            embedded.scenario().unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The page with all figures: one file that needs nothing else, neither network nor scripts.
+
+use super::draw;
+use super::result::FigureResult;
+use super::scenario::Scenario;
+use super::table::COLUMNS;
+
+const STYLE: &str = "
+body { font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; margin: 2em auto; padding: 0 1em; line-height: 1.45; }
+section { margin: 3em 0; border-top: 2px solid #ddd; padding-top: 1em; }
+svg { max-width: 100%; height: auto; display: block; margin: 1em 0; }
+blockquote { margin: 0.5em 0; padding-left: 1em; border-left: 4px solid #0072b2; }
+ul.claims { list-style: none; padding: 0; }
+ul.claims li { margin: 0.4em 0; padding-left: 1em; border-left: 4px solid #009e73; }
+ul.claims li.not { border-left-color: #d55e00; }
+.word { font-weight: bold; color: #00664a; }
+.not .word { color: #a84300; }
+.small { color: #555; font-size: 90%; }
+table { border-collapse: collapse; font-size: 85%; }
+td, th { border: 1px solid #ddd; padding: 0.15em 0.6em; text-align: right; }
+td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left; }
+nav td { border: none; text-align: left; padding: 0.1em 0.8em 0.1em 0; }
+nav table { font-size: 95%; }
+";
+
+/// The page of these figures, in this order.
+pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
+    let (holding, claims) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
+        (holding + result.holding(), claims + result.claims.len())
+    });
+    let contents: String = figures.iter().map(|(result, scenario)| contents_row(result, scenario)).collect();
+    let sections: String = figures.iter().map(|(result, scenario)| section(result, scenario)).collect();
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
+         <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
+         <p>{holding} of {claims} statements hold here. Everything on this page was simulated by coreward {version}; \
+         nothing was measured on hardware. Published values are drawn in where the paper or its artifact gives numbers. Each \
+         statement is judged by a number of the table below it; one that does not hold says so.</p>\n\
+         <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
+        version = env!("CARGO_PKG_VERSION"),
+    )
+}
+
+fn contents_row(result: &FigureResult, scenario: &Scenario) -> String {
+    let failing = result.claims.len() - result.holding();
+    let claims = match (result.claims.len(), failing) {
+        (0, _) => "no statement to judge".to_owned(),
+        (all, 0) => format!("{all} of {all} hold"),
+        (all, failing) => format!("{} of {all} hold, {failing} do not", all - failing),
+    };
+    format!(
+        "<tr><td><a href=\"#{name}\">{name}</a></td><td>{title}</td><td>{claims}</td></tr>\n",
+        name = escaped(&result.name),
+        title = escaped(&scenario.title),
+    )
+}
+
+fn section(result: &FigureResult, scenario: &Scenario) -> String {
+    let claims: String = result
+        .claims
+        .iter()
+        .map(|claim| {
+            format!(
+                "<li{class}><span class=\"word\">{word}</span>: {statement}<br><span class=\"small\">{numbers}</span></li>\n",
+                class = if claim.holds { "" } else { " class=\"not\"" },
+                word = claim.word(),
+                statement = escaped(&claim.statement),
+                numbers = escaped(&claim.numbers()),
+            )
+        })
+        .collect();
+    let claims = if claims.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claims}</ul>\n") };
+    format!(
+        "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
+         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is simulated.</b> {modelled}</p>\n{sources}{table}\
+         <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario {digest}.</p>\n</section>\n",
+        name = escaped(&result.name),
+        title = escaped(&scenario.title),
+        paper = escaped(&scenario.paper),
+        figure = escaped(&scenario.figure),
+        statement = paragraphs(&scenario.statement),
+        svg = draw::svg(scenario, &result.table),
+        modelled = escaped(&one_line(&scenario.modelled)),
+        sources = sources(scenario),
+        table = table(result),
+        seeds = seeds(result.table.seeds),
+        command = escaped(&result.provenance.command),
+        version = escaped(&result.provenance.version),
+        digest = escaped(&result.provenance.scenario),
+    )
+}
+
+/// What the seeds are, for people.
+pub fn seeds(seeds: u64) -> String {
+    if seeds == 1 { "One seed: 1".to_owned() } else { format!("Median, lowest and highest over seeds 1 to {seeds}") }
+}
+
+fn sources(scenario: &Scenario) -> String {
+    let mut sources: Vec<&str> = scenario.published.iter().map(|published| published.source.as_str()).collect();
+    sources.dedup();
+    if sources.is_empty() {
+        return String::new();
+    }
+    format!("<p class=\"small\">Published values: {}.</p>\n", escaped(&sources.join("; ")))
+}
+
+fn table(result: &FigureResult) -> String {
+    let row = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
+        let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escaped(cell))).collect();
+        format!("<tr>{cells}</tr>\n")
+    };
+    let head = row("th", &mut COLUMNS.into_iter());
+    let rows = result.table.rows();
+    let body: String = rows.iter().map(|cells| row("td", &mut cells.iter().map(String::as_str))).collect();
+    format!("<details><summary>The numbers ({} rows)</summary>\n<table>\n{head}{body}</table></details>\n", rows.len())
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// An empty line separates paragraphs.
+fn paragraphs(text: &str) -> String {
+    let paragraphs: Vec<String> = text.trim().split("\n\n").map(|part| escaped(&one_line(part))).collect();
+    paragraphs.join("<br>")
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}

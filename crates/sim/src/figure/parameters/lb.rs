@@ -1,0 +1,9 @@
+//! Packets.
+use super::parameters;
+parameters! {
+    /// `[lb]`
+    pub struct Lb {
+        /// Method
+        pub method: String,
+    }
+}

@@ -1,0 +1,113 @@
+//! The parameters of each kind of simulation, as scenario files name them. Every one may be given for the whole scenario,
+//! for a panel or for a series (the later wins), and some are swept.
+
+mod lb;
+mod path;
+mod pcc;
+mod rpc;
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, de};
+
+pub use lb::Lb;
+pub use path::Path;
+pub use pcc::Pcc;
+pub use rpc::Rpc;
+
+use super::scenario::{Measure, Swept};
+use crate::names::UnknownName;
+
+/// Why parameters make no simulation.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Unfit {
+    /// Given nowhere.
+    #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
+    Missing {
+        /// The kind of simulation.
+        kind: &'static str,
+        /// What is missing.
+        parameter: &'static str,
+    },
+    /// Nothing that this kind has.
+    #[error("{swept:?} cannot be swept in a simulation of kind `{kind}`{detail}")]
+    NotSwept {
+        /// The kind of simulation.
+        kind: &'static str,
+        /// What was to be swept.
+        swept: Swept,
+        /// Why not, if there is more to say.
+        detail: &'static str,
+    },
+    /// Not a value that it can have.
+    #[error("{swept:?} cannot be {value}")]
+    Value {
+        /// What was to be swept.
+        swept: Swept,
+        /// The value.
+        value: f64,
+    },
+    /// Nothing that this kind measures.
+    #[error("a simulation of kind `{kind}` does not measure {measure:?}")]
+    NotMeasured {
+        /// The kind of simulation.
+        kind: &'static str,
+        /// What was to be measured.
+        measure: Measure,
+    },
+    /// The simulator's own words.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// A parameter that is written as text, as on the command line.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Text<T>(pub T);
+
+impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for Text<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Self).map_err(de::Error::custom)
+    }
+}
+
+/// A parameter that is one of a few words, as on the command line.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Choice<T>(pub T);
+
+impl<'de, T: clap::ValueEnum> Deserialize<'de> for Choice<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let words = || T::value_variants().iter().filter_map(|word| Some(word.to_possible_value()?.get_name().to_owned()));
+        let unknown = |_| de::Error::custom(UnknownName::new("choice", &text, words()));
+        T::from_str(&text, false).map(Self).map_err(unknown)
+    }
+}
+
+/// A struct whose fields may each be absent, and how one is laid over another.
+macro_rules! parameters {
+    ($(#[$about:meta])* pub struct $name:ident { $($(#[$field_about:meta])* pub $field:ident: $type:ty,)* }) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, Default, PartialEq, serde::Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct $name { $($(#[$field_about])* pub $field: Option<$type>,)* }
+
+        impl $name {
+            /// These parameters, and where `over` says something, that instead.
+            pub fn overlaid(&self, over: Option<&Self>) -> Self {
+                let Some(over) = over else { return self.clone() };
+                Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }
+            }
+        }
+    };
+}
+use parameters;
+
+/// `value` as a whole number.
+fn whole<T: TryFrom<u64>>(swept: Swept, value: f64) -> Result<T, Unfit> {
+    let unfit = Unfit::Value { swept, value };
+    if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
+        return Err(unfit);
+    }
+    T::try_from(value as u64).map_err(|_| unfit)
+}

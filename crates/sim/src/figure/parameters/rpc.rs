@@ -1,0 +1,118 @@
+//! Requests at the cores of a server.
+
+use std::num::NonZeroU32;
+
+use super::{Choice, Text, Unfit, parameters, whole};
+use crate::figure::job::{Job, Wanted};
+use crate::figure::scenario::{Measure, Swept};
+use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
+use coreward_model::dispatch::Lambda;
+
+/// The name of this kind in scenario files.
+pub const KIND: &str = "rpc";
+
+parameters! {
+    /// `[rpc]`: see `coreward sim rpc --help`, which has the same names. Times are in units of the short service time.
+    pub struct Rpc {
+        /// How requests get to cores.
+        pub policy: Text<Policy>,
+        /// Cores of the server.
+        pub cores: u16,
+        /// Distribution of service times.
+        pub service: Text<Service>,
+        /// One-way latency between NIC and cores.
+        pub latency: f64,
+        /// Offered load as a part of what the cores could serve.
+        pub load: f64,
+        /// Requests of each run; the first tenth is warm-up.
+        pub requests: u64,
+        /// Connections that the requests belong to.
+        pub connections: NonZeroU32,
+        /// Length of a window, for figures over time.
+        pub window: f64,
+        /// Bound on p99, for peak loads.
+        pub slo: f64,
+        /// Whose p99: that of the `short` requests (unless said) or of `all`.
+        pub slo_of: Choice<rpc::Measure>,
+        /// What the bound is a multiple of: the `short` service time (unless said) or the `mean`.
+        pub slo_unit: Choice<rpc::SloUnit>,
+        /// Bisections of a search for a peak load.
+        pub steps: u32,
+    }
+}
+
+impl Rpc {
+    /// These parameters with one replaced.
+    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+        let mut with = self.clone();
+        match swept {
+            Swept::Load => with.load = Some(value),
+            Swept::Slo => with.slo = Some(value),
+            Swept::Cores => with.cores = Some(whole(swept, value)?),
+            Swept::Latency => with.latency = Some(value),
+            Swept::LongFactor => with.service = Some(Text(with_long_factor(with.service, value)?)),
+            Swept::Lambda => with.policy = Some(Text(with_lambda(with.policy, value)?)),
+            Swept::Time => {}
+            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+        }
+        Ok(with)
+    }
+
+    /// The run that measures this with these parameters, and what of its outcome is wanted. `None` where the offered load
+    /// is more than the policy can carry: latency has no bound there, so there is no point to draw.
+    pub fn job(&self, measure: Measure, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
+        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+        let peak = measure == Measure::PeakLoad;
+        let config = Config {
+            policy: self.policy.clone().ok_or(missing("policy"))?.0,
+            cores: self.cores.ok_or(missing("cores"))?,
+            service: self.service.clone().ok_or(missing("service"))?.0,
+            latency: self.latency.ok_or(missing("latency"))?,
+            load: if peak { Config::default().load } else { self.load.ok_or(missing("load"))? },
+            requests: self.requests.ok_or(missing("requests"))?,
+            seed,
+            connections: self.connections,
+            skew: 0.0,
+            queue: None,
+            window: self.window,
+        };
+        let job = match measure {
+            Measure::PeakLoad => {
+                let slo = self.slo.ok_or(missing("slo"))?;
+                let steps = self.steps.ok_or(missing("steps"))?;
+                Job::Peak(PeakConfig { config, slo, seeds: seed..=seed, steps, measure: self.slo_of.unwrap_or_default().0, unit: self.slo_unit.unwrap_or_default().0 })
+            }
+            Measure::P99 | Measure::ShortP99 | Measure::LongP99 | Measure::Mean => {
+                if config.load >= config.policy.capacity(config.service.mean(), config.latency) {
+                    return Ok(None);
+                }
+                Job::Rpc(config)
+            }
+            _ => return Err(Unfit::NotMeasured { kind: KIND, measure }),
+        };
+        Ok(Some((job, Wanted { measure, policy: None })))
+    }
+}
+
+fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Service, Unfit> {
+    let swept = Swept::LongFactor;
+    match service {
+        Some(Text(Service::Classes(mut classes))) if factor >= 1.0 => {
+            classes[0].factor = factor;
+            Ok(Service::Classes(classes))
+        }
+        Some(Text(Service::Classes(_))) => Err(Unfit::Value { swept, value: factor }),
+        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the service times have no long class" }),
+    }
+}
+
+fn with_lambda(policy: Option<Text<Policy>>, lambda: f64) -> Result<Policy, Unfit> {
+    let swept = Swept::Lambda;
+    match policy {
+        Some(Text(Policy::RankedQueue(options))) => {
+            let lambda = Lambda::new(lambda).map_err(|_| Unfit::Value { swept, value: lambda })?;
+            Ok(Policy::RankedQueue(JbsrqOptions { lambda, ..options }))
+        }
+        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the policy is not jbsrq" }),
+    }
+}

@@ -1,0 +1,96 @@
+//! A finished figure: its numbers, its verdicts and where they come from.
+
+use serde::{Deserialize, Serialize};
+
+use super::claim::Verdict;
+use super::scenario::Scenario;
+use super::table::{Table, number};
+
+/// A figure that was simulated.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FigureResult {
+    /// As in `coreward figure --list`.
+    pub name: String,
+    /// What made it.
+    pub provenance: Provenance,
+    /// Its numbers.
+    pub table: Table,
+    /// The paper's statements, judged.
+    pub claims: Vec<Verdict>,
+}
+
+/// What is needed to make a figure again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Provenance {
+    /// What to type.
+    pub command: String,
+    /// Of coreward.
+    pub version: String,
+    /// Of the scenario's text (FNV-1a, 64 bits): whether it is still the same.
+    pub scenario: String,
+}
+
+impl Provenance {
+    /// Of the figure that `command` makes from a scenario's `text`.
+    pub fn new(command: String, text: &str) -> Self {
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())) }
+    }
+}
+
+/// Fowler, Noll and Vo's hash (draft-eastlake-fnv): tells whether a text has changed, nothing more.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+impl FigureResult {
+    /// Judges the claims of `scenario` on its table.
+    pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: Table) -> Self {
+        let claims = scenario.claim.iter().map(|claim| claim.judge(&table)).collect();
+        Self { name: name.to_owned(), provenance, table, claims }
+    }
+
+    /// How many claims hold.
+    pub fn holding(&self) -> usize {
+        self.claims.iter().filter(|claim| claim.holds).count()
+    }
+
+    /// One line per claim, for people.
+    pub fn claim_lines(&self) -> Vec<String> {
+        self.claims.iter().map(|claim| format!("  {}: {}: {}", claim.word(), claim.statement, claim.numbers())).collect()
+    }
+}
+
+impl Verdict {
+    /// "holds" or "does not hold here".
+    pub fn word(&self) -> &'static str {
+        if self.holds { "holds" } else { "does not hold here" }
+    }
+
+    /// What was measured, what it had to be, and what was published.
+    pub fn numbers(&self) -> String {
+        let measured = match self.measured {
+            None => "not reached here".to_owned(),
+            Some(extent) if self.points == 1 => format!("{} here", range(extent)),
+            Some(extent) => format!("{} here, {} values", range(extent), self.points),
+        };
+        let seeds = match self.seeds {
+            Some(extent) if Some(extent) != self.measured => format!(" (single seeds {})", range(extent)),
+            _ => String::new(),
+        };
+        let published = self.published.map_or(String::new(), |value| format!("; published {}", number(value)));
+        format!("{measured}{seeds}; required {}{published}", self.bound)
+    }
+}
+
+fn range((low, high): (f64, f64)) -> String {
+    let short = |value: f64| match value.abs() {
+        zero if zero < 1e-9 => "0".to_owned(),
+        small if small < 0.01 => format!("{value:.1e}"),
+        small if small < 10.0 => format!("{value:.3}"),
+        middle if middle < 1000.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    };
+    let (low, high) = (short(low), short(high));
+    if low == high { low } else { format!("{low} to {high}") }
+}

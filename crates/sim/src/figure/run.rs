@@ -1,0 +1,83 @@
+//! Runs a scenario on all CPUs and fills its table.
+
+use anyhow::Context;
+use rayon::prelude::*;
+
+use super::expand::{Place, Plan};
+use super::job::Outcome;
+use super::scenario::Scenario;
+use super::table::{Cell, Curve, PanelTable, Table};
+use crate::spread::Spread;
+
+/// Runs everything that `scenario` needs. `done` is told how many of how many runs are done.
+///
+/// The table does not depend on the number of threads: every run stands alone and goes to its own place.
+///
+/// # Errors
+/// When a simulation refuses its parameters, in its words.
+pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<Table> {
+    let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))?;
+    let total = plan.jobs.len();
+    let finished = std::sync::atomic::AtomicUsize::new(0);
+    done(0, total);
+    let outcomes: anyhow::Result<Vec<Outcome>> = plan
+        .jobs
+        .par_iter()
+        .with_max_len(1)
+        .map(|job| {
+            let outcome = job.run()?;
+            done(finished.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1, total);
+            Ok(outcome)
+        })
+        .collect();
+    let outcomes = outcomes.with_context(|| format!("{} of {}", scenario.figure, scenario.paper))?;
+    Ok(table(scenario, &plan, &outcomes))
+}
+
+fn table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
+    let seeds = *scenario.seeds.get_ref();
+    let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
+        let curves = scenario.series_of(panel).map(|series| {
+            let places = plan.places.iter().filter(|place| {
+                place.panel == panel_index && std::ptr::eq(&scenario.series[place.series], series)
+            });
+            let label = series.label.get_ref().clone();
+            let published = PanelTable::published(scenario, panel.title.get_ref(), &label);
+            let values = places.flat_map(|place| values(place, &outcomes[place.job]));
+            let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
+            Curve { cells: cells(values, seeds, x_scale, panel.y.scale), label, published }
+        });
+        PanelTable { title: panel.title.get_ref().clone(), curves: curves.collect() }
+    });
+    Table { seeds, panels: panels.collect() }
+}
+
+/// One seed's value at one x; times are not yet scaled.
+struct Value {
+    x: f64,
+    over_time: bool,
+    seed: u64,
+    y: f64,
+}
+
+fn values(place: &Place, outcome: &Outcome) -> Vec<Value> {
+    let Place { x, seed, over_time, .. } = *place;
+    if over_time {
+        let series = outcome.over_time(&place.wanted).unwrap_or_default();
+        return series.into_iter().map(|(x, y)| Value { x, over_time, seed, y }).collect();
+    }
+    outcome.value(&place.wanted).map(|y| Value { x, over_time, seed, y }).into_iter().collect()
+}
+
+/// Groups values by x. A point that not every seed has is left out: its median would be over the lucky ones.
+fn cells(values: impl Iterator<Item = Value>, seeds: u64, x_scale: f64, y_scale: f64) -> Vec<Cell> {
+    let mut values: Vec<Value> = values.collect();
+    values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
+    let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
+    let cell = |group: &[Value]| {
+        let seeds: Vec<f64> = group.iter().map(|value| value.y * y_scale).collect();
+        let x = group[0].x * if group[0].over_time { x_scale } else { 1.0 };
+        Some(Cell { x, spread: Spread::of(&seeds)?, seeds })
+    };
+    groups.filter_map(cell).collect()
+}

@@ -1,0 +1,313 @@
+//! What a scenario file says. docs/scenario.md explains it to those who write one.
+//!
+//! The types refuse what they cannot hold, with file, line and column; what concerns several values ([`check`]) is looked
+//! at right after reading, so that a scenario that was read can be run, drawn and judged.
+
+mod check;
+
+use coreward_config::{ConfigError, Source, Spanned};
+use serde::Deserialize;
+
+use super::claim::Claim;
+use super::parameters::{Lb, Path, Pcc, Rpc};
+
+/// One experiment: what is simulated, what is drawn, what was published and what the paper states about it.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scenario {
+    /// One line for people.
+    pub title: String,
+    /// Authors, name and venue.
+    pub paper: String,
+    /// Where in the paper: "Figure 2b".
+    pub figure: String,
+    /// The paper's sentences that the claims judge, quoted.
+    pub statement: String,
+    /// What this simulation models, and in what it differs from the paper's experiment.
+    pub modelled: String,
+    /// Seeds 1 to this number; every point is the median over them.
+    pub seeds: Spanned<u64>,
+    /// Requests at cores: parameters common to all series.
+    #[serde(default)]
+    pub rpc: Option<Rpc>,
+    /// Packets of a trace at servers and cores.
+    #[serde(default)]
+    pub lb: Option<Lb>,
+    /// Connections while the pool changes.
+    #[serde(default)]
+    pub pcc: Option<Pcc>,
+    /// Connections placed by a load balancer, their requests queued at cores.
+    #[serde(default)]
+    pub path: Option<Path>,
+    /// What is compared.
+    pub series: Vec<Series>,
+    /// What is drawn side by side.
+    pub panel: Vec<Panel>,
+    /// What the paper's figure shows.
+    #[serde(default)]
+    pub published: Vec<Published>,
+    /// The statements, as checks.
+    #[serde(default)]
+    pub claim: Vec<Claim>,
+}
+
+/// One curve, or the bars of one colour.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Series {
+    /// As the paper calls it.
+    pub label: Spanned<String>,
+    /// What this series has different from the common parameters; of the scenario's kind.
+    #[serde(default)]
+    pub rpc: Option<Rpc>,
+    /// See `rpc`.
+    #[serde(default)]
+    pub lb: Option<Lb>,
+    /// See `rpc`.
+    #[serde(default)]
+    pub pcc: Option<Pcc>,
+    /// See `rpc`.
+    #[serde(default)]
+    pub path: Option<Path>,
+}
+
+/// One system of axes.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Panel {
+    /// Stands above it; claims and published values name it.
+    pub title: Spanned<String>,
+    /// What is measured.
+    pub measure: Spanned<Measure>,
+    /// How it is drawn.
+    #[serde(default)]
+    pub draw: Draw,
+    /// What is swept; without it each series has one value.
+    #[serde(default)]
+    pub x: Option<Sweep>,
+    /// The vertical axis.
+    pub y: Axis,
+    /// Only these series; all when left out.
+    #[serde(default)]
+    pub series: Vec<Spanned<String>>,
+    /// Horizontal lines with their names, as service level objectives.
+    #[serde(default)]
+    pub mark: Vec<Mark>,
+    /// What this panel has different from the common parameters.
+    #[serde(default)]
+    pub rpc: Option<Rpc>,
+    /// See `rpc`.
+    #[serde(default)]
+    pub lb: Option<Lb>,
+    /// See `rpc`.
+    #[serde(default)]
+    pub pcc: Option<Pcc>,
+    /// See `rpc`.
+    #[serde(default)]
+    pub path: Option<Path>,
+}
+
+/// How a panel is drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Draw {
+    /// Points joined by lines, whiskers from the lowest to the highest seed.
+    #[default]
+    Lines,
+    /// Groups of bars.
+    Bars,
+}
+
+/// The horizontal axis and what is swept along it.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sweep {
+    /// What changes from point to point.
+    pub parameter: Spanned<Swept>,
+    /// Its values; none for `time`, whose values come out of the run.
+    #[serde(default)]
+    pub values: Vec<f64>,
+    /// Of the axis, with its unit.
+    pub label: String,
+    /// A value is shown (and named by claims and published points) times this.
+    #[serde(default = "one")]
+    pub scale: f64,
+    /// Logarithmic.
+    #[serde(default)]
+    pub log: bool,
+}
+
+/// A vertical axis.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Axis {
+    /// With its unit.
+    pub label: String,
+    /// Every measured value is multiplied by this.
+    #[serde(default = "one")]
+    pub scale: f64,
+    /// Logarithmic.
+    #[serde(default)]
+    pub log: bool,
+    /// What is drawn; from the data when left out. Points outside stay in the tables.
+    #[serde(default)]
+    pub range: Option<[f64; 2]>,
+}
+
+/// A horizontal line.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mark {
+    /// At this height.
+    pub y: f64,
+    /// What stands at it.
+    pub label: String,
+}
+
+/// What the paper's figure or text shows for one series of one panel.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Published {
+    /// The panel's title; may be left out when there is one panel.
+    #[serde(default)]
+    pub panel: Option<Spanned<String>>,
+    /// The series' label.
+    pub series: Spanned<String>,
+    /// Where the numbers come from.
+    pub source: String,
+    /// In the panel's shown units.
+    pub points: Vec<PublishedPoint>,
+}
+
+/// `[x, y]`, or `[x, y, low, high]`.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(from = "PublishedNumbers")]
+pub struct PublishedPoint {
+    /// On the panel's horizontal axis.
+    pub x: f64,
+    /// The value.
+    pub y: f64,
+    /// Its published spread.
+    pub spread: Option<(f64, f64)>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected [x, y] or [x, y, low, high]")]
+enum PublishedNumbers {
+    Plain([f64; 2]),
+    Spread([f64; 4]),
+}
+
+impl From<PublishedNumbers> for PublishedPoint {
+    fn from(numbers: PublishedNumbers) -> Self {
+        match numbers {
+            PublishedNumbers::Plain([x, y]) => Self { x, y, spread: None },
+            PublishedNumbers::Spread([x, y, low, high]) => Self { x, y, spread: Some((low, high)) },
+        }
+    }
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// What is swept along the horizontal axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Swept {
+    /// Offered load as a part of what the cores can serve.
+    Load,
+    /// The bound on p99, in multiples of the short service time.
+    Slo,
+    /// Cores of the server.
+    Cores,
+    /// One-way latency, in units of the short service time.
+    Latency,
+    /// How many times longer a long request is (bimodal).
+    LongFactor,
+    /// JBSRQ's weight of what stands behind.
+    Lambda,
+    /// Requests a second and server.
+    RequestsPerServer,
+    /// Servers behind the load balancer.
+    Servers,
+    /// Connections open at the same time.
+    Connections,
+    /// Changes of the pool a minute.
+    UpdatesPerMinute,
+    /// Imbalance above which a server is taken out of the table, percent.
+    ThresholdPct,
+    /// Replay speed or offered load of the trace, percent of its own.
+    SpeedPct,
+    /// Time within the run: every run gives all points.
+    Time,
+}
+
+/// What a run gives, as a panel names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Measure {
+    /// 99th percentile of the latency of all requests, in short service times.
+    P99,
+    /// The same of the shortest class of requests.
+    ShortP99,
+    /// The same of the longest class.
+    LongP99,
+    /// Mean latency of all requests.
+    Mean,
+    /// The highest load whose p99 of short requests is within `slo`.
+    PeakLoad,
+    /// Population variance of the servers' packets over their mean, 1 s windows, percent.
+    ServerVariancePct,
+    /// The same of the cores.
+    CoreVariancePct,
+    /// Packets that left the cores, as a part of the cores' capacity, percent.
+    ThroughputPct,
+    /// Packets lost in full queues, percent.
+    DroppedPct,
+    /// Connections that reached two servers, percent of all.
+    BrokenPct,
+    /// Most loaded server over the mean, averaged over time, minus one, percent.
+    ImbalancePct,
+    /// Variance among the servers' CPU use (percent), by second.
+    CpuVariance,
+}
+
+impl Scenario {
+    /// Reads the scenario `text`; `name` is what errors show.
+    ///
+    /// # Errors
+    /// What is wrong with it and where.
+    pub fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
+        Self::from_source(&Source::from_text(name, text))
+    }
+
+    /// Reads the scenario in a file.
+    ///
+    /// # Errors
+    /// When the file cannot be read, and what is wrong with it and where.
+    pub fn read(path: &std::path::Path) -> Result<Self, ConfigError> {
+        Self::from_source(&Source::read(path)?)
+    }
+
+    fn from_source(source: &Source) -> Result<Self, ConfigError> {
+        let scenario: Self = source.parse()?;
+        check::check(&scenario, source)?;
+        Ok(scenario)
+    }
+
+    /// The series that `panel` shows, in the order of the file.
+    pub fn series_of(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
+        let only: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
+        self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
+    }
+
+    /// The panel of that title, or the only one.
+    pub fn panel_named(&self, title: Option<&str>) -> Option<&Panel> {
+        match title {
+            Some(title) => self.panel.iter().find(|panel| panel.title.get_ref() == title),
+            None if self.panel.len() == 1 => self.panel.first(),
+            None => None,
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! What the types of a scenario cannot say: names that must exist, values that must fit together.
+
+use std::ops::Range;
+
+use coreward_config::{ConfigError, Source, Spanned};
+
+use super::{Draw, Panel, Scenario, Swept};
+use crate::figure::claim::{Claim, Quantity, same_point};
+use crate::names::UnknownName;
+
+const MOST_SEEDS: u64 = 1_000;
+
+/// What is wrong, and where in the file.
+type Wrong = (Range<usize>, String);
+
+/// # Errors
+/// The first thing that is wrong.
+pub fn check(scenario: &Scenario, source: &Source) -> Result<(), ConfigError> {
+    let checks = [seeds, kinds, names, axes, published, claims, runs];
+    checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))
+}
+
+fn seeds(scenario: &Scenario) -> Result<(), Wrong> {
+    let seeds = *scenario.seeds.get_ref();
+    if (1..=MOST_SEEDS).contains(&seeds) {
+        return Ok(());
+    }
+    Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MOST_SEEDS}")))
+}
+
+/// Which of the kinds rpc, lb, pcc and path are there.
+fn present(kinds: [bool; 4]) -> Vec<&'static str> {
+    ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
+}
+
+fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
+    let common = present([
+        scenario.rpc.is_some(),
+        scenario.lb.is_some(),
+        scenario.pcc.is_some(),
+        scenario.path.is_some(),
+    ]);
+    let [kind] = common[..] else {
+        let found = if common.is_empty() { "none".to_owned() } else { common.join(", ") };
+        return Err((0..0, format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path]")));
+    };
+    let of_series = scenario.series.iter().map(|series| {
+        let parts = [series.rpc.is_some(), series.lb.is_some(), series.pcc.is_some(), series.path.is_some()];
+        (series.label.span(), parts)
+    });
+    let of_panels = scenario.panel.iter().map(|panel| {
+        let parts = [panel.rpc.is_some(), panel.lb.is_some(), panel.pcc.is_some(), panel.path.is_some()];
+        (panel.title.span(), parts)
+    });
+    for (span, parts) in of_series.chain(of_panels) {
+        if let Some(other) = present(parts).into_iter().find(|other| *other != kind) {
+            return Err((span, format!("has parameters of kind `{other}`: this scenario is of kind `{kind}`")));
+        }
+    }
+    Ok(())
+}
+
+fn unique<'a>(what: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) -> Result<(), Wrong> {
+    let mut seen = Vec::new();
+    let again = names.find(|name| {
+        let again = seen.contains(name.get_ref());
+        seen.push(name.get_ref().clone());
+        again
+    });
+    again.map_or(Ok(()), |name| Err((name.span(), format!("{what} {:?} is there twice", name.get_ref()))))
+}
+
+fn known_series(scenario: &Scenario, label: &Spanned<String>) -> Result<(), Wrong> {
+    let labels: Vec<&str> = scenario.series.iter().map(|series| series.label.get_ref().as_str()).collect();
+    if labels.contains(&label.get_ref().as_str()) {
+        return Ok(());
+    }
+    Err((label.span(), UnknownName::new("series", label.get_ref(), labels).to_string()))
+}
+
+fn names(scenario: &Scenario) -> Result<(), Wrong> {
+    if scenario.series.is_empty() || scenario.panel.is_empty() {
+        return Err((0..0, "no series or no panel: expected at least one of each".to_owned()));
+    }
+    unique("series", scenario.series.iter().map(|series| &series.label))?;
+    unique("panel", scenario.panel.iter().map(|panel| &panel.title))?;
+    scenario.panel.iter().flat_map(|panel| &panel.series).try_for_each(|label| known_series(scenario, label))
+}
+
+fn axes(scenario: &Scenario) -> Result<(), Wrong> {
+    for panel in &scenario.panel {
+        let wrong = |message: &str| Err((panel.title.span(), message.to_owned()));
+        if panel.y.range.is_some_and(|[low, high]| low >= high || (panel.y.log && low <= 0.0)) {
+            return wrong("y.range: expected [low, high], above 0 where the axis is logarithmic");
+        }
+        let Some(sweep) = &panel.x else {
+            if panel.draw == Draw::Lines {
+                return wrong("has no x: expected x, or draw = \"bars\"");
+            }
+            continue;
+        };
+        let over_time = *sweep.parameter.get_ref() == Swept::Time;
+        if over_time != sweep.values.is_empty() {
+            return wrong("x.values: expected values to sweep, and none for time, whose values come out of the run");
+        }
+        if !sweep.values.is_sorted_by(|a, b| a < b) {
+            return wrong("x.values: expected ascending values");
+        }
+        if sweep.log && sweep.values.first().is_some_and(|first| *first <= 0.0) {
+            return wrong("x.values: expected values above 0 on a logarithmic axis");
+        }
+    }
+    Ok(())
+}
+
+/// The panels that a name stands for: that one, or all when nothing is named.
+fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, Wrong> {
+    let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
+    scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
+        let titles = scenario.panel.iter().map(|panel| panel.title.get_ref().as_str());
+        (name.span(), UnknownName::new("panel", name.get_ref(), titles).to_string())
+    })
+}
+
+fn published(scenario: &Scenario) -> Result<(), Wrong> {
+    for published in &scenario.published {
+        known_series(scenario, &published.series)?;
+        if panels(scenario, published.panel.as_ref())?.len() > 1 {
+            let message = "published values without a panel: expected panel = \"...\", as there are several";
+            return Err((published.series.span(), message.to_owned()));
+        }
+    }
+    Ok(())
+}
+
+fn claims(scenario: &Scenario) -> Result<(), Wrong> {
+    scenario.claim.iter().try_for_each(|claim| check_claim(scenario, claim))
+}
+
+fn check_claim(scenario: &Scenario, claim: &Claim) -> Result<(), Wrong> {
+    let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
+    let ways = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
+    if ways.iter().filter(|there| **there).count() != 1 {
+        return wrong("a claim needs exactly one of `value`, `ratio`, `ascending`");
+    }
+    if claim.ascending.is_none() && claim.at_least.is_none() && claim.at_most.is_none() {
+        return wrong("a claim needs `at_least` or `at_most`: without a bound it would hold whatever is measured");
+    }
+    if claim.at_least.zip(claim.at_most).is_some_and(|(low, high)| low > high) {
+        return wrong("`at_least` is above `at_most`: nothing could be both");
+    }
+    if let Some(order) = &claim.ascending {
+        if order.series.len() < 2 {
+            return wrong("`ascending` needs at least two series");
+        }
+        order.series.iter().try_for_each(|label| known_series(scenario, label))?;
+        return check_place(scenario, claim, order.panel.as_ref(), order.at.as_ref());
+    }
+    let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(|ratio| [&ratio.of, &ratio.to]));
+    quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
+}
+
+fn check_quantity(scenario: &Scenario, claim: &Claim, quantity: &Quantity) -> Result<(), Wrong> {
+    let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
+    let ways = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
+    if ways.iter().filter(|there| **there).count() != 1 {
+        return wrong("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
+    }
+    if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
+        return wrong("`reaches` looks at the whole curve: it goes with none of `at`, `from`, `to`");
+    }
+    quantity.named().try_for_each(|label| known_series(scenario, label))?;
+    check_place(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
+}
+
+/// The panels must measure the same, and the point must be one that is simulated.
+fn check_place(
+    scenario: &Scenario,
+    claim: &Claim,
+    panel: Option<&Spanned<String>>,
+    at: Option<&Spanned<f64>>,
+) -> Result<(), Wrong> {
+    let panels = panels(scenario, panel)?;
+    if panels.iter().any(|panel| panel.measure.get_ref() != panels[0].measure.get_ref()) {
+        let message = "a claim without a panel: expected panel = \"...\", as the panels measure different things";
+        return Err((claim.statement.span(), message.to_owned()));
+    }
+    let Some(at) = at else { return Ok(()) };
+    for sweep in panels.iter().filter_map(|panel| panel.x.as_ref()) {
+        let simulated = |value: &f64| same_point(value * sweep.scale, *at.get_ref());
+        if *sweep.parameter.get_ref() != Swept::Time && !sweep.values.iter().any(simulated) {
+            return Err((at.span(), format!("nothing is simulated at {}: expected one of x.values", at.get_ref())));
+        }
+    }
+    Ok(())
+}
+
+fn runs(scenario: &Scenario) -> Result<(), Wrong> {
+    let failed = match scenario.expand() {
+        Ok(plan) if plan.places.is_empty() => {
+            return Err((0..0, "nothing is simulated: every point is above what its policy can carry".to_owned()));
+        }
+        Ok(_) => return Ok(()),
+        Err(failed) => failed,
+    };
+    let series = scenario.series[failed.series].label.get_ref();
+    let panel = &scenario.panel[failed.panel];
+    Err((panel.measure.span(), format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), failed.unfit)))
+}

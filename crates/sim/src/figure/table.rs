@@ -1,0 +1,161 @@
+//! The numbers of a figure: for each panel and series, a point per x with its spread over the seeds.
+
+use serde::{Deserialize, Serialize};
+
+use super::claim::same_point;
+use super::scenario::Scenario;
+use crate::output::csv;
+use crate::spread::Spread;
+
+/// Everything that was measured for one figure, in shown units.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Table {
+    /// How many seeds each point has.
+    pub seeds: u64,
+    /// In the order of the scenario.
+    pub panels: Vec<PanelTable>,
+}
+
+/// The numbers of one panel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PanelTable {
+    /// As in the scenario.
+    pub title: String,
+    /// In the order of the scenario.
+    pub curves: Vec<Curve>,
+}
+
+/// The numbers of one series in one panel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Curve {
+    /// As in the scenario.
+    pub label: String,
+    /// By ascending x.
+    pub cells: Vec<Cell>,
+    /// What the paper has.
+    pub published: Vec<PublishedCell>,
+}
+
+/// One point.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Cell {
+    /// On the horizontal axis; 0 where nothing is swept.
+    pub x: f64,
+    /// Each seed's value, by seed.
+    pub seeds: Vec<f64>,
+    /// Over the seeds.
+    pub spread: Spread,
+}
+
+/// One published point.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PublishedCell {
+    /// On the horizontal axis.
+    pub x: f64,
+    /// The value.
+    pub y: f64,
+    /// Its published spread.
+    pub spread: Option<(f64, f64)>,
+}
+
+impl Curve {
+    fn published_at(&self, x: f64) -> Option<&PublishedCell> {
+        self.published.iter().find(|published| same_point(published.x, x))
+    }
+}
+
+impl PanelTable {
+    /// The published points of the series that `scenario` has for this panel.
+    pub fn published(scenario: &Scenario, panel: &str, label: &str) -> Vec<PublishedCell> {
+        let of_curve = scenario.published.iter().filter(|published| {
+            let in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
+            in_panel && published.series.get_ref() == label
+        });
+        let points = of_curve.flat_map(|published| &published.points);
+        let mut cells: Vec<PublishedCell> =
+            points.map(|point| PublishedCell { x: point.x, y: point.y, spread: point.spread }).collect();
+        cells.sort_by(|a, b| a.x.total_cmp(&b.x));
+        cells
+    }
+}
+
+/// The columns of a figure's CSV.
+pub const COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
+
+impl Table {
+    /// One row per point; a published point that was not simulated has no median.
+    pub fn rows(&self) -> Vec<Vec<String>> {
+        let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
+        curves.flat_map(|(panel, curve)| rows(panel, curve)).collect()
+    }
+
+    /// As [`COLUMNS`] and [`Table::rows`].
+    pub fn csv(&self) -> String {
+        csv(&COLUMNS, &self.rows())
+    }
+}
+
+fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
+    let head = |x: f64| vec![panel.title.clone(), curve.label.clone(), number(x)];
+    let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
+    for cell in &curve.cells {
+        let Spread { median, low, high, .. } = cell.spread;
+        let published = curve.published_at(cell.x).map_or(String::new(), |published| number(published.y));
+        let rest = [median, low, high].map(number).into_iter().chain([published]);
+        rows.push((cell.x, head(cell.x).into_iter().chain(rest).collect()));
+    }
+    for published in &curve.published {
+        if !curve.cells.iter().any(|cell| same_point(cell.x, published.x)) {
+            let rest = [String::new(), String::new(), String::new(), number(published.y)];
+            rows.push((published.x, head(published.x).into_iter().chain(rest).collect()));
+        }
+    }
+    rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    rows.into_iter().map(|(_, row)| row).collect()
+}
+
+/// A number for people and programs: six significant digits, no more zeros than needed.
+pub fn number(value: f64) -> String {
+    if value == 0.0 || !value.is_finite() {
+        return format!("{value}");
+    }
+    let magnitude = value.abs().log10().floor() as i32;
+    let decimals = (5 - magnitude).clamp(0, 12) as usize;
+    let text = format!("{value:.decimals$}");
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        let cases = [
+            (0.0, "0"),
+            (1.0, "1"),
+            (0.1 + 0.2, "0.3"),
+            (123_456.789, "123457"),
+            (1_234_567.0, "1234567"),
+            (0.000_123_456_789, "0.000123457"),
+            (-2.5, "-2.5"),
+            (100.0, "100"),
+        ];
+        for (value, text) in cases {
+            assert_eq!(number(value), text);
+        }
+    }
+
+    #[test]
+    fn a_published_point_has_a_row_even_where_nothing_was_simulated() {
+        let cell = Cell { x: 1.0, seeds: vec![2.0], spread: Spread::of(&[2.0]).unwrap() };
+        let published = |x, y| PublishedCell { x, y, spread: None };
+        let curve = Curve {
+            label: "a".into(),
+            cells: vec![cell],
+            published: vec![published(0.5, 9.0), published(1.0, 2.5)],
+        };
+        let table = Table { seeds: 1, panels: vec![PanelTable { title: "p".into(), curves: vec![curve] }] };
+        assert_eq!(table.csv(), "panel,series,x,median,low,high,published\np,a,0.5,,,,9\np,a,1,2,2,2,2.5\n");
+    }
+}

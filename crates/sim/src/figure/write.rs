@@ -1,0 +1,44 @@
+//! Files that are there as a whole or not at all.
+
+use std::io::Write as _;
+use std::path::Path;
+
+use anyhow::Context;
+
+/// Writes `name` in `directory` under a temporary name beside it and then renames it.
+///
+/// # Errors
+/// When the file cannot be written; names it.
+pub fn write_whole(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
+    let path = directory.join(name);
+    let written = (|| -> std::io::Result<()> {
+        let mut file = tempfile::Builder::new().prefix(".figure-").tempfile_in(directory)?;
+        file.write_all(content.as_bytes())?;
+        set_readable(file.as_file())?;
+        file.persist(&path)?;
+        Ok(())
+    })();
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// A temporary file is its owner's only; a figure is for everybody.
+fn set_readable(file: &std::fs::File) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    file.set_permissions(std::fs::Permissions::from_mode(0o644))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole_and_nothing_else_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        write_whole(directory.path(), "a.csv", "first").unwrap();
+        write_whole(directory.path(), "a.csv", "second").unwrap();
+        assert_eq!(std::fs::read_to_string(directory.path().join("a.csv")).unwrap(), "second");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+        let error = write_whole(&directory.path().join("absent"), "a.csv", "").unwrap_err();
+        assert!(error.to_string().ends_with("absent/a.csv"), "{error}");
+    }
+}
