@@ -41,6 +41,9 @@ pub struct Ratio {
     pub of: Quantity,
     /// The divisor: one value, or as many as the dividend has.
     pub to: Quantity,
+    /// Judge not this quotient but how many times as large it is as that one: whether a gap grows.
+    #[serde(default)]
+    pub than: Option<Box<Ratio>>,
     /// Of several quotients, judge only this.
     #[serde(default)]
     pub take: Option<Take>,
@@ -209,7 +212,20 @@ impl Ratio {
             }
             _ => return None,
         };
+        let quotients = match &self.than {
+            None => quotients,
+            Some(than) => match than.values(table, of)?[..] {
+                [than] => quotients.into_iter().map(|quotient| quotient / than).collect(),
+                _ => return None,
+            },
+        };
         Some(taken(quotients, self.take))
+    }
+
+    /// Everything that is named, the nested quotient's too.
+    pub fn quantities(&self) -> Vec<&Quantity> {
+        let nested = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
+        [&self.of, &self.to].into_iter().chain(nested).collect()
     }
 }
 

@@ -1,5 +1,6 @@
 //! One independent run of a simulation, and what of its outcome a figure wants.
 
+use super::parameters::throughput;
 use super::scenario::Measure;
 use crate::rpc;
 
@@ -13,10 +14,12 @@ pub enum Job {
 }
 
 /// What of an outcome is wanted.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Wanted {
     /// The measure.
     pub measure: Measure,
+    /// What something outside of the simulated cores lets pass at most (throughput).
+    pub at_most: Option<f64>,
     /// Of this policy, where a run has several.
     pub policy: Option<String>,
 }
@@ -26,8 +29,8 @@ pub struct Wanted {
 pub enum Outcome {
     /// Of [`Job::Rpc`].
     Rpc(rpc::Outcome),
-    /// Of [`Job::Peak`].
-    Peak(rpc::Peak),
+    /// Of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
+    Peak(rpc::Peak, f64),
 }
 
 impl Job {
@@ -38,7 +41,7 @@ impl Job {
     pub fn run(&self) -> anyhow::Result<Outcome> {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
-            Self::Peak(config) => Outcome::Peak(rpc::peak(config)?),
+            Self::Peak(config) => Outcome::Peak(rpc::peak(config)?, throughput(&config.config, 1.0)),
         })
     }
 }
@@ -48,7 +51,11 @@ impl Outcome {
     pub fn value(&self, wanted: &Wanted) -> Option<f64> {
         match self {
             Self::Rpc(outcome) => of_requests(outcome, wanted.measure),
-            Self::Peak(peak) => Some(peak.peak_load),
+            Self::Peak(peak, full) => {
+                let most = wanted.at_most.unwrap_or(f64::INFINITY);
+                let throughput = (peak.peak_load * full).min(most);
+                Some(if wanted.measure == Measure::PeakLoad { throughput / full } else { throughput })
+            }
         }
     }
 

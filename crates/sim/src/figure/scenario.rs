@@ -257,6 +257,8 @@ pub enum Measure {
     Mean,
     /// The highest load whose p99 of short requests is within `slo`.
     PeakLoad,
+    /// The same as requests in a short service time, of all cores together.
+    PeakThroughput,
     /// Population variance of the servers' packets over their mean, 1 s windows, percent.
     ServerVariancePct,
     /// The same of the cores.

@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer, de};
 pub use lb::Lb;
 pub use path::Path;
 pub use pcc::Pcc;
-pub use rpc::Rpc;
+pub use rpc::{Rpc, throughput};
 
 use super::scenario::{Measure, Swept};
 use crate::names::UnknownName;

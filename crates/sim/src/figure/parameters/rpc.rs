@@ -30,6 +30,8 @@ parameters! {
         pub connections: NonZeroU32,
         /// Length of a window, for figures over time.
         pub window: f64,
+        /// Requests in a short service time that a dispatcher in front of the cores can pass; below, it costs nothing.
+        pub dispatcher_limit: f64,
         /// Bound on p99, for peak loads.
         pub slo: f64,
         /// Whose p99: that of the `short` requests (unless said) or of `all`.
@@ -62,7 +64,7 @@ impl Rpc {
     /// is more than the policy can carry: latency has no bound there, so there is no point to draw.
     pub fn job(&self, measure: Measure, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
-        let peak = measure == Measure::PeakLoad;
+        let peak = matches!(measure, Measure::PeakLoad | Measure::PeakThroughput);
         let config = Config {
             policy: self.policy.clone().ok_or(missing("policy"))?.0,
             cores: self.cores.ok_or(missing("cores"))?,
@@ -77,21 +79,28 @@ impl Rpc {
             window: self.window,
         };
         let job = match measure {
-            Measure::PeakLoad => {
+            Measure::PeakLoad | Measure::PeakThroughput => {
                 let slo = self.slo.ok_or(missing("slo"))?;
                 let steps = self.steps.ok_or(missing("steps"))?;
                 Job::Peak(PeakConfig { config, slo, seeds: seed..=seed, steps, measure: self.slo_of.unwrap_or_default().0, unit: self.slo_unit.unwrap_or_default().0 })
             }
             Measure::P99 | Measure::ShortP99 | Measure::LongP99 | Measure::Mean => {
-                if config.load >= config.policy.capacity(config.service.mean(), config.latency) {
+                let carried = config.policy.capacity(config.service.mean(), config.latency);
+                let passed = self.dispatcher_limit.unwrap_or(f64::INFINITY);
+                if config.load >= carried || throughput(&config, config.load) >= passed {
                     return Ok(None);
                 }
                 Job::Rpc(config)
             }
             _ => return Err(Unfit::NotMeasured { kind: KIND, measure }),
         };
-        Ok(Some((job, Wanted { measure, policy: None })))
+        Ok(Some((job, Wanted { measure, at_most: self.dispatcher_limit, policy: None })))
     }
+}
+
+/// Requests in a short service time that this load is.
+pub fn throughput(config: &Config, load: f64) -> f64 {
+    load * f64::from(config.cores) / config.service.mean()
 }
 
 fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Service, Unfit> {

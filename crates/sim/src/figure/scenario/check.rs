@@ -5,7 +5,7 @@ use std::ops::Range;
 use coreward_config::{ConfigError, Source, Spanned};
 
 use super::{Draw, Panel, Scenario, Swept};
-use crate::figure::claim::{Claim, Quantity, same_point};
+use crate::figure::claim::{Claim, Quantity, Ratio, same_point};
 use crate::names::UnknownName;
 
 const MOST_SEEDS: u64 = 1_000;
@@ -156,7 +156,7 @@ fn check_claim(scenario: &Scenario, claim: &Claim) -> Result<(), Wrong> {
         order.series.iter().try_for_each(|label| known_series(scenario, label))?;
         return check_place(scenario, claim, order.panel.as_ref(), order.at.as_ref());
     }
-    let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(|ratio| [&ratio.of, &ratio.to]));
+    let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(Ratio::quantities));
     quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
 }
 
