@@ -95,9 +95,22 @@ impl Scenario {
         if let Some(rpc) = parameters!(rpc) {
             return rpc?.job(measure, seed);
         }
+        if let Some(lb) = parameters!(lb) {
+            return lb?.job(measure, seed, &self.lb_policies());
+        }
         Ok(None)
     }
 
+    /// Every policy that a series has: one run goes through the traffic for all.
+    fn lb_policies(&self) -> Vec<String> {
+        let mut policies: Vec<String> = Vec::new();
+        for policy in self.series.iter().filter_map(|series| series.lb.as_ref()?.policy.clone()) {
+            if !policies.contains(&policy) {
+                policies.push(policy);
+            }
+        }
+        policies
+    }
 }
 
 /// What is shown on the horizontal axis, and what is swept there.

@@ -2,7 +2,7 @@
 
 use super::parameters::throughput;
 use super::scenario::Measure;
-use crate::rpc;
+use crate::{lb, rpc};
 
 /// A run; the same job gives the same outcome.
 #[derive(Debug, Clone, PartialEq)]
@@ -11,6 +11,8 @@ pub enum Job {
     Rpc(rpc::Config),
     /// Requests at cores, at the highest load within a bound.
     Peak(rpc::PeakConfig),
+    /// Packets of a trace.
+    Lb(lb::Config),
 }
 
 /// What of an outcome is wanted.
@@ -31,6 +33,8 @@ pub enum Outcome {
     Rpc(rpc::Outcome),
     /// Of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
     Peak(rpc::Peak, f64),
+    /// Of [`Job::Lb`].
+    Lb(lb::Outcome),
 }
 
 impl Job {
@@ -42,6 +46,7 @@ impl Job {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
             Self::Peak(config) => Outcome::Peak(rpc::peak(config)?, throughput(&config.config, 1.0)),
+            Self::Lb(config) => Outcome::Lb(lb::run(config)?),
         })
     }
 }
@@ -55,6 +60,15 @@ impl Outcome {
                 let most = wanted.at_most.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full).min(most);
                 Some(if wanted.measure == Measure::PeakLoad { throughput / full } else { throughput })
+            }
+            Self::Lb(outcome) => {
+                let policy = outcome.policies.iter().find(|policy| Some(&policy.policy) == wanted.policy.as_ref())?;
+                match wanted.measure {
+                    Measure::ServerVariancePct => Some(policy.server_variance_pct.median),
+                    Measure::CoreVariancePct => Some(policy.core_variance_pct.median),
+                    Measure::ServedPct => Some(100.0 - policy.dropped_pct.median),
+                    _ => None,
+                }
             }
         }
     }

@@ -263,10 +263,8 @@ pub enum Measure {
     ServerVariancePct,
     /// The same of the cores.
     CoreVariancePct,
-    /// Packets that left the cores, as a part of the cores' capacity, percent.
-    ThroughputPct,
-    /// Packets lost in full queues, percent.
-    DroppedPct,
+    /// Packets that were not lost in full queues, percent.
+    ServedPct,
     /// Connections that reached two servers, percent of all.
     BrokenPct,
     /// Most loaded server over the mean, averaged over time, minus one, percent.

@@ -1,9 +1,86 @@
-//! Packets.
-use super::parameters;
+//! Packets of a trace at servers and cores.
+
+use coreward_model::fleet::TableDraw;
+use serde::Deserialize;
+
+use super::{Text, Unfit, parameters};
+use crate::figure::job::{Job, Wanted};
+use crate::figure::scenario::{Measure, Swept};
+use crate::lb::Config;
+use crate::trace::Source;
+
+/// The name of this kind in scenario files.
+pub const KIND: &str = "lb";
+
+/// How an indirection table is drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IndirectionTables {
+    /// Every core has the same number of entries.
+    Balanced,
+    /// Every entry on its own, as in CrossRSS.
+    Independent,
+}
+
 parameters! {
-    /// `[lb]`
+    /// `[lb]`: see `coreward sim lb --help`, which has the same names.
     pub struct Lb {
-        /// Method
-        pub method: String,
+        /// Who places connections.
+        pub policy: String,
+        /// The traffic.
+        pub trace: Text<Source>,
+        /// Servers behind the load balancer.
+        pub servers: u16,
+        /// Cores of each server.
+        pub cores: u16,
+        /// Packets a second that a core serves; without it cores have no limit.
+        pub core_capacity: f64,
+        /// How the servers' indirection tables are drawn: `balanced` unless said.
+        pub indirection_tables: IndirectionTables,
+        /// How much faster than recorded the trace runs.
+        pub replay_speed: f64,
+    }
+}
+
+impl Lb {
+    /// These parameters with one replaced.
+    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+        let mut with = self.clone();
+        match swept {
+            Swept::SpeedPct => with.replay_speed = Some(value / 100.0),
+            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+        }
+        Ok(with)
+    }
+
+    /// The run that measures this with these parameters, and what of its outcome is wanted. One run goes through the
+    /// traffic once for all `policies`.
+    pub fn job(&self, measure: Measure, seed: u64, policies: &[String]) -> Result<Option<(Job, Wanted)>, Unfit> {
+        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+        let policy = self.policy.clone().ok_or(missing("policy"))?;
+        let default = Config::default();
+        let config = Config {
+            trace: self.trace.clone().ok_or(missing("trace"))?.0,
+            servers: self.servers.ok_or(missing("servers"))?,
+            cores: self.cores.ok_or(missing("cores"))?,
+            core_capacity: self.core_capacity,
+            replay_speed: self.replay_speed.unwrap_or(default.replay_speed),
+            tables: match self.indirection_tables {
+                Some(IndirectionTables::Independent) => TableDraw::Independent,
+                Some(IndirectionTables::Balanced) | None => TableDraw::Balanced,
+            },
+            policies: policies.to_vec(),
+            seeds: vec![seed],
+            ..default
+        };
+        config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
+        let measured = matches!(
+            measure,
+            Measure::ServerVariancePct | Measure::CoreVariancePct | Measure::ServedPct
+        );
+        if !measured {
+            return Err(Unfit::NotMeasured { kind: KIND, measure });
+        }
+        Ok(Some((Job::Lb(config), Wanted { measure, at_most: None, policy: Some(policy) })))
     }
 }
