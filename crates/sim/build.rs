@@ -11,7 +11,8 @@ fn main() -> std::io::Result<()> {
         std::fs::read_dir(&directory)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
     files.retain(|file| file.extension().is_some_and(|extension| extension == "toml"));
     files.sort();
-    let mut code = String::from("/// Name and text of every file of `scenarios/`.\nconst SCENARIOS: &[(&str, &str)] = &[\n");
+    let mut code =
+        String::from("/// Name and text of every file of `scenarios/`.\nconst SCENARIOS: &[(&str, &str)] = &[\n");
     for file in &files {
         let name = file.file_stem().and_then(|stem| stem.to_str()).expect("scenarios have plain names");
         writeln!(code, "    ({name:?}, include_str!({:?})),", file).expect("into a string");

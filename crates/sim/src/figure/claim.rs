@@ -156,8 +156,7 @@ impl Claim {
         let values = self.values(table, Of::Median).filter(|values| !values.is_empty());
         let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, Of::Seed(seed))).flatten();
         let (low, high) = self.bounds();
-        let holds =
-            values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
+        let holds = values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
         Verdict {
             statement: self.statement.get_ref().clone(),
             holds,
@@ -324,6 +323,7 @@ fn extent(values: &[f64]) -> Option<(f64, f64)> {
 
 /// Where a curve first passes `height` from below.
 fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
-    let (before, after) = points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;
+    let (before, after) =
+        points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;
     Some(before.0 + (after.0 - before.0) * (height - before.1) / (after.1 - before.1))
 }

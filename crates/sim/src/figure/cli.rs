@@ -105,7 +105,8 @@ fn asked(args: &FigureArgs) -> anyhow::Result<Vec<Asked>> {
     }
     for path in &args.scenario {
         let scenario = Scenario::read(path)?;
-        let name = path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
+        let name =
+            path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
         let text = std::fs::read_to_string(path)?;
         let file = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
         let provenance = Provenance::new(format!("coreward figure --scenario {file}"), &text);

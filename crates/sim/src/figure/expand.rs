@@ -60,7 +60,9 @@ impl Scenario {
                 let failed = |unfit| CannotExpand { panel: panel_index, series: series_index, unfit };
                 for (x, swept) in points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
-                        let Some((job, wanted)) = self.job(panel, series, swept, seed).map_err(failed)? else { continue };
+                        let Some((job, wanted)) = self.job(panel, series, swept, seed).map_err(failed)? else {
+                            continue;
+                        };
                         let job = *known.entry(format!("{job:?}")).or_insert_with(|| {
                             plan.jobs.push(job);
                             plan.jobs.len() - 1

@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn every_scenario_is_right() {
-        assert!(all().len() >= 25);
+        assert!(all().len() >= 20);
         for embedded in all() {
             embedded.scenario().unwrap_or_else(|error| panic!("{error}"));
         }

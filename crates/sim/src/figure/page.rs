@@ -25,9 +25,9 @@ nav table { font-size: 95%; }
 
 /// The page of these figures, in this order.
 pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
-    let (holding, claims) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
-        (holding + result.holding(), claims + result.claims.len())
-    });
+    let (holding, claims) = figures
+        .iter()
+        .fold((0, 0), |(holding, claims), (result, _)| (holding + result.holding(), claims + result.claims.len()));
     let contents: String = figures.iter().map(|(result, scenario)| contents_row(result, scenario)).collect();
     let sections: String = figures.iter().map(|(result, scenario)| section(result, scenario)).collect();
     format!(

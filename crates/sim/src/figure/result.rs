@@ -57,7 +57,10 @@ impl FigureResult {
 
     /// One line per claim, for people.
     pub fn claim_lines(&self) -> Vec<String> {
-        self.claims.iter().map(|claim| format!("  {}: {}: {}", claim.word(), claim.statement, claim.numbers())).collect()
+        self.claims
+            .iter()
+            .map(|claim| format!("  {}: {}: {}", claim.word(), claim.statement, claim.numbers()))
+            .collect()
     }
 }
 

@@ -38,9 +38,10 @@ fn table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
     let seeds = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
         let curves = scenario.series_of(panel).map(|series| {
-            let places = plan.places.iter().filter(|place| {
-                place.panel == panel_index && std::ptr::eq(&scenario.series[place.series], series)
-            });
+            let places = plan
+                .places
+                .iter()
+                .filter(|place| place.panel == panel_index && std::ptr::eq(&scenario.series[place.series], series));
             let label = series.label.get_ref().clone();
             let published = PanelTable::published(scenario, panel.title.get_ref(), &label);
             let values = places.flat_map(|place| values(place, &outcomes[place.job]));

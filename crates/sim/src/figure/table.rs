@@ -150,11 +150,8 @@ mod tests {
     fn a_published_point_has_a_row_even_where_nothing_was_simulated() {
         let cell = Cell { x: 1.0, seeds: vec![2.0], spread: Spread::of(&[2.0]).unwrap() };
         let published = |x, y| PublishedCell { x, y, spread: None };
-        let curve = Curve {
-            label: "a".into(),
-            cells: vec![cell],
-            published: vec![published(0.5, 9.0), published(1.0, 2.5)],
-        };
+        let curve =
+            Curve { label: "a".into(), cells: vec![cell], published: vec![published(0.5, 9.0), published(1.0, 2.5)] };
         let table = Table { seeds: 1, panels: vec![PanelTable { title: "p".into(), curves: vec![curve] }] };
         assert_eq!(table.csv(), "panel,series,x,median,low,high,published\np,a,0.5,,,,9\np,a,1,2,2,2,2.5\n");
     }

@@ -57,8 +57,7 @@ pub fn dashed(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> Draw
 /// A marker: filled, or open (white inside).
 pub fn marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> Drawn {
     let inside = if open { WHITE } else { colour };
-    let corners: Vec<(i32, i32)> =
-        shape.corners(MARKER).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
+    let corners: Vec<(i32, i32)> = shape.corners(MARKER).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
     if corners.is_empty() {
         area.draw(&Circle::new(at, MARKER, inside.filled()))?;
         return area.draw(&Circle::new(at, MARKER, colour.stroke_width(2)));

@@ -67,4 +67,3 @@ fn remark(table: &Table) -> String {
     let published = table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty());
     if published { format!("{seeds}; open, dashed: published") } else { seeds }
 }
-

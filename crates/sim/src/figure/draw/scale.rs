@@ -20,9 +20,8 @@ impl Scale {
     /// (`from_zero`) unless a value is negative.
     pub fn new(values: &[f64], range: Option<[f64; 2]>, log: bool, from_zero: bool, pixels: (i32, i32)) -> Self {
         let usable = values.iter().copied().filter(|value| value.is_finite() && (!log || *value > 0.0));
-        let (least, greatest) = usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
-            (low.min(value), high.max(value))
-        });
+        let (least, greatest) =
+            usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
         let (low, high) = match range {
             Some([low, high]) => (low, high),
             None if least > greatest => (if log { 0.1 } else { 0.0 }, 1.0),
@@ -84,8 +83,7 @@ impl Scale {
 
     fn log_ticks(&self) -> Vec<f64> {
         let decades = (self.low.log10().floor() as i32)..=(self.high.log10().ceil() as i32);
-        let within: &[f64] =
-            if (self.high / self.low).log10() < FEW_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let within: &[f64] = if (self.high / self.low).log10() < FEW_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
         decades.flat_map(|decade| within.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
@@ -159,10 +157,7 @@ mod tests {
     fn lines_are_cut_at_the_edge() {
         let scale = Scale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
         let points = [(0.0, 5.0), (1.0, 15.0), (2.0, 15.0), (3.0, 5.0), (4.0, 5.0)];
-        assert_eq!(
-            scale.cut(&points),
-            [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]
-        );
+        assert_eq!(scale.cut(&points), [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]);
         assert_eq!(scale.cut(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());
     }
 }

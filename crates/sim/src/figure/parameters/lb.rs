@@ -74,10 +74,7 @@ impl Lb {
             ..default
         };
         config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
-        let measured = matches!(
-            measure,
-            Measure::ServerVariancePct | Measure::CoreVariancePct | Measure::ServedPct
-        );
+        let measured = matches!(measure, Measure::ServerVariancePct | Measure::CoreVariancePct | Measure::ServedPct);
         if !measured {
             return Err(Unfit::NotMeasured { kind: KIND, measure });
         }

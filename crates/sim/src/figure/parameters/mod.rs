@@ -78,7 +78,8 @@ pub struct Choice<T>(pub T);
 impl<'de, T: clap::ValueEnum> Deserialize<'de> for Choice<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let words = || T::value_variants().iter().filter_map(|word| Some(word.to_possible_value()?.get_name().to_owned()));
+        let words =
+            || T::value_variants().iter().filter_map(|word| Some(word.to_possible_value()?.get_name().to_owned()));
         let unknown = |_| de::Error::custom(UnknownName::new("choice", &text, words()));
         T::from_str(&text, false).map(Self).map_err(unknown)
     }

@@ -82,7 +82,14 @@ impl Rpc {
             Measure::PeakLoad | Measure::PeakThroughput => {
                 let slo = self.slo.ok_or(missing("slo"))?;
                 let steps = self.steps.ok_or(missing("steps"))?;
-                Job::Peak(PeakConfig { config, slo, seeds: seed..=seed, steps, measure: self.slo_of.unwrap_or_default().0, unit: self.slo_unit.unwrap_or_default().0 })
+                Job::Peak(PeakConfig {
+                    config,
+                    slo,
+                    seeds: seed..=seed,
+                    steps,
+                    measure: self.slo_of.unwrap_or_default().0,
+                    unit: self.slo_unit.unwrap_or_default().0,
+                })
             }
             Measure::P99 | Measure::ShortP99 | Measure::LongP99 | Measure::Mean => {
                 let carried = config.policy.capacity(config.service.mean(), config.latency);

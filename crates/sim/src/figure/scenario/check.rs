@@ -34,12 +34,8 @@ fn present(kinds: [bool; 4]) -> Vec<&'static str> {
 }
 
 fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
-    let common = present([
-        scenario.rpc.is_some(),
-        scenario.lb.is_some(),
-        scenario.pcc.is_some(),
-        scenario.path.is_some(),
-    ]);
+    let common =
+        present([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
     let [kind] = common[..] else {
         let found = if common.is_empty() { "none".to_owned() } else { common.join(", ") };
         return Err((0..0, format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path]")));
