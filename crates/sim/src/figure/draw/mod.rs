@@ -43,7 +43,7 @@ fn head(scenario: &Scenario) -> (i32, Vec<String>) {
         1 => ONLY_PANEL.0,
         several => PANEL.0 * several.min(COLUMNS) as i32,
     };
-    (width, style::wrapped(&scenario.title, style::TITLE, width - 2 * MARGIN))
+    (width, style::balanced(&scenario.title, style::TITLE, width - 2 * MARGIN))
 }
 
 fn draw(

@@ -14,8 +14,12 @@ const RIGHT: i32 = 18;
 const BOTTOM: i32 = 62;
 /// Pixels from the panel's left edge to the middle of the vertical axis' name.
 const NAME: i32 = 18;
+/// Room at the right for the names of marks.
+const MARK_NAMES: i32 = 52;
+/// Of the panel's height, for the values above bars.
+const ABOVE_BARS: f64 = 0.1;
 /// More points than this are drawn as a line with a band instead of markers with whiskers.
-const MANY_POINTS: usize = 60;
+const MANY_POINTS: usize = 40;
 /// Part of a group's width that is left free between groups of bars.
 const GROUP_GAP: f64 = 0.2;
 /// So many bars have their value written above.
@@ -51,8 +55,10 @@ impl<'a> Frame<'a> {
         let marks = panel.mark.iter().map(|mark| mark.y);
         let heights: Vec<f64> = numbers.curves.iter().flat_map(heights).chain(marks).collect();
         let y = Scale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
+        let y = if panel.draw == Draw::Bars && panel.y.range.is_none() { y.with_room_above(ABOVE_BARS) } else { y };
         let widest = y.ticks().iter().map(|(_, label)| style::width(label, SMALL)).max().unwrap_or(0);
-        let (left, right) = (origin.0 + NAME + 20 + widest, origin.0 + size.0 - RIGHT);
+        let names = if panel.mark.is_empty() { RIGHT } else { MARK_NAMES };
+        let (left, right) = (origin.0 + NAME + 20 + widest, origin.0 + size.0 - names);
         let places: Vec<f64> = numbers.curves.iter().flat_map(places).collect();
         let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
         let x = match panel.draw {
@@ -105,7 +111,7 @@ impl<'a> Frame<'a> {
         for mark in self.panel.mark.iter().filter(|mark| self.y.shows(mark.y)) {
             let y = self.y.pixel(mark.y);
             dashed(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
-            text(area, &mark.label, (left + 6, y - 9), SMALL, MARK, Hold::Left)?;
+            text(area, &mark.label, (right + 6, y), SMALL, MARK, Hold::Left)?;
         }
         Ok(())
     }
@@ -231,7 +237,8 @@ fn short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
         middle if middle >= 10.0 => format!("{value:.1}"),
-        _ => format!("{value:.2}"),
+        small if small >= 0.1 || small == 0.0 => format!("{value:.2}"),
+        tiny => format!("{value:.*}", (1.0 - tiny.log10().floor()) as usize),
     }
 }
 

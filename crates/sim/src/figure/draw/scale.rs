@@ -35,6 +35,11 @@ impl Scale {
         Self { low, high, log, pixels }
     }
 
+    /// The same axis, longer by this part of it.
+    pub fn with_room_above(self, part: f64) -> Self {
+        Self { high: self.value(1.0 + part), ..self }
+    }
+
     /// The lower end.
     pub fn low(&self) -> f64 {
         self.low

@@ -85,6 +85,14 @@ pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
     lines
 }
 
+/// As [`wrapped`], with lines of about the same length: no word alone in the last one.
+pub fn balanced(text: &str, size: u32, pixels: i32) -> Vec<String> {
+    let lines = wrapped(text, size, pixels).len() as i32;
+    let narrowest = width(text, size) / lines;
+    let fitting = (narrowest..pixels).step_by(size as usize).find(|pixels| wrapped(text, size, *pixels).len() as i32 <= lines);
+    wrapped(text, size, fitting.unwrap_or(pixels))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,5 +101,7 @@ mod tests {
     fn text_is_wrapped_at_words() {
         assert_eq!(wrapped("one two three", 10, 50), ["one two", "three"]);
         assert_eq!(wrapped("indivisible", 10, 5), ["indivisible"]);
+        assert_eq!(wrapped("one two three four", 10, 90), ["one two three", "four"]);
+        assert_eq!(balanced("one two three four", 10, 90), ["one two", "three four"]);
     }
 }
