@@ -89,7 +89,8 @@ pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
 pub fn balanced(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let lines = wrapped(text, size, pixels).len() as i32;
     let narrowest = width(text, size) / lines;
-    let fitting = (narrowest..pixels).step_by(size as usize).find(|pixels| wrapped(text, size, *pixels).len() as i32 <= lines);
+    let fitting =
+        (narrowest..pixels).step_by(size as usize).find(|pixels| wrapped(text, size, *pixels).len() as i32 <= lines);
     wrapped(text, size, fitting.unwrap_or(pixels))
 }
 
