@@ -203,6 +203,8 @@ pub fn random_table(
         Candidate { server: core_slots[usize::from(core_slot)].server, load: uniform_below(rng, 16) * 1000, core_slot }
     };
     let candidates = (0..groups as u32 * buckets.get() * per_bucket).map(|_| candidate()).collect();
+    // Some stand twice, as servers of more weight do.
+    let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
     PlacementTable {
         generation,
         rule,
@@ -212,7 +214,7 @@ pub fn random_table(
         candidates,
         assignment_cost: uniform_below(rng, 4) * 700,
         core_slots,
-        members: servers.iter().map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect(),
+        members: turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect(),
         consistent: rendezvous(servers, buckets),
     }
 }
