@@ -181,6 +181,26 @@ proptest! {
 }
 
 #[test]
+fn policies_that_read_no_loads_have_one_table_for_any() {
+    let rss_key = key(1);
+    let pools = [(0, [0.0; 4]), (40, [0.9, 0.1, 0.5, 0.2])].map(|(open_connections, loads)| {
+        let busy = |n| PoolServer { open_connections, ..server(n, &rss_key, Some(loads)) };
+        let idle = |n| server(n, &rss_key, Some([0.5; 4]));
+        Pool::new((1..=20).map(|n| if n % 2 == 0 { busy(n) } else { idle(n) }).collect(), 1)
+    });
+    for name in names() {
+        let mut policy = named(name, 1).unwrap();
+        let [one, other] = pools.each_ref().map(|pool| {
+            let table = policy.place(pool, BucketCount::PUBLISHED, 1);
+            let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
+            let loads: Vec<u32> = table.members.iter().map(|member| member.load).collect();
+            (table.candidates, members, if table.rule == Rule::PowerOfTwo { loads } else { Vec::new() })
+        });
+        assert_eq!(one != other, policy.reads_loads(), "{name}");
+    }
+}
+
+#[test]
 fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
     assert_eq!(
         named("crosrss", 1).err().unwrap().to_string(),

@@ -28,6 +28,10 @@ impl Policy for ConsistentHash {
         NAME
     }
 
+    fn reads_loads(&self) -> bool {
+        false
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let servers: Vec<ServerId> = pool.eligible().map(|server| server.id).collect();
         by_bucket(pool, buckets, generation, self.key.clone(), &ring_table(&servers, buckets.get() as usize))

@@ -21,7 +21,16 @@ impl Policy for Hash {
         NAME
     }
 
+    fn reads_loads(&self) -> bool {
+        false
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         striped(pool, buckets, generation, self.key.clone())
     }
+}
+
+/// For each of `size` buckets the position of its server among `servers`: empty without servers.
+pub fn striped_table(servers: usize, size: usize) -> Vec<usize> {
+    if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
 }

@@ -20,6 +20,7 @@ mod wrr;
 pub use consistent_hash::ring_table;
 pub use crossrss_plus::CrossRssPlus;
 pub use groups::{RssGroup, rss_groups};
+pub use hash::striped_table;
 pub use least::Least;
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 
@@ -114,6 +115,11 @@ pub trait Policy: Send {
     /// The name in configuration and output.
     fn name(&self) -> &'static str;
 
+    /// Whether the table depends on more than which servers there are: loads or open connections.
+    fn reads_loads(&self) -> bool {
+        true
+    }
+
     /// The table for the pool as it is now.
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
 }
@@ -190,10 +196,7 @@ fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key:
 
 /// Bucket i goes to member i mod n, by `key`: `hash` for ever, `crossrss` until the first report.
 fn striped(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
-    let servers = pool.eligible().count();
-    let positions: Vec<usize> =
-        if servers == 0 { Vec::new() } else { (0..buckets.get() as usize).map(|bucket| bucket % servers).collect() };
-    by_bucket(pool, buckets, generation, key, &positions)
+    by_bucket(pool, buckets, generation, key, &striped_table(pool.eligible().count(), buckets.get() as usize))
 }
 
 /// Each bucket goes to the eligible server at its entry in `positions` (by id), whatever the loads; no positions when no

@@ -21,6 +21,10 @@ impl Policy for RoundRobin {
         NAME
     }
 
+    fn reads_loads(&self) -> bool {
+        false
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         table_of(pool, Rule::RoundRobin, buckets, generation, self.key.clone())
     }

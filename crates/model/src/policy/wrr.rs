@@ -22,6 +22,10 @@ impl Policy for WeightedRoundRobin {
         NAME
     }
 
+    fn reads_loads(&self) -> bool {
+        false
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         weighted_turns(pool, buckets, generation, self.key.clone(), &weights(pool))
     }
