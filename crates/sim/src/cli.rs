@@ -15,6 +15,8 @@ enum SimCommand {
     Peak(crate::rpc::cli::PeakArgs),
     /// A trace through the load balancer, under several policies
     Lb(crate::lb::cli::LbArgs),
+    /// Connections and reconfiguration: what breaks, and how evenly connections lie on the servers
+    Pcc(crate::pcc::cli::PccArgs),
 }
 
 /// Runs the simulation and prints its result.
@@ -26,5 +28,6 @@ pub fn run(args: SimArgs) -> anyhow::Result<()> {
         SimCommand::Rpc(args) => args.run(),
         SimCommand::Peak(args) => args.run(),
         SimCommand::Lb(args) => args.run(),
+        SimCommand::Pcc(args) => args.run(),
     }
 }

@@ -10,6 +10,7 @@ pub mod lb;
 pub mod names;
 pub mod output;
 pub mod random;
+pub mod pcc;
 pub mod rpc;
 pub mod spread;
 pub mod trace;

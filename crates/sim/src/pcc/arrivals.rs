@@ -1,0 +1,158 @@
+//! When connections begin, and of which kind they are.
+
+use std::collections::VecDeque;
+
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand::Rng as _;
+use rand_distr::{Distribution as _, Exp1};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::clock::{Nanoseconds, from_seconds, seconds};
+use super::mix::Mix;
+
+/// [`seeded_rng`]'s stream for arrivals: the same for every method, so that all meet the same connections.
+const PURPOSE_ARRIVALS: u64 = 200;
+
+/// The load that clients offer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Arrivals {
+    /// Connections begin at random moments (Poisson), so many that this number is open on average.
+    Open {
+        /// Mean number of open connections.
+        connections: f64,
+    },
+    /// As the generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments): every client has
+    /// the whole mix as a list of requests, each of which it sends again only when it has ended. Long requests so come to
+    /// stand still, and most that begin are short.
+    Recycled {
+        /// How many clients.
+        clients: u32,
+        /// Requests per second, in all.
+        per_second: Wave,
+    },
+}
+
+/// A rate that rises and falls once.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Wave {
+    /// At the start, at the end, and outside.
+    pub low: f64,
+    /// In the middle.
+    pub high: f64,
+    /// From start to end, in seconds.
+    pub length: f64,
+}
+
+impl Wave {
+    /// Half a sine wave above `low`.
+    fn at(&self, second: f64) -> f64 {
+        if second <= 0.0 || second >= self.length {
+            return self.low;
+        }
+        // sin(pi x) by Bhaskara's formula (7th century), exact to 0.2 % of the height: the same bits on every machine.
+        let x = second / self.length;
+        let product = 16.0 * x * (1.0 - x);
+        self.low + (self.high - self.low) * product / (5.0 - product / 4.0)
+    }
+}
+
+/// The connections of one simulation, in order.
+#[derive(Debug)]
+pub struct Source {
+    arrivals: Arrivals,
+    mix: Mix,
+    rng: Xoshiro256PlusPlus,
+    next: Nanoseconds,
+    warm_up: Nanoseconds,
+    /// Requests that wait for their turn.
+    waiting: VecDeque<u8>,
+}
+
+impl Source {
+    /// A wave starts with the end of the warm-up.
+    pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
+        let rng = seeded_rng(seed, PURPOSE_ARRIVALS);
+        let mut source = Self { arrivals, mix: mix.clone(), rng, next: 0, warm_up, waiting: VecDeque::new() };
+        if let Arrivals::Recycled { clients, .. } = arrivals {
+            let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.every().to_vec()).collect();
+            // Fisher and Yates.
+            for last in (1..all.len()).rev() {
+                all.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
+            }
+            source.waiting = all.into();
+        }
+        source.find_next();
+        source
+    }
+
+    /// When the next connection begins.
+    pub fn next(&self) -> Nanoseconds {
+        self.next
+    }
+
+    /// Takes the connection that begins next: what tells it from others, and its kind. `None`: no request waits to be sent.
+    pub fn take(&mut self) -> Option<(u64, u8)> {
+        let kind = match self.arrivals {
+            Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
+            Arrivals::Recycled { .. } => self.waiting.pop_front(),
+        };
+        let identity = self.rng.next_u64();
+        self.find_next();
+        Some((identity, kind?))
+    }
+
+    /// A connection has ended.
+    pub fn ended(&mut self, kind: u8) {
+        if let Arrivals::Recycled { .. } = self.arrivals {
+            self.waiting.push_back(kind);
+        }
+    }
+
+    fn find_next(&mut self) {
+        let gap: f64 = Exp1.sample(&mut self.rng);
+        let mean_gap = match self.arrivals {
+            Arrivals::Open { connections } => self.mix.mean_duration() / connections,
+            Arrivals::Recycled { per_second, .. } => 1e9 / per_second.at(seconds(self.next) - seconds(self.warm_up)),
+        };
+        self.next += (gap * mean_gap).round() as Nanoseconds;
+    }
+}
+
+/// Until no connection is open that began in an empty system: for an open system the longest duration.
+pub fn settling_time(arrivals: &Arrivals, mix: &Mix) -> Nanoseconds {
+    match arrivals {
+        Arrivals::Open { .. } => mix.longest(),
+        // The experiment ran for 15 s before its plot begins.
+        Arrivals::Recycled { .. } => from_seconds(15.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_of_an_open_system_follows_from_the_mean_duration() {
+        let mut source = Source::new(Arrivals::Open { connections: 1_000.0 }, &Mix::of_one(10.0), 0, 1);
+        let mut count = 0;
+        while source.next() < from_seconds(1_000.0) {
+            source.take().unwrap();
+            count += 1;
+        }
+        // 100 a second; standard deviation 316.
+        assert!((98_700..101_300).contains(&count), "{count}");
+    }
+
+    #[test]
+    fn a_request_is_sent_again_when_it_has_ended() {
+        let wave = Wave { low: 1_000.0, high: 2_000.0, length: 40.0 };
+        let mix = Mix::of_one(10.0);
+        let mut source = Source::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);
+        assert!(source.take().is_some() && source.take().is_some() && source.take().is_none());
+        source.ended(0);
+        assert!(source.take().is_some() && source.take().is_none());
+        assert_eq!([wave.at(-1.0), wave.at(0.0), wave.at(20.0), wave.at(40.0)], [1_000.0, 1_000.0, 2_000.0, 1_000.0]);
+        // sin(pi / 6) and sin(pi / 4).
+        assert!((wave.at(40.0 / 6.0) - 1_500.0).abs() < 2.0 && (wave.at(10.0) - 1_707.1).abs() < 2.0);
+    }
+}

@@ -1,0 +1,46 @@
+//! What every method does.
+
+use super::clock::Nanoseconds;
+use super::cluster::Cluster;
+use super::connections::{Connection, Connections};
+
+/// Where a first packet goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placed {
+    /// The server.
+    pub server: u16,
+    /// Its core, where cores count.
+    pub core: u16,
+    /// See [`Connection::mark`].
+    pub mark: u64,
+}
+
+/// The load balancers of a cluster. All of them learn of a change of the servers at the same moment.
+pub trait Balancer {
+    /// The server for a connection's first packet.
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed;
+
+    /// The connection now counts on its server.
+    fn opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+
+    /// The connection no longer counts on its server.
+    fn closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+
+    /// There are other servers in the pool than before. Called before the first packet, too.
+    fn servers_changed(&mut self, cluster: &Cluster);
+
+    /// There are other load balancers than before.
+    fn load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
+
+    /// Whether [`Balancer::report`] does anything.
+    fn takes_reports(&self) -> bool {
+        false
+    }
+
+    /// The servers report, and new tables are computed.
+    fn report(&mut self, _cluster: &Cluster) {}
+
+    /// When packets of the connection, at any time from its start until now, first went to another server than its own;
+    /// `None`: never. Without [`super::Config::by_second`] no history is kept, and the moment given is now.
+    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
+}

@@ -1,0 +1,122 @@
+//! A table of buckets that remembers enough to say, when a connection ends, whether it was broken: no connection is looked
+//! at when a bucket changes.
+
+use super::clock::Nanoseconds;
+use super::connections::Connection;
+
+/// A server that a bucket's packets reach.
+#[derive(Debug, Clone, Copy)]
+struct Resident {
+    server: u16,
+    /// The change with which it became reachable: connections that began before went elsewhere in between.
+    since: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Bucket {
+    current: Resident,
+    /// With daisy chaining, the server before: it gets the packets that `current` does not know.
+    previous: Resident,
+}
+
+/// A server that a bucket's packets no longer reach.
+#[derive(Debug, Clone, Copy)]
+struct Eviction {
+    server: u16,
+    since: u32,
+    until: u32,
+    at: Nanoseconds,
+}
+
+const NOBODY: Resident = Resident { server: u16::MAX, since: u32::MAX };
+
+/// Bucket to server, for all load balancers.
+#[derive(Debug)]
+pub struct BucketTable {
+    buckets: Vec<Bucket>,
+    daisy_chaining: bool,
+    /// Counts changes; a connection's mark is the change before its first packet.
+    changes: u32,
+    now: Nanoseconds,
+    history: Option<Vec<Vec<Eviction>>>,
+}
+
+impl BucketTable {
+    /// No bucket has a server yet.
+    pub fn new(buckets: usize, daisy_chaining: bool, keeps_history: bool) -> Self {
+        Self {
+            buckets: vec![Bucket { current: NOBODY, previous: NOBODY }; buckets],
+            daisy_chaining,
+            changes: 0,
+            now: 0,
+            history: keeps_history.then(|| vec![Vec::new(); buckets]),
+        }
+    }
+
+    /// Number of buckets.
+    pub fn len(&self) -> usize {
+        self.buckets.len()
+    }
+
+    /// The bucket of a connection.
+    pub fn bucket(&self, identity: u64) -> usize {
+        // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
+        ((identity & 0xffff_ffff) * self.buckets.len() as u64 >> 32) as usize
+    }
+
+    /// The server for a first packet of the bucket.
+    pub fn server(&self, bucket: usize) -> u16 {
+        self.buckets[bucket].current.server
+    }
+
+    /// The mark of connections that begin now.
+    pub fn mark(&self) -> u64 {
+        self.changes.into()
+    }
+
+    /// Assignments that follow are one change.
+    pub fn begin_change(&mut self, now: Nanoseconds) {
+        self.changes += 1;
+        self.now = now;
+    }
+
+    /// The bucket goes to `server`.
+    pub fn assign(&mut self, bucket: usize, server: u16) {
+        let entry = &mut self.buckets[bucket];
+        if entry.current.server == server {
+            return;
+        }
+        let evicted = match (self.daisy_chaining, entry.previous.server == server) {
+            // Back to the server before: both stay reachable.
+            (true, true) => {
+                std::mem::swap(&mut entry.current, &mut entry.previous);
+                return;
+            }
+            (true, false) => std::mem::replace(&mut entry.previous, entry.current),
+            (false, _) => entry.current,
+        };
+        entry.current = Resident { server, since: self.changes };
+        if let Some(history) = &mut self.history
+            && evicted.server != NOBODY.server
+        {
+            let (server, since) = (evicted.server, evicted.since);
+            history[bucket].push(Eviction { server, since, until: self.changes, at: self.now });
+        }
+    }
+
+    /// See [`super::balancer::Balancer::broken`]; the connection's mark is [`BucketTable::mark`] of its first packet.
+    pub fn broken(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
+        let bucket = self.bucket(connection.identity);
+        let mark = connection.mark as u32;
+        let reaches = |resident: &Resident| resident.server == connection.server && resident.since <= mark;
+        let Bucket { current, previous } = &self.buckets[bucket];
+        if reaches(current) || reaches(previous) {
+            return None;
+        }
+        let Some(history) = &self.history else { return Some(now) };
+        let eviction = history[bucket]
+            .iter()
+            .find(|eviction| eviction.server == connection.server && eviction.since <= mark && mark < eviction.until);
+        Some(eviction.expect("what reaches a server no longer was evicted").at)
+    }
+}

@@ -1,0 +1,213 @@
+//! `cheetah:POLICY`: the first packet goes where a policy of the load balancer says, and the cookie in every later packet
+//! names that server (Cheetah, NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
+
+use std::net::Ipv4Addr;
+
+use coreward_model::FourTuple;
+use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, recognise, stamp};
+use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
+use coreward_model::policy::{self, Least, Policy, Pool, PoolServer};
+use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use rand::Rng as _;
+
+use super::balancer::{Balancer, Placed};
+use super::clock::Nanoseconds;
+use super::cluster::{Cluster, LOAD_BALANCERS_MAX, id_of};
+use super::connections::Connection;
+use super::{Config, Knowledge};
+
+/// [`seeded_rng`]'s streams for the fleet's keys.
+const PURPOSE_RSS_KEY: u64 = 202;
+const PURPOSE_COOKIE_KEYS: u64 = 203;
+
+/// Entries of each server's indirection table.
+const INDIRECTION_ENTRIES: usize = 128;
+
+/// What the mean load of all cores is shown to policies as. Only ratios count.
+const MEAN_LOAD: f64 = 0.5;
+
+/// The load balancers, with one policy.
+pub struct Cheetah {
+    policy: Box<dyn Policy>,
+    knowledge: Knowledge,
+    buckets: BucketCount,
+    table: PlacementTable,
+    /// One per load balancer: their turns and what they have assigned.
+    states: Vec<PlacementState>,
+    generation: u64,
+    keys: FleetKeys,
+    rss: Vec<Rss>,
+    cores: u16,
+    /// Connections by server and core.
+    open: Vec<u32>,
+    /// Where the server stands in the table's members, or among its core slots.
+    position: Vec<usize>,
+}
+
+impl Cheetah {
+    /// `name` is one of [`policy::names`].
+    pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
+        let by_counts = config.knowledge == Knowledge::Current && name == LEAST;
+        let policy: Box<dyn Policy> = match by_counts {
+            // All servers' counts are known, so all can be compared, and no bucket is needed.
+            true => Box::new(Least::of_all(seed)),
+            false => policy::named(name, seed).expect("a method's policy exists"),
+        };
+        let buckets = if by_counts { one_bucket() } else { config.buckets };
+        let rss_key = RssKey::random(&mut seeded_rng(seed, PURPOSE_RSS_KEY));
+        let rss = |server: usize| Rss {
+            key: rss_key.clone(),
+            indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRIES, config.cores)
+                .expect("a power of two"),
+        };
+        let mut rng = seeded_rng(seed, PURPOSE_COOKIE_KEYS);
+        let keys = [(); 2].map(|()| CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
+        Self {
+            policy,
+            knowledge: config.knowledge,
+            buckets,
+            table: PlacementTable::empty(buckets),
+            states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
+            generation: 0,
+            keys: FleetKeys { keys, current: KeyIndex::First },
+            rss: (0..servers).map(rss).collect(),
+            cores: config.cores,
+            open: vec![0; servers * usize::from(config.cores)],
+            position: vec![usize::MAX; servers],
+        }
+    }
+
+    /// What the policy sees of the servers.
+    fn pool(&self, cluster: &Cluster) -> Pool {
+        let total: u64 = self.open.iter().map(|count| u64::from(*count)).sum();
+        let mean = (total as f64 / self.open.len() as f64).max(f64::MIN_POSITIVE);
+        let server = |number: usize| {
+            let cores = &self.open[number * usize::from(self.cores)..][..usize::from(self.cores)];
+            PoolServer {
+                id: id_of(number as u16),
+                eligible: cluster.is_member(number as u16),
+                loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect()),
+                rss: Some(self.rss[number].clone()),
+                // Counts of the moment are kept as assigned connections instead.
+                open_connections: if self.counts_assigned() { 0 } else { cluster.open(number as u16) },
+            }
+        };
+        Pool::new((0..cluster.server_count()).map(server).collect(), cluster.load_balancers().len() as u32)
+    }
+
+    /// Whether [`PlacementState::assigned`] stands for the open connections of this moment.
+    fn counts_assigned(&self) -> bool {
+        self.knowledge == Knowledge::Current && self.policy.name() == LEAST
+    }
+
+    /// A new table for all load balancers. Turns go on.
+    fn place_anew(&mut self, cluster: &Cluster) {
+        self.generation += 1;
+        self.table = self.policy.place(&self.pool(cluster), self.buckets, self.generation);
+        if matches!(self.table.rule, Rule::RoundRobin | Rule::PowerOfTwo) {
+            // These rules look at no bucket: the next table can do without.
+            self.buckets = one_bucket();
+        }
+        for state in &mut self.states {
+            let turns = state.round_robin;
+            *state = PlacementState { round_robin: turns, ..PlacementState::for_table(&self.table) };
+        }
+        if self.knowledge == Knowledge::Current {
+            self.take_counts(cluster);
+        }
+    }
+
+    /// The table's loads become the open connections of this moment.
+    fn take_counts(&mut self, cluster: &Cluster) {
+        self.position.fill(usize::MAX);
+        if self.counts_assigned() {
+            for (slot, core) in self.table.core_slots.iter().enumerate() {
+                self.position[usize::from(core.server.get())] = slot;
+                self.states[0].assigned[slot] = cluster.open(core.server.get());
+            }
+        } else if self.table.rule == Rule::PowerOfTwo {
+            for (position, member) in self.table.members.iter_mut().enumerate() {
+                self.position[usize::from(member.server.get())] = position;
+                member.load = cluster.open(member.server.get());
+            }
+        }
+    }
+
+    /// A server's count has changed. What [`PlacementTable::choose`] has counted is counted already.
+    fn counted(&mut self, server: u16, cluster: &Cluster) {
+        let position = self.position[usize::from(server)];
+        if position == usize::MAX {
+            return;
+        }
+        match self.table.rule {
+            Rule::PowerOfTwo => self.table.members[position].load = cluster.open(server),
+            _ => self.states[0].assigned[position] = cluster.open(server),
+        }
+    }
+
+    fn core(&self, server: u16, tuple: &FourTuple) -> u16 {
+        if self.cores == 1 {
+            return 0;
+        }
+        let rss = &self.rss[usize::from(server)];
+        rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes()))
+    }
+
+    fn core_position(&self, connection: &Connection) -> usize {
+        usize::from(connection.server) * usize::from(self.cores) + usize::from(connection.core)
+    }
+}
+
+/// The one policy that has another form when all counts are known.
+const LEAST: &str = "least";
+
+fn one_bucket() -> BucketCount {
+    BucketCount::new(1).expect("a power of two")
+}
+
+fn tuple(identity: u64) -> FourTuple {
+    let client = (Ipv4Addr::from(identity as u32), (identity >> 32) as u16);
+    FourTuple::ipv4(client, (Ipv4Addr::new(10, 200, 0, 1), 80))
+}
+
+impl Balancer for Cheetah {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+        let tuple = tuple(identity);
+        // With counts of the moment all load balancers know the same.
+        let state = if self.counts_assigned() { 0 } else { cluster.load_balancer(identity).into() };
+        let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
+        let cookie = stamp(&self.keys, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
+        Placed { server: server.get(), core: self.core(server.get(), &tuple), mark: cookie.into() }
+    }
+
+    fn opened(&mut self, connection: &Connection, cluster: &Cluster) {
+        let position = self.core_position(connection);
+        self.open[position] += 1;
+        self.counted(connection.server, cluster);
+    }
+
+    fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
+        let position = self.core_position(connection);
+        self.open[position] -= 1;
+        self.counted(connection.server, cluster);
+    }
+
+    fn servers_changed(&mut self, cluster: &Cluster) {
+        self.place_anew(cluster);
+    }
+
+    fn takes_reports(&self) -> bool {
+        let by_counts = self.counts_assigned() || self.table.rule == Rule::PowerOfTwo;
+        self.policy.reads_loads() && !(self.knowledge == Knowledge::Current && by_counts)
+    }
+
+    fn report(&mut self, cluster: &Cluster) {
+        self.place_anew(cluster);
+    }
+
+    /// Any load balancer reads the server out of the cookie; nothing else decides, so reading it once says it for all.
+    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        let (cookie, _) = recognise(&self.keys, &tuple(connection.identity), connection.mark as u32);
+        (cookie != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
+    }
+}

@@ -1,0 +1,80 @@
+//! Arguments of `coreward sim pcc`.
+
+use coreward_model::placement::BucketCount;
+
+use super::{Arrivals, Config, DEFAULT_METHODS, Knowledge, Method, Updates, run};
+use crate::output::{Format, Printed as _};
+
+/// Arguments of `coreward sim pcc`.
+#[derive(Debug, clap::Args)]
+pub struct PccArgs {
+    /// Methods to compare, separated by commas: hash, consistent-hash, maglev, beamer[:THRESHOLD], stateful-hash[:LAYOUT],
+    /// cheetah:POLICY
+    #[arg(long = "method", value_name = "METHOD", value_delimiter = ',', default_values_t = default_methods())]
+    methods: Vec<Method>,
+    /// Servers in the pool, on average
+    #[arg(long, default_value_t = 468)]
+    servers: usize,
+    /// Connections that are open at a time, on average
+    #[arg(long, default_value_t = 70_000.0)]
+    connections: f64,
+    /// Servers added or removed
+    #[arg(long, default_value_t = 80.0)]
+    updates_per_minute: f64,
+    /// Length of each run, after a warm-up of the longest connection (150 s)
+    #[arg(long, default_value_t = 2.0)]
+    minutes: f64,
+    /// Load balancers behind equal-cost multi-path
+    #[arg(long, default_value_t = 1)]
+    load_balancers: usize,
+    /// Load balancers added or removed
+    #[arg(long, default_value_t = 0.0)]
+    lb_updates_per_minute: f64,
+    /// Seeds 1 to SEEDS, one run of each method with each
+    #[arg(long, default_value_t = 3)]
+    seeds: u64,
+    /// What policies know of the servers' connections
+    #[arg(long, value_enum, default_value_t = Knowledge::Current)]
+    knowledge: Knowledge,
+    /// Time between two reports of the servers
+    #[arg(long, default_value_t = 100)]
+    report_ms: u64,
+    /// Buckets of the tables that policies fill: a power of two, at most 2048
+    #[arg(long, default_value_t = 2048)]
+    buckets: u64,
+    /// Cores of each server, which crossrss and crossrss-plus tell apart
+    #[arg(long, default_value_t = 1)]
+    cores: u16,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+}
+
+fn default_methods() -> Vec<Method> {
+    DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect()
+}
+
+impl PccArgs {
+    /// Simulates and prints.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let outcome = run(&Config {
+            servers: self.servers,
+            arrivals: Arrivals::Open { connections: self.connections },
+            updates: Updates::PerMinute {
+                servers: self.updates_per_minute,
+                load_balancers: self.lb_updates_per_minute,
+            },
+            minutes: self.minutes,
+            load_balancers: self.load_balancers,
+            methods: self.methods,
+            seeds: self.seeds,
+            knowledge: self.knowledge,
+            report_ms: self.report_ms,
+            buckets: BucketCount::new(self.buckets)?,
+            cores: self.cores,
+            by_second: false,
+        })?;
+        print!("{}", outcome.printed(self.format));
+        Ok(())
+    }
+}

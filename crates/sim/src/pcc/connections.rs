@@ -1,0 +1,149 @@
+//! The connections that are open, and which of them ends next.
+
+use std::collections::VecDeque;
+
+use super::clock::Nanoseconds;
+use super::mix::Mix;
+
+/// A connection from its first packet to its last.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Connection {
+    /// What tells it from others: the 4-tuple, as 64 random bits.
+    pub identity: u64,
+    /// What the load balancers or its packets remember of it; the method's own.
+    pub mark: u64,
+    /// When it began.
+    pub start: Nanoseconds,
+    /// When a packet of it first went to another server, if a change of the load balancers was to blame.
+    pub rerouted: Option<Nanoseconds>,
+    /// The server that got its first packet.
+    pub server: u16,
+    /// The core of that server.
+    pub core: u16,
+    /// Its [`super::mix::Kind`].
+    pub kind: u8,
+}
+
+/// All open connections. Those of one kind last equally long and so end in the order in which they began: one queue each.
+#[derive(Debug)]
+pub struct Connections {
+    slots: Vec<Option<Connection>>,
+    vacant: Vec<u32>,
+    /// By kind: when connections end and the slots that they are in, in that order.
+    queues: Vec<VecDeque<(Nanoseconds, u32)>>,
+    durations: Vec<Nanoseconds>,
+    /// By kind: when the first of its queue ends; [`NEVER`] without one.
+    ends: Vec<Nanoseconds>,
+    /// The kind of the connection that ends next.
+    next_kind: usize,
+    open: usize,
+}
+
+const NEVER: Nanoseconds = Nanoseconds::MAX;
+
+impl Connections {
+    /// None is open yet.
+    pub fn new(mix: &Mix) -> Self {
+        let kinds = mix.kinds();
+        Self {
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            queues: vec![VecDeque::new(); kinds.len()],
+            durations: kinds.iter().map(|kind| kind.duration).collect(),
+            ends: vec![NEVER; kinds.len()],
+            next_kind: 0,
+            open: 0,
+        }
+    }
+
+    /// How many are open.
+    pub fn len(&self) -> usize {
+        self.open
+    }
+
+    /// The connections, in no order that means anything.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
+        self.slots.iter_mut().flatten()
+    }
+
+    /// One begins. Beginnings come in the order of time.
+    pub fn open(&mut self, connection: Connection) {
+        let kind = usize::from(connection.kind);
+        let end = connection.start + self.durations[kind];
+        let slot = match self.vacant.pop() {
+            Some(slot) => {
+                self.slots[slot as usize] = Some(connection);
+                slot
+            }
+            None => {
+                self.slots.push(Some(connection));
+                (self.slots.len() - 1) as u32
+            }
+        };
+        if self.queues[kind].is_empty() {
+            self.ends[kind] = end;
+            if end < self.ends[self.next_kind] {
+                self.next_kind = kind;
+            }
+        }
+        self.queues[kind].push_back((end, slot));
+        self.open += 1;
+    }
+
+    /// When the next one ends.
+    pub fn next_end(&self) -> Option<Nanoseconds> {
+        (self.open > 0).then(|| self.ends[self.next_kind])
+    }
+
+    /// The one that ends next is gone.
+    pub fn close_next(&mut self) -> Option<Connection> {
+        let kind = self.next_kind;
+        let (_, slot) = self.queues[kind].pop_front()?;
+        self.ends[kind] = self.queues[kind].front().map_or(NEVER, |(end, _)| *end);
+        self.next_kind = first_least(&self.ends);
+        self.vacant.push(slot);
+        self.open -= 1;
+        self.slots[slot as usize].take()
+    }
+}
+
+/// The position of the least, the first of equals.
+fn first_least(values: &[Nanoseconds]) -> usize {
+    let least = values.iter().copied().fold(NEVER, Nanoseconds::min);
+    values.iter().position(|value| *value == least).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::rss::seeded_rng;
+
+    use super::*;
+
+    #[test]
+    fn connections_end_in_the_order_of_their_ends() {
+        let mix = Mix::web_server();
+        let mut connections = Connections::new(&mix);
+        let mut rng = seeded_rng(1, 0);
+        let (mut expected, mut found) = (Vec::new(), Vec::new());
+        for start in 0..5_000 {
+            let kind = mix.draw(&mut rng);
+            let start = start * 100_000;
+            while connections.next_end().is_some_and(|end| end <= start) {
+                found.push((connections.next_end().unwrap(), connections.close_next().unwrap().identity));
+            }
+            expected.push((start + mix.kinds()[usize::from(kind)].duration, start));
+            let connection = Connection { identity: start, mark: 0, start, rerouted: None, server: 0, core: 0, kind };
+            connections.open(connection);
+            assert_eq!(connections.len() + found.len(), expected.len());
+        }
+        while let Some(end) = connections.next_end() {
+            found.push((end, connections.close_next().unwrap().identity));
+        }
+        let ends = |list: &[(u64, u64)]| list.iter().map(|(end, _)| *end).collect::<Vec<_>>();
+        assert!(ends(&found).is_sorted());
+        expected.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(found, expected);
+        assert_eq!(connections.close_next(), None);
+    }
+}

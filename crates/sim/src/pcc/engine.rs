@@ -1,0 +1,187 @@
+//! One simulation: connections begin and end, servers and load balancers come and go, in the order of time.
+
+use super::arrivals::{Source, settling_time};
+use super::balancer::Balancer;
+use super::clock::{Nanoseconds, from_seconds};
+use super::cluster::{Change, Cluster};
+use super::connections::{Connection, Connections};
+use super::mix::Mix;
+use super::outcome::{Run, Second};
+use super::schedule::{Schedule, stray};
+use super::{Config, Updates};
+
+/// Servers that are outside the pool at the start.
+fn spare_servers(config: &Config) -> usize {
+    match &config.updates {
+        Updates::PerMinute { .. } => stray(config.servers),
+        Updates::At(list) => list.iter().filter(|(_, change)| *change == Change::AddServer).count(),
+    }
+}
+
+/// All servers of a simulation, in the pool or not.
+pub fn server_count(config: &Config) -> usize {
+    config.servers + spare_servers(config)
+}
+
+/// Runs one method with one seed on a configuration that is valid.
+pub fn simulate<B: Balancer>(config: &Config, mix: &Mix, seed: u64, balancer: B) -> Run {
+    Simulation::new(config, mix, seed, balancer).run()
+}
+
+struct Simulation<'a, B> {
+    mix: &'a Mix,
+    balancer: B,
+    cluster: Cluster,
+    connections: Connections,
+    source: Source,
+    schedule: Schedule,
+    next_report: Option<Nanoseconds>,
+    report_interval: Nanoseconds,
+    warm_up: Nanoseconds,
+    end: Nanoseconds,
+    run: Run,
+}
+
+impl<'a, B: Balancer> Simulation<'a, B> {
+    fn new(config: &Config, mix: &'a Mix, seed: u64, mut balancer: B) -> Self {
+        let warm_up = settling_time(&config.arrivals, mix);
+        let end = warm_up + from_seconds(config.minutes * 60.0);
+        let cluster = Cluster::new(config.servers, spare_servers(config), config.load_balancers, warm_up);
+        balancer.servers_changed(&cluster);
+        let report_interval = config.report_ms * 1_000_000;
+        let whole_seconds = (config.minutes * 60.0).ceil() as usize;
+        let seconds = vec![Second { servers: config.servers, ..Second::default() }; whole_seconds];
+        Self {
+            mix,
+            next_report: balancer.takes_reports().then_some(report_interval),
+            balancer,
+            connections: Connections::new(mix),
+            source: Source::new(config.arrivals, mix, warm_up, seed),
+            schedule: Schedule::new(&config.updates, &cluster, warm_up, seed),
+            cluster,
+            report_interval,
+            warm_up,
+            end,
+            run: Run { seconds: if config.by_second { seconds } else { Vec::new() }, ..Run::default() },
+        }
+    }
+
+    fn run(mut self) -> Run {
+        loop {
+            // Of what happens at one moment connections end first: they cannot be broken any more.
+            let ends = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
+            let begins = self.source.next();
+            let changes = self.schedule.next().unwrap_or(Nanoseconds::MAX);
+            let reports = self.next_report.unwrap_or(Nanoseconds::MAX);
+            let now = ends.min(begins).min(changes).min(reports);
+            if now >= self.end {
+                break;
+            }
+            self.cluster.advance(now);
+            if now == ends {
+                self.close();
+            } else if now == changes {
+                self.change();
+            } else if now == reports {
+                self.next_report = Some(now + self.report_interval);
+                self.balancer.report(&self.cluster);
+            } else {
+                self.open();
+            }
+        }
+        self.cluster.advance(self.end);
+        self.finish()
+    }
+
+    fn open(&mut self) {
+        let Some((identity, kind)) = self.source.take() else { return };
+        let placed = self.balancer.place(identity, &self.cluster);
+        self.cluster.opened(placed.server);
+        let connection = Connection {
+            identity,
+            mark: placed.mark,
+            start: self.cluster.now,
+            rerouted: None,
+            server: placed.server,
+            core: placed.core,
+            kind,
+        };
+        self.balancer.opened(&connection, &self.cluster);
+        self.connections.open(connection);
+    }
+
+    fn close(&mut self) {
+        let connection = self.connections.close_next().expect("one ends now");
+        let broken = self.balancer.broken(&connection, &self.cluster);
+        self.source.ended(connection.kind);
+        self.cluster.closed(connection.server);
+        self.balancer.closed(&connection, &self.cluster);
+        if self.cluster.now < self.warm_up {
+            return;
+        }
+        self.run.ended += 1;
+        match broken {
+            Some(at) => {
+                self.run.broken += 1;
+                if !self.run.seconds.is_empty() {
+                    let noticed = self.noticed(&connection, at);
+                    self.second_of(noticed, |second| second.broken += 1);
+                }
+            }
+            None => self.second_of(self.cluster.now, |second| second.completed += 1),
+        }
+    }
+
+    fn change(&mut self) {
+        let servers_before = self.cluster.members().len();
+        match self.schedule.make(&mut self.cluster) {
+            None => return,
+            Some(Change::AddServer | Change::RemoveServer) => self.balancer.servers_changed(&self.cluster),
+            Some(Change::AddLoadBalancer | Change::RemoveLoadBalancer) => {
+                self.balancer.load_balancers_changed(&self.cluster, &mut self.connections);
+            }
+        }
+        let servers = self.cluster.members().len();
+        if self.cluster.now >= self.warm_up {
+            self.run.updates += 1;
+        }
+        if servers != servers_before {
+            let first = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
+            self.run.seconds.iter_mut().skip(first).for_each(|second| second.servers = servers);
+        }
+    }
+
+    /// When the client notices that its packets go elsewhere: with the first acknowledgement that it sends afterwards, at
+    /// the latest when the connection should end.
+    fn noticed(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
+        let kind = self.mix.kinds()[usize::from(connection.kind)];
+        let packets = u128::from(kind.packets);
+        let passed = u128::from(broken_at - connection.start);
+        let next = (passed * packets).div_ceil(kind.duration.into());
+        connection.start + (next * u128::from(kind.duration) / packets) as Nanoseconds
+    }
+
+    fn second_of(&mut self, at: Nanoseconds, count: impl FnOnce(&mut Second)) {
+        let Some(after) = at.checked_sub(self.warm_up) else { return };
+        if let Some(second) = self.run.seconds.get_mut((after / SECOND) as usize) {
+            count(second);
+        }
+    }
+
+    fn finish(mut self) -> Run {
+        self.run.imbalance = self.cluster.imbalance.average();
+        self.run.open_at_end = self.connections.len();
+        if !self.run.seconds.is_empty() {
+            // Those that are still open may have been broken in a second that is shown.
+            while let Some(connection) = self.connections.close_next() {
+                if let Some(at) = self.balancer.broken(&connection, &self.cluster) {
+                    let noticed = self.noticed(&connection, at);
+                    self.second_of(noticed, |second| second.broken += 1);
+                }
+            }
+        }
+        self.run
+    }
+}
+
+const SECOND: Nanoseconds = 1_000_000_000;

@@ -1,0 +1,124 @@
+//! `hash`, `consistent-hash`, `maglev`: a table of buckets; and `stateful-hash`: the same behind connection tables.
+
+use coreward_model::ServerId;
+use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, ring_table, striped_table};
+
+use super::balancer::{Balancer, Placed};
+use super::buckets::BucketTable;
+use super::clock::Nanoseconds;
+use super::cluster::{Cluster, id_of};
+use super::connections::{Connection, Connections};
+use super::method::Layout;
+
+/// Buckets for each server, at least. Maglev's paper (NSDI'16, Sect. 5.3) asks for more than 100 times the servers.
+const BUCKETS_PER_SERVER: usize = 100;
+
+/// A power of two that gives every server [`BUCKETS_PER_SERVER`].
+pub fn bucket_count(servers: usize) -> usize {
+    (servers * BUCKETS_PER_SERVER).next_power_of_two()
+}
+
+/// Maglev's larger size (its paper's Sect. 5.3), for pools that the usual one is too small for.
+const MAGLEV_LARGE_SIZE: usize = 655_373;
+
+impl Layout {
+    fn size(self, servers: usize) -> usize {
+        match self {
+            Layout::Striped | Layout::Ring => bucket_count(servers),
+            Layout::Maglev if servers * BUCKETS_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
+            Layout::Maglev => MAGLEV_LARGE_SIZE,
+        }
+    }
+
+    fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
+        match self {
+            Layout::Striped => striped_table(servers.len(), size),
+            Layout::Ring => ring_table(servers, size),
+            Layout::Maglev => maglev_table(servers, size),
+        }
+    }
+}
+
+/// Every packet goes where its bucket points at that moment.
+#[derive(Debug)]
+pub struct Hashed {
+    layout: Layout,
+    table: BucketTable,
+}
+
+impl Hashed {
+    /// For a cluster of `servers`.
+    pub fn new(layout: Layout, servers: usize, keeps_history: bool) -> Self {
+        Self { layout, table: BucketTable::new(layout.size(servers), false, keeps_history) }
+    }
+}
+
+impl Balancer for Hashed {
+    fn place(&mut self, identity: u64, _cluster: &Cluster) -> Placed {
+        Placed { server: self.table.server(self.table.bucket(identity)), core: 0, mark: self.table.mark() }
+    }
+
+    fn servers_changed(&mut self, cluster: &Cluster) {
+        let ids: Vec<ServerId> = cluster.members().iter().copied().map(id_of).collect();
+        self.table.begin_change(cluster.now);
+        for (bucket, position) in self.layout.positions(&ids, self.table.len()).into_iter().enumerate() {
+            self.table.assign(bucket, cluster.members()[position]);
+        }
+    }
+
+    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        self.table.broken(connection, cluster.now)
+    }
+}
+
+/// Each load balancer keeps the server of every connection that it has seen; one that it has not seen it hashes. (Ananta,
+/// Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2.) A connection's mark has the bit of every load balancer that knows it.
+#[derive(Debug)]
+pub struct Stateful {
+    hashed: Hashed,
+    running: u64,
+}
+
+impl Stateful {
+    /// For a cluster of `servers`.
+    pub fn new(layout: Layout, servers: usize) -> Self {
+        Self { hashed: Hashed::new(layout, servers, false), running: 0 }
+    }
+}
+
+fn bits_of(load_balancers: &[u8]) -> u64 {
+    load_balancers.iter().fold(0, |bits, load_balancer| bits | 1 << load_balancer)
+}
+
+impl Balancer for Stateful {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+        Placed { mark: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
+    }
+
+    fn servers_changed(&mut self, cluster: &Cluster) {
+        self.running = bits_of(cluster.load_balancers());
+        self.hashed.servers_changed(cluster);
+    }
+
+    /// Every connection may reach another load balancer now, so all are looked at. What a load balancer hashes it keeps.
+    fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
+        // What was stopped, or starts anew, knows nothing.
+        let kept = self.running & bits_of(cluster.load_balancers());
+        self.running = bits_of(cluster.load_balancers());
+        let table = &self.hashed.table;
+        for connection in connections.iter_mut().filter(|connection| connection.rerouted.is_none()) {
+            connection.mark &= kept;
+            let reached = 1 << cluster.load_balancer(connection.identity);
+            if connection.mark & reached == 0 {
+                connection.mark |= reached;
+                if table.server(table.bucket(connection.identity)) != connection.server {
+                    connection.rerouted = Some(cluster.now);
+                }
+            }
+        }
+    }
+
+    fn broken(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+        connection.rerouted
+    }
+}

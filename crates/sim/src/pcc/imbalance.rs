@@ -1,0 +1,143 @@
+//! Imbalance (Cheetah, NSDI'20, Sect. 2.1; Maglev, NSDI'16): connections of the fullest server over the mean of all servers,
+//! averaged over time.
+
+use super::clock::Nanoseconds;
+
+/// Follows the counts of the servers that are in the pool; every change is O(1).
+#[derive(Debug)]
+pub struct Imbalance {
+    /// How many servers have so many connections.
+    servers_with: Vec<u32>,
+    servers: u64,
+    connections: u64,
+    most: usize,
+    since: Nanoseconds,
+    /// Max/mean x time, and the time, while there were connections.
+    area: f64,
+    measured: f64,
+}
+
+impl Imbalance {
+    /// No servers; counts from `start` on.
+    pub fn from(start: Nanoseconds) -> Self {
+        Self { servers_with: vec![0], servers: 0, connections: 0, most: 0, since: start, area: 0.0, measured: 0.0 }
+    }
+
+    /// The counts were as they are until `now`.
+    pub fn advance(&mut self, now: Nanoseconds) {
+        if now <= self.since {
+            return;
+        }
+        if self.connections > 0 {
+            let elapsed = (now - self.since) as f64;
+            self.area += self.now() * elapsed;
+            self.measured += elapsed;
+        }
+        self.since = now;
+    }
+
+    /// Max over mean at this moment; only with connections.
+    fn now(&self) -> f64 {
+        (self.most as u64 * self.servers) as f64 / self.connections as f64
+    }
+
+    /// Max over mean, averaged over the time in which there were connections; 1.0 when there never were.
+    pub fn average(&self) -> f64 {
+        if self.measured > 0.0 { self.area / self.measured } else { 1.0 }
+    }
+
+    /// A server comes in with so many connections.
+    pub fn add_server(&mut self, connections: u32) {
+        self.servers += 1;
+        self.connections += u64::from(connections);
+        self.put(connections as usize);
+    }
+
+    /// A server goes out with so many connections.
+    pub fn remove_server(&mut self, connections: u32) {
+        self.servers -= 1;
+        self.connections -= u64::from(connections);
+        self.take(connections as usize);
+    }
+
+    /// A server that had `before` connections has one more.
+    pub fn opened(&mut self, before: u32) {
+        self.connections += 1;
+        self.put(before as usize + 1);
+        self.take(before as usize);
+    }
+
+    /// A server that had `before` connections has one less.
+    pub fn closed(&mut self, before: u32) {
+        self.connections -= 1;
+        self.put(before as usize - 1);
+        self.take(before as usize);
+    }
+
+    fn put(&mut self, connections: usize) {
+        if connections >= self.servers_with.len() {
+            self.servers_with.resize(connections + 1, 0);
+        }
+        self.servers_with[connections] += 1;
+        self.most = self.most.max(connections);
+    }
+
+    fn take(&mut self, connections: usize) {
+        self.servers_with[connections] -= 1;
+        while self.most > 0 && self.servers_with[self.most] == 0 {
+            self.most -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::rss::{seeded_rng, uniform_below};
+
+    use super::*;
+
+    #[test]
+    fn it_is_what_counting_anew_every_time_gives() {
+        let mut rng = seeded_rng(1, 0);
+        let mut imbalance = Imbalance::from(1_000);
+        let mut counts: Vec<Option<u32>> = vec![None; 8];
+        let (mut area, mut measured) = (0.0, 0.0);
+        for step in 1..5_000u64 {
+            let now = step * 10;
+            let inside: Vec<u32> = counts.iter().flatten().copied().collect();
+            if now > 1_000 && inside.iter().sum::<u32>() > 0 {
+                let mean = f64::from(inside.iter().sum::<u32>()) / inside.len() as f64;
+                area += f64::from(*inside.iter().max().unwrap()) / mean * 10.0;
+                measured += 10.0;
+            }
+            imbalance.advance(now);
+            let server = uniform_below(&mut rng, 8) as usize;
+            match (&mut counts[server], uniform_below(&mut rng, 40)) {
+                (count @ None, 0..4) => {
+                    imbalance.add_server(server as u32);
+                    *count = Some(server as u32);
+                }
+                (slot @ Some(_), 0) => imbalance.remove_server(slot.take().unwrap()),
+                (Some(count), 1..20) if *count > 0 => {
+                    imbalance.closed(*count);
+                    *count -= 1;
+                }
+                (Some(count), 20..) => {
+                    imbalance.opened(*count);
+                    *count += 1;
+                }
+                _ => (),
+            }
+        }
+        assert!((imbalance.average() - area / measured).abs() < 1e-9, "{} {}", imbalance.average(), area / measured);
+        assert!(imbalance.average() > 1.2);
+    }
+
+    #[test]
+    fn without_connections_nothing_is_out_of_balance() {
+        let mut imbalance = Imbalance::from(0);
+        imbalance.add_server(0);
+        imbalance.advance(100);
+        assert_eq!(imbalance.average(), 1.0);
+    }
+}

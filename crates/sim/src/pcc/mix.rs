@@ -1,0 +1,134 @@
+//! The web server's connections: how long they last and how much they carry.
+
+use coreward_model::rss::uniform_below;
+
+use super::clock::Nanoseconds;
+
+/// A kind of connection.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Kind {
+    /// From the first packet to the last.
+    pub duration: Nanoseconds,
+    /// Packets that the server sends, evenly over the duration; at least 1. The client acknowledges each.
+    pub packets: u32,
+}
+
+/// The large web server's mix of Cheetah (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): `includes/duration_high.path` of
+/// github.com/cheetahlb/experiments, 908 requests, summed up: duration in microseconds, size in bytes, how many. Median
+/// 0.54 s, mean 26.3 s, longest 150 s.
+const WEB_SERVER: [(u64, f64, u16); 33] = [
+    (1_015, 58.988, 1),
+    (1_015, 83.440, 11),
+    (1_015, 157.041, 87),
+    (1_015, 301.657, 63),
+    (1_015, 314.218, 7),
+    (1_969, 301.657, 40),
+    (3_031, 301.657, 1),
+    (3_031, 502.339, 12),
+    (4_811, 502.339, 9),
+    (36_184, 502.339, 1),
+    (36_184, 654.890, 52),
+    (60_153, 654.890, 23),
+    (60_153, 1_283.888, 5),
+    (75_787, 1_283.888, 31),
+    (127_945, 1_283.888, 17),
+    (151_566, 1_283.888, 36),
+    (151_566, 1_421.752, 4),
+    (203_091, 1_421.752, 17),
+    (544_234, 1_421.752, 57),
+    (1_329_675, 1_421.752, 29),
+    (1_329_675, 2_227.049, 61),
+    (2_578_524, 2_227.049, 37),
+    (20_309_176, 2_227.049, 2),
+    (20_309_176, 3_150.205, 56),
+    (50_389_626, 3_150.205, 47),
+    (50_389_626, 5_809.244, 18),
+    (51_171_730, 5_809.244, 38),
+    (81_226_735, 5_809.244, 5),
+    (81_226_735, 9_873.313, 39),
+    (81_226_735, 21_876.501, 15),
+    (139_255_612, 21_876.501, 35),
+    (139_255_612, 54_783.396, 24),
+    (150_403_355, 54_783.396, 28),
+];
+
+/// What the experiment's server writes at a time (`includes/httpserver.py`).
+const BYTES_PER_PACKET: f64 = 125.0;
+
+/// A mix of kinds of connections.
+#[derive(Debug, Clone)]
+pub struct Mix {
+    kinds: Vec<Kind>,
+    /// Each kind as often as its weight.
+    drawn_from: Vec<u8>,
+    mean_duration: f64,
+}
+
+impl Mix {
+    /// The web server's.
+    pub fn web_server() -> Self {
+        let kind = |(microseconds, bytes, _): &(u64, f64, u16)| Kind {
+            duration: microseconds * 1_000,
+            packets: ((bytes / BYTES_PER_PACKET) as u32).max(1),
+        };
+        let weights = WEB_SERVER.iter().enumerate();
+        let drawn_from =
+            weights.flat_map(|(kind, (.., weight))| std::iter::repeat_n(kind as u8, usize::from(*weight))).collect();
+        Self::new(WEB_SERVER.iter().map(kind).collect(), drawn_from)
+    }
+
+    /// Connections that all last `seconds`.
+    #[cfg(test)]
+    pub fn of_one(seconds: f64) -> Self {
+        Self::new(vec![Kind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
+    }
+
+    fn new(kinds: Vec<Kind>, drawn_from: Vec<u8>) -> Self {
+        let total: u128 = drawn_from.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
+        let mean_duration = total as f64 / drawn_from.len() as f64;
+        Self { kinds, drawn_from, mean_duration }
+    }
+
+    /// The kinds; a kind's number is its position.
+    pub fn kinds(&self) -> &[Kind] {
+        &self.kinds
+    }
+
+    /// The numbers of all connections' kinds, each as often as it occurs.
+    pub fn every(&self) -> &[u8] {
+        &self.drawn_from
+    }
+
+    /// A kind's number at random.
+    pub fn draw(&self, rng: &mut impl rand::Rng) -> u8 {
+        self.drawn_from[uniform_below(rng, self.drawn_from.len() as u32) as usize]
+    }
+
+    /// Mean duration in nanoseconds.
+    pub fn mean_duration(&self) -> f64 {
+        self.mean_duration
+    }
+
+    /// The longest duration.
+    pub fn longest(&self) -> Nanoseconds {
+        self.kinds.iter().map(|kind| kind.duration).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pcc::clock::from_seconds;
+
+    #[test]
+    fn the_web_servers_mix_is_the_published_one() {
+        let mix = Mix::web_server();
+        assert_eq!(mix.every().len(), 908);
+        // Of the file: mean 26.3013 s, median 0.544234 s, longest 150.403355 s, mean size 6.2 KB.
+        assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
+        assert_eq!(mix.kinds()[usize::from(mix.every()[454])].duration, from_seconds(0.544234));
+        assert_eq!(mix.longest(), 150_403_355_000);
+        let bytes: f64 = WEB_SERVER.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
+        assert!((bytes / 908.0 - 6_200.0).abs() < 50.0, "{}", bytes / 908.0);
+    }
+}

@@ -1,0 +1,234 @@
+//! `coreward sim pcc`: which connections a reconfiguration breaks, and how evenly connections lie on the servers, by
+//! method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/sim-pcc.md says what is modelled.
+
+mod arrivals;
+mod balancer;
+mod beamer;
+mod buckets;
+mod cheetah;
+pub mod cli;
+mod clock;
+mod cluster;
+mod connections;
+mod engine;
+mod hashed;
+mod imbalance;
+mod method;
+mod mix;
+mod outcome;
+mod schedule;
+
+pub use arrivals::{Arrivals, Wave};
+use beamer::{Beamer, Control};
+use cheetah::Cheetah;
+pub use cluster::{Change, LOAD_BALANCERS_MAX};
+use coreward_model::placement::BucketCount;
+use hashed::{Hashed, Stateful};
+pub use method::{Layout, Method, MethodError};
+use mix::Mix;
+pub use outcome::{MethodOutcome, Outcome, Run, Second};
+pub use schedule::Updates;
+
+use crate::side_by_side;
+
+/// What a policy under `cheetah` knows of the servers' connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Knowledge {
+    /// pow2 and least compare the counts of the moment; awrr, crossrss and crossrss-plus have reports
+    Current,
+    /// All have reports
+    Reported,
+}
+
+/// A cluster, its load, and what is compared.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Nominal number of servers in the pool, 1 to 7000.
+    pub servers: usize,
+    /// The load.
+    pub arrivals: Arrivals,
+    /// Changes of servers and load balancers. They happen during the warm-up, too, if they come at random.
+    pub updates: Updates,
+    /// How long is measured, after the warm-up.
+    pub minutes: f64,
+    /// Nominal number of load balancers, 1 to 32.
+    pub load_balancers: usize,
+    /// The methods, each with the same connections and changes.
+    pub methods: Vec<Method>,
+    /// Seeds 1 to this one.
+    pub seeds: u64,
+    /// What policies know.
+    pub knowledge: Knowledge,
+    /// Time between two reports, and between two tables computed from them: 10 to 60000 ms.
+    pub report_ms: u64,
+    /// Buckets of the tables that policies fill.
+    pub buckets: BucketCount,
+    /// Cores of each server, which crossrss tells apart: 1 to 128.
+    pub cores: u16,
+    /// Keep what happened second by second. Takes memory with the number of changes.
+    pub by_second: bool,
+}
+
+impl Default for Config {
+    /// The cluster of Cheetah's simulations (NSDI'20, Sect. 2.1), 70,000 connections, the most frequent updates.
+    fn default() -> Self {
+        Self {
+            servers: 468,
+            arrivals: Arrivals::Open { connections: 70_000.0 },
+            updates: Updates::PerMinute { servers: 80.0, load_balancers: 0.0 },
+            minutes: 2.0,
+            load_balancers: 1,
+            methods: DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect(),
+            seeds: 3,
+            knowledge: Knowledge::Current,
+            report_ms: 100,
+            buckets: BucketCount::new(2048).expect("a power of two"),
+            cores: 1,
+            by_second: false,
+        }
+    }
+}
+
+/// What is compared when nothing is said.
+pub const DEFAULT_METHODS: [&str; 8] =
+    ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
+
+/// What is wrong with a configuration.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// None, or more than there are ids and counters for.
+    #[error("{0} servers: expected 1 to {SERVERS_MAX}")]
+    Servers(usize),
+    /// Not a load.
+    #[error("{0} connections: expected a number from 1 to {CONNECTIONS_MAX}")]
+    Connections(f64),
+    /// Not a load.
+    #[error("{0} requests per second: expected a number from 1 to 1000000")]
+    Requests(f64),
+    /// No client, or too many.
+    #[error("{0} clients: expected 1 to 1000")]
+    Clients(u32),
+    /// Not a rate.
+    #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
+    Updates(f64),
+    /// Not a moment of the run.
+    #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
+    ChangeAt(f64),
+    /// Not a time.
+    #[error("{0} minutes: expected a number above 0, at most 1440")]
+    Minutes(f64),
+    /// None, or too many.
+    #[error("{0} load balancers: expected 1 to {max}", max = LOAD_BALANCERS_MAX / 2)]
+    LoadBalancers(usize),
+    /// Nothing to compare.
+    #[error("no methods: expected at least one")]
+    NoMethods,
+    /// None, or too many.
+    #[error("{0} seeds: expected 1 to 1000")]
+    Seeds(u64),
+    /// Not an interval.
+    #[error("reports every {0} ms: expected 10 to 60000")]
+    Report(u64),
+    /// None, or more than an indirection table reaches.
+    #[error("{0} cores: expected 1 to 128")]
+    Cores(u16),
+}
+
+const SERVERS_MAX: usize = 7_000;
+const CONNECTIONS_MAX: u32 = 10_000_000;
+const UPDATES_MAX: u32 = 6_000;
+
+/// Runs every method with every seed, on all CPUs.
+///
+/// # Errors
+/// When a number is outside its range.
+pub fn run(config: &Config) -> Result<Outcome, Error> {
+    check(config)?;
+    let mix = Mix::web_server();
+    let seeds = 1..=config.seeds;
+    let inputs: Vec<(Method, u64)> =
+        config.methods.iter().flat_map(|method| seeds.clone().map(|seed| (*method, seed))).collect();
+    let runs = side_by_side(&inputs, |(method, seed)| run_one(config, &mix, *method, *seed));
+    let methods = config.methods.iter().zip(runs.chunks(config.seeds as usize));
+    Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::of(*method, runs.to_vec())).collect() })
+}
+
+fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> Run {
+    let servers = engine::server_count(config);
+    match method {
+        Method::Hashed(layout) => {
+            engine::simulate(config, mix, seed, Hashed::new(layout, config.servers, config.by_second))
+        }
+        Method::Beamer { threshold } => {
+            let starts = arrivals::settling_time(&config.arrivals, mix) / 2;
+            let control = threshold.map(|threshold| Control { threshold, starts });
+            let beamer = Beamer::new(control, config.servers, seed, config.by_second);
+            engine::simulate(config, mix, seed, beamer)
+        }
+        Method::Stateful(layout) => engine::simulate(config, mix, seed, Stateful::new(layout, config.servers)),
+        Method::Cheetah { policy } => engine::simulate(config, mix, seed, Cheetah::new(policy, config, servers, seed)),
+    }
+}
+
+fn check(config: &Config) -> Result<(), Error> {
+    let within = |value: f64, low: f64, high: f64| value >= low && value <= high;
+    if config.servers == 0 || config.servers > SERVERS_MAX {
+        return Err(Error::Servers(config.servers));
+    }
+    match config.arrivals {
+        Arrivals::Open { connections } if !within(connections, 1.0, CONNECTIONS_MAX.into()) => {
+            return Err(Error::Connections(connections));
+        }
+        Arrivals::Recycled { clients, .. } if clients == 0 || clients > 1_000 => return Err(Error::Clients(clients)),
+        Arrivals::Recycled { per_second, .. } => {
+            let rates = [per_second.low, per_second.high];
+            rates
+                .map(|rate| if within(rate, 1.0, 1e6) { Ok(()) } else { Err(Error::Requests(rate)) })
+                .into_iter()
+                .collect::<Result<(), Error>>()?;
+        }
+        Arrivals::Open { .. } => (),
+    }
+    match &config.updates {
+        Updates::PerMinute { servers, load_balancers } => {
+            for rate in [*servers, *load_balancers] {
+                if !within(rate, 0.0, UPDATES_MAX.into()) {
+                    return Err(Error::Updates(rate));
+                }
+            }
+        }
+        Updates::At(list) => {
+            let mut latest = 0.0;
+            for (at, _) in list {
+                if !within(*at, latest, 86_400.0) {
+                    return Err(Error::ChangeAt(*at));
+                }
+                latest = *at;
+            }
+        }
+    }
+    if !(config.minutes > 0.0 && config.minutes <= 1440.0) {
+        return Err(Error::Minutes(config.minutes));
+    }
+    if config.load_balancers == 0 || config.load_balancers > LOAD_BALANCERS_MAX / 2 {
+        return Err(Error::LoadBalancers(config.load_balancers));
+    }
+    if config.methods.is_empty() {
+        return Err(Error::NoMethods);
+    }
+    if config.seeds == 0 || config.seeds > 1_000 {
+        return Err(Error::Seeds(config.seeds));
+    }
+    if !(10..=60_000).contains(&config.report_ms) {
+        return Err(Error::Report(config.report_ms));
+    }
+    if config.cores == 0 || config.cores > 128 {
+        return Err(Error::Cores(config.cores));
+    }
+    Ok(())
+}
+
+/// A number from 0 to below 1, in steps of 2^-53.
+fn unit(rng: &mut impl rand::Rng) -> f64 {
+    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+}

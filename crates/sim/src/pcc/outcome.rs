@@ -1,0 +1,117 @@
+//! What simulations gave.
+
+use serde::Serialize;
+
+use super::method::Method;
+use crate::output::Printed;
+use crate::spread::Spread;
+
+/// One method with one seed.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Run {
+    /// Connections that ended after the warm-up.
+    pub ended: u64,
+    /// How many of them were broken.
+    pub broken: u64,
+    /// Max over mean of the servers' connections, averaged over time.
+    pub imbalance: f64,
+    /// Changes of servers and load balancers after the warm-up.
+    pub updates: u64,
+    /// Connections that were open at the end.
+    pub open_at_end: usize,
+    /// Second by second after the warm-up, when [`super::Config::by_second`] is set.
+    pub seconds: Vec<Second>,
+}
+
+/// One second of one method with one seed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Second {
+    /// Connections that ended unbroken.
+    pub completed: u64,
+    /// Connections whose client noticed that they are broken.
+    pub broken: u64,
+    /// Servers in the pool at its end.
+    pub servers: usize,
+}
+
+impl Run {
+    /// Broken connections in percent of those that ended.
+    pub fn broken_pct(&self) -> f64 {
+        if self.ended == 0 { 0.0 } else { 100.0 * self.broken as f64 / self.ended as f64 }
+    }
+}
+
+impl Second {
+    /// Broken connections in percent of those that completed (Cheetah, NSDI'20, Fig. 9).
+    pub fn broken_pct(&self) -> f64 {
+        100.0 * self.broken as f64 / self.completed.max(1) as f64
+    }
+}
+
+/// One method, over all seeds.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MethodOutcome {
+    /// The method.
+    pub method: Method,
+    /// Connections that were mapped to at least two servers between start and end, in percent of all.
+    pub broken_pct: Spread,
+    /// Max over mean of the servers' connections, averaged over time: 1 is perfect.
+    pub imbalance: Spread,
+    /// Connections that ended after the warm-up, of all seeds.
+    pub connections: u64,
+    /// Changes of servers and load balancers after the warm-up, of all seeds.
+    pub updates: u64,
+    /// Each seed's, in order.
+    #[serde(skip)]
+    pub runs: Vec<Run>,
+}
+
+impl MethodOutcome {
+    /// `runs` of at least one seed.
+    pub(super) fn of(method: Method, runs: Vec<Run>) -> Self {
+        let spread = |value: fn(&Run) -> f64| {
+            Spread::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
+        };
+        Self {
+            method,
+            broken_pct: spread(Run::broken_pct),
+            imbalance: spread(|run| run.imbalance),
+            connections: runs.iter().map(|run| run.ended).sum(),
+            updates: runs.iter().map(|run| run.updates).sum(),
+            runs,
+        }
+    }
+}
+
+/// What a configuration gave.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outcome {
+    /// In the order of [`super::Config::methods`].
+    pub methods: Vec<MethodOutcome>,
+}
+
+impl Printed for Outcome {
+    fn columns(&self) -> Vec<&'static str> {
+        vec!["method", "broken %", "low", "high", "imbalance", "low", "high", "connections", "updates"]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        let row = |outcome: &MethodOutcome| {
+            let pct = |value: f64| format!("{value:.3}");
+            let ratio = |value: f64| format!("{value:.4}");
+            let (broken, imbalance) = (outcome.broken_pct, outcome.imbalance);
+            vec![
+                outcome.method.to_string(),
+                pct(broken.median),
+                pct(broken.low),
+                pct(broken.high),
+                ratio(imbalance.median),
+                ratio(imbalance.low),
+                ratio(imbalance.high),
+                outcome.connections.to_string(),
+                outcome.updates.to_string(),
+            ]
+        };
+        self.methods.iter().map(row).collect()
+    }
+}

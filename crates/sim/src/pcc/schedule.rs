@@ -1,0 +1,138 @@
+//! When servers and load balancers come and go.
+
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand_distr::{Distribution as _, Exp1};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::clock::{Nanoseconds, from_seconds};
+use super::cluster::{Change, Cluster};
+
+/// [`seeded_rng`]'s stream for changes.
+const PURPOSE_CHANGES: u64 = 201;
+
+/// Changes over time.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Updates {
+    /// At random moments (Poisson). Additions are as likely as removals; where the pool would leave nominal size +- a
+    /// tenth, the other of the two.
+    PerMinute {
+        /// Servers added or removed.
+        servers: f64,
+        /// Load balancers added or removed.
+        load_balancers: f64,
+    },
+    /// At these seconds after the warm-up, in this order.
+    At(Vec<(f64, Change)>),
+}
+
+/// How far the number of servers or load balancers strays from the nominal one.
+pub fn stray(nominal: usize) -> usize {
+    (nominal / 10).max(1)
+}
+
+/// The changes of one simulation.
+#[derive(Debug)]
+pub struct Schedule {
+    updates: Updates,
+    rng: Xoshiro256PlusPlus,
+    next: Option<Nanoseconds>,
+    /// Of [`Updates::At`].
+    position: usize,
+    nominal: (usize, usize),
+    warm_up: Nanoseconds,
+}
+
+impl Schedule {
+    /// For a cluster that has its nominal size.
+    pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
+        let nominal = (cluster.members().len(), cluster.load_balancers().len());
+        let rng = seeded_rng(seed, PURPOSE_CHANGES);
+        let mut schedule = Self { updates: updates.clone(), rng, next: None, position: 0, nominal, warm_up };
+        schedule.find_next(0);
+        schedule
+    }
+
+    /// When the next change is due.
+    pub fn next(&self) -> Option<Nanoseconds> {
+        self.next
+    }
+
+    /// Makes the change that is due. What could not be made (an addition when no server is left) is left out.
+    pub fn make(&mut self, cluster: &mut Cluster) -> Option<Change> {
+        let change = match &self.updates {
+            Updates::At(list) => list[self.position].1,
+            Updates::PerMinute { servers, load_balancers } => {
+                let total = servers + load_balancers;
+                let of_servers = load_balancers == &0.0 || super::unit(&mut self.rng) * total < *servers;
+                let add = uniform_below(&mut self.rng, 2) == 1;
+                random_change(of_servers, add, cluster, self.nominal)
+            }
+        };
+        self.position += 1;
+        self.find_next(cluster.now);
+        cluster.change(change, &mut self.rng).then_some(change)
+    }
+
+    fn find_next(&mut self, now: Nanoseconds) {
+        self.next = match &self.updates {
+            Updates::At(list) => list.get(self.position).map(|(at, _)| self.warm_up + from_seconds(*at)),
+            Updates::PerMinute { servers, load_balancers } => {
+                let per_second = (servers + load_balancers) / 60.0;
+                let gap: f64 = Exp1.sample(&mut self.rng);
+                (per_second > 0.0).then(|| now + from_seconds(gap / per_second))
+            }
+        };
+    }
+}
+
+fn random_change(of_servers: bool, add: bool, cluster: &Cluster, nominal: (usize, usize)) -> Change {
+    let (count, nominal) =
+        if of_servers { (cluster.members().len(), nominal.0) } else { (cluster.load_balancers().len(), nominal.1) };
+    let fewest = nominal.saturating_sub(stray(nominal)).max(1);
+    let add = (add || count <= fewest) && count < nominal + stray(nominal);
+    match (of_servers, add) {
+        (true, true) => Change::AddServer,
+        (true, false) => Change::RemoveServer,
+        (false, true) => Change::AddLoadBalancer,
+        (false, false) => Change::RemoveLoadBalancer,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_changes_keep_the_rate_and_the_size() {
+        let mut cluster = Cluster::new(40, stray(40), 4, 0);
+        let updates = Updates::PerMinute { servers: 60.0, load_balancers: 20.0 };
+        let mut schedule = Schedule::new(&updates, &cluster, 0, 1);
+        let (mut of_servers, mut of_load_balancers) = (0, 0);
+        while schedule.next().unwrap() < from_seconds(6_000.0) {
+            cluster.advance(schedule.next().unwrap());
+            match schedule.make(&mut cluster) {
+                Some(Change::AddServer | Change::RemoveServer) => of_servers += 1,
+                Some(_) => of_load_balancers += 1,
+                None => panic!("a random change can be made"),
+            }
+            assert!((36..=44).contains(&cluster.members().len()) && (3..=5).contains(&cluster.load_balancers().len()));
+        }
+        // 6,000 and 2,000 expected; standard deviations 77 and 45.
+        assert!((5_700..6_300).contains(&of_servers), "{of_servers}");
+        assert!((1_800..2_200).contains(&of_load_balancers), "{of_load_balancers}");
+    }
+
+    #[test]
+    fn listed_changes_come_after_the_warm_up() {
+        let mut cluster = Cluster::new(2, 1, 1, 0);
+        let updates =
+            Updates::At(vec![(1.0, Change::AddServer), (1.0, Change::AddServer), (2.5, Change::RemoveServer)]);
+        let mut schedule = Schedule::new(&updates, &cluster, from_seconds(10.0), 1);
+        assert_eq!(schedule.next(), Some(11_000_000_000));
+        assert_eq!(schedule.make(&mut cluster), Some(Change::AddServer));
+        assert_eq!(schedule.make(&mut cluster), None);
+        assert_eq!(schedule.next(), Some(12_500_000_000));
+        assert_eq!(schedule.make(&mut cluster), Some(Change::RemoveServer));
+        assert_eq!(schedule.next(), None);
+    }
+}
