@@ -12,6 +12,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
+use super::Config;
 use super::balancer::{Balancer, Placed};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
@@ -56,11 +57,17 @@ pub struct Control {
 }
 
 impl Beamer {
-    /// For a cluster of `servers`.
-    pub fn new(control: Option<Control>, servers: usize, seed: u64, keeps_history: bool) -> Self {
-        let table = BucketTable::new(bucket_count(servers), true, keeps_history);
+    /// For the configured cluster.
+    pub fn new(control: Option<Control>, config: &Config, seed: u64) -> Self {
+        let buckets = bucket_count(config.servers, config.buckets_per_server);
+        let table = BucketTable::new(buckets, true, config.by_second);
         let rng = seeded_rng(seed, PURPOSE_MOVES);
         Self { table, standing: Vec::new(), own: Vec::new(), borrowed: Vec::new(), control, rng }
+    }
+
+    #[cfg(test)]
+    pub fn table(&self) -> &BucketTable {
+        &self.table
     }
 
     fn is(&self, server: u16, standing: Standing) -> bool {

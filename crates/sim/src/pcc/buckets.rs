@@ -61,7 +61,7 @@ impl BucketTable {
     /// The bucket of a connection.
     pub fn bucket(&self, identity: u64) -> usize {
         // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
-        ((identity & 0xffff_ffff) * self.buckets.len() as u64 >> 32) as usize
+        (((identity & 0xffff_ffff) * self.buckets.len() as u64) >> 32) as usize
     }
 
     /// The server for a first packet of the bucket.

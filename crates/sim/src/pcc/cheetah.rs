@@ -145,6 +145,20 @@ impl Cheetah {
         }
     }
 
+    /// What a load balancer reads out of a later packet.
+    pub fn cookie_of(&self, connection: &Connection) -> Cookie {
+        recognise(&self.keys, &tuple(connection.identity), connection.mark as u32).0
+    }
+
+    /// The servers that rule `PowerOfTwo` compares.
+    #[cfg(test)]
+    pub fn drawn(&self, identity: u64) -> [coreward_model::ServerId; 2] {
+        use coreward_model::placement::{mix, two_draws};
+        let hash = self.table.groups[0].toeplitz(&tuple(identity).bytes());
+        let (first, second) = two_draws(mix(hash), self.table.members.len() as u32);
+        [first, second].map(|position| self.table.members[position as usize].server)
+    }
+
     fn core(&self, server: u16, tuple: &FourTuple) -> u16 {
         if self.cores == 1 {
             return 0;
@@ -207,7 +221,6 @@ impl Balancer for Cheetah {
 
     /// Any load balancer reads the server out of the cookie; nothing else decides, so reading it once says it for all.
     fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        let (cookie, _) = recognise(&self.keys, &tuple(connection.identity), connection.mark as u32);
-        (cookie != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
+        (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }
 }

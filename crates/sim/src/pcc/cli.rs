@@ -39,6 +39,9 @@ pub struct PccArgs {
     /// Time between two reports of the servers
     #[arg(long, default_value_t = 100)]
     report_ms: u64,
+    /// Buckets per server, at least, of hash, consistent-hash and beamer
+    #[arg(long, default_value_t = 100)]
+    buckets_per_server: u32,
     /// Buckets of the tables that policies fill: a power of two, at most 2048
     #[arg(long, default_value_t = 2048)]
     buckets: u64,
@@ -70,6 +73,7 @@ impl PccArgs {
             seeds: self.seeds,
             knowledge: self.knowledge,
             report_ms: self.report_ms,
+            buckets_per_server: self.buckets_per_server,
             buckets: BucketCount::new(self.buckets)?,
             cores: self.cores,
             by_second: false,

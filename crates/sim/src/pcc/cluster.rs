@@ -135,7 +135,8 @@ impl Cluster {
                 let count = self.load_balancers.len();
                 if count > 1 {
                     let removed = self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
-                    self.idle_load_balancers.push_back(removed);
+                    // It is the first to start again, as one that is rebooted.
+                    self.idle_load_balancers.push_front(removed);
                 }
                 count > 1
             }
@@ -180,7 +181,7 @@ mod tests {
     fn a_drained_server_keeps_its_connections_and_leaves_the_mean() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
-        [0, 0, 1, 2, 2, 2].map(|server| cluster.opened(server));
+        [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.opened(server));
         assert_eq!(cluster.mean_open(), 2.0);
         assert!(cluster.change(Change::RemoveServer, &mut rng));
         let gone = (0..3).find(|server| !cluster.is_member(*server)).unwrap();

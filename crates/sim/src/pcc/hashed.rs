@@ -3,6 +3,7 @@
 use coreward_model::ServerId;
 use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, ring_table, striped_table};
 
+use super::Config;
 use super::balancer::{Balancer, Placed};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
@@ -10,22 +11,22 @@ use super::cluster::{Cluster, id_of};
 use super::connections::{Connection, Connections};
 use super::method::Layout;
 
-/// Buckets for each server, at least. Maglev's paper (NSDI'16, Sect. 5.3) asks for more than 100 times the servers.
-const BUCKETS_PER_SERVER: usize = 100;
-
-/// A power of two that gives every server [`BUCKETS_PER_SERVER`].
-pub fn bucket_count(servers: usize) -> usize {
-    (servers * BUCKETS_PER_SERVER).next_power_of_two()
+/// A power of two that gives every server at least `per_server` buckets.
+pub fn bucket_count(servers: usize, per_server: u32) -> usize {
+    (servers * per_server as usize).next_power_of_two()
 }
+
+/// Maglev's paper (NSDI'16, Sect. 5.3) asks for a table of more than 100 times the servers.
+const MAGLEV_PER_SERVER: usize = 100;
 
 /// Maglev's larger size (its paper's Sect. 5.3), for pools that the usual one is too small for.
 const MAGLEV_LARGE_SIZE: usize = 655_373;
 
 impl Layout {
-    fn size(self, servers: usize) -> usize {
+    fn size(self, servers: usize, per_server: u32) -> usize {
         match self {
-            Layout::Striped | Layout::Ring => bucket_count(servers),
-            Layout::Maglev if servers * BUCKETS_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
+            Layout::Striped | Layout::Ring => bucket_count(servers, per_server),
+            Layout::Maglev if servers * MAGLEV_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
             Layout::Maglev => MAGLEV_LARGE_SIZE,
         }
     }
@@ -47,15 +48,21 @@ pub struct Hashed {
 }
 
 impl Hashed {
-    /// For a cluster of `servers`.
-    pub fn new(layout: Layout, servers: usize, keeps_history: bool) -> Self {
-        Self { layout, table: BucketTable::new(layout.size(servers), false, keeps_history) }
+    /// For the configured cluster.
+    pub fn new(layout: Layout, config: &Config) -> Self {
+        let size = layout.size(config.servers, config.buckets_per_server);
+        Self { layout, table: BucketTable::new(size, false, config.by_second) }
+    }
+
+    /// Where packets go now.
+    pub fn server_of(&self, identity: u64) -> u16 {
+        self.table.server(self.table.bucket(identity))
     }
 }
 
 impl Balancer for Hashed {
     fn place(&mut self, identity: u64, _cluster: &Cluster) -> Placed {
-        Placed { server: self.table.server(self.table.bucket(identity)), core: 0, mark: self.table.mark() }
+        Placed { server: self.server_of(identity), core: 0, mark: self.table.mark() }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -80,9 +87,15 @@ pub struct Stateful {
 }
 
 impl Stateful {
-    /// For a cluster of `servers`.
-    pub fn new(layout: Layout, servers: usize) -> Self {
-        Self { hashed: Hashed::new(layout, servers, false), running: 0 }
+    /// For the configured cluster.
+    pub fn new(layout: Layout, config: &Config) -> Self {
+        Self { hashed: Hashed::new(layout, config), running: 0 }
+    }
+
+    /// Where a load balancer that does not know the connection sends its packets now.
+    #[cfg(test)]
+    pub fn server_of(&self, identity: u64) -> u16 {
+        self.hashed.server_of(identity)
     }
 }
 
@@ -105,13 +118,13 @@ impl Balancer for Stateful {
         // What was stopped, or starts anew, knows nothing.
         let kept = self.running & bits_of(cluster.load_balancers());
         self.running = bits_of(cluster.load_balancers());
-        let table = &self.hashed.table;
+        let hashed = &self.hashed;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted.is_none()) {
             connection.mark &= kept;
             let reached = 1 << cluster.load_balancer(connection.identity);
             if connection.mark & reached == 0 {
                 connection.mark |= reached;
-                if table.server(table.bucket(connection.identity)) != connection.server {
+                if hashed.server_of(connection.identity) != connection.server {
                     connection.rerouted = Some(cluster.now);
                 }
             }

@@ -152,7 +152,7 @@ mod tests {
     #[test]
     fn what_is_none_is_named() {
         for (given, expected) in [
-            ("beemer", "method \"beemer\" does not exist: did you mean beamer or beamer:THRESHOLD?"),
+            ("beemer", "method \"beemer\" does not exist: did you mean beamer? expected one of hash"),
             ("cheeta:rr", "method \"cheeta:rr\" does not exist: did you mean cheetah:POLICY?"),
             ("cheetah", "expected cheetah:POLICY with a policy out of hash, consistent-hash"),
             ("cheetah:crosrss", "policy \"crosrss\" does not exist: did you mean crossrss or crossrss-plus?"),

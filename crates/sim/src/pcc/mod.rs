@@ -4,6 +4,8 @@
 mod arrivals;
 mod balancer;
 mod beamer;
+#[cfg(test)]
+mod brute_force;
 mod buckets;
 mod cheetah;
 pub mod cli;
@@ -61,6 +63,8 @@ pub struct Config {
     pub knowledge: Knowledge,
     /// Time between two reports, and between two tables computed from them: 10 to 60000 ms.
     pub report_ms: u64,
+    /// Buckets per server, at least, of hash, consistent-hash and beamer: 1 to 1000. (maglev has its published sizes.)
+    pub buckets_per_server: u32,
     /// Buckets of the tables that policies fill.
     pub buckets: BucketCount,
     /// Cores of each server, which crossrss tells apart: 1 to 128.
@@ -82,9 +86,41 @@ impl Default for Config {
             seeds: 3,
             knowledge: Knowledge::Current,
             report_ms: 100,
+            buckets_per_server: 100,
             buckets: BucketCount::new(2048).expect("a power of two"),
             cores: 1,
             by_second: false,
+        }
+    }
+}
+
+impl Config {
+    /// The experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3): 24 servers, 1,500 to 2,500 requests a second over 40 s;
+    /// servers come while the load rises and are drained while it falls. The text says that 7 come and 8 go; the moments
+    /// are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), by
+    /// which 6 came.
+    pub fn cheetah_figure_9() -> Self {
+        let steps = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
+        let changes = steps.into_iter().flat_map(|(second, servers): (u32, i32)| {
+            let change = if servers > 0 { Change::AddServer } else { Change::RemoveServer };
+            // A count is of the whole second before.
+            std::iter::repeat_n((f64::from(second) - 0.5, change), servers.unsigned_abs() as usize)
+        });
+        Self {
+            servers: 24,
+            arrivals: Arrivals::Recycled {
+                // Four machines generated the load.
+                clients: 4,
+                per_second: Wave { low: 1_500.0, high: 2_500.0, length: 40.0 },
+            },
+            updates: Updates::At(changes.collect()),
+            minutes: 45.0 / 60.0,
+            methods: ["hash", "consistent-hash", "beamer", "cheetah:awrr"]
+                .map(|name| name.parse().expect("it exists"))
+                .to_vec(),
+            seeds: 10,
+            by_second: true,
+            ..Self::default()
         }
     }
 }
@@ -129,6 +165,9 @@ pub enum Error {
     /// Not an interval.
     #[error("reports every {0} ms: expected 10 to 60000")]
     Report(u64),
+    /// None, or too many.
+    #[error("{0} buckets per server: expected 1 to 1000")]
+    BucketsPerServer(u32),
     /// None, or more than an indirection table reaches.
     #[error("{0} cores: expected 1 to 128")]
     Cores(u16),
@@ -156,16 +195,14 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> Run {
     let servers = engine::server_count(config);
     match method {
-        Method::Hashed(layout) => {
-            engine::simulate(config, mix, seed, Hashed::new(layout, config.servers, config.by_second))
-        }
+        Method::Hashed(layout) => engine::simulate(config, mix, seed, Hashed::new(layout, config)),
         Method::Beamer { threshold } => {
             let starts = arrivals::settling_time(&config.arrivals, mix) / 2;
             let control = threshold.map(|threshold| Control { threshold, starts });
-            let beamer = Beamer::new(control, config.servers, seed, config.by_second);
+            let beamer = Beamer::new(control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
-        Method::Stateful(layout) => engine::simulate(config, mix, seed, Stateful::new(layout, config.servers)),
+        Method::Stateful(layout) => engine::simulate(config, mix, seed, Stateful::new(layout, config)),
         Method::Cheetah { policy } => engine::simulate(config, mix, seed, Cheetah::new(policy, config, servers, seed)),
     }
 }
@@ -221,6 +258,9 @@ fn check(config: &Config) -> Result<(), Error> {
     }
     if !(10..=60_000).contains(&config.report_ms) {
         return Err(Error::Report(config.report_ms));
+    }
+    if !(1..=1_000).contains(&config.buckets_per_server) {
+        return Err(Error::BucketsPerServer(config.buckets_per_server));
     }
     if config.cores == 0 || config.cores > 128 {
         return Err(Error::Cores(config.cores));

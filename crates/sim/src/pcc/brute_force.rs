@@ -1,0 +1,281 @@
+//! The methods beside a simulation that sends a packet of every open connection after every change and looks where it goes.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use coreward_model::ServerId;
+use coreward_model::cookie::Cookie;
+use proptest::prelude::*;
+
+use super::balancer::{Balancer, Placed};
+use super::beamer::{Beamer, Control};
+use super::cheetah::Cheetah;
+use super::clock::Nanoseconds;
+use super::cluster::{Cluster, id_of};
+use super::connections::{Connection, Connections};
+use super::engine::{server_count, simulate};
+use super::hashed::{Hashed, Stateful};
+use super::mix::Mix;
+use super::{Arrivals, Config, Layout, Run, Updates};
+
+/// Where packets of a connection go, said as plainly as can be.
+trait Network<B> {
+    /// The tables may have changed. `stopped` load balancers are no more.
+    fn look(&mut self, balancer: &B, cluster: &Cluster);
+
+    /// The connection's first packet was placed.
+    fn begin(&mut self, connection: &Connection, cluster: &Cluster);
+
+    /// The server that a packet of the connection reaches.
+    fn send(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
+}
+
+/// A balancer whose every connection is followed.
+struct Followed<B, N> {
+    balancer: B,
+    network: N,
+    /// By identity: the connection, and when it was first seen at another server.
+    open: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
+}
+
+impl<B: Balancer, N: Network<B>> Followed<B, N> {
+    fn new(balancer: B, network: N) -> Self {
+        Self { balancer, network, open: BTreeMap::new() }
+    }
+
+    fn send_to_all(&mut self, cluster: &Cluster) {
+        self.network.look(&self.balancer, cluster);
+        for (connection, broken) in self.open.values_mut().filter(|(_, broken)| broken.is_none()) {
+            if self.network.send(connection, &self.balancer, cluster) != connection.server {
+                *broken = Some(cluster.now);
+            }
+        }
+    }
+}
+
+impl<B: Balancer, N: Network<B>> Balancer for Followed<B, N> {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+        let placed = self.balancer.place(identity, cluster);
+        assert!(cluster.is_member(placed.server), "a new connection went to a server that is not in the pool");
+        placed
+    }
+
+    fn opened(&mut self, connection: &Connection, cluster: &Cluster) {
+        self.network.begin(connection, cluster);
+        self.open.insert(connection.identity, (connection.clone(), None));
+        self.balancer.opened(connection, cluster);
+        self.send_to_all(cluster);
+    }
+
+    fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
+        self.open.remove(&connection.identity);
+        self.balancer.closed(connection, cluster);
+        self.send_to_all(cluster);
+    }
+
+    fn servers_changed(&mut self, cluster: &Cluster) {
+        self.balancer.servers_changed(cluster);
+        self.send_to_all(cluster);
+    }
+
+    fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
+        self.balancer.load_balancers_changed(cluster, connections);
+        self.send_to_all(cluster);
+    }
+
+    fn takes_reports(&self) -> bool {
+        self.balancer.takes_reports()
+    }
+
+    fn report(&mut self, cluster: &Cluster) {
+        self.balancer.report(cluster);
+        self.send_to_all(cluster);
+    }
+
+    fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        let told = self.balancer.broken(connection, cluster);
+        assert_eq!(told, self.open[&connection.identity].1, "{connection:?}");
+        told
+    }
+}
+
+/// A packet goes where its bucket points.
+struct ByBucket;
+
+impl Network<Hashed> for ByBucket {
+    fn look(&mut self, _: &Hashed, _: &Cluster) {}
+
+    fn begin(&mut self, _: &Connection, _: &Cluster) {}
+
+    fn send(&mut self, connection: &Connection, balancer: &Hashed, _: &Cluster) -> u16 {
+        balancer.server_of(connection.identity)
+    }
+}
+
+/// The server that the bucket points to, or, when it does not know the connection, the one that it pointed to before.
+#[derive(Default)]
+struct DaisyChained {
+    pointed_to: Vec<u16>,
+    before: Vec<u16>,
+}
+
+impl Network<Beamer> for DaisyChained {
+    fn look(&mut self, balancer: &Beamer, _: &Cluster) {
+        let table = balancer.table();
+        if self.pointed_to.is_empty() {
+            self.pointed_to = vec![u16::MAX; table.len()];
+            self.before = self.pointed_to.clone();
+        }
+        for bucket in 0..table.len() {
+            if self.pointed_to[bucket] != table.server(bucket) {
+                self.before[bucket] = std::mem::replace(&mut self.pointed_to[bucket], table.server(bucket));
+            }
+        }
+    }
+
+    fn begin(&mut self, _: &Connection, _: &Cluster) {}
+
+    fn send(&mut self, connection: &Connection, balancer: &Beamer, _: &Cluster) -> u16 {
+        let bucket = balancer.table().bucket(connection.identity);
+        let knows = |server: u16| server == connection.server;
+        if knows(self.pointed_to[bucket]) { self.pointed_to[bucket] } else { self.before[bucket] }
+    }
+}
+
+/// Every load balancer has a table of connections.
+#[derive(Default)]
+struct ConnectionTables {
+    tables: BTreeMap<u8, BTreeMap<u64, u16>>,
+}
+
+impl Network<Stateful> for ConnectionTables {
+    fn look(&mut self, _: &Stateful, cluster: &Cluster) {
+        let running: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
+        self.tables.retain(|load_balancer, _| running.contains(load_balancer));
+    }
+
+    fn begin(&mut self, connection: &Connection, cluster: &Cluster) {
+        let load_balancer = cluster.load_balancer(connection.identity);
+        self.tables.entry(load_balancer).or_default().insert(connection.identity, connection.server);
+    }
+
+    fn send(&mut self, connection: &Connection, balancer: &Stateful, cluster: &Cluster) -> u16 {
+        let table = self.tables.entry(cluster.load_balancer(connection.identity)).or_default();
+        *table.entry(connection.identity).or_insert_with(|| balancer.server_of(connection.identity))
+    }
+}
+
+/// The packet names its server.
+struct ByCookie;
+
+impl Network<Cheetah> for ByCookie {
+    fn look(&mut self, _: &Cheetah, _: &Cluster) {}
+
+    fn begin(&mut self, _: &Connection, _: &Cluster) {}
+
+    fn send(&mut self, connection: &Connection, balancer: &Cheetah, _: &Cluster) -> u16 {
+        match balancer.cookie_of(connection) {
+            Cookie::Server(server) => server.get(),
+            Cookie::TableIndex(_) => panic!("the cookie of a stateless load balancer has an id"),
+        }
+    }
+}
+
+/// A small cluster in which everything changes all the time.
+fn restless(servers: usize, load_balancers: usize) -> Config {
+    Config {
+        servers,
+        arrivals: Arrivals::Open { connections: 60.0 },
+        updates: Updates::PerMinute { servers: 60.0, load_balancers: 30.0 },
+        minutes: 1.0,
+        load_balancers,
+        buckets_per_server: 4,
+        by_second: true,
+        ..Config::default()
+    }
+}
+
+fn check<B: Balancer, N: Network<B>>(config: &Config, seed: u64, balancer: B, network: N) -> Run {
+    let run = simulate(config, &Mix::web_server(), seed, Followed::new(balancer, network));
+    assert!(run.ended > 50 && run.updates > 30, "{run:?}");
+    let by_second: u64 = run.seconds.iter().map(|second| second.completed).sum();
+    assert_eq!(by_second, run.ended - run.broken);
+    run
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn tables_of_buckets(seed: u64, servers in 2usize..12, layout in 0usize..3) {
+        let config = restless(servers, 2);
+        let layout = [Layout::Striped, Layout::Ring, Layout::Maglev][layout];
+        let run = check(&config, seed, Hashed::new(layout, &config), ByBucket);
+        prop_assert!(run.broken > 0);
+    }
+
+    #[test]
+    fn stable_hashing_with_daisy_chaining(seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)) {
+        let config = restless(servers, 2);
+        let control = threshold.map(|threshold| Control { threshold, starts: 20_000_000_000 });
+        check(&config, seed, Beamer::new(control, &config, seed), DaisyChained::default());
+    }
+
+    #[test]
+    fn connection_tables(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
+        let config = restless(servers, load_balancers);
+        check(&config, seed, Stateful::new(Layout::Striped, &config), ConnectionTables::default());
+    }
+
+    #[test]
+    fn cookies(seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::names())) {
+        let config = Config { cores: 3, report_ms: 500, ..restless(servers, 3) };
+        let run = check(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed), ByCookie);
+        prop_assert_eq!(run.broken, 0);
+    }
+}
+
+/// With counts of the moment, the policies choose by the counts of the moment.
+#[test]
+fn least_and_pow2_know_the_counts() {
+    struct Checked(Cheetah, &'static str);
+
+    impl Balancer for Checked {
+        fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+            let placed = self.0.place(identity, cluster);
+            let (chosen, least) =
+                (cluster.open(placed.server), cluster.members().iter().map(|m| cluster.open(*m)).min());
+            if self.1 == "least" {
+                assert_eq!(Some(chosen), least);
+            } else {
+                let drawn: [ServerId; 2] = self.0.drawn(identity);
+                assert!(drawn.contains(&id_of(placed.server)));
+                assert_eq!(Some(chosen), drawn.iter().map(|server| cluster.open(server.get())).min());
+            }
+            placed
+        }
+
+        fn opened(&mut self, connection: &Connection, cluster: &Cluster) {
+            self.0.opened(connection, cluster);
+        }
+
+        fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
+            self.0.closed(connection, cluster);
+        }
+
+        fn servers_changed(&mut self, cluster: &Cluster) {
+            self.0.servers_changed(cluster);
+            assert!(!self.0.takes_reports());
+        }
+
+        fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+            self.0.broken(connection, cluster)
+        }
+    }
+
+    let config = Config { arrivals: Arrivals::Open { connections: 2_000.0 }, ..restless(40, 2) };
+    for policy in ["least", "pow2"] {
+        let balancer = Checked(Cheetah::new(policy, &config, server_count(&config), 1), policy);
+        let run = simulate(&config, &Mix::web_server(), 1, balancer);
+        assert!(run.ended > 2_000 && run.broken == 0);
+    }
+}
