@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
-use rand_distr::{Distribution as _, Exp1};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::clock::{Nanoseconds, from_seconds, seconds};
 use super::mix::Mix;
+use crate::random::exponential;
 
 /// [`seeded_rng`]'s stream for arrivals: the same for every method, so that all meet the same connections.
 const PURPOSE_ARRIVALS: u64 = 200;
@@ -109,7 +109,7 @@ impl Source {
     }
 
     fn find_next(&mut self) {
-        let gap: f64 = Exp1.sample(&mut self.rng);
+        let gap = exponential(&mut self.rng);
         let mean_gap = match self.arrivals {
             Arrivals::Open { connections } => self.mix.mean_duration() / connections,
             Arrivals::Recycled { per_second, .. } => 1e9 / per_second.at(seconds(self.next) - seconds(self.warm_up)),

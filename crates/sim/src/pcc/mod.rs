@@ -267,8 +267,3 @@ fn check(config: &Config) -> Result<(), Error> {
     }
     Ok(())
 }
-
-/// A number from 0 to below 1, in steps of 2^-53.
-fn unit(rng: &mut impl rand::Rng) -> f64 {
-    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
-}

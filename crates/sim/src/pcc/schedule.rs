@@ -1,11 +1,11 @@
 //! When servers and load balancers come and go.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
-use rand_distr::{Distribution as _, Exp1};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Change, Cluster};
+use crate::random::{exponential, unit};
 
 /// [`seeded_rng`]'s stream for changes.
 const PURPOSE_CHANGES: u64 = 201;
@@ -63,7 +63,7 @@ impl Schedule {
             Updates::At(list) => list[self.position].1,
             Updates::PerMinute { servers, load_balancers } => {
                 let total = servers + load_balancers;
-                let of_servers = load_balancers == &0.0 || super::unit(&mut self.rng) * total < *servers;
+                let of_servers = load_balancers == &0.0 || unit(&mut self.rng) * total < *servers;
                 let add = uniform_below(&mut self.rng, 2) == 1;
                 random_change(of_servers, add, cluster, self.nominal)
             }
@@ -78,7 +78,7 @@ impl Schedule {
             Updates::At(list) => list.get(self.position).map(|(at, _)| self.warm_up + from_seconds(*at)),
             Updates::PerMinute { servers, load_balancers } => {
                 let per_second = (servers + load_balancers) / 60.0;
-                let gap: f64 = Exp1.sample(&mut self.rng);
+                let gap = exponential(&mut self.rng);
                 (per_second > 0.0).then(|| now + from_seconds(gap / per_second))
             }
         };
