@@ -139,6 +139,16 @@ impl Fleet {
         (0..self.rss.len()).map(move |position| self.core_at(position, hash))
     }
 
+    /// The hash that every NIC of the fleet computes for the connection.
+    pub fn rss_hash(&self, connection: &FourTuple) -> u32 {
+        self.hashers[0].1.hash(&connection.bytes())
+    }
+
+    /// The indirection table of the server at this position.
+    pub fn indirection_table(&self, position: usize) -> &IndirectionTable {
+        &self.rss[position].indirection_table
+    }
+
     fn core_at(&self, position: usize, hash: u32) -> usize {
         position * usize::from(self.plan.cores) + usize::from(self.rss[position].indirection_table.queue(hash))
     }

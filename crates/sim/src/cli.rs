@@ -11,6 +11,8 @@ pub struct SimArgs {
 enum SimCommand {
     /// Requests at the cores of one server: latencies under a policy
     Rpc(crate::rpc::cli::RpcArgs),
+    /// Load balancer and servers together: what each tier gives, and both
+    Path(crate::path::cli::PathArgs),
     /// The highest load at which a server keeps its SLO
     Peak(crate::rpc::cli::PeakArgs),
     /// A trace through the load balancer, under several policies
@@ -26,6 +28,7 @@ enum SimCommand {
 pub fn run(args: SimArgs) -> anyhow::Result<()> {
     match args.command {
         SimCommand::Rpc(args) => args.run(),
+        SimCommand::Path(args) => args.run(),
         SimCommand::Peak(args) => args.run(),
         SimCommand::Lb(args) => args.run(),
         SimCommand::Pcc(args) => args.run(),

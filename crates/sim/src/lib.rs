@@ -9,6 +9,7 @@ pub mod figure;
 pub mod lb;
 pub mod names;
 pub mod output;
+pub mod path;
 pub mod pcc;
 pub mod random;
 pub mod rpc;

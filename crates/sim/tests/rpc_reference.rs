@@ -102,7 +102,7 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
         let mut arrived = 0;
         let request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
             arrived += gap;
-            Request { arrived, work, hash: index as u32, flow_hash: 0, class: 0, service: u8::from(low) }
+            Request { arrived, work, hash: index as u32, flow_hash: 0, connection: 0, class: 0, service: u8::from(low) }
         };
         drawn.into_iter().enumerate().map(request).collect()
     })
@@ -186,7 +186,7 @@ proptest! {
 
 #[test]
 fn busy_time_is_counted_as_it_passes() {
-    let request = |arrived, work| Request { arrived, work, hash: 0, flow_hash: 0, class: 0, service: 0 };
+    let request = |arrived, work| Request { arrived, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
     fn check<C: Cores>(cores: C, requests: &[Request]) {
         let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);
         let mut sink = Responses::default();

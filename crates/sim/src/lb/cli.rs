@@ -68,12 +68,12 @@ enum IndirectionTables {
     Independent,
 }
 
-fn parse_buckets(text: &str) -> Result<BucketCount, String> {
+pub(crate) fn parse_buckets(text: &str) -> Result<BucketCount, String> {
     let count = text.parse().map_err(|_| format!("{text:?} is no number of buckets: expected a power of two"))?;
     BucketCount::new(count).map_err(|error: BucketCountError| error.to_string())
 }
 
-fn parse_alpha(text: &str) -> Result<Alpha, String> {
+pub(crate) fn parse_alpha(text: &str) -> Result<Alpha, String> {
     let value = text.parse().map_err(|_| format!("{text:?} is no number: expected one above 0, at most 1"))?;
     Alpha::new(value).map_err(|error: AlphaOutOfRange| error.to_string())
 }

@@ -244,7 +244,7 @@ pub fn unknown_policy(name: &str) -> UnknownName {
 }
 
 /// As the controller draws them: sparse, so that each seed has indirection tables of its own. In ascending order.
-fn server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
+pub(crate) fn server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
     let mut ids = std::collections::BTreeSet::new();
     while ids.len() < usize::from(servers) {
         let id = u64::from(uniform_below(rng, ServerId::COUNT as u32));

@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::{Class, Config, Measure, Peak, PeakConfig, Policy, Quantiles, Service, SloUnit, Window, peak, run};
+use super::{
+    Class, Config, Measure, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloUnit, Window, peak, run,
+};
 use crate::output::{Format, Printed};
 
 /// What `rpc` and `peak` have in common.
@@ -106,6 +108,14 @@ struct RpcResult {
     events_per_second: f64,
 }
 
+impl RpcResult {
+    /// `seconds`: how long it took.
+    fn new(outcome: Outcome, seconds: f64) -> Self {
+        let Outcome { all, classes, requests, dropped_pct, windows } = outcome;
+        Self { all, classes, requests, dropped_pct, windows, events_per_second: requests as f64 / seconds }
+    }
+}
+
 impl RpcArgs {
     /// Simulates and prints.
     pub(crate) fn run(self) -> anyhow::Result<()> {
@@ -113,14 +123,7 @@ impl RpcArgs {
             Config { load: self.load, seed: self.seed, queue: self.queue, window: self.window, ..self.server.config() };
         let start = Instant::now();
         let outcome = run(&config)?;
-        let result = RpcResult {
-            all: outcome.all,
-            classes: outcome.classes,
-            requests: outcome.requests,
-            dropped_pct: outcome.dropped_pct,
-            windows: outcome.windows,
-            events_per_second: outcome.requests as f64 / start.elapsed().as_secs_f64(),
-        };
+        let result = RpcResult::new(outcome, start.elapsed().as_secs_f64());
         print!("{}", result.printed(self.server.format));
         Ok(())
     }
@@ -185,5 +188,36 @@ impl Printed for Peak {
 
     fn remarks(&self) -> Vec<String> {
         vec!["load as a fraction of what the cores could serve; low to high: 95 % confidence".to_owned()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_has_the_promised_fields() {
+        let outcome = run(&Config {
+            service: "bimodal:0.1:5".parse().unwrap(),
+            window: Some(1_000.0),
+            requests: 50_000,
+            ..Config::default()
+        })
+        .unwrap();
+        let result = RpcResult::new(outcome, 50_000.0);
+        let json: serde_json::Value = serde_json::from_str(&result.printed(Format::Json)).unwrap();
+        for quantiles in [&json["all"], &json["classes"][0], &json["classes"][1], &json["windows"][0]] {
+            for name in ["mean", "p50", "p90", "p99", "p999"] {
+                assert!(quantiles[name].as_f64().unwrap() > 0.0, "{name} in {quantiles}");
+            }
+        }
+        assert_eq!(json["classes"][1]["service"], 5.0);
+        assert_eq!(json["requests"], 50_000);
+        assert_eq!(json["events_per_second"], 1.0);
+        let rows = result.rows();
+        assert!(rows.len() > 4 && rows.iter().all(|row| row.len() == result.columns().len()));
+        let peak = Peak { peak_load: 0.5, low: 0.4, high: 0.6 };
+        let json: serde_json::Value = serde_json::from_str(&peak.printed(Format::Json)).unwrap();
+        assert_eq!(json, serde_json::json!({"peak_load": 0.5, "low": 0.4, "high": 0.6}));
     }
 }

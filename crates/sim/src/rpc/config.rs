@@ -131,6 +131,16 @@ pub enum Error {
 }
 
 impl Config {
+    /// Whether everything is in range and the policy can carry the load.
+    pub(crate) fn check_stable(&self) -> Result<(), Error> {
+        self.check()?;
+        let capacity = self.policy.capacity(self.service.mean(), self.latency);
+        if self.queue.is_none() && self.load >= capacity {
+            return Err(Error::Overload { load: self.load, capacity, policy: self.policy.clone() });
+        }
+        Ok(())
+    }
+
     /// Whether everything but the load's height is in range.
     pub(super) fn check(&self) -> Result<(), Error> {
         let within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);

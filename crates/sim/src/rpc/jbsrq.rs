@@ -39,6 +39,15 @@ pub enum Priorities {
 }
 
 impl Priorities {
+    /// The service that a request of that class belongs to.
+    #[inline]
+    pub fn service(self, class: u8) -> u8 {
+        match self {
+            Self::Classes => class,
+            Self::None => 0,
+        }
+    }
+
     /// How many services there are with so many classes of service time.
     pub fn services(self, classes: u8) -> u8 {
         match self {

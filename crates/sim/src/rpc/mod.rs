@@ -7,13 +7,15 @@
 pub mod cli;
 mod config;
 mod jbsrq;
-mod outcome;
+pub(crate) mod outcome;
 mod peak;
 mod policy;
 pub mod server;
 mod service;
-mod ticks;
+pub mod ticks;
 mod workload;
+
+use coreward_model::rss::IndirectionTable;
 
 pub use config::{Config, Error};
 pub use jbsrq::{JbsrqOptions, Priorities};
@@ -22,6 +24,7 @@ use outcome::{Observer, Recorder};
 pub use peak::{Measure, Peak, PeakConfig, SloUnit, peak};
 pub use policy::{FORMS, Policy, PolicyError};
 use server::{Server, ServerSpec, Visitor};
+pub(crate) use service::Sampler;
 pub use service::{LongClass, Service, ServiceError};
 use ticks::{NEVER, ticks};
 use workload::Workload;
@@ -46,11 +49,7 @@ pub struct Outcome {
 /// # Errors
 /// Names the value that is out of range, and the range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
-    config.check()?;
-    let capacity = config.policy.capacity(config.service.mean(), config.latency);
-    if config.queue.is_none() && config.load >= capacity {
-        return Err(Error::Overload { load: config.load, capacity, policy: config.policy.clone() });
-    }
+    config.check_stable()?;
     let times = config.service.class_times();
     let mut recorder = Recorder::new(times.len(), config.window);
     let dropped = simulate(config, config.load, &mut recorder);
@@ -64,14 +63,18 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     })
 }
 
+/// Entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
+const BUCKETS: usize = 512;
+
 /// Simulates the configuration at `load`, which need not be its own; the number of requests that were dropped.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
+    let table = IndirectionTable::balanced(config.seed, BUCKETS, config.cores).expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
         cores: config.cores,
         classes: config.service.class_times().len() as u8,
         latency: ticks(config.latency),
-        seed: config.seed,
+        indirection_table: &table,
     };
     spec.build(Drive { config, load, observer })
 }

@@ -161,7 +161,8 @@ impl Service {
         std::iter::once(1.0).chain(long.iter().map(|class| class.factor)).collect()
     }
 
-    pub(super) fn sampler(&self) -> Sampler {
+    /// Draws from it.
+    pub(crate) fn sampler(&self) -> Sampler {
         match self {
             Self::Fixed => Sampler::Classes(ClassDraw::new(&[])),
             Self::Exponential => Sampler::Exponential,
@@ -173,7 +174,7 @@ impl Service {
 
 /// Draws service times.
 #[derive(Debug, Clone)]
-pub(super) enum Sampler {
+pub(crate) enum Sampler {
     Exponential,
     /// Its sigma.
     LogNormal(f64),
@@ -185,7 +186,7 @@ const MOST_CLASSES: usize = 3;
 
 /// A draw of 32 bits below `thresholds[i]`, and not below the previous one, is class i.
 #[derive(Debug, Clone)]
-pub(super) struct ClassDraw {
+pub(crate) struct ClassDraw {
     thresholds: [u64; MOST_CLASSES],
     times: [Tick; MOST_CLASSES],
 }
@@ -206,7 +207,7 @@ impl ClassDraw {
 impl Sampler {
     /// The class and the service time of a request.
     #[inline]
-    pub(super) fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
+    pub(crate) fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
             Self::Exponential => (0, ticks(exponential(rng))),
             // The mean of a lognormal is exp(mu + sigma^2 / 2): 1.

@@ -58,8 +58,9 @@ impl Workload {
             work,
             hash,
             flow_hash: self.connections.as_ref().map_or(hash, |connections| connections.draw(&mut self.hashes)),
+            connection: 0,
             class,
-            service: if self.priorities == Priorities::Classes { class } else { 0 },
+            service: self.priorities.service(class),
         }
     }
 }

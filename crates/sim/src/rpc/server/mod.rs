@@ -40,6 +40,8 @@ pub struct Request {
     pub hash: u32,
     /// The hash of its connection, as RSS takes it.
     pub flow_hash: u32,
+    /// The connection that it belongs to, where those are told apart.
+    pub connection: u32,
     /// Its class of service time, as in [`super::Service::class_times`].
     pub class: u8,
     /// Its service: its rank in priority, 0 is served first.

@@ -26,12 +26,9 @@ pub struct ServerSpec<'a> {
     pub classes: u8,
     /// Latency of the interface between NIC and cores, one way.
     pub latency: Tick,
-    /// Of its indirection table.
-    pub seed: u64,
+    /// Where RSS delivers, for the policies that start from it.
+    pub indirection_table: &'a IndirectionTable,
 }
-
-/// Entries of an indirection table (Turbo, HPCA'23, Sect. VII-E).
-const BUCKETS: usize = 512;
 
 /// Does something with a server, whichever type it is: each type gets code of its own, without calls through tables.
 pub trait Visitor<S: Sink> {
@@ -71,8 +68,7 @@ impl ServerSpec<'_> {
     }
 
     fn bucket_hash(&self) -> BucketHash {
-        let table = IndirectionTable::balanced(self.seed, BUCKETS, self.cores);
-        BucketHash::new(table.expect("512 is a power of two"))
+        BucketHash::new(self.indirection_table.clone())
     }
 
     fn ranked<S: Sink, V: Visitor<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {

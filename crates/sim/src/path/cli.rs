@@ -1,0 +1,97 @@
+//! The arguments of `coreward sim path`.
+
+use coreward_model::fleet::TableDraw;
+use coreward_model::load::Alpha;
+use coreward_model::placement::BucketCount;
+
+use super::{Config, run};
+use crate::lb::cli::{parse_alpha, parse_buckets};
+use crate::output::{Format, Printed as _};
+use crate::rpc::{Policy, Service};
+
+/// Arguments of `coreward sim path`.
+#[derive(Debug, clap::Args)]
+pub struct PathArgs {
+    /// Servers
+    #[arg(long, default_value_t = 4)]
+    servers: u16,
+    /// Cores of each server
+    #[arg(long, default_value_t = 4)]
+    cores: u16,
+    /// Policies of the load balancer, separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
+    policy: Vec<String>,
+    /// Policies inside the servers, as `coreward sim rpc` takes them; give the option several times
+    #[arg(long, default_values = ["rss", "jsq"])]
+    dispatch: Vec<Policy>,
+    /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR
+    #[arg(long, default_value = "exp")]
+    service: Service,
+    /// How long the unit of service time is (us): that of the shortest class (fixed, exp, lognormal: the mean)
+    #[arg(long, default_value_t = 100.0)]
+    unit_us: f64,
+    /// Latency between NIC and cores, one way, in units of service time
+    #[arg(long, default_value_t = 0.0)]
+    latency: f64,
+    /// Offered load as a fraction of what all cores could serve
+    #[arg(long, default_value_t = 0.7)]
+    load: f64,
+    /// Mean number of requests of a connection; 1: each has exactly one
+    #[arg(long, default_value_t = 100.0)]
+    requests_per_connection: f64,
+    /// Mean time between two requests of a connection, in units of service time
+    #[arg(long, default_value_t = 50.0)]
+    request_gap: f64,
+    /// How different connections are: sigma of the lognormal distribution of their mean gaps
+    #[arg(long, default_value_t = 1.0)]
+    rate_sigma: f64,
+    /// Buckets of the placement table, and entries of the servers' indirection tables
+    #[arg(long, default_value = "128", value_parser = parse_buckets)]
+    buckets: BucketCount,
+    /// Time between two reports (ms)
+    #[arg(long, default_value_t = 100.0)]
+    report_ms: f64,
+    /// Weight of the newest report
+    #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
+    alpha: Alpha,
+    /// Length of the windows in which variance is measured (ms)
+    #[arg(long, default_value_t = 1_000.0)]
+    window_ms: f64,
+    /// How long requests come (s); the first tenth, or two mean lives of a connection, is warm-up
+    #[arg(long, default_value_t = 20.0)]
+    seconds: f64,
+    /// Seeds 1 to SEEDS
+    #[arg(long, default_value_t = 5)]
+    seeds: u64,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+}
+
+impl PathArgs {
+    /// Simulates and prints.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let config = Config {
+            servers: self.servers,
+            cores: self.cores,
+            policies: self.policy,
+            dispatch: self.dispatch,
+            service: self.service,
+            unit_us: self.unit_us,
+            latency: self.latency,
+            load: self.load,
+            requests_per_connection: self.requests_per_connection,
+            request_gap: self.request_gap,
+            rate_sigma: self.rate_sigma,
+            buckets: self.buckets,
+            tables: TableDraw::Balanced,
+            report_ms: self.report_ms,
+            alpha: self.alpha,
+            window_ms: self.window_ms,
+            seconds: self.seconds,
+            seeds: (1..=self.seeds).collect(),
+        };
+        print!("{}", run(&config)?.printed(self.format));
+        Ok(())
+    }
+}

@@ -1,0 +1,202 @@
+//! `coreward sim path`: the whole path of a request. The load balancer places connections on servers by reported loads, and in
+//! each server a policy gives the requests to cores: what does each tier give, and what do both?
+//!
+//! * [`Config`] and [`run`]: what to simulate, and how
+//! * [`Outcome`]: what comes out
+//! * [`traffic`]: connections and their requests
+//! * [`simulation`]: one combination and seed
+//!
+//! docs/sim-path.md says what is modelled.
+
+pub mod cli;
+mod outcome;
+mod simulation;
+mod traffic;
+
+use coreward_model::ServerId;
+use coreward_model::fleet::TableDraw;
+use coreward_model::load::Alpha;
+use coreward_model::placement::BucketCount;
+use coreward_model::policy;
+
+pub use outcome::{Combination, Measured, Outcome};
+
+use crate::names::UnknownName;
+use crate::rpc::{self, Policy, Service};
+use crate::side_by_side;
+use simulation::Simulation;
+
+/// What to simulate. Times without a unit in their name are in units of service time (see [`Service`]).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Servers, at least 1.
+    pub servers: u16,
+    /// Cores of each server, at least 1.
+    pub cores: u16,
+    /// Policies of the load balancer, by name ([`coreward_model::policy`]).
+    pub policies: Vec<String>,
+    /// Policies inside the servers; each is combined with each of `policies`. Under [`Policy::Rss`] the core is the one that
+    /// the load balancer predicts.
+    pub dispatch: Vec<Policy>,
+    /// How long requests take.
+    pub service: Service,
+    /// How long the unit of service time is (us), 0.001 to 1,000,000,000: it relates requests to reports.
+    pub unit_us: f64,
+    /// Latency of the interface between NIC and cores, one way.
+    pub latency: f64,
+    /// Offered load as a fraction of what all cores could serve, below 1.
+    pub load: f64,
+    /// Mean number of requests of a connection (geometric), 1 to 1,000,000,000; 1: every connection has exactly one.
+    pub requests_per_connection: f64,
+    /// Mean time between two requests of a connection (exponential).
+    pub request_gap: f64,
+    /// How different connections are: each has a mean gap of its own, lognormal with this sigma; 0 to 3.
+    pub rate_sigma: f64,
+    /// Buckets of the placement table, and entries of the indirection tables.
+    pub buckets: BucketCount,
+    /// How indirection tables are drawn.
+    pub tables: TableDraw,
+    /// Time between two reports, and between two tables (ms), 0.001 to 10,000.
+    pub report_ms: f64,
+    /// Weight of the newest report.
+    pub alpha: Alpha,
+    /// Length of the windows in which variance is measured (ms), 0.001 to 3,600,000.
+    pub window_ms: f64,
+    /// How long new requests come (s). The first tenth is warm-up, and at least as long as two mean connections.
+    pub seconds: f64,
+    /// Each draws the traffic, server ids, indirection tables and keys; the combinations see the same traffic.
+    pub seeds: Vec<u64>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            servers: 4,
+            cores: 4,
+            policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
+            dispatch: vec![Policy::Rss, Policy::ShortestQueue],
+            service: Service::Exponential,
+            unit_us: 100.0,
+            latency: 0.0,
+            load: 0.7,
+            requests_per_connection: 100.0,
+            request_gap: 50.0,
+            rate_sigma: 1.0,
+            buckets: BucketCount::PUBLISHED,
+            tables: TableDraw::Balanced,
+            report_ms: 100.0,
+            alpha: Alpha::PUBLISHED,
+            window_ms: 1_000.0,
+            seconds: 20.0,
+            seeds: (1..=5).collect(),
+        }
+    }
+}
+
+/// What cannot be simulated.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A number of the configuration is out of its range.
+    #[error("{name} {value}: expected {expected}")]
+    OutOfRange {
+        /// What it is.
+        name: &'static str,
+        /// What it was.
+        value: String,
+        /// What would do.
+        expected: String,
+    },
+    /// A policy that does not exist.
+    #[error(transparent)]
+    Policy(#[from] UnknownName),
+    /// Something is wrong with the servers.
+    #[error(transparent)]
+    Server(#[from] rpc::Error),
+    /// The run ends before it could be measured.
+    #[error(
+        "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and two \
+         windows after it"
+    )]
+    TooShort {
+        /// As given.
+        seconds: f64,
+        /// What would do.
+        needed: f64,
+    },
+}
+
+impl Config {
+    /// How long measuring is put off (s).
+    fn warm_up_seconds(&self) -> f64 {
+        let life = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
+        (self.seconds / 10.0).max(2.0 * life)
+    }
+
+    /// # Errors
+    /// The first value that is out of its range, with the range.
+    pub fn check(&self) -> Result<(), Error> {
+        let most_servers = ServerId::COUNT as f64;
+        let ranges = [
+            ("servers", f64::from(self.servers), 1.0, most_servers),
+            ("servers x cores", f64::from(self.servers) * f64::from(self.cores), 1.0, f64::from(crate::lb::MAX_CORES)),
+            ("unit-us", self.unit_us, 1e-3, 1e9),
+            ("requests-per-connection", self.requests_per_connection, 1.0, 1e9),
+            ("request-gap", self.request_gap, 0.0, 1e6),
+            ("rate-sigma", self.rate_sigma, 0.0, 3.0),
+            ("report-ms", self.report_ms, 1e-3, 1e4),
+            ("window-ms", self.window_ms, 1e-3, 3.6e6),
+            ("seconds", self.seconds, 1e-6, 1e6),
+            ("policies", self.policies.len() as f64, 1.0, 1e3),
+            ("dispatch policies", self.dispatch.len() as f64, 1.0, 1e3),
+            ("seeds", self.seeds.len() as f64, 1.0, 1e4),
+        ];
+        if let Some((name, value, low, high)) =
+            ranges.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value))
+        {
+            return Err(Error::OutOfRange { name, value: value.to_string(), expected: format!("{low} to {high}") });
+        }
+        for dispatch in &self.dispatch {
+            self.check_server(dispatch)?;
+        }
+        let known = policy::names();
+        if let Some(unknown) = self.policies.iter().find(|name| !known.contains(&name.as_str())) {
+            return Err(UnknownName::new("policy", unknown, known).into());
+        }
+        let needed = (2.0 * self.warm_up_seconds()).max(self.warm_up_seconds() + 2.0 * self.window_ms / 1e3);
+        if self.seconds < needed {
+            return Err(Error::TooShort { seconds: self.seconds, needed });
+        }
+        Ok(())
+    }
+
+    fn check_server(&self, policy: &Policy) -> Result<(), Error> {
+        let Self { cores, latency, load, .. } = *self;
+        let server = rpc::Config { policy: policy.clone(), cores, latency, load, ..rpc::Config::default() };
+        let server = rpc::Config { service: self.service.clone(), ..server };
+        Ok(server.check_stable()?)
+    }
+}
+
+/// Simulates every combination with every seed.
+///
+/// # Errors
+/// What is wrong with the configuration.
+pub fn run(config: &Config) -> Result<Outcome, Error> {
+    config.check()?;
+    let combinations: Vec<(&String, &Policy)> =
+        config.policies.iter().flat_map(|policy| config.dispatch.iter().map(move |inside| (policy, inside))).collect();
+    let runs: Vec<(&String, &Policy, u64)> = combinations
+        .iter()
+        .flat_map(|(policy, dispatch)| config.seeds.iter().map(move |seed| (*policy, *dispatch, *seed)))
+        .collect();
+    let measured = side_by_side(&runs, |(policy, dispatch, seed)| {
+        Ok::<_, Error>(Simulation::new(config, policy, dispatch, *seed)?.run())
+    });
+    let measured: Vec<Measured> = measured.into_iter().collect::<Result<_, _>>()?;
+    let combination = |((policy, dispatch), seeds): (&(&String, &Policy), &[Measured])| {
+        Combination::new(policy, &dispatch.to_string(), seeds)
+    };
+    let requests = measured.iter().map(|run| run.requests).sum::<u64>() / measured.len() as u64;
+    let combinations = combinations.iter().zip(measured.chunks(config.seeds.len())).filter_map(combination).collect();
+    Ok(Outcome { combinations, requests, unit_us: config.unit_us })
+}

@@ -1,0 +1,99 @@
+//! What a simulation gives.
+
+use serde::Serialize;
+
+use crate::output::Printed;
+use crate::rpc::Quantiles;
+use crate::spread::Spread;
+
+/// One combination of policies, and one seed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measured {
+    /// Of all requests after the warm-up, from the NIC of the server in to the NIC out, in units of service time.
+    pub latency: Quantiles,
+    /// Of the time that the servers were busy, mean over the windows.
+    pub server_variance_pct: f64,
+    /// Of the time that the cores were busy, mean over the windows.
+    pub core_variance_pct: f64,
+    /// Requests that came.
+    pub requests: u64,
+}
+
+/// One combination of policies over all seeds. Latencies are in units of service time.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Combination {
+    /// Of the load balancer.
+    pub policy: String,
+    /// Inside the servers.
+    pub dispatch: String,
+    /// Mean latency.
+    pub mean: Spread,
+    /// Half of the requests take at most this.
+    pub p50: Spread,
+    /// 90 % take at most this.
+    pub p90: Spread,
+    /// 99 % take at most this.
+    pub p99: Spread,
+    /// 99.9 % take at most this.
+    pub p999: Spread,
+    /// See [`Measured::server_variance_pct`].
+    pub server_variance_pct: Spread,
+    /// See [`Measured::core_variance_pct`].
+    pub core_variance_pct: Spread,
+}
+
+impl Combination {
+    /// `None` without seeds.
+    pub fn new(policy: &str, dispatch: &str, seeds: &[Measured]) -> Option<Self> {
+        let spread = |of: fn(&Measured) -> f64| Spread::of(&seeds.iter().map(of).collect::<Vec<_>>());
+        Some(Self {
+            policy: policy.to_owned(),
+            dispatch: dispatch.to_owned(),
+            mean: spread(|seed| seed.latency.mean)?,
+            p50: spread(|seed| seed.latency.p50)?,
+            p90: spread(|seed| seed.latency.p90)?,
+            p99: spread(|seed| seed.latency.p99)?,
+            p999: spread(|seed| seed.latency.p999)?,
+            server_variance_pct: spread(|seed| seed.server_variance_pct)?,
+            core_variance_pct: spread(|seed| seed.core_variance_pct)?,
+        })
+    }
+}
+
+/// All combinations.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outcome {
+    /// Each policy of the load balancer with each inside the servers.
+    pub combinations: Vec<Combination>,
+    /// Requests that came, mean over the seeds.
+    pub requests: u64,
+    /// How long the unit of service time is (us).
+    pub unit_us: f64,
+}
+
+impl Printed for Outcome {
+    fn columns(&self) -> Vec<&'static str> {
+        vec!["policy", "dispatch", "mean", "p50", "p90", "p99", "p99.9", "server variance %", "core variance %"]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        let row = |combination: &Combination| {
+            let Combination { mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct, .. } = combination;
+            let figures = [mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct];
+            let names = [combination.policy.clone(), combination.dispatch.clone()];
+            names.into_iter().chain(figures.map(|figure| format!("{:.3}", figure.median))).collect()
+        };
+        self.combinations.iter().map(row).collect()
+    }
+
+    fn remarks(&self) -> Vec<String> {
+        vec![
+            format!(
+                "medians over the seeds; latency at the server, from the NIC in to the NIC out, in service times of the \
+                 shortest class ({} us)",
+                self.unit_us
+            ),
+            format!("{} requests per combination and seed", self.requests),
+        ]
+    }
+}

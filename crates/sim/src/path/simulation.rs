@@ -1,0 +1,287 @@
+//! One combination of policies, one seed.
+
+use coreward_model::fleet::{Fleet, FleetPlan};
+use coreward_model::policy::{self, Policy as Placement};
+use coreward_model::rss::{RssKey, seeded_rng};
+use coreward_model::statistics::{mean, variance_pct};
+use rand::Rng as _;
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::traffic::{Event, Id, Traffic};
+use super::{Config, Error, Measured};
+use crate::lb::server_ids;
+use crate::names::UnknownName;
+use crate::rpc::outcome::{Observer as _, Recorder};
+use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, Visitor};
+use crate::rpc::ticks::{NEVER, Tick, ticks};
+use crate::rpc::{Policy, Sampler};
+
+/// [`seeded_rng`]'s streams.
+const PURPOSE_FLEET: u64 = 0x7061_7411;
+const PURPOSE_SERVICES: u64 = 0x7061_7412;
+const PURPOSE_HASHES: u64 = 0x7061_7413;
+
+/// A fleet, its servers, and what comes to them.
+pub struct Simulation<'a> {
+    config: &'a Config,
+    dispatch: &'a Policy,
+    placement: Box<dyn Placement>,
+    fleet: Fleet,
+    servers: Vec<Box<dyn Server<Answers>>>,
+    traffic: Traffic,
+    sampler: Sampler,
+    services: Xoshiro256PlusPlus,
+    hashes: Xoshiro256PlusPlus,
+    answers: Answers,
+    requests: u64,
+    windows: Windows,
+}
+
+/// Takes responses, and knows which connections are open.
+struct Answers {
+    recorder: Recorder,
+    connections: Vec<Connection>,
+    /// Ids of closed connections, to be given again.
+    closed: Vec<Id>,
+    /// By server.
+    open: Vec<u32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Connection {
+    server: u16,
+    flow_hash: u32,
+    /// Requests that came and were not answered.
+    unanswered: u32,
+    /// No more requests come.
+    last_came: bool,
+}
+
+impl Sink for Answers {
+    fn response(&mut self, response: &Response) {
+        self.recorder.response(response);
+        let id = Id(response.request.connection);
+        let connection = &mut self.connections[id.0 as usize];
+        connection.unanswered -= 1;
+        if connection.last_came && connection.unanswered == 0 {
+            self.open[usize::from(connection.server)] -= 1;
+            self.closed.push(id);
+        }
+    }
+}
+
+impl Answers {
+    fn open(&mut self, server: u16, flow_hash: u32) -> Id {
+        self.open[usize::from(server)] += 1;
+        let connection = Connection { server, flow_hash, unanswered: 0, last_came: false };
+        let Some(id) = self.closed.pop() else {
+            self.connections.push(connection);
+            return Id(self.connections.len() as u32 - 1);
+        };
+        self.connections[id.0 as usize] = connection;
+        id
+    }
+}
+
+/// Busy time in windows.
+#[derive(Debug)]
+struct Windows {
+    busy_before: Vec<Tick>,
+    server_variance_pct: Vec<f64>,
+    core_variance_pct: Vec<f64>,
+}
+
+/// Puts a server in a box.
+struct Boxed;
+
+impl<S: Sink> Visitor<S> for Boxed {
+    type Output = Box<dyn Server<S>>;
+
+    fn visit(self, server: impl Server<S> + 'static) -> Box<dyn Server<S>> {
+        Box::new(server)
+    }
+}
+
+impl<'a> Simulation<'a> {
+    /// `policy`: of the load balancer. `dispatch`: inside the servers.
+    pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
+        let mut rng = seeded_rng(seed, PURPOSE_FLEET);
+        let fleet = Fleet::new(FleetPlan {
+            servers: server_ids(config.servers, &mut rng),
+            cores: config.cores,
+            buckets: config.buckets,
+            alpha: config.alpha,
+            key: RssKey::random(&mut rng),
+            tables: config.tables,
+        })
+        .expect("as many entries as buckets");
+        let unknown = |_| UnknownName::new("policy", policy, policy::names());
+        let classes = config.service.class_times().len();
+        let server = |position| {
+            let spec = ServerSpec {
+                policy: dispatch,
+                cores: config.cores,
+                classes: classes as u8,
+                latency: ticks(config.latency),
+                indirection_table: fleet.indirection_table(position),
+            };
+            spec.build(Boxed)
+        };
+        Ok(Self {
+            placement: policy::named(policy, seed).map_err(unknown)?,
+            servers: (0..usize::from(config.servers)).map(server).collect(),
+            traffic: Traffic::new(config, seed),
+            sampler: config.service.sampler(),
+            services: seeded_rng(seed, PURPOSE_SERVICES),
+            hashes: seeded_rng(seed, PURPOSE_HASHES),
+            answers: Answers {
+                recorder: Recorder::new(classes, None),
+                connections: Vec::new(),
+                closed: Vec::new(),
+                open: vec![0; usize::from(config.servers)],
+            },
+            requests: 0,
+            windows: Windows {
+                busy_before: vec![0; fleet.core_count()],
+                server_variance_pct: Vec::new(),
+                core_variance_pct: Vec::new(),
+            },
+            config,
+            dispatch,
+            fleet,
+        })
+    }
+
+    /// Simulates.
+    pub fn run(mut self) -> Measured {
+        let of_seconds = |seconds: f64| ticks(seconds * 1e6 / self.config.unit_us);
+        let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(of_seconds);
+        let [report, window] = [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(of_seconds);
+        let (mut next_report, mut next_window, mut measuring) = (0, warm_up, false);
+        loop {
+            let now = self.traffic.next_event().min(next_report).min(next_window);
+            if now > end {
+                break;
+            }
+            if now == next_window {
+                self.close_window(now, measuring);
+                if !measuring {
+                    self.answers.recorder.measure_from(now);
+                    measuring = true;
+                }
+                next_window += window.max(1);
+            } else if now == next_report {
+                self.report(now);
+                next_report += report.max(1);
+            } else {
+                self.take_event(now);
+            }
+        }
+        for server in &mut self.servers {
+            server.advance(NEVER - 1, &mut self.answers);
+        }
+        Measured {
+            latency: self.answers.recorder.all().expect("requests come after the warm-up"),
+            server_variance_pct: mean(&self.windows.server_variance_pct).unwrap_or(0.0),
+            core_variance_pct: mean(&self.windows.core_variance_pct).unwrap_or(0.0),
+            requests: self.requests,
+        }
+    }
+
+    fn take_event(&mut self, now: Tick) {
+        let id = match self.traffic.take() {
+            Event::Requests(id) => id,
+            Event::Opens(tuple) => {
+                let server = self.fleet.place(&tuple) / usize::from(self.config.cores);
+                // Connections that are over by now are counted as such.
+                self.servers[server].advance(now, &mut self.answers);
+                let id = self.answers.open(server as u16, self.fleet.rss_hash(&tuple));
+                self.traffic.opened(id);
+                id
+            }
+        };
+        let (class, work) = self.sampler.sample(&mut self.services);
+        let connection = &mut self.answers.connections[id.0 as usize];
+        connection.unanswered += 1;
+        connection.last_came = !self.traffic.goes_on(id);
+        let server = &mut self.servers[usize::from(connection.server)];
+        let request = Request {
+            arrived: now,
+            work,
+            hash: self.hashes.next_u32(),
+            flow_hash: connection.flow_hash,
+            connection: id.0,
+            class,
+            service: self.dispatch.priorities().service(class),
+        };
+        server.advance(now, &mut self.answers);
+        server.offer(request);
+        self.requests += 1;
+    }
+
+    /// What every core has been busy for until now.
+    fn busy(&mut self, now: Tick) -> Vec<Tick> {
+        let mut busy = Vec::with_capacity(self.windows.busy_before.len());
+        for server in &mut self.servers {
+            server.advance(now, &mut self.answers);
+            busy.extend(server.busy(now));
+        }
+        busy
+    }
+
+    fn report(&mut self, now: Tick) {
+        let busy = self.busy(now);
+        let ns_per_unit = self.config.unit_us * 1e3;
+        let ns = |time: Tick| (crate::rpc::ticks::units(time) * ns_per_unit) as u64;
+        let busy_ns: Vec<u64> = busy.into_iter().map(ns).collect();
+        self.fleet.report(ns(now), &busy_ns, &self.answers.open, self.placement.as_mut());
+    }
+
+    fn close_window(&mut self, now: Tick, measured: bool) {
+        let busy = self.busy(now);
+        let within = |(busy, before): (&Tick, &Tick)| (busy - before) as f64;
+        let of_cores: Vec<f64> = busy.iter().zip(&self.windows.busy_before).map(within).collect();
+        self.windows.busy_before = busy;
+        if measured {
+            let of_servers: Vec<f64> =
+                of_cores.chunks(usize::from(self.config.cores)).map(|cores| cores.iter().sum()).collect();
+            self.windows.server_variance_pct.extend(variance_pct(&of_servers));
+            self.windows.core_variance_pct.extend(variance_pct(&of_cores));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn under_rss_requests_reach_the_core_that_the_load_balancer_predicts() {
+        let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
+        let new = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
+        let (mut simulation, mut twin) = (new(), new());
+        let end = simulation.traffic.next_event() + 300 * ticks(1.0);
+        let mut expected = vec![0; simulation.fleet.core_count()];
+        let mut cores = Vec::new();
+        simulation.report(0);
+        twin.report(0);
+        while simulation.traffic.next_event() < end {
+            let now = simulation.traffic.next_event();
+            simulation.take_event(now);
+            let id = match twin.traffic.take() {
+                Event::Requests(id) => id,
+                Event::Opens(tuple) => {
+                    // The twin's ids are never given again.
+                    let id = Id(cores.len() as u32);
+                    cores.push(twin.fleet.place(&tuple));
+                    twin.traffic.opened(id);
+                    id
+                }
+            };
+            expected[cores[id.0 as usize]] += twin.sampler.sample(&mut twin.services).1;
+        }
+        assert!(cores.len() > 500);
+        assert_eq!(simulation.busy(NEVER - 1), expected);
+        assert!(simulation.answers.open.iter().sum::<u32>() > 0, "some connections are to have more requests");
+    }
+}

@@ -1,0 +1,177 @@
+//! Connections, and the requests on them.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::net::Ipv4Addr;
+
+use coreward_model::FourTuple;
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::Config;
+use crate::random::{exponential, log_normal, unit};
+use crate::rpc::ticks::{NEVER, Tick, ticks};
+
+/// What happens next.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Event {
+    /// A connection is opened, with its first request.
+    Opens(FourTuple),
+    /// A connection has its next request.
+    Requests(Id),
+}
+
+/// A connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Id(pub u32);
+
+/// Requests that a connection is still to have, and how far apart they are (ticks).
+#[derive(Debug, Clone, Copy)]
+struct Rest {
+    requests: u64,
+    mean_gap: f64,
+}
+
+/// Connections come as a Poisson process. Each has a geometric number of requests, whose gaps are exponential around a mean of
+/// the connection's own. All of it is drawn without looking at what the servers do: every policy sees the same.
+#[derive(Debug)]
+pub struct Traffic {
+    /// Ticks between two connections, on average.
+    mean_interval: f64,
+    requests_per_connection: f64,
+    gap: f64,
+    rate_sigma: f64,
+    next_connection: Tick,
+    next_requests: BinaryHeap<Reverse<(Tick, Id)>>,
+    /// By connection.
+    rests: Vec<Rest>,
+    connections: Xoshiro256PlusPlus,
+    requests: Xoshiro256PlusPlus,
+}
+
+const PURPOSE_CONNECTIONS: u64 = 0x7061_7401;
+const PURPOSE_REQUESTS: u64 = 0x7061_7402;
+
+/// The service that all connections are for.
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+
+impl Traffic {
+    /// With one seed.
+    pub fn new(config: &Config, seed: u64) -> Self {
+        let cores = f64::from(config.servers) * f64::from(config.cores);
+        let work_per_connection = config.service.mean() * config.requests_per_connection;
+        let mut traffic = Self {
+            mean_interval: work_per_connection / (config.load * cores) * ticks(1.0) as f64,
+            requests_per_connection: config.requests_per_connection,
+            gap: config.request_gap * ticks(1.0) as f64,
+            rate_sigma: config.rate_sigma,
+            next_connection: 0,
+            next_requests: BinaryHeap::new(),
+            rests: Vec::new(),
+            connections: seeded_rng(seed, PURPOSE_CONNECTIONS),
+            requests: seeded_rng(seed, PURPOSE_REQUESTS),
+        };
+        traffic.next_connection = traffic.interval();
+        traffic
+    }
+
+    fn interval(&mut self) -> Tick {
+        (exponential(&mut self.connections) * self.mean_interval + 0.5) as Tick
+    }
+
+    /// When the next event is.
+    pub fn next_event(&self) -> Tick {
+        self.next_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection)
+    }
+
+    /// The next event.
+    pub fn take(&mut self) -> Event {
+        if let Some(Reverse((at, id))) = self.next_requests.peek().copied()
+            && at <= self.next_connection
+        {
+            self.next_requests.pop();
+            self.rests[id.0 as usize].requests -= 1;
+            self.schedule(id, at);
+            return Event::Requests(id);
+        }
+        Event::Opens(self.draw_tuple())
+    }
+
+    /// A client of 10.0.0.0/8, so that connections rarely have the same.
+    fn draw_tuple(&mut self) -> FourTuple {
+        let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connections, 1 << 24));
+        let port = 1_024 + uniform_below(&mut self.connections, 65_536 - 1_024) as u16;
+        FourTuple::ipv4((client, port), VIP)
+    }
+
+    /// After [`Event::Opens`]: the connection gets this id, which no other open connection has.
+    pub fn opened(&mut self, id: Id) {
+        let at = self.next_connection;
+        self.next_connection = at + self.interval();
+        let rest = Rest { requests: self.draw_following(), mean_gap: self.draw_gap() };
+        let index = id.0 as usize;
+        if self.rests.len() <= index {
+            self.rests.resize(index + 1, rest);
+        }
+        self.rests[index] = rest;
+        self.schedule(id, at);
+    }
+
+    /// Whether the connection is to have more requests.
+    pub fn goes_on(&self, id: Id) -> bool {
+        self.rests[id.0 as usize].requests > 0
+    }
+
+    /// Requests after the first: geometric, so that the mean with the first is as configured.
+    fn draw_following(&mut self) -> u64 {
+        let mean = self.requests_per_connection;
+        if mean <= 1.0 {
+            return 0;
+        }
+        // The number of failures before a success of probability 1/mean, by inversion.
+        let u = 1.0 - unit(&mut self.connections);
+        (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
+    }
+
+    /// The mean over all connections is as configured.
+    fn draw_gap(&mut self) -> f64 {
+        let sigma = self.rate_sigma;
+        if sigma == 0.0 { self.gap } else { self.gap * log_normal(&mut self.connections, -sigma * sigma / 2.0, sigma) }
+    }
+
+    /// The connection's next request after the one at `at`, if there is to be one.
+    fn schedule(&mut self, id: Id, at: Tick) {
+        let rest = self.rests[id.0 as usize];
+        if rest.requests > 0 {
+            let gap = (exponential(&mut self.requests) * rest.mean_gap + 0.5) as Tick;
+            self.next_requests.push(Reverse((at + gap, id)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rpc::ticks::units;
+
+    #[test]
+    fn connections_and_requests_come_as_often_as_they_should() {
+        let config = Config { load: 0.5, requests_per_connection: 8.0, rate_sigma: 1.0, ..Config::default() };
+        let mut traffic = Traffic::new(&config, 1);
+        let (mut connections, mut requests, mut last) = (0u32, 0u32, 0);
+        while connections < 50_000 {
+            assert!(traffic.next_event() >= last, "time goes on");
+            last = traffic.next_event();
+            requests += 1;
+            if let Event::Opens(_) = traffic.take() {
+                traffic.opened(Id(connections));
+                connections += 1;
+            }
+        }
+        // 0.5 of 16 cores, 8 requests of mean 1 each; the last connections are not done.
+        let per_unit = f64::from(connections) / units(last);
+        assert!((per_unit - 1.0).abs() < 0.02, "{per_unit} connections per unit");
+        let each = f64::from(requests) / f64::from(connections);
+        assert!((7.6..8.1).contains(&each), "{each} requests per connection");
+    }
+}
