@@ -4,7 +4,9 @@ CARGO ?= cargo
 COREWARD := target/release/coreward
 BENCH := target/release/coreward-bench
 
-.PHONY: help install build demo test test-nic conformity lint bench clean
+FIGURES ?= out/figures
+
+.PHONY: help install build demo figures test test-nic conformity lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,6 +20,9 @@ build: install ## everything, optimised
 demo: build ## the whole system in namespaces, five policies side by side (DEMO="--seconds 20 ...")
 	@scripts/install run
 	@$(COREWARD) demo $(DEMO)
+
+figures: build ## every figure of the papers, simulated, as CSV, SVG and one page: out/figures/index.html
+	@$(COREWARD) figure --all --out $(FIGURES)
 
 test: ## all tests; what needs missing rights is skipped by name
 	@scripts/test

@@ -1,10 +1,15 @@
 //! How quick the simulator is: requests at cores, and packets of a capture.
 
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
 use std::time::Instant;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use coreward_model::statistics::median;
-use coreward_sim::rpc;
+use coreward_sim::trace::Source;
+use coreward_sim::trace::capture::{ReadOptions, writer};
+use coreward_sim::{lb, rpc};
 
 use crate::report::{Cell, Report, Table};
 
@@ -17,6 +22,9 @@ pub struct Args {
     /// Requests of a case
     #[arg(long, default_value_t = 4_000_000, value_parser = clap::value_parser!(u64).range(1000..))]
     requests: u64,
+    /// Seconds of campus traffic in the capture that is read
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(2..=600))]
+    capture_seconds: u32,
 }
 
 impl Default for Args {
@@ -50,22 +58,70 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     }
     let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "ns per request"]);
     for case in &cases {
-        let rates = &case.millions_per_second;
-        let middle = median(rates).expect("at least one round");
-        let (least, most) =
-            (rates.iter().copied().fold(f64::INFINITY, f64::min), rates.iter().copied().fold(0.0, f64::max));
-        table.row([case.name.clone().into(), middle.into(), least.into(), most.into(), Cell::Number(1e3 / middle)]);
+        table.row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second)));
     }
     Ok(Report {
         name: "sim",
         title: "The simulator",
         about: format!(
             "`coreward sim rpc` on one CPU, load 0.8: {} requests per case unless said otherwise, {} rounds, all cases one \
-             after the other in each; medians. To reach: 8 million requests/s for JSQ on 16 cores.",
-            args.requests, args.rounds
+             after the other in each; medians. To reach: 8 million requests/s for JSQ on 16 cores. `coreward sim lb` on both \
+             CPUs: a capture of {} s of campus traffic, {SNAP_LENGTH} bytes of each packet, read from the page cache. To \
+             reach: 20 million packets/s with one policy.",
+            args.requests, args.rounds, args.capture_seconds
         ),
-        tables: vec![table],
+        tables: vec![table, captures(args)?],
     })
+}
+
+/// Median, least, most, and ns for each at the median.
+fn rates(millions_per_second: &[f64]) -> [Cell; 4] {
+    let middle = median(millions_per_second).expect("at least one round");
+    let least = millions_per_second.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = millions_per_second.iter().copied().fold(0.0, f64::max);
+    [middle.into(), least.into(), most.into(), Cell::Number(1e3 / middle)]
+}
+
+/// Bytes kept of each packet: enough for every header up to the ports.
+const SNAP_LENGTH: usize = 96;
+
+fn captures(args: &Args) -> anyhow::Result<Table> {
+    let directory = tempfile::tempdir().context("a directory for the capture")?;
+    let path = directory.path().join("campus.pcap");
+    write_capture(&path, args.capture_seconds)?;
+    let cases: [(&str, &[&str]); 3] = [
+        ("hash", &["hash"]),
+        ("crossrss-plus", &["crossrss-plus"]),
+        ("hash, rr, pow2, crossrss, crossrss-plus", &["hash", "rr", "pow2", "crossrss", "crossrss-plus"]),
+    ];
+    let mut millions_per_second = vec![Vec::new(); cases.len()];
+    for _ in 0..args.rounds {
+        for ((_, policies), rates) in cases.iter().zip(&mut millions_per_second) {
+            let config = lb::Config {
+                trace: path.to_str().context("a path in UTF-8")?.parse()?,
+                policies: policies.iter().map(|name| (*name).to_owned()).collect(),
+                seeds: vec![1],
+                ..lb::Config::default()
+            };
+            let start = Instant::now();
+            let outcome = lb::run(&config)?;
+            rates.push(outcome.packets as f64 / 1e6 / start.elapsed().as_secs_f64());
+        }
+    }
+    let mut table =
+        Table::new(&["packets of a capture, by policy", "million packets/s", "least", "most", "ns per packet"]);
+    for ((name, _), millions_per_second) in cases.iter().zip(&millions_per_second) {
+        table.row(std::iter::once((*name).into()).chain(rates(millions_per_second)));
+    }
+    Ok(table)
+}
+
+/// Writing it also puts it into the page cache.
+fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
+    let mut trace = format!("campus:seconds={seconds}").parse::<Source>()?.open(1, ReadOptions::default())?;
+    let out = File::create(path).with_context(|| path.display().to_string())?;
+    writer::write(trace.as_mut(), SNAP_LENGTH, BufWriter::with_capacity(1 << 20, out))?;
+    Ok(())
 }
 
 fn cases(requests: u64) -> anyhow::Result<Vec<Case>> {

@@ -13,6 +13,7 @@ use coreward_control::show;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use coreward_sim::cli::{self as sim, SimArgs};
+use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::{cli as testbed, demo};
 
 #[derive(clap::Parser)]
@@ -40,6 +41,8 @@ enum Command {
     Demo(demo::DemoOptions),
     /// What a policy would give, on a trace or on random arrivals, without touching a network
     Sim(SimArgs),
+    /// The figures of the papers, drawn with the published numbers in them, and whether each statement holds here
+    Figure(FigureArgs),
     /// Pieces of the testbed
     Testbed(testbed::TestbedArgs),
 }
@@ -155,6 +158,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::CheckKernel => check_kernel(),
         Command::Demo(options) => demo::run(&options),
         Command::Sim(args) => sim::run(args),
+        Command::Figure(args) => figure::run(args),
         // Before any thread is started: the paced server forks.
         Command::Testbed(args) => testbed::run(&args),
     }
