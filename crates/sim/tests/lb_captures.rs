@@ -416,3 +416,22 @@ fn a_generated_trace_written_as_a_capture_reads_the_same() {
     assert_eq!(read.map(|packet| (packet.time_ns, packet.bytes)).collect::<Vec<_>>(), packets);
     assert_eq!(all.openings.iter().map(|opening| opening.tuple).collect::<Vec<_>>(), tuples);
 }
+
+#[test]
+fn a_pause_of_any_length_is_simulated() {
+    let files = Files::new();
+    for pause_ms in [99_000, 99_900, 100_000, 100_100, 100_200, 101_000, 3_600_000, 90_000_000] {
+        let times_ms = (0..50u64).map(|tick| tick * 100).chain((0..50).map(|tick| 5_000 + pause_ms + tick * 100));
+        let frames: Vec<_> = times_ms.map(|ms| (ms * 1_000_000, plain_ethernet(&ipv4(1_000, 0, 0)))).collect();
+        let config = coreward_sim::lb::Config {
+            trace: Source::File(files.write(&format!("{pause_ms}.pcap"), &pcap(false, true, 1, &frames))),
+            policies: vec!["crossrss".to_owned()],
+            seeds: vec![1],
+            ..coreward_sim::lb::Config::default()
+        };
+        let outcome = coreward_sim::lb::run(&config).unwrap_or_else(|error| panic!("{pause_ms} ms: {error}"));
+        assert_eq!(outcome.packets, 100);
+        // All packets of a window are on one of 16 cores: x / mean is 16 once and 0 elsewhere.
+        assert_eq!(outcome.policies[0].core_variance_pct.median, 1500.0, "{pause_ms} ms");
+    }
+}

@@ -161,15 +161,15 @@ impl Simulation {
 
     /// Reports are made and windows end, up to `now_ns`.
     fn advance(&mut self, now_ns: u64) {
-        let due = (now_ns.saturating_sub(self.next_report_ns)) / self.report_ns;
         let mut reports_left = REPORTS_OF_A_PAUSE;
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
             if self.next_report_ns <= self.next_window_ns {
                 self.report(self.next_report_ns);
                 self.next_report_ns += self.report_ns;
-                reports_left -= 1;
-                if reports_left == 0 && due > REPORTS_OF_A_PAUSE {
-                    self.next_report_ns += (due - REPORTS_OF_A_PAUSE) * self.report_ns;
+                reports_left = reports_left.saturating_sub(1);
+                if reports_left == 0 {
+                    // On to the last one that is due.
+                    self.next_report_ns += now_ns.saturating_sub(self.next_report_ns) / self.report_ns * self.report_ns;
                 }
             } else {
                 self.window(self.next_window_ns);
