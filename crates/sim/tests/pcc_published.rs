@@ -143,11 +143,9 @@ fn output_has_the_documented_form() {
             assert!(json["methods"][0][figure][part].is_f64(), "{figure}.{part}: {json}");
         }
     }
-    assert!(
-        outcome
-            .printed(Format::Csv)
-            .starts_with("method,broken %,low,high,imbalance,low,high,connections,updates\nhash,")
-    );
+    let header =
+        "method,broken %,broken low,broken high,imbalance,imbalance low,imbalance high,connections,updates\nhash,";
+    assert!(outcome.printed(Format::Csv).starts_with(header));
 }
 
 #[test]

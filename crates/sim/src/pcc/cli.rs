@@ -16,19 +16,19 @@ pub struct PccArgs {
     #[arg(long, default_value_t = 468)]
     servers: usize,
     /// Connections that are open at a time, on average
-    #[arg(long, default_value_t = 70_000.0)]
+    #[arg(long, default_value_t = 70_000.0, allow_negative_numbers = true)]
     connections: f64,
     /// Servers added or removed
-    #[arg(long, default_value_t = 80.0)]
+    #[arg(long, default_value_t = 80.0, allow_negative_numbers = true)]
     updates_per_minute: f64,
     /// Length of each run, after a warm-up of the longest connection (150 s)
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 2.0, allow_negative_numbers = true)]
     minutes: f64,
     /// Load balancers behind equal-cost multi-path
     #[arg(long, default_value_t = 1)]
     load_balancers: usize,
     /// Load balancers added or removed
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     lb_updates_per_minute: f64,
     /// Seeds 1 to SEEDS, one run of each method with each
     #[arg(long, default_value_t = 3)]

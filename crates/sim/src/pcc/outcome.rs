@@ -92,7 +92,17 @@ pub struct Outcome {
 
 impl Printed for Outcome {
     fn columns(&self) -> Vec<&'static str> {
-        vec!["method", "broken %", "low", "high", "imbalance", "low", "high", "connections", "updates"]
+        vec![
+            "method",
+            "broken %",
+            "broken low",
+            "broken high",
+            "imbalance",
+            "imbalance low",
+            "imbalance high",
+            "connections",
+            "updates",
+        ]
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
