@@ -1,0 +1,173 @@
+//! Every policy by its name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
+
+use coreward_model::rss::IndirectionTable;
+use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, Sink, Visitor};
+use coreward_sim::rpc::{Config, Outcome, Policy, run};
+use proptest::prelude::*;
+
+#[derive(Default)]
+struct Answered(Vec<Response>);
+
+impl Sink for Answered {
+    fn response(&mut self, response: &Response) {
+        self.0.push(*response);
+    }
+}
+
+/// Serves the requests; the responses, and what each core was busy for.
+struct Serve<'a>(&'a [Request]);
+
+impl Visitor<Answered> for Serve<'_> {
+    type Output = (Vec<Response>, Vec<u64>);
+
+    fn visit(self, mut server: impl Server<Answered>) -> Self::Output {
+        let mut answered = Answered::default();
+        for request in self.0 {
+            server.advance(request.arrived, &mut answered);
+            server.offer(*request);
+        }
+        server.advance(u64::MAX - 1, &mut answered);
+        assert_eq!(server.inside(), 0);
+        let end = answered.0.last().map_or(0, |last| last.left);
+        let busy = server.busy(end);
+        (answered.0, busy)
+    }
+}
+
+/// All without costs, so that the cores are busy for the work that came and for nothing else.
+const POLICIES: [&str; 15] = [
+    "cfcfs",
+    "random",
+    "rr",
+    "jsq",
+    "jlq",
+    "jbsq:2",
+    "jbsrq:depth=2,quantum=0.01",
+    "jbsrq:priorities=none",
+    "jbsrq:assignment=dedicated,interval=0.01",
+    "jbsrq:assignment=hybrid,interval=0.01",
+    "rss",
+    "rss-rebalanced:0.02",
+    "work-stealing:0",
+    "ps",
+    "dfcfs:2,2",
+];
+
+/// A hundredth of the unit of time, so that quanta and intervals matter.
+const STEP: u64 = 1 << 17;
+
+proptest! {
+    #[test]
+    fn every_request_is_answered_once_and_no_work_is_lost(
+        drawn in prop::collection::vec((0u64..4, 1u64..20, any::<u32>(), 0u8..2), 1..80),
+        latency in 0u64..3,
+    ) {
+        let mut arrived = 0;
+        let mut requests: Vec<Request> = Vec::new();
+        for (gap, work, hash, class) in drawn {
+            arrived += gap * STEP;
+            let connection = requests.len() as u32;
+            let (work, service) = (work * STEP, class);
+            requests.push(Request { arrived, work, hash, flow_hash: hash, connection, class, service });
+        }
+        let table = IndirectionTable::balanced(1, 16, 4).unwrap();
+        for name in POLICIES {
+            let policy: Policy = name.parse().unwrap();
+            let latency = latency * STEP;
+            let spec = ServerSpec { policy: &policy, cores: 4, classes: 2, latency, indirection_table: &table };
+            let priorities = policy.priorities();
+            let requests: Vec<Request> =
+                requests.iter().map(|r| Request { service: priorities.service(r.class), ..*r }).collect();
+            let (responses, busy) = spec.build(Serve(&requests));
+            prop_assert_eq!(responses.len(), requests.len(), "{}", name);
+            prop_assert!(responses.is_sorted_by_key(|response| response.left), "{}", name);
+            let mut answered: Vec<u32> = responses.iter().map(|response| response.request.connection).collect();
+            answered.sort_unstable();
+            prop_assert!((0..).zip(&answered).all(|(index, connection)| index == *connection), "{}", name);
+            for Response { left, request } in &responses {
+                prop_assert!(*left >= request.arrived + request.work + 2 * latency, "{}", name);
+            }
+            let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
+            // Shared cores divide the total by their number.
+            prop_assert!(busy.abs_diff(work) < 4 * 80, "{}: busy for {}, work {}", name, busy, work);
+        }
+    }
+}
+
+fn simulated(policy: &str, cores: u16, service: &str, load: f64) -> Outcome {
+    let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
+    run(&Config { policy, cores, service, load, requests: 1_000_000, ..Config::default() }).unwrap()
+}
+
+/// The mean latencies of the short and of the long requests.
+fn means(policy: &str, service: &str, load: f64) -> [f64; 2] {
+    let outcome = simulated(policy, 16, service, load);
+    [0, 1].map(|class| outcome.classes[class].quantiles.mean)
+}
+
+#[test]
+fn cores_that_cannot_change_hands_are_two_servers() {
+    // All cores are reserved: 8 for each service. 90 % short requests of 1, 10 % long ones of 9; both bring 0.5 of 16 cores.
+    let both = means("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
+    let alone = simulated("jbsq:4", 8, "fixed", 0.5).all.mean;
+    assert!((both[0] / alone - 1.0).abs() < 0.01, "{both:?}, alone {alone}");
+    assert!((both[1] / (9.0 * alone) - 1.0).abs() < 0.02, "{both:?}, alone {alone}");
+}
+
+#[test]
+fn load_hints_move_cores_to_where_they_are_needed() {
+    // The long requests bring 9.3 cores' work: more than half of 16.
+    let service = "bimodal:0.2:20";
+    let fixed = means("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
+    let [share, dedicated, hybrid] =
+        ["share", "dedicated", "hybrid"].map(|name| means(&format!("jbsrq:assignment={name}"), service, 0.7));
+    assert!(fixed[1] > 1_000.0, "8 cores are too few: {fixed:?}");
+    for moved in [share, dedicated, hybrid] {
+        assert!(moved[1] < 60.0 && moved[0] < 3.0, "{moved:?}");
+    }
+}
+
+#[test]
+fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
+    // RingLeader's Bimodal(95-5, 5-100): the unit is 5 us, the quantum 5 us.
+    let p99 = |policy| simulated(policy, 16, "bimodal:0.05:20", 0.7).classes[0].quantiles.p99;
+    let (jbsq, jbsrq) = (p99("jbsq:4"), p99("jbsrq:quantum=1"));
+    assert!(jbsrq < 3.0 && jbsq > 3.0 * jbsrq, "jbsq {jbsq}, jbsrq {jbsrq}");
+}
+
+#[test]
+fn a_bounded_queue_carries_any_load_and_drops_the_rest() {
+    let policy: Policy = "jsq".parse().unwrap();
+    let config = Config { policy, cores: 1, load: 2.0, queue: Some(1), ..Config::default() };
+    // One place, the one in service: Erlang's B formula with one server, 2 / (1 + 2).
+    let outcome = run(&config).unwrap();
+    assert!((outcome.dropped_pct - 200.0 / 3.0).abs() < 0.3, "{}", outcome.dropped_pct);
+    assert!((outcome.all.mean - 1.0).abs() < 0.01, "{:?}", outcome.all);
+    let error = run(&Config { queue: None, ..config }).unwrap_err().to_string();
+    assert!(error.starts_with("load 2: expected less than 1, which is what jsq can carry"), "{error}");
+}
+
+#[test]
+fn windows_cover_the_run_after_the_warm_up() {
+    let outcome = run(&Config { window: Some(500.0), requests: 200_000, ..Config::default() }).unwrap();
+    assert_eq!(outcome.windows.iter().map(|window| window.responses).sum::<u64>(), 180_000);
+    assert!(outcome.windows.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
+    let mean = |of: fn(&coreward_sim::rpc::Window) -> f64| {
+        outcome.windows.iter().map(of).sum::<f64>() / outcome.windows.len() as f64
+    };
+    assert!((mean(|window| window.quantiles.mean) / outcome.all.mean - 1.0).abs() < 0.02);
+}
+
+#[test]
+fn what_is_wrong_is_said() {
+    let error = |config: Config| run(&config).unwrap_err().to_string();
+    let with = |policy: &str| Config { policy: policy.parse().unwrap(), ..Config::default() };
+    assert_eq!(error(Config { cores: 0, ..with("jsq") }), "0 cores: expected 1 to 65535");
+    assert_eq!(error(Config { load: f64::NAN, ..with("jsq") }), "load NaN: expected a number above 0");
+    assert!(error(Config { latency: -1.0, ..with("jsq") }).starts_with("latency -1: expected a number from 0"));
+    assert!(error(Config { latency: 0.5, ..with("cfcfs") }).contains("expected less than 0.5, which is what cfcfs"));
+    assert!(error(Config { requests: 5, ..with("jsq") }).starts_with("5 requests: expected 10 to"));
+    assert!(error(Config { window: Some(0.0), ..with("jsq") }).starts_with("window 0: expected"));
+    assert!(error(with("dfcfs:3,4")).contains("its groups have 12 cores, the server has 16"));
+    assert!(error(with("jbsrq:assignment=hybrid")).contains("1 services on 16 cores: expected two services"));
+}
