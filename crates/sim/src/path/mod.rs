@@ -173,7 +173,7 @@ impl Config {
         let Self { cores, latency, load, .. } = *self;
         let server = rpc::Config { policy: policy.clone(), cores, latency, load, ..rpc::Config::default() };
         let server = rpc::Config { service: self.service.clone(), ..server };
-        Ok(server.check_stable()?)
+        Ok(server.check_stable(self.buckets.get())?)
     }
 }
 

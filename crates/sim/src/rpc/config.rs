@@ -131,10 +131,22 @@ pub enum Error {
 }
 
 impl Config {
+    /// The load below which the queues are stable: [`Policy::capacity`], and under RSS with so many buckets, evenly drawn, what
+    /// the cores with most of them can carry. Few connections, or uneven ones, can overload a core all the same.
+    pub fn capacity(&self, buckets: u32) -> f64 {
+        let of_policy = self.policy.capacity(self.service.mean(), self.latency);
+        let cores = u32::from(self.cores);
+        match self.policy {
+            Policy::Rss => of_policy.min(f64::from(buckets) / f64::from(cores * buckets.div_ceil(cores))),
+            Policy::RssRebalanced(_) => of_policy.min(f64::from(buckets) / f64::from(cores)),
+            _ => of_policy,
+        }
+    }
+
     /// Whether everything is in range and the policy can carry the load.
-    pub(crate) fn check_stable(&self) -> Result<(), Error> {
+    pub(crate) fn check_stable(&self, buckets: u32) -> Result<(), Error> {
         self.check()?;
-        let capacity = self.policy.capacity(self.service.mean(), self.latency);
+        let capacity = self.capacity(buckets);
         if self.queue.is_none() && self.load >= capacity {
             return Err(Error::Overload { load: self.load, capacity, policy: self.policy.clone() });
         }

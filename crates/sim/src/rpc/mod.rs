@@ -49,7 +49,7 @@ pub struct Outcome {
 /// # Errors
 /// Names the value that is out of range, and the range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
-    config.check_stable()?;
+    config.check_stable(BUCKETS)?;
     let times = config.service.class_times();
     let mut recorder = Recorder::new(times.len(), config.window);
     let dropped = simulate(config, config.load, &mut recorder);
@@ -64,11 +64,11 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 }
 
 /// Entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
-const BUCKETS: usize = 512;
+const BUCKETS: u32 = 512;
 
 /// Simulates the configuration at `load`, which need not be its own; the number of requests that were dropped.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
-    let table = IndirectionTable::balanced(config.seed, BUCKETS, config.cores).expect("512 is a power of two");
+    let table = IndirectionTable::balanced(config.seed, BUCKETS as usize, config.cores).expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
         cores: config.cores,
