@@ -327,3 +327,6 @@ fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
         points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;
     Some(before.0 + (after.0 - before.0) * (height - before.1) / (after.1 - before.1))
 }
+
+#[cfg(test)]
+mod tests;

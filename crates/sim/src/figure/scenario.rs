@@ -311,3 +311,6 @@ impl Scenario {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -30,7 +30,7 @@ pub enum Unfit {
         parameter: &'static str,
     },
     /// Nothing that this kind has.
-    #[error("{swept:?} cannot be swept in a simulation of kind `{kind}`{detail}")]
+    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", word(swept))]
     NotSwept {
         /// The kind of simulation.
         kind: &'static str,
@@ -40,7 +40,7 @@ pub enum Unfit {
         detail: &'static str,
     },
     /// Not a value that it can have.
-    #[error("{swept:?} cannot be {value}")]
+    #[error("`{}` cannot be {value}", word(swept))]
     Value {
         /// What was to be swept.
         swept: Swept,
@@ -48,7 +48,7 @@ pub enum Unfit {
         value: f64,
     },
     /// Nothing that this kind measures.
-    #[error("a simulation of kind `{kind}` does not measure {measure:?}")]
+    #[error("a simulation of kind `{kind}` does not measure `{}`", word(measure))]
     NotMeasured {
         /// The kind of simulation.
         kind: &'static str,
@@ -58,6 +58,16 @@ pub enum Unfit {
     /// The simulator's own words.
     #[error("{0}")]
     Refused(String),
+}
+
+/// A variant as scenario files write it.
+fn word(variant: &impl std::fmt::Debug) -> String {
+    let name = format!("{variant:?}");
+    let parts = name.char_indices().map(|(index, letter)| match letter {
+        letter if index > 0 && letter.is_ascii_uppercase() => format!("-{}", letter.to_ascii_lowercase()),
+        letter => letter.to_ascii_lowercase().to_string(),
+    });
+    parts.collect()
 }
 
 /// A parameter that is written as text, as on the command line.

@@ -1,0 +1,105 @@
+use super::*;
+use crate::spread::Spread;
+
+fn curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
+    let cell = |(x, seeds): &(f64, [f64; 3])| Cell { x: *x, seeds: seeds.to_vec(), spread: Spread::of(seeds).unwrap() };
+    Curve { label: label.into(), cells: points.iter().map(cell).collect(), published: Vec::new() }
+}
+
+/// Two panels; in the first `b` is 1.5 to 2 times `a`.
+fn table() -> Table {
+    let first = vec![
+        curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),
+        curve("b", &[(1.0, [4.0, 4.0, 4.0]), (2.0, [6.0, 6.0, 6.0]), (3.0, [16.0, 16.0, 16.0])]),
+        curve("c", &[(1.0, [3.0, 3.0, 3.0]), (2.0, [5.0, 5.0, 5.0]), (3.0, [7.0, 7.0, 7.0])]),
+    ];
+    let second = vec![curve("a", &[(1.0, [1.0; 3])]), curve("b", &[(1.0, [5.0; 3])])];
+    let panel = |title: &str, curves| PanelTable { title: title.into(), curves };
+    Table { seeds: 3, panels: vec![panel("p", first), panel("q", second)] }
+}
+
+fn judge(claim: &str) -> Verdict {
+    let claim: Claim = toml::from_str(&format!("statement = \"s\"\n{claim}")).unwrap();
+    claim.judge(&table())
+}
+
+#[test]
+fn a_value_is_judged_by_its_median_and_every_seed_is_told() {
+    let verdict = judge("value = { series = \"a\", panel = \"p\", at = 3 }\nat_most = 8.5\npublished = 8.2");
+    assert!(verdict.holds);
+    assert_eq!((verdict.measured, verdict.seeds), (Some((8.0, 8.0)), Some((7.0, 9.0))));
+    assert_eq!(verdict.numbers(), "8.000 here (single seeds 7.000 to 9.000); required at most 8.5; published 8.2");
+    let verdict = judge("value = { series = \"a\", panel = \"p\", at = 3 }\nat_least = 8.5");
+    assert!(!verdict.holds);
+    assert_eq!(verdict.word(), "does not hold here");
+}
+
+#[test]
+fn all_points_must_be_within_the_bounds_unless_one_is_taken() {
+    let ratio = |bounds: &str, take: &str| {
+        judge(&format!(
+            "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" }}{take} }}\n{bounds}"
+        ))
+    };
+    let all = ratio("at_least = 1.6", "");
+    assert_eq!((all.holds, all.measured, all.points), (false, Some((1.5, 2.0)), 3));
+    assert!(ratio("at_least = 1.4\nat_most = 2.0", "").holds);
+    assert!(ratio("at_least = 1.6", ", take = \"greatest\"").holds);
+    assert!(!ratio("at_least = 1.6", ", take = \"least\"").holds);
+}
+
+#[test]
+fn a_part_of_the_axis_can_be_judged() {
+    let verdict = judge("value = { series = \"a\", panel = \"p\", from = 2, to = 3, take = \"mean\" }\nat_most = 6");
+    assert_eq!((verdict.holds, verdict.measured), (true, Some((6.0, 6.0))));
+}
+
+#[test]
+fn without_a_panel_every_panel_counts() {
+    let verdict = judge("ratio = { of = { series = \"b\" }, to = { series = \"a\" } }\nat_most = 5");
+    assert_eq!((verdict.holds, verdict.measured, verdict.points), (true, Some((1.5, 5.0)), 4));
+}
+
+#[test]
+fn the_best_of_several_is_taken_point_by_point() {
+    let verdict = judge("value = { least_of = [\"a\", \"c\"], panel = \"p\" }\nat_most = 7");
+    assert_eq!((verdict.holds, verdict.measured), (true, Some((2.0, 7.0))));
+    let verdict = judge("value = { greatest_of = [\"a\", \"c\"], panel = \"p\", at = 3 }\nat_most = 7.5");
+    assert_eq!((verdict.holds, verdict.measured), (false, Some((8.0, 8.0))));
+}
+
+#[test]
+fn where_a_curve_passes_a_height_is_interpolated() {
+    let claim = "value = { series = \"a\", panel = \"p\", reaches = 5 }\nat_least = 2.2\nat_most = 2.3";
+    let verdict = judge(claim);
+    assert_eq!((verdict.holds, verdict.measured), (true, Some((2.25, 2.25))));
+    let never = judge(&claim.replace("= 5", "= 50"));
+    assert_eq!((never.holds, never.measured), (false, None));
+    assert!(never.numbers().starts_with("not reached here"), "{}", never.numbers());
+}
+
+#[test]
+fn quotients_of_quotients_tell_whether_a_gap_grows() {
+    let gap = |at: u8| {
+        format!(
+            "of = {{ series = \"b\", panel = \"p\", at = {at} }}, to = {{ series = \"a\", panel = \"p\", at = {at} }}"
+        )
+    };
+    let verdict = judge(&format!("ratio = {{ {}, than = {{ {} }} }}\nat_least = 1.3", gap(3), gap(2)));
+    assert_eq!((verdict.holds, verdict.measured), (true, Some((2.0 / 1.5, 2.0 / 1.5))));
+}
+
+#[test]
+fn an_order_fails_where_two_curves_cross() {
+    assert!(judge("ascending = { series = [\"a\", \"c\", \"b\"], panel = \"p\", to = 2 }").holds);
+    let crossing = judge("ascending = { series = [\"a\", \"c\", \"b\"], panel = \"p\" }");
+    assert!(!crossing.holds);
+    assert_eq!(crossing.measured.unwrap().0, 7.0 / 8.0);
+    assert_eq!(crossing.bound, "each over the one before, a <= c <= b: at least 1");
+}
+
+#[test]
+fn what_no_table_has_does_not_hold() {
+    let verdict = judge("value = { series = \"absent\", panel = \"p\" }\nat_least = 0");
+    assert_eq!((verdict.holds, verdict.measured), (false, None));
+}

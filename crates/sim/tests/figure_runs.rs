@@ -1,0 +1,78 @@
+//! Every scenario that coreward carries, from its text to the page, at a fraction of its sample size.
+
+use coreward_sim::figure::library::{self, Embedded};
+use coreward_sim::figure::result::{FigureResult, Provenance};
+use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::figure::{draw, page, run};
+
+/// The scenario with one seed and small samples.
+fn small(embedded: &Embedded) -> Scenario {
+    let line = |line: &str| match line.split_once(" = ") {
+        Some(("seeds", _)) => "seeds = 1".to_owned(),
+        Some(("requests", _)) => "requests = 2000".to_owned(),
+        Some(("trace", _)) => "trace = \"campus:seed=1,flows=200,seconds=4\"".to_owned(),
+        _ => line.to_owned(),
+    };
+    let text: String = embedded.text.lines().map(|text| line(text) + "\n").collect();
+    Scenario::parse(embedded.name, &text).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn result(embedded: &Embedded, scenario: &Scenario) -> FigureResult {
+    let table = run::run(scenario, &|_, _| {}).unwrap_or_else(|error| panic!("{}: {error:#}", embedded.name));
+    FigureResult::new(embedded.name, Provenance::new("command".into(), embedded.text), scenario, table)
+}
+
+/// What a figure's files hold.
+fn files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
+    let page = page::page(&[(result.clone(), scenario.clone())]);
+    [result.table.csv(), draw::svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
+}
+
+#[test]
+fn every_scenario_gives_a_whole_figure() {
+    for embedded in library::all() {
+        let scenario = small(&embedded);
+        let result = result(&embedded, &scenario);
+        let name = embedded.name;
+        for (panel, numbers) in scenario.panel.iter().zip(&result.table.panels) {
+            assert_eq!(numbers.curves.len(), scenario.series_of(panel).count(), "{name}");
+            for curve in &numbers.curves {
+                assert!(!curve.cells.is_empty(), "{name}: {}: {} has no point", numbers.title, curve.label);
+            }
+        }
+        let judged = result.claims.iter().filter(|claim| claim.measured.is_some()).count();
+        assert_eq!(judged, scenario.claim.len(), "{name}: a claim has nothing to judge");
+        let [csv, svg, json, page] = files(&result, &scenario);
+        assert_eq!(csv.lines().count(), result.table.rows().len() + 1, "{name}");
+        assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
+        let labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
+        for label in labels {
+            assert!(svg.contains(&format!("\n{label}\n")), "{name}: no {label:?} in the legend");
+        }
+        assert!(page.contains(&svg) && page.trim_end().ends_with("</html>"), "{name}");
+        assert_eq!(serde_json::from_str::<FigureResult>(&json).unwrap().table, result.table, "{name}");
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    for name in ["turbo-2b", "crossrss-2b"] {
+        let embedded = library::named(name).unwrap();
+        let scenario = small(&embedded);
+        let with_threads = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| files(&result(&embedded, &scenario), &scenario))
+        };
+        assert_eq!(with_threads(1), with_threads(3), "{name}");
+    }
+}
+
+#[test]
+fn a_page_needs_nothing_from_elsewhere() {
+    let embedded = library::named("turbo-11").unwrap();
+    let scenario = small(&embedded);
+    let [.., page] = files(&result(&embedded, &scenario), &scenario);
+    for elsewhere in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {
+        assert!(!page.contains(elsewhere), "the page has {elsewhere}");
+    }
+}
