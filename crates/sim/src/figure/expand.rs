@@ -98,7 +98,10 @@ impl Scenario {
             return rpc?.job(measure, seed);
         }
         if let Some(lb) = parameters!(lb) {
-            return lb?.job(measure, seed, &self.lb_policies());
+            return lb?.job(measure, seed, *self.seeds.get_ref(), &self.lb_policies());
+        }
+        if let Some(pcc) = parameters!(pcc) {
+            return pcc?.job(measure, seed, *self.seeds.get_ref());
         }
         Ok(None)
     }

@@ -2,7 +2,7 @@
 
 use super::parameters::throughput;
 use super::scenario::Measure;
-use crate::{lb, rpc};
+use crate::{lb, pcc, rpc};
 
 /// A run; the same job gives the same outcome.
 #[derive(Debug, Clone, PartialEq)]
@@ -13,6 +13,8 @@ pub enum Job {
     Peak(rpc::PeakConfig),
     /// Packets of a trace.
     Lb(lb::Config),
+    /// Connections while the pool changes.
+    Pcc(pcc::Config),
 }
 
 /// What of an outcome is wanted.
@@ -24,6 +26,15 @@ pub struct Wanted {
     pub at_most: Option<f64>,
     /// Of this policy, where a run has several.
     pub policy: Option<String>,
+    /// Of this seed, where a run has several.
+    pub seed: u64,
+}
+
+impl Wanted {
+    /// A measure of the first seed, and no more.
+    pub fn of(measure: Measure) -> Self {
+        Self { measure, at_most: None, policy: None, seed: 1 }
+    }
 }
 
 /// What a run gave.
@@ -33,8 +44,10 @@ pub enum Outcome {
     Rpc(rpc::Outcome),
     /// Of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
     Peak(rpc::Peak, f64),
-    /// Of [`Job::Lb`].
-    Lb(lb::Outcome),
+    /// Of [`Job::Lb`], with its seeds.
+    Lb(lb::Outcome, Vec<u64>),
+    /// Of [`Job::Pcc`].
+    Pcc(pcc::Outcome),
 }
 
 impl Job {
@@ -46,7 +59,8 @@ impl Job {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
             Self::Peak(config) => Outcome::Peak(rpc::peak(config)?, throughput(&config.config, 1.0)),
-            Self::Lb(config) => Outcome::Lb(lb::run(config)?),
+            Self::Lb(config) => Outcome::Lb(lb::run(config)?, config.seeds.clone()),
+            Self::Pcc(config) => Outcome::Pcc(pcc::run(config)?),
         })
     }
 }
@@ -61,12 +75,21 @@ impl Outcome {
                 let throughput = (peak.peak_load * full).min(most);
                 Some(if wanted.measure == Measure::PeakLoad { throughput / full } else { throughput })
             }
-            Self::Lb(outcome) => {
+            Self::Lb(outcome, seeds) => {
                 let policy = outcome.policies.iter().find(|policy| Some(&policy.policy) == wanted.policy.as_ref())?;
+                let measured = policy.seeds.get(seeds.iter().position(|seed| *seed == wanted.seed)?)?;
                 match wanted.measure {
-                    Measure::ServerVariancePct => Some(policy.server_variance_pct.median),
-                    Measure::CoreVariancePct => Some(policy.core_variance_pct.median),
-                    Measure::ServedPct => Some(100.0 - policy.dropped_pct.median),
+                    Measure::ServerVariancePct => Some(measured.server_variance_pct),
+                    Measure::CoreVariancePct => Some(measured.core_variance_pct),
+                    Measure::ServedPct => Some(100.0 - measured.dropped_pct),
+                    _ => None,
+                }
+            }
+            Self::Pcc(outcome) => {
+                let run = run_of(outcome, wanted.seed)?;
+                match wanted.measure {
+                    Measure::BrokenPct => Some(run.broken_pct()),
+                    Measure::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
                     _ => None,
                 }
             }
@@ -79,9 +102,24 @@ impl Outcome {
             Self::Rpc(outcome) if wanted.measure == Measure::P99 => {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
+            Self::Pcc(outcome) => {
+                let of_second: fn(&pcc::Second) -> f64 = match wanted.measure {
+                    Measure::BrokenPct => pcc::Second::broken_pct,
+                    Measure::PoolServers => |second| second.servers as f64,
+                    _ => return None,
+                };
+                // What a second counts is known at its end.
+                let ends = (1..).map(f64::from);
+                Some(ends.zip(run_of(outcome, wanted.seed)?.seconds.iter().map(of_second)).collect())
+            }
             _ => None,
         }
     }
+}
+
+/// The run of that seed; there is one method, and seeds count from 1.
+fn run_of(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::Run> {
+    outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 
 fn of_requests(outcome: &rpc::Outcome, measure: Measure) -> Option<f64> {

@@ -269,6 +269,8 @@ pub enum Measure {
     BrokenPct,
     /// Most loaded server over the mean, averaged over time, minus one, percent.
     ImbalancePct,
+    /// Servers in the pool.
+    PoolServers,
     /// Variance among the servers' CPU use (percent), by second.
     CpuVariance,
 }

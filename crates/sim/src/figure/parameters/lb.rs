@@ -54,13 +54,21 @@ impl Lb {
     }
 
     /// The run that measures this with these parameters, and what of its outcome is wanted. One run goes through the
-    /// traffic once for all `policies`.
-    pub fn job(&self, measure: Measure, seed: u64, policies: &[String]) -> Result<Option<(Job, Wanted)>, Unfit> {
+    /// traffic once for all `policies`, and where all seeds see the same traffic for all of them.
+    pub fn job(
+        &self,
+        measure: Measure,
+        seed: u64,
+        seeds: u64,
+        policies: &[String],
+    ) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         let policy = self.policy.clone().ok_or(missing("policy"))?;
         let default = Config::default();
+        let trace = self.trace.clone().ok_or(missing("trace"))?.0;
         let config = Config {
-            trace: self.trace.clone().ok_or(missing("trace"))?.0,
+            seeds: if trace.varies_with_seed() { vec![seed] } else { (1..=seeds).collect() },
+            trace,
             servers: self.servers.ok_or(missing("servers"))?,
             cores: self.cores.ok_or(missing("cores"))?,
             core_capacity: self.core_capacity,
@@ -70,7 +78,6 @@ impl Lb {
                 Some(IndirectionTables::Balanced) | None => TableDraw::Balanced,
             },
             policies: policies.to_vec(),
-            seeds: vec![seed],
             ..default
         };
         config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
@@ -78,6 +85,6 @@ impl Lb {
         if !measured {
             return Err(Unfit::NotMeasured { kind: KIND, measure });
         }
-        Ok(Some((Job::Lb(config), Wanted { measure, at_most: None, policy: Some(policy) })))
+        Ok(Some((Job::Lb(config), Wanted { policy: Some(policy), seed, ..Wanted::of(measure) })))
     }
 }

@@ -1,9 +1,101 @@
 //! Connections while the pool changes.
-use super::parameters;
+
+use serde::Deserialize;
+
+use super::{Choice, Text, Unfit, parameters, whole};
+use crate::figure::job::{Job, Wanted};
+use crate::figure::scenario::{Measure, Swept};
+use crate::pcc::{Arrivals, Config, Knowledge, Method, Updates};
+
+/// The name of this kind in scenario files.
+pub const KIND: &str = "pcc";
+
+/// What holds where a scenario says nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Experiment {
+    /// The cluster of Cheetah's simulations (NSDI'20, Sect. 2.1).
+    CheetahSimulations,
+    /// The experiment of Cheetah's Figure 9 with its moments of change, second by second.
+    CheetahFigure9,
+}
+
 parameters! {
-    /// `[pcc]`
+    /// `[pcc]`: see `coreward sim pcc --help`, which has the same names.
     pub struct Pcc {
-        /// Method
-        pub method: String,
+        /// What holds where nothing is said.
+        pub experiment: Experiment,
+        /// How load balancers find a connection's server.
+        pub method: Text<Method>,
+        /// Servers in the pool, on average.
+        pub servers: usize,
+        /// Connections that are open at a time, on average.
+        pub connections: f64,
+        /// Servers added or removed.
+        pub updates_per_minute: f64,
+        /// Load balancers added or removed.
+        pub lb_updates_per_minute: f64,
+        /// Load balancers behind equal-cost multi-path.
+        pub load_balancers: usize,
+        /// Length of each run after its warm-up.
+        pub minutes: f64,
+        /// What policies know of the servers' connections.
+        pub knowledge: Choice<Knowledge>,
+    }
+}
+
+impl Pcc {
+    /// These parameters with one replaced.
+    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+        let mut with = self.clone();
+        match swept {
+            Swept::Servers => with.servers = Some(whole(swept, value)?),
+            Swept::Connections => with.connections = Some(value),
+            Swept::UpdatesPerMinute => with.updates_per_minute = Some(value),
+            Swept::ThresholdPct => with.method = Some(Text(with_threshold(with.method, value)?)),
+            Swept::Time => {}
+            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+        }
+        Ok(with)
+    }
+
+    /// The run that measures this with these parameters, and what of its outcome is wanted. One run is of all seeds.
+    pub fn job(&self, measure: Measure, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
+        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+        if !matches!(measure, Measure::BrokenPct | Measure::ImbalancePct | Measure::PoolServers) {
+            return Err(Unfit::NotMeasured { kind: KIND, measure });
+        }
+        let base = match self.experiment.ok_or(missing("experiment"))? {
+            Experiment::CheetahSimulations => Config::default(),
+            Experiment::CheetahFigure9 => Config::cheetah_figure_9(),
+        };
+        let updates = match base.updates {
+            Updates::PerMinute { servers, load_balancers } => Updates::PerMinute {
+                servers: self.updates_per_minute.unwrap_or(servers),
+                load_balancers: self.lb_updates_per_minute.unwrap_or(load_balancers),
+            },
+            at @ Updates::At(_) => at,
+        };
+        let config = Config {
+            servers: self.servers.unwrap_or(base.servers),
+            arrivals: self.connections.map_or(base.arrivals, |connections| Arrivals::Open { connections }),
+            updates,
+            minutes: self.minutes.unwrap_or(base.minutes),
+            load_balancers: self.load_balancers.unwrap_or(base.load_balancers),
+            methods: vec![self.method.clone().ok_or(missing("method"))?.0],
+            knowledge: self.knowledge.map_or(base.knowledge, |knowledge| knowledge.0),
+            seeds,
+            ..base
+        };
+        Ok(Some((Job::Pcc(config), Wanted { seed, ..Wanted::of(measure) })))
+    }
+}
+
+fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, Unfit> {
+    let swept = Swept::ThresholdPct;
+    match method {
+        Some(Text(Method::Beamer { .. })) if percent > 0.0 => Ok(Method::Beamer { threshold: Some(percent / 100.0) }),
+        Some(Text(Method::Beamer { .. })) => Err(Unfit::Value { swept, value: percent }),
+        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the method is not beamer" }),
     }
 }

@@ -101,7 +101,7 @@ impl Rpc {
             }
             _ => return Err(Unfit::NotMeasured { kind: KIND, measure }),
         };
-        Ok(Some((job, Wanted { measure, at_most: self.dispatcher_limit, policy: None })))
+        Ok(Some((job, Wanted { at_most: self.dispatcher_limit, seed, ..Wanted::of(measure) })))
     }
 }
 
