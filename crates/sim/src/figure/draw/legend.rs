@@ -34,7 +34,7 @@ impl Legend {
             entries.push((index, label, (x, row * ROW)));
             x += wide + GAP;
         }
-        Self { entries, remark: style::wrapped(&remark(table), SMALL, width), rows: row + 1 }
+        Self { entries, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }
     }
 
     /// Pixels.
@@ -59,11 +59,18 @@ impl Legend {
     }
 }
 
-fn remark(table: &Table) -> String {
-    let seeds = match table.seeds {
+fn remark(scenario: &Scenario, table: &Table) -> String {
+    let mut remark = match table.seeds {
         1 => "filled: simulated here (one seed)".to_owned(),
         seeds => format!("filled: simulated here, median of {seeds} seeds, lowest to highest as whiskers or band"),
     };
-    let published = table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty());
-    if published { format!("{seeds}; open, dashed: published") } else { seeds }
+    if table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty()) {
+        remark += "; open, dashed: published";
+    }
+    let logarithmic = scenario.panel.iter().zip(&table.panels).filter(|(panel, _)| panel.y.log);
+    let mut cells = logarithmic.flat_map(|(_, numbers)| &numbers.curves).flat_map(|curve| &curve.cells);
+    if cells.any(|cell| cell.spread.median <= 0.0) {
+        remark += "; a logarithmic axis does not show zeros: see the table";
+    }
+    remark
 }

@@ -17,6 +17,7 @@ pub enum Experiment {
     /// The cluster of Cheetah's simulations (NSDI'20, Sect. 2.1).
     CheetahSimulations,
     /// The experiment of Cheetah's Figure 9 with its moments of change, second by second.
+    #[serde(rename = "cheetah-figure-9")]
     CheetahFigure9,
 }
 
