@@ -103,6 +103,9 @@ impl Scenario {
         if let Some(pcc) = parameters!(pcc) {
             return pcc?.job(measure, seed, *self.seeds.get_ref());
         }
+        if let Some(path) = parameters!(path) {
+            return path?.job(measure, seed);
+        }
         Ok(None)
     }
 

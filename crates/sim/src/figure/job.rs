@@ -2,7 +2,7 @@
 
 use super::parameters::throughput;
 use super::scenario::Measure;
-use crate::{lb, pcc, rpc};
+use crate::{lb, path, pcc, rpc};
 
 /// A run; the same job gives the same outcome.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,6 +15,8 @@ pub enum Job {
     Lb(lb::Config),
     /// Connections while the pool changes.
     Pcc(pcc::Config),
+    /// Connections and their requests, through both tiers.
+    Path(path::Config),
 }
 
 /// What of an outcome is wanted.
@@ -48,6 +50,8 @@ pub enum Outcome {
     Lb(lb::Outcome, Vec<u64>),
     /// Of [`Job::Pcc`].
     Pcc(pcc::Outcome),
+    /// Of [`Job::Path`].
+    Path(path::Outcome),
 }
 
 impl Job {
@@ -61,6 +65,7 @@ impl Job {
             Self::Peak(config) => Outcome::Peak(rpc::peak(config)?, throughput(&config.config, 1.0)),
             Self::Lb(config) => Outcome::Lb(lb::run(config)?, config.seeds.clone()),
             Self::Pcc(config) => Outcome::Pcc(pcc::run(config)?),
+            Self::Path(config) => Outcome::Path(path::run(config)?),
         })
     }
 }
@@ -92,6 +97,18 @@ impl Outcome {
                     Measure::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
                     _ => None,
                 }
+            }
+            // A run is of one combination and one seed: every spread is that value.
+            Self::Path(outcome) => {
+                let combination = outcome.combinations.first()?;
+                let spread = match wanted.measure {
+                    Measure::P99 => combination.p99,
+                    Measure::Mean => combination.mean,
+                    Measure::ServerVariancePct => combination.server_variance_pct,
+                    Measure::CoreVariancePct => combination.core_variance_pct,
+                    _ => return None,
+                };
+                Some(spread.median)
             }
         }
     }

@@ -271,8 +271,6 @@ pub enum Measure {
     ImbalancePct,
     /// Servers in the pool.
     PoolServers,
-    /// Variance among the servers' CPU use (percent), by second.
-    CpuVariance,
 }
 
 impl Scenario {

@@ -168,6 +168,9 @@ impl<'a> Frame<'a> {
             return Ok(());
         }
         for cell in published.iter().filter(|cell| self.y.shows(cell.y)) {
+            if let Some((low, high)) = cell.spread {
+                whisker(area, self.x.pixel(cell.x), self.y.pixel(low), self.y.pixel(high), colour)?;
+            }
             marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), shape(index), colour, true)?;
         }
         Ok(())
@@ -245,7 +248,11 @@ fn short(value: f64) -> String {
 /// Every value that the vertical axis should show.
 fn heights(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     let ours = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
-    ours.chain(curve.published.iter().map(|cell| cell.y))
+    let published = curve.published.iter().flat_map(|cell| {
+        let (low, high) = cell.spread.unwrap_or((cell.y, cell.y));
+        [low, cell.y, high]
+    });
+    ours.chain(published)
 }
 
 fn places(curve: &Curve) -> impl Iterator<Item = f64> + '_ {

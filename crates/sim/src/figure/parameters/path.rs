@@ -1,9 +1,93 @@
-//! Connections placed by a load balancer, requests queued at cores.
-use super::parameters;
+//! Connections placed by a load balancer, their requests queued at cores.
+
+use super::{Text, Unfit, parameters, whole};
+use crate::figure::job::{Job, Wanted};
+use crate::figure::scenario::{Measure, Swept};
+use crate::path::Config;
+use crate::rpc::{Policy, Service};
+
+/// The name of this kind in scenario files.
+pub const KIND: &str = "path";
+
 parameters! {
-    /// `[path]`
+    /// `[path]`: see `coreward sim path --help`, which has the same names. Times without a unit are in short service times.
     pub struct Path {
-        /// Method
-        pub method: String,
+        /// Of the load balancer.
+        pub policy: String,
+        /// Inside the servers.
+        pub dispatch: Text<Policy>,
+        /// Servers behind the load balancer.
+        pub servers: u16,
+        /// Cores of each server.
+        pub cores: u16,
+        /// Distribution of service times.
+        pub service: Text<Service>,
+        /// How long a short service time is (us).
+        pub unit_us: f64,
+        /// One-way latency between NIC and cores.
+        pub latency: f64,
+        /// Offered load as a part of what all cores could serve.
+        pub load: f64,
+        /// Mean number of requests of a connection.
+        pub requests_per_connection: f64,
+        /// Mean time between two requests of a connection.
+        pub request_gap: f64,
+        /// Time between two reports.
+        pub report_ms: f64,
+        /// Length of the windows in which variance is measured.
+        pub window_ms: f64,
+        /// How long requests come.
+        pub seconds: f64,
+    }
+}
+
+impl Path {
+    /// These parameters with one replaced.
+    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+        let mut with = self.clone();
+        match swept {
+            Swept::Load => with.load = Some(value),
+            Swept::Servers => with.servers = Some(whole(swept, value)?),
+            Swept::Cores => with.cores = Some(whole(swept, value)?),
+            Swept::RequestsPerServer => with.load = Some(self.load_of(value)?),
+            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+        }
+        Ok(with)
+    }
+
+    /// The load that so many requests a second and server are.
+    fn load_of(&self, requests_per_s: f64) -> Result<f64, Unfit> {
+        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+        let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
+        let service_us = mean * self.unit_us.ok_or(missing("unit_us"))?;
+        Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
+    }
+
+    /// The run that measures this with these parameters, and what of its outcome is wanted.
+    pub fn job(&self, measure: Measure, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
+        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+        if !matches!(measure, Measure::P99 | Measure::Mean | Measure::ServerVariancePct | Measure::CoreVariancePct) {
+            return Err(Unfit::NotMeasured { kind: KIND, measure });
+        }
+        let default = Config::default();
+        let config = Config {
+            policies: vec![self.policy.clone().ok_or(missing("policy"))?],
+            dispatch: vec![self.dispatch.clone().ok_or(missing("dispatch"))?.0],
+            servers: self.servers.ok_or(missing("servers"))?,
+            cores: self.cores.ok_or(missing("cores"))?,
+            service: self.service.clone().ok_or(missing("service"))?.0,
+            unit_us: self.unit_us.ok_or(missing("unit_us"))?,
+            load: self.load.ok_or(missing("load"))?,
+            latency: self.latency.unwrap_or(default.latency),
+            requests_per_connection: self.requests_per_connection.unwrap_or(default.requests_per_connection),
+            request_gap: self.request_gap.unwrap_or(default.request_gap),
+            report_ms: self.report_ms.unwrap_or(default.report_ms),
+            window_ms: self.window_ms.unwrap_or(default.window_ms),
+            seconds: self.seconds.ok_or(missing("seconds"))?,
+            seeds: vec![seed],
+            ..default
+        };
+        config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
+        Ok(Some((Job::Path(config), Wanted { seed, ..Wanted::of(measure) })))
     }
 }

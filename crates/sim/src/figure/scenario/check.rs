@@ -121,6 +121,9 @@ fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<
 fn published(scenario: &Scenario) -> Result<(), Wrong> {
     for published in &scenario.published {
         known_series(scenario, &published.series)?;
+        if published.points.is_empty() {
+            return Err((published.series.span(), "no published points: expected at least one".to_owned()));
+        }
         if panels(scenario, published.panel.as_ref())?.len() > 1 {
             let message = "published values without a panel: expected panel = \"...\", as there are several";
             return Err((published.series.span(), message.to_owned()));
