@@ -45,6 +45,8 @@ pub struct Fleet {
     table: PlacementTable,
     state: PlacementState,
     sequence: u64,
+    /// Connections placed since the previous report.
+    opened_connections: u64,
     /// Every key met so far with its unrolled tables; the first is the fleet's.
     hashers: Vec<(RssKey, ToeplitzTables)>,
     /// Position in `hashers` of each group of the table in force.
@@ -70,6 +72,7 @@ impl Fleet {
             table: PlacementTable::empty(plan.buckets),
             state: PlacementState::default(),
             sequence: 0,
+            opened_connections: 0,
             hashers: vec![(plan.key.clone(), plan.key.tables())],
             hasher_of_group: Vec::new(),
             plan,
@@ -101,7 +104,9 @@ impl Fleet {
             rss: Some(self.rss[position].clone()),
             open_connections: open_connections[position],
         });
-        let table = policy.place(&Pool::new(servers.collect(), 1), self.plan.buckets, self.sequence);
+        let pool =
+            Pool::new(servers.collect(), 1).with_opened_connections(std::mem::take(&mut self.opened_connections));
+        let table = policy.place(&pool, self.plan.buckets, self.sequence);
         self.switch(table);
     }
 
@@ -125,6 +130,7 @@ impl Fleet {
     /// # Panics
     /// Before the first report: no table is in force.
     pub fn place(&mut self, connection: &FourTuple) -> usize {
+        self.opened_connections += 1;
         let bytes = connection.bytes();
         let (hashers, hasher_of_group) = (&self.hashers, &self.hasher_of_group);
         let hash = |group: usize| hashers[hasher_of_group[group]].1.hash(&bytes);

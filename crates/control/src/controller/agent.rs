@@ -43,6 +43,9 @@ pub struct Newest {
     pub fresh_until: Duration,
     /// As reported.
     pub open_connections: u32,
+    /// Connections opened since the report before this one: SYNs that its programs saw. `None`: they have seen none at all
+    /// yet (there may be no programs), or this is the first report.
+    pub opened_connections: Option<u64>,
     /// As reported.
     pub rss_matched: u64,
     /// As reported.
@@ -102,7 +105,11 @@ impl Agent {
         }
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
+        let opened = syns(report.rss_matched, report.rss_mismatched, &report.counters);
+        let before = self.newest.as_ref().map(|old| syns(old.rss_matched, old.rss_mismatched, &old.counters));
         self.newest = Some(Newest {
+            // A counter that went back belongs to programs that were loaded anew.
+            opened_connections: before.filter(|_| opened > 0).map(|before| opened.saturating_sub(before)),
             received: now.monotonic,
             fresh_until: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
@@ -113,6 +120,13 @@ impl Agent {
         });
         Ok(())
     }
+}
+
+/// SYNs that the server's programs have seen since they were loaded: those whose receive queue they could predict, rightly or
+/// not, and the rest.
+fn syns(matched: u64, mismatched: u64, counters: &[(String, u64)]) -> u64 {
+    let unpredicted = counters.iter().find(|(name, _)| name == "rss_unpredicted").map_or(0, |(_, count)| *count);
+    matched + mismatched + unpredicted
 }
 
 impl KnownRss {

@@ -212,7 +212,14 @@ impl Controller {
     /// The service's pool as a policy sees it.
     fn pool(&self, service: &FleetService, now: Now) -> Pool {
         let servers = service.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
-        Pool::new(servers, self.load_balancers.count() as u32)
+        let pool = Pool::new(servers, self.load_balancers.count() as u32);
+        // Reports and ticks have the same interval, so what a server's newest report adds is what this tick adds.
+        let agents = service.members.keys().filter_map(|id| self.agent(*id)).filter(|agent| agent.is_fresh(now));
+        let opened = agents.filter_map(|agent| agent.newest.as_ref()?.opened_connections);
+        match opened.reduce(|sum, connections| sum + connections) {
+            Some(connections) => pool.with_opened_connections(connections),
+            None => pool,
+        }
     }
 
     fn pool_server(&self, service: &FleetService, id: ServerId, now: Now) -> PoolServer {

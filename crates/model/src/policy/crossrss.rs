@@ -30,7 +30,8 @@ impl Policy for CrossRss {
 }
 
 /// A table with the least loaded cores of each bucket; `per_bucket` gives how many from the number of eligible servers
-/// and of groups.
+/// and of groups. A table of one candidate knows nothing before the first report, and is striped; one of several at least
+/// counts what it assigns.
 pub fn core_aware(
     pool: &Pool,
     buckets: BucketCount,
@@ -40,11 +41,12 @@ pub fn core_aware(
     per_bucket: impl Fn(usize, usize) -> usize,
 ) -> PlacementTable {
     let groups = rss_groups(pool, fallback);
-    if !pool.has_loads() {
+    let nobody = pool.eligible().next().is_none();
+    if nobody || (!pool.has_loads() && rule == Rule::Table) {
         return striped(pool, buckets, generation, groups[0].key.clone());
     }
     let mut table = table_of(pool, rule, buckets, generation, groups[0].key.clone());
     let per_bucket = per_bucket(table.members.len(), groups.len());
-    fill_candidates(&mut table, &groups, buckets, pool.neutral_load(), per_bucket);
+    fill_candidates(&mut table, &groups, buckets, pool, per_bucket);
     table
 }

@@ -1,10 +1,17 @@
-//! `crossrss-plus`, ours: `crossrss` that also knows what was assigned since the last report.
+//! `crossrss-plus`, ours: `crossrss` that also counts what was assigned since the last report.
 //!
 //! Between two reports every bucket of `crossrss` sends all its new connections to the core that was least loaded at the
-//! last one; a burst then piles up there. Here the data plane gets several candidates per bucket, and counts the
-//! connections it gives to each core: a connection goes to the candidate of least load + assigned x cost. The cost is what
-//! a connection adds to the smoothed load at the next report. The counts start anew with every table. docs/policies.md
-//! says what else was tried, and what it gave.
+//! last one; they pile up there. Here the data plane gets several candidates per bucket, and counts the connections it gives
+//! to each core: a connection goes to the candidate of least load + assigned x cost. The counts start anew with every table.
+//!
+//! What a new connection costs nobody knows when it starts: most are gone at the next report, and a few bring most of the load.
+//! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count as much as the
+//! loads differ: they then fill the deficits in proportion, and the least loaded core gets the most but not all. A pool that is
+//! nearly even has a small cost, and one that a burst has just filled a large one.
+//!
+//! Until the first report all candidates are equal, and connections are spread evenly over cores.
+//!
+//! docs/policies.md says what else was tried, and what it gave.
 
 use coreward_intf as intf;
 
@@ -16,25 +23,59 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
 
-/// How much of a new connection's load the next report shows: the EWMA's published alpha. The best or nearly so on each
-/// of four workloads; counting in full, or a quarter, was up to half as bad again on some (docs/policies.md).
-const SHARE_AT_NEXT_REPORT: f64 = 0.5;
+/// How far one interval's connections fill the deficits: 1 is just up to the mean load. A little farther, since the loaded
+/// cores also lose connections meanwhile; 1 to 2 are alike at 10 Hz, 3 to 5 are better at 1 Hz (docs/policies.md).
+const FILL: f64 = 1.5;
+
+/// Weight of the newest interval in the number of connections per interval. Small: that number should be what is to be
+/// expected, not what happened to come.
+const OPENED_ALPHA: f64 = 0.1;
+
+/// Where the number of new connections is not known: how much of the load that a connection brings on average each one
+/// counts. The next report shows half of it (the EWMA's published alpha).
+const SHARE_OF_MEAN: f64 = 0.5;
+
+/// How much an assigned connection counts.
+enum Cost {
+    /// By the deficits and the connections per interval, here smoothed.
+    Deficit { opened: Option<f64> },
+    /// This share of what an open connection brings on average.
+    Share(f64),
+}
 
 /// `crossrss` that counts what it assigned since the last report.
 pub struct CrossRssPlus {
     key: RssKey,
-    share: f64,
+    cost: Cost,
 }
 
 impl CrossRssPlus {
     /// The policy as the registry has it.
     pub fn new(seed: u64) -> Self {
-        Self::counting(seed, SHARE_AT_NEXT_REPORT)
+        Self { key: independent_key(seed), cost: Cost::Deficit { opened: None } }
     }
 
-    /// The policy with connections counted as `share` of what one brings on average: for comparing, 0 is `crossrss`.
+    /// The policy with connections counted as `share` of what an open one brings on average: for comparing, 0 is `crossrss`.
     pub fn counting(seed: u64, share: f64) -> Self {
-        Self { key: independent_key(seed), share }
+        Self { key: independent_key(seed), cost: Cost::Share(share) }
+    }
+}
+
+impl Cost {
+    /// What one connection counts, as a load.
+    fn of_connection(&mut self, pool: &Pool) -> f64 {
+        match self {
+            Cost::Share(share) => *share * pool.load_per_connection(),
+            Cost::Deficit { opened } => {
+                let Some(newest) = pool.opened_connections else {
+                    return SHARE_OF_MEAN * pool.load_per_connection();
+                };
+                let newest = newest as f64;
+                let smoothed = opened.map_or(newest, |old| OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old);
+                *opened = Some(smoothed);
+                FILL * pool.load_deficit() / smoothed.max(1.0)
+            }
+        }
     }
 }
 
@@ -49,9 +90,9 @@ impl Policy for CrossRssPlus {
             |servers: usize, groups: usize| servers.min(intf::MAX_CANDIDATES as usize).min(fits(groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket);
         // Every load balancer sees only its own assignments; the others' are about as many.
-        let cost = self.share * pool.load_per_connection() * f64::from(pool.load_balancers);
-        // At least the smallest step: in a pool without load and connections, all of whose cores are equal, the first
-        // burst is then spread evenly and does not pile up on the lowest id.
+        let cost = self.cost.of_connection(pool) * f64::from(pool.load_balancers);
+        // At least the smallest step: in a pool all of whose cores are equal, a burst is then spread evenly and does not
+        // pile up on the lowest id.
         table.assignment_cost = fixed_point(cost).max(1);
         table
     }

@@ -69,9 +69,10 @@ pub fn fill_candidates(
     table: &mut PlacementTable,
     groups: &[RssGroup<'_>],
     buckets: BucketCount,
-    neutral: f64,
+    pool: &Pool,
     per_bucket: usize,
 ) {
+    let (neutral, without_loads) = (pool.neutral_load(), !pool.has_loads());
     let mut core_slots = CoreSlots { slots: &mut table.core_slots, by_core: std::collections::HashMap::new() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
@@ -80,12 +81,19 @@ pub fn fill_candidates(
             let mut found = candidates_of_bucket(group, bucket, buckets, neutral);
             // Strictly smallest load, ties to the lowest id (CrossRSS as published).
             let order = |(a, a_load): &(Core, f64), (b, b_load): &(Core, f64)| a_load.total_cmp(b_load).then(a.cmp(b));
-            if per_bucket < found.len() {
+            if without_loads {
+                // All are equal, so their order decides: as many buckets start with one server as with another.
+                let first = bucket as usize % found.len();
+                found.sort_by_key(|(core, _)| *core);
+                found.rotate_left(first);
+            } else if per_bucket < found.len() {
                 // Of a thousand servers only these few are sorted.
                 found.select_nth_unstable_by(per_bucket, order);
                 found.truncate(per_bucket);
             }
-            found.sort_by(order);
+            if !without_loads {
+                found.sort_by(order);
+            }
             for position in 0..per_bucket {
                 let (core, load) = found[position.min(found.len() - 1)];
                 let core_slot = core_slots.slot(core);

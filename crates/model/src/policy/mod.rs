@@ -51,13 +51,19 @@ pub struct PoolServer {
 pub struct Pool {
     servers: Vec<PoolServer>,
     load_balancers: u32,
+    opened_connections: Option<u64>,
 }
 
 impl Pool {
     /// `load_balancers`: how many of them share the service's new connections (0 counts as 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
         servers.sort_by_key(|server| server.id);
-        Self { servers, load_balancers: load_balancers.max(1) }
+        Self { servers, load_balancers: load_balancers.max(1), opened_connections: None }
+    }
+
+    /// The same pool, in which so many connections were opened since the previous tick.
+    pub fn with_opened_connections(self, connections: u64) -> Self {
+        Self { opened_connections: Some(connections), ..self }
     }
 
     /// All servers, by id.
@@ -79,6 +85,13 @@ impl Pool {
     pub fn neutral_load(&self) -> f64 {
         let known: Vec<f64> = self.eligible().filter_map(|server| server.loads.as_ref()).flatten().copied().collect();
         crate::statistics::mean(&known).unwrap_or(0.0)
+    }
+
+    /// What is missing in all to bring every core below the mean load up to it.
+    pub fn load_deficit(&self) -> f64 {
+        let mean = self.neutral_load();
+        let loads = self.eligible().filter_map(|server| server.loads.as_ref()).flatten();
+        loads.map(|load| (mean - load).max(0.0)).sum()
     }
 
     /// Load that a connection brings, on average: all load over all open connections.

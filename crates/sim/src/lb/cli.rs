@@ -12,8 +12,8 @@ use crate::trace::capture::ReadOptions;
 /// Arguments of `coreward sim lb`.
 #[derive(Debug, clap::Args)]
 pub struct LbArgs {
-    /// The traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward demo`, or the generator
-    /// campus[:seed=1,flows=3000,seconds=10]
+    /// The traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward demo`, or a
+    /// generator: campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
     #[arg(long, default_value = "campus")]
     trace: Source,
     /// Servers

@@ -24,8 +24,8 @@ use rand::{Rng as _, RngExt as _};
 use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
+use super::settings::{SettingError, settings};
 use super::{Batch, Event, Opening, Packet, Trace, TraceError};
-use crate::names::UnknownName;
 
 /// A part of the mixture of packets per flow: its weight, and what is drawn (SciPy's parameters; `loc` is 0 throughout).
 struct Part {
@@ -79,8 +79,6 @@ const HISTORY_SLICE_NS: u64 = 100_000_000;
 /// [`seeded_rng`]'s stream for this generator.
 const PURPOSE_CAMPUS: u64 = 20;
 
-const SETTINGS: [&str; 4] = ["seed", "flows", "seconds", "history"];
-
 /// What to generate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Campus {
@@ -100,54 +98,20 @@ impl Default for Campus {
     }
 }
 
-/// Text after `campus:` that says nothing about it.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum CampusError {
-    /// Not `name=value`.
-    #[error("campus: {0:?}: expected name=value, as in campus:seed=1,flows=3000,seconds=10")]
-    NotAPair(String),
-    /// There is no such name.
-    #[error("campus: {0}")]
-    Name(#[from] UnknownName),
-    /// The value does not fit.
-    #[error("campus: {name}={value}: expected {expected}")]
-    Value {
-        /// What is set.
-        name: &'static str,
-        /// To what.
-        value: String,
-        /// What would do.
-        expected: &'static str,
-    },
-}
-
 impl FromStr for Campus {
-    type Err = CampusError;
+    type Err = SettingError;
 
-    /// Reads `seed=1,flows=3000,seconds=10`; what is missing has its default.
-    fn from_str(text: &str) -> Result<Self, CampusError> {
+    /// Reads `seed=1,flows=3000,seconds=10,history=300`; what is missing has its default.
+    fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut campus = Self::default();
-        for pair in text.split(',').filter(|pair| !pair.is_empty()) {
-            let (name, value) = pair.split_once('=').ok_or_else(|| CampusError::NotAPair(pair.to_owned()))?;
-            let wrong = |name, expected| CampusError::Value { name, value: value.to_owned(), expected };
-            match name {
-                "seed" => {
-                    campus.seed = Some(value.parse().map_err(|_| wrong("seed", "an integer from 0 to 2^64 - 1"))?);
-                }
-                "flows" => {
-                    let flows = value.parse().ok().filter(|flows| (1.0..=1e6).contains(flows));
-                    campus.flows_per_s = flows.ok_or_else(|| wrong("flows", "flows per second, 1 to 1000000"))?;
-                }
-                "seconds" => {
-                    let seconds = value.parse().ok().filter(|seconds| (1..=3_600).contains(seconds));
-                    campus.seconds = seconds.ok_or_else(|| wrong("seconds", "a whole number of seconds, 1 to 3600"))?;
-                }
-                "history" => {
-                    let history = value.parse().ok().filter(|history| *history <= LONGEST_LIFE_S as u64);
-                    campus.history_s =
-                        history.ok_or_else(|| wrong("history", "a whole number of seconds, 0 to 300"))?;
-                }
-                other => return Err(UnknownName::new("setting", other, SETTINGS).into()),
+        for setting in settings("campus", text) {
+            let setting = setting?;
+            match setting.name {
+                "seed" => campus.seed = Some(setting.within(0..=u64::MAX)?),
+                "flows" => campus.flows_per_s = setting.within(1..=1_000_000)? as f64,
+                "seconds" => campus.seconds = setting.within(1..=3_600)?,
+                "history" => campus.history_s = setting.within(0..=LONGEST_LIFE_S as u64)?,
+                _ => return Err(setting.unknown(&["seed", "flows", "seconds", "history"])),
             }
         }
         Ok(campus)
@@ -155,7 +119,7 @@ impl FromStr for Campus {
 }
 
 /// A flow that has packets left. Times are in ns after the start of the history.
-struct Active {
+pub(super) struct Active {
     /// When its next packet is due.
     next_ns: f64,
     interval_ns: f64,
@@ -166,6 +130,10 @@ struct Active {
 }
 
 impl Active {
+    pub fn new(number: u32, first_ns: f64, rate: f64, packets: u32, tuple: FourTuple) -> Self {
+        Self { next_ns: first_ns, interval_ns: 1e9 / rate, left: packets, number, is_new: true, tuple }
+    }
+
     fn opening(&self) -> Opening {
         Opening { tuple: self.tuple, rate: Some(1e9 / self.interval_ns) }
     }
@@ -192,7 +160,7 @@ pub struct CampusTrace {
 }
 
 /// Opening of a flow with what its packet is sorted by.
-type Sorted = ((u64, u32), Opening);
+pub(super) type Sorted = ((u64, u32), Opening);
 
 impl CampusTrace {
     /// The traffic of `campus`, with this seed if it names none.
@@ -222,7 +190,7 @@ impl CampusTrace {
             let gap: f64 = Exp1.sample(&mut self.draw.rng);
             self.next_arrival_s += gap * self.mean_gap_s;
             let (length, rate) = (self.draw.length(), self.draw.rate());
-            let rate = rate.max(length / LONGEST_LIFE_S).min(HIGHEST_RATE);
+            let rate = rate.max(length / LONGEST_LIFE_S);
             let tuple = self.draw.tuple();
             // Packets that were sent before the trace (with its history) starts.
             let sent = (-(arrival_s + history_s) * rate).ceil().max(0.0);
@@ -233,14 +201,8 @@ impl CampusTrace {
                 self.unused += 1;
                 self.unused - 1
             });
-            self.active.push(Active {
-                next_ns: (arrival_s + history_s + sent / rate) * 1e9,
-                interval_ns: 1e9 / rate,
-                left: (length - sent) as u32,
-                number,
-                is_new: true,
-                tuple,
-            });
+            let first_ns = (arrival_s + history_s + sent / rate) * 1e9;
+            self.active.push(Active::new(number, first_ns, rate, (length - sent) as u32, tuple));
         }
     }
 
@@ -269,12 +231,9 @@ impl CampusTrace {
         self.finish_slice(batch, openings, until_ns);
     }
 
-    fn finish_slice(&mut self, batch: &mut Batch, mut openings: Vec<Sorted>, until_ns: u64) {
+    fn finish_slice(&mut self, batch: &mut Batch, openings: Vec<Sorted>, until_ns: u64) {
         self.free.extend(self.active.extract_if(.., |flow| flow.left == 0).map(|flow| flow.number));
-        // A flow that begins and ends in the same ns begins first.
-        batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
-        openings.sort_unstable_by_key(|(key, _)| *key);
-        batch.openings.extend(openings.into_iter().map(|(_, opening)| opening));
+        sort(batch, openings);
         self.slice_start_ns = until_ns;
     }
 }
@@ -302,6 +261,14 @@ impl Trace for CampusTrace {
     }
 }
 
+/// Brings the packets of a batch into the order of their times, and the flows' openings with them.
+pub(super) fn sort(batch: &mut Batch, mut openings: Vec<Sorted>) {
+    // A flow that begins and ends in the same ns begins first.
+    batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
+    openings.sort_unstable_by_key(|(key, _)| *key);
+    batch.openings.extend(openings.into_iter().map(|(_, opening)| opening));
+}
+
 /// Appends what happens to the flow up to a time of the history.
 fn begin_or_expire(flow: &mut Active, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
     let event = |time_ns, event| Packet { time_ns, flow: flow.number, bytes: 0, event };
@@ -325,7 +292,7 @@ fn skip_packets_before(flow: &mut Active, now_ns: f64) {
 }
 
 /// Appends the flow's packets up to a time.
-fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
+pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
     while flow.left > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
         let event = match (flow.is_new, flow.left == 1) {
@@ -345,7 +312,7 @@ fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, openings: &
 }
 
 /// Draws what flows are like.
-struct Draw {
+pub(super) struct Draw {
     rng: Xoshiro256PlusPlus,
     rate: LogNormal<f64>,
     /// Of each part of the mixture: the sum of the weights up to it, and its distribution.
@@ -358,7 +325,7 @@ enum Sampler {
 }
 
 impl Draw {
-    fn new(seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         let mut below = 0.0;
         let parts = MIXTURE.iter().map(|part| {
             below += part.weight;
@@ -391,13 +358,18 @@ impl Draw {
         }
     }
 
-    /// Packets per second, before the limits.
-    fn rate(&mut self) -> f64 {
-        MEDIAN_RATE * self.rate.sample(&mut self.rng)
+    /// Packets per second, of a flow of any length.
+    pub fn rate(&mut self) -> f64 {
+        (MEDIAN_RATE * self.rate.sample(&mut self.rng)).min(HIGHEST_RATE)
+    }
+
+    /// Uniform below 1.
+    pub fn uniform(&mut self) -> f64 {
+        self.rng.random()
     }
 
     /// A client somewhere, to one service.
-    fn tuple(&mut self) -> FourTuple {
+    pub fn tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from_bits(self.rng.next_u32());
         let port = 1_024 + uniform_below(&mut self.rng, 64_512) as u16;
         FourTuple::ipv4((client, port), (Ipv4Addr::new(10, 200, 0, 1), 443))
@@ -500,7 +472,7 @@ mod tests {
             Ok(Campus { seed: Some(7), seconds: 3, history_s: 0, ..Campus::default() })
         );
         let error = |text: &str| text.parse::<Campus>().unwrap_err().to_string();
-        assert_eq!(error("seconds=0"), "campus: seconds=0: expected a whole number of seconds, 1 to 3600");
+        assert_eq!(error("seconds=0"), "campus: seconds=0: expected a whole number from 1 to 3600");
         assert!(error("flow=3").contains("did you mean flows?"));
         assert!(error("flows").contains("expected name=value"));
     }

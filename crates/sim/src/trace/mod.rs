@@ -2,6 +2,7 @@
 //!
 //! * [`Source`]: what a user names: `campus`, a capture, an arrival log
 //! * [`campus`]: a generator of a university uplink's traffic
+//! * [`burst`]: connections that are opened all at once
 //! * [`capture`]: pcap and pcapng files
 //! * [`arrivals`]: the arrival logs of the demo
 //! * [`overlay`]: several copies of a trace at once
@@ -10,15 +11,18 @@
 //! that whoever keeps an array with an entry per flow needs memory for the flows that are open at once, not for all.
 
 pub mod arrivals;
+pub mod burst;
 pub mod campus;
 pub mod capture;
 pub mod overlay;
+mod settings;
 mod source;
 
 use std::collections::BTreeMap;
 
 use coreward_model::FourTuple;
 
+pub use settings::SettingError;
 pub use source::{Source, SourceError};
 
 /// A packet, or the end of a flow.

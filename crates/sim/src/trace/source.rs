@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::arrivals::ArrivalTrace;
-use super::campus::{Campus, CampusError, CampusTrace};
+use super::burst::{Burst, BurstTrace};
+use super::campus::{Campus, CampusTrace};
 use super::capture::{Begins, CaptureTrace, ReadOptions, input};
 use super::overlay::{Cut, Overlay};
+use super::settings::SettingError;
 use super::{Batch, Trace, TraceError};
 
 /// What `--trace` names.
@@ -15,6 +17,8 @@ use super::{Batch, Trace, TraceError};
 pub enum Source {
     /// The generator.
     Campus(Campus),
+    /// Connections opened all at once.
+    Burst(Burst),
     /// A capture or an arrival log.
     File(PathBuf),
 }
@@ -22,9 +26,9 @@ pub enum Source {
 /// Text that names no trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SourceError {
-    /// The generator's settings are wrong.
+    /// A generator's settings are wrong.
     #[error(transparent)]
-    Campus(#[from] CampusError),
+    Setting(#[from] SettingError),
     /// Nothing is named.
     #[error("a trace without a name: expected a file, or campus[:seed=1,flows=3000,seconds=10]")]
     Empty,
@@ -44,6 +48,8 @@ impl FromStr for Source {
             _ if text.is_empty() => Err(SourceError::Empty),
             Some(("campus", settings)) => Ok(Source::Campus(settings.parse()?)),
             None if text == "campus" => Ok(Source::default()),
+            Some(("burst", settings)) => Ok(Source::Burst(settings.parse()?)),
+            None if text == "burst" => Ok(Source::Burst(Burst::default())),
             _ => Ok(Source::File(text.into())),
         }
     }
@@ -52,7 +58,7 @@ impl FromStr for Source {
 impl Source {
     /// Whether each seed sees traffic of its own.
     pub fn varies_with_seed(&self) -> bool {
-        matches!(self, Source::Campus(Campus { seed: None, .. }))
+        matches!(self, Source::Campus(Campus { seed: None, .. }) | Source::Burst(Burst { seed: None, .. }))
     }
 
     /// The traffic of `seed` (which only [`Source::varies_with_seed`] looks at), from its start.
@@ -62,6 +68,7 @@ impl Source {
     pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             Source::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
+            Source::Burst(burst) => Ok(Box::new(BurstTrace::new(burst, seed))),
             Source::File(path) => open_file(path, options),
         }
     }

@@ -1,0 +1,96 @@
+//! `burst`: connections that are all opened within 100 ms, and none after: what a report comes too late for.
+//!
+//! The fleet is idle for half a second before, and has reported that. Each connection sends evenly spaced packets until the end, at
+//! a rate drawn as [`super::campus`] draws it (lognormal, median 150 packets/s, sigma 1.3, at most 4,000).
+
+use std::str::FromStr;
+
+use super::campus::{Active, Draw, Sorted, emit, sort};
+use super::settings::{SettingError, settings};
+use super::{Batch, Trace, TraceError};
+
+/// The burst starts then (ns): within the first window, which is not measured.
+const START_NS: u64 = 500_000_000;
+/// And has ended so much later (ns).
+const WIDTH_NS: u64 = 100_000_000;
+/// Packets are drawn and sorted this much at a time (ns).
+const SLICE_NS: u64 = 20_000_000;
+
+/// What to generate.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Burst {
+    /// Draws everything; `None`: each run draws traffic of its own from its own seed.
+    pub seed: Option<u64>,
+    /// How many connections are opened, 1 to 1,000,000.
+    pub connections: u32,
+    /// Duration (s), 2 to 3,600.
+    pub seconds: u64,
+}
+
+impl Default for Burst {
+    fn default() -> Self {
+        Self { seed: None, connections: 1_000, seconds: 5 }
+    }
+}
+
+impl FromStr for Burst {
+    type Err = SettingError;
+
+    /// Reads `seed=1,connections=1000,seconds=5`; what is missing has its default.
+    fn from_str(text: &str) -> Result<Self, SettingError> {
+        let mut burst = Self::default();
+        for setting in settings("burst", text) {
+            let setting = setting?;
+            match setting.name {
+                "seed" => burst.seed = Some(setting.within(0..=u64::MAX)?),
+                "connections" => burst.connections = setting.within(1..=1_000_000)? as u32,
+                "seconds" => burst.seconds = setting.within(2..=3_600)?,
+                _ => return Err(setting.unknown(&["seed", "connections", "seconds"])),
+            }
+        }
+        Ok(burst)
+    }
+}
+
+/// The traffic of one seed.
+pub struct BurstTrace {
+    active: Vec<Active>,
+    slice_start_ns: u64,
+    end_ns: u64,
+}
+
+impl BurstTrace {
+    /// The traffic of `burst`, with this seed if it names none.
+    pub fn new(burst: &Burst, seed: u64) -> Self {
+        let mut draw = Draw::new(burst.seed.unwrap_or(seed));
+        let end_ns = burst.seconds * 1_000_000_000;
+        let active = (0..burst.connections).map(|number| {
+            let start_ns = START_NS as f64 + draw.uniform() * WIDTH_NS as f64;
+            let rate = draw.rate();
+            // More than it can send until the end.
+            let packets = rate * end_ns as f64 / 1e9 + 1.0;
+            Active::new(number, start_ns, rate, packets as u32, draw.tuple())
+        });
+        Self { active: active.collect(), slice_start_ns: 0, end_ns }
+    }
+}
+
+impl Trace for BurstTrace {
+    fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
+        batch.clear();
+        while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
+            let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
+            let mut openings: Vec<Sorted> = Vec::new();
+            for flow in &mut self.active {
+                emit(flow, until_ns as f64, &mut batch.packets, &mut openings);
+            }
+            sort(batch, openings);
+            self.slice_start_ns = until_ns;
+        }
+        Ok(())
+    }
+
+    fn end_ns(&self) -> Option<u64> {
+        Some(self.end_ns)
+    }
+}
