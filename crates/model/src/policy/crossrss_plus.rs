@@ -9,23 +9,30 @@
 //! loads differ: they then fill the deficits in proportion, and the least loaded core gets the most but not all. A pool that is
 //! nearly even has a small cost, and one that a burst has just filled a large one.
 //!
+//! The load of a core is the mean of two: as it is now (smoothed as for every policy) and as it was over the last reports. A
+//! core from which a heavy connection has just gone gets more than its share until it has caught up, and not only until it
+//! is level: that evens out the work done, not the load of the moment.
+//!
 //! Until the first report all candidates are equal, and connections are spread evenly over cores.
 //!
 //! docs/policies.md says what else was tried, and what it gave.
+
+use std::collections::BTreeMap;
 
 use coreward_intf as intf;
 
 use super::crossrss::core_aware;
 use super::{Policy, Pool, independent_key};
+use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
 
-/// How far one interval's connections fill the deficits: 1 is just up to the mean load. A little farther, since the loaded
-/// cores also lose connections meanwhile; 1 to 2 are alike at 10 Hz, 3 to 5 are better at 1 Hz (docs/policies.md).
-const FILL: f64 = 1.5;
+/// Weight of the newest report in the load over the last reports: they are remembered about five reports long, half a second
+/// at 10 Hz. 0.1 to 0.3 are alike (docs/policies.md).
+const RECENT_ALPHA: f64 = 0.2;
 
 /// Weight of the newest interval in the number of connections per interval. Small: that number should be what is to be
 /// expected, not what happened to come.
@@ -47,17 +54,18 @@ enum Cost {
 pub struct CrossRssPlus {
     key: RssKey,
     cost: Cost,
+    recent: RecentLoads,
 }
 
 impl CrossRssPlus {
     /// The policy as the registry has it.
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed), cost: Cost::Deficit { opened: None } }
+        Self { key: independent_key(seed), cost: Cost::Deficit { opened: None }, recent: RecentLoads::default() }
     }
 
     /// The policy with connections counted as `share` of what an open one brings on average: for comparing, 0 is `crossrss`.
     pub fn counting(seed: u64, share: f64) -> Self {
-        Self { key: independent_key(seed), cost: Cost::Share(share) }
+        Self { key: independent_key(seed), cost: Cost::Share(share), recent: RecentLoads::default() }
     }
 }
 
@@ -73,9 +81,34 @@ impl Cost {
                 let newest = newest as f64;
                 let smoothed = opened.map_or(newest, |old| OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old);
                 *opened = Some(smoothed);
-                FILL * pool.load_deficit() / smoothed.max(1.0)
+                pool.load_deficit() / smoothed.max(1.0)
             }
         }
+    }
+}
+
+/// The cores' loads over the last reports.
+#[derive(Default)]
+struct RecentLoads {
+    of_server: BTreeMap<ServerId, Vec<f64>>,
+}
+
+impl RecentLoads {
+    /// Takes in the newest loads; the pool with the mean of newest and recent loads.
+    fn evened(&mut self, pool: &Pool) -> Pool {
+        let mut evened = pool.clone();
+        self.of_server.retain(|id, _| pool.servers().iter().any(|server| server.id == *id && server.loads.is_some()));
+        for server in &mut evened.servers {
+            let Some(loads) = &mut server.loads else { continue };
+            let recent = self.of_server.entry(server.id).or_insert_with(|| loads.clone());
+            // Cores may have been added or removed.
+            recent.resize(loads.len(), 0.0);
+            for (load, recent) in loads.iter_mut().zip(recent) {
+                *recent += RECENT_ALPHA * (*load - *recent);
+                *load = (*load + *recent) / 2.0;
+            }
+        }
+        evened
     }
 }
 
@@ -85,6 +118,7 @@ impl Policy for CrossRssPlus {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let pool = &self.recent.evened(pool);
         let fits = |groups: usize| intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
         let per_bucket =
             |servers: usize, groups: usize| servers.min(intf::MAX_CANDIDATES as usize).min(fits(groups)).max(1);
