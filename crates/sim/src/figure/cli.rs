@@ -100,27 +100,28 @@ fn asked(args: &FigureArgs) -> anyhow::Result<Vec<Asked>> {
         args.names.iter().map(|name| library::named(name)).collect::<Result<_, _>>()?
     };
     for figure in embedded {
-        let provenance = Provenance::new(format!("coreward figure {}", figure.name), figure.text);
-        asked.push(Asked { name: figure.name.to_owned(), scenario: figure.scenario()?, provenance });
+        let (scenario, provenance) = (figure.scenario()?, figure.provenance());
+        asked.push(Asked { name: figure.name.to_owned(), scenario, provenance });
     }
     for path in &args.scenario {
-        let scenario = Scenario::read(path)?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read the scenario {}", path.display()))?;
+        let scenario = Scenario::parse(&path.display().to_string(), &text)?;
         let name =
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
-        let text = std::fs::read_to_string(path)?;
         let file = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
         let provenance = Provenance::new(format!("coreward figure --scenario {file}"), &text);
         asked.push(Asked { name: name.to_owned(), scenario, provenance });
     }
-    if let Some((name, _)) = twice(&asked) {
+    if let Some(name) = twice(&asked) {
         anyhow::bail!("figure {name:?} is asked for twice: its files would overwrite each other");
     }
     Ok(asked)
 }
 
-fn twice(asked: &[Asked]) -> Option<(&str, usize)> {
+fn twice(asked: &[Asked]) -> Option<&str> {
     let names: Vec<&str> = asked.iter().map(|figure| figure.name.as_str()).collect();
-    names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(index, name)| (*name, index))
+    names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
 fn list(format: Format) -> anyhow::Result<()> {

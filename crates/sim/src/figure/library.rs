@@ -2,6 +2,7 @@
 
 use coreward_config::ConfigError;
 
+use super::result::Provenance;
 use super::scenario::Scenario;
 use crate::names::UnknownName;
 
@@ -21,6 +22,11 @@ impl Embedded {
     /// What is wrong with it; the project's tests read every scenario.
     pub fn scenario(&self) -> Result<Scenario, ConfigError> {
         Scenario::parse(&format!("scenarios/{}.toml", self.name), self.text)
+    }
+
+    /// What makes it.
+    pub fn provenance(&self) -> Provenance {
+        Provenance::new(format!("coreward figure {}", self.name), self.text)
     }
 }
 

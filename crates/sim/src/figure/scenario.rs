@@ -279,20 +279,9 @@ impl Scenario {
     /// # Errors
     /// What is wrong with it and where.
     pub fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
-        Self::from_source(&Source::from_text(name, text))
-    }
-
-    /// Reads the scenario in a file.
-    ///
-    /// # Errors
-    /// When the file cannot be read, and what is wrong with it and where.
-    pub fn read(path: &std::path::Path) -> Result<Self, ConfigError> {
-        Self::from_source(&Source::read(path)?)
-    }
-
-    fn from_source(source: &Source) -> Result<Self, ConfigError> {
+        let source = Source::from_text(name, text);
         let scenario: Self = source.parse()?;
-        check::check(&scenario, source)?;
+        check::check(&scenario, &source)?;
         Ok(scenario)
     }
 

@@ -7,7 +7,7 @@ use anyhow::Context;
 use crate::figure::result::{FigureResult, Provenance};
 use crate::figure::scenario::Scenario;
 use crate::figure::write::write_whole;
-use crate::figure::{draw, page};
+use crate::figure::{draw, library, page};
 
 /// A directory that exists.
 pub struct Directory {
@@ -31,8 +31,8 @@ impl Directory {
         (result.provenance == *provenance).then_some(result)
     }
 
-    /// Writes the files of one figure, then the page with all so far; the JSON last but the page, since it is what
-    /// [`Directory::resumed`] goes by.
+    /// Writes the files of one figure, then the page; the JSON last but the page, since it is what [`Directory::resumed`]
+    /// goes by.
     pub fn write(
         &self,
         result: &FigureResult,
@@ -44,7 +44,20 @@ impl Directory {
         write_whole(&self.path, &format!("{name}.csv"), &result.table.csv())?;
         write_whole(&self.path, &format!("{name}.svg"), &draw::svg(scenario, &result.table))?;
         write_whole(&self.path, &format!("{name}.json"), &json)?;
-        write_whole(&self.path, "index.html", &page::page(all))
+        write_whole(&self.path, "index.html", &page::page(&self.with_earlier(all)))
+    }
+
+    /// The figures of this run and those of the papers that an earlier run of this version left here, in the papers'
+    /// order; a user's own scenarios come last.
+    fn with_earlier(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
+        let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
+        let embedded = library::all();
+        let of_papers = embedded.iter().filter_map(|figure| {
+            let earlier = || Some((self.resumed(figure.name, &figure.provenance())?, figure.scenario().ok()?));
+            made_named(figure.name).or_else(earlier)
+        });
+        let own = made.iter().filter(|(result, _)| !embedded.iter().any(|figure| figure.name == result.name));
+        of_papers.chain(own.cloned()).collect()
     }
 
     /// What a run says at its end.
@@ -54,7 +67,7 @@ impl Directory {
         let failing = claims - holding;
         let path = self.path.join("index.html");
         format!(
-            "{} figures, {claims} statements: {holding} hold, {failing} do not hold here. {}\n",
+            "figures: {}; statements: {claims}, of which {holding} hold and {failing} do not hold here; {}\n",
             figures.len(),
             path.display()
         )
