@@ -38,7 +38,7 @@ fn rows() -> Vec<Row> {
     for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
         rows.push((name.to_string(), Box::new(move |seed| Some(named(name, seed).expect("a policy of the registry")))));
     }
-    for share in [0.1, 0.25, 1.0, 2.0] {
+    for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
         let make = move |seed| Some(Box::new(CrossRssPlus::counting(seed, share)) as Box<dyn Policy>);
         rows.push((format!("crossrss-plus, counting {share}"), Box::new(make)));
     }

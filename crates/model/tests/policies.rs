@@ -116,6 +116,39 @@ fn an_idle_pool_is_filled_evenly_by_crossrss_plus() {
 }
 
 #[test]
+fn before_the_first_report_crossrss_plus_fills_cores_evenly() {
+    let rss_key = key(1);
+    let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
+    let table = named("crossrss-plus", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let mut state = PlacementState::for_table(&table);
+    let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
+    for tuple in tuples(1_600) {
+        let chosen = table.choose(&mut state, &tuple).unwrap();
+        let server = pool.servers().iter().find(|server| server.id == chosen).unwrap();
+        *counts.entry((chosen, core_of(server, &tuple))).or_default() += 1;
+    }
+    assert!(counts.len() == 16 && counts.values().all(|count| (95..=105).contains(count)), "{counts:?}");
+}
+
+#[test]
+fn one_intervals_connections_fill_the_deficits() {
+    let rss_key = key(1);
+    // The mean is 0.5; two cores lack 0.2 and 0.1.
+    let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
+    let pool = || Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
+    assert!((pool().load_deficit() - 0.3).abs() < 1e-9);
+    let mut policy = named("crossrss-plus", 1).unwrap();
+    let mut cost = |opened| {
+        let table = policy.place(&pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+        f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
+    };
+    // 1.5 x 0.3 over 30 connections; each of the two load balancers sees half of them.
+    assert!((cost(30) - 0.03).abs() < 1e-5);
+    // The number to be expected changes slowly: 0.1 x 130 + 0.9 x 30.
+    assert!((cost(130) - 0.0225).abs() < 1e-5);
+}
+
+#[test]
 fn servers_with_other_keys_are_groups_and_the_rest_takes_part() {
     // Six keys: four groups, the servers of the two others count with their mean load; one server's RSS is unknown.
     let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
