@@ -235,13 +235,14 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Two or three significant digits, for the top of a bar.
+/// As few digits as tell one bar from another, for its top.
 fn short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
         middle if middle >= 10.0 => format!("{value:.1}"),
         small if small >= 0.1 || small == 0.0 => format!("{value:.2}"),
-        tiny => format!("{value:.*}", (1.0 - tiny.log10().floor()) as usize),
+        small if small >= 0.01 => format!("{value:.3}"),
+        tiny => format!("{value:.*}", -tiny.log10().floor() as usize),
     }
 }
 

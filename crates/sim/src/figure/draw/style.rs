@@ -20,12 +20,12 @@ pub const GRID: RGBColor = RGBColor(225, 225, 225);
 /// Of marks and their names.
 pub const MARK: RGBColor = RGBColor(110, 110, 110);
 
-/// Pixels.
-pub const TITLE: u32 = 17;
-/// Pixels.
-pub const TEXT: u32 = 14;
-/// Pixels.
-pub const SMALL: u32 = 12;
+/// Sizes of text as plotters counts them; in the SVG it is that divided by 1.24.
+pub const TITLE: u32 = 20;
+/// See [`TITLE`].
+pub const TEXT: u32 = 17;
+/// See [`TITLE`].
+pub const SMALL: u32 = 15;
 
 /// The colour of the `index`-th series.
 pub fn colour(index: usize) -> RGBColor {
@@ -67,7 +67,7 @@ impl Shape {
 
 /// About how wide a text is: SVG leaves fonts to the reader, so with some room.
 pub fn width(text: &str, size: u32) -> i32 {
-    (text.chars().count() as f64 * f64::from(size) * 0.58).ceil() as i32
+    (text.chars().count() as f64 * f64::from(size) * 0.5).ceil() as i32
 }
 
 /// `text` in lines of at most about `pixels`.
@@ -102,7 +102,7 @@ mod tests {
     fn text_is_wrapped_at_words() {
         assert_eq!(wrapped("one two three", 10, 50), ["one two", "three"]);
         assert_eq!(wrapped("indivisible", 10, 5), ["indivisible"]);
-        assert_eq!(wrapped("one two three four", 10, 90), ["one two three", "four"]);
-        assert_eq!(balanced("one two three four", 10, 90), ["one two", "three four"]);
+        assert_eq!(wrapped("one two three four", 10, 70), ["one two three", "four"]);
+        assert_eq!(balanced("one two three four", 10, 70), ["one two", "three four"]);
     }
 }
