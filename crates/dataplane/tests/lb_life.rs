@@ -14,6 +14,7 @@ use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
+use libbpf_rs::{MapHandle, MapType};
 use support::balancer::{id, random_table, service};
 use support::network::{Pair, PinDirectory};
 use support::{Tcp, may_load_bpf, usual_timestamp};
@@ -189,9 +190,12 @@ fn what_another_version_pinned_is_not_misread() {
     // A map of another size under the name of ours.
     let servers = directory.join("servers");
     std::fs::rename(&servers, directory.join("aside")).unwrap();
-    let create = format!("map create {} type array key 4 value 64 entries 1 name other", servers.display());
-    let made = std::process::Command::new("bpftool").args(create.split(' ')).status().unwrap();
-    assert!(made.success());
+    let create = libbpf_rs::libbpf_sys::bpf_map_create_opts {
+        sz: size_of::<libbpf_rs::libbpf_sys::bpf_map_create_opts>() as _,
+        ..Default::default()
+    };
+    let mut other = MapHandle::create(MapType::Array, Some("other"), 4, 64, 1, &create).unwrap();
+    other.pin(&servers).unwrap();
     let size = error(&pins);
     assert!(size.contains("(type, key size, value size, entries) is (Array, 4, 64, 1)"), "{size}");
     std::fs::remove_file(&servers).unwrap();
