@@ -5,8 +5,9 @@
 //! to each core: a connection goes to the candidate of least load + assigned x cost. The counts start anew with every table.
 //!
 //! What a new connection costs nobody knows when it starts: most are gone at the next report, and a few bring most of the load.
-//! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count as much as the
-//! loads differ: they then fill the deficits in proportion, and the least loaded core gets the most but not all. A pool that is
+//! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count twice as much as
+//! the loads differ: half of them fill the deficits, the others are spread evenly on top, and the least loaded core gets the
+//! most but not all. A pool that is
 //! nearly even has a small cost, and one that a burst has just filled a large one.
 //!
 //! The load of a core is the mean of two: as it is now (smoothed as for every policy) and as it was over the last reports. A
@@ -29,6 +30,10 @@ use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
+
+/// How often one interval's connections fill the deficits. Once would do if a load were still there when new connections
+/// have come; where loads turn over within an interval, they then overshoot (docs/policies.md).
+const FILL: f64 = 2.0;
 
 /// Weight of the newest report in the load over the last reports: they are remembered about five reports long, half a second
 /// at 10 Hz. 0.1 to 0.3 are alike (docs/policies.md).
@@ -81,7 +86,7 @@ impl Cost {
                 let newest = newest as f64;
                 let smoothed = opened.map_or(newest, |old| OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old);
                 *opened = Some(smoothed);
-                pool.load_deficit() / smoothed.max(1.0)
+                FILL * pool.load_deficit() / smoothed.max(1.0)
             }
         }
     }
