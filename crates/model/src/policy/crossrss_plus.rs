@@ -5,10 +5,10 @@
 //! to each core: a connection goes to the candidate of least load + assigned x cost. The counts start anew with every table.
 //!
 //! What a new connection costs nobody knows when it starts: most are gone at the next report, and a few bring most of the load.
-//! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count twice as much as
-//! the loads differ: half of them fill the deficits, the others are spread evenly on top, and the least loaded core gets the
-//! most but not all. A pool that is
-//! nearly even has a small cost, and one that a burst has just filled a large one.
+//! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count half as much again
+//! as the loads differ: two thirds of them fill the deficits in proportion, the others are spread evenly on top, so the least
+//! loaded core gets the most but not all. A pool that is nearly even has a small cost, and one that a burst has just filled a
+//! large one.
 //!
 //! The load of a core is the mean of two: as it is now (smoothed as for every policy) and as it was over the last reports. A
 //! core from which a heavy connection has just gone gets more than its share until it has caught up, and not only until it
@@ -33,7 +33,7 @@ pub const NAME: &str = "crossrss-plus";
 
 /// How often one interval's connections fill the deficits. Once would do if a load were still there when new connections
 /// have come; where loads turn over within an interval, they then overshoot (docs/policies.md).
-const FILL: f64 = 2.0;
+const FILL: f64 = 1.5;
 
 /// Weight of the newest report in the load over the last reports: they are remembered about five reports long, half a second
 /// at 10 Hz. 0.1 to 0.3 are alike (docs/policies.md).
