@@ -32,7 +32,7 @@ use crate::rss::RssKey;
 pub const NAME: &str = "crossrss-plus";
 
 /// How often one interval's connections fill the deficits. Once would do if a load were still there when new connections
-/// have come; where loads turn over within an interval, they then overshoot (docs/policies.md).
+/// have come; where loads change fast, they then overshoot (docs/policies.md).
 const FILL: f64 = 1.5;
 
 /// Weight of the newest report in the load over the last reports: they are remembered about five reports long, half a second
