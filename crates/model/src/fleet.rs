@@ -7,7 +7,7 @@
 use crate::load::{Alpha, CoreReadings, LoadTracker};
 use crate::placement::{BucketCount, PlacementState, PlacementTable};
 use crate::policy::{Policy, Pool, PoolServer};
-use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables};
+use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
 /// How the servers' indirection tables are drawn, each from its server's id.
@@ -51,6 +51,41 @@ pub struct Fleet {
     hashers: Vec<(RssKey, ToeplitzTables)>,
     /// Position in `hashers` of each group of the table in force.
     hasher_of_group: Vec<usize>,
+    /// By position: whether the next tables give the server new connections.
+    eligible: Vec<bool>,
+}
+
+/// What a fleet is like before ids and keys are drawn.
+#[derive(Debug, Clone, Copy)]
+pub struct FleetShape {
+    /// How many servers.
+    pub servers: u16,
+    /// See [`FleetPlan::cores`].
+    pub cores: u16,
+    /// See [`FleetPlan::buckets`].
+    pub buckets: BucketCount,
+    /// See [`FleetPlan::alpha`].
+    pub alpha: Alpha,
+    /// See [`FleetPlan::tables`].
+    pub tables: TableDraw,
+}
+
+impl FleetShape {
+    /// Draws ids and RSS key as the controller does. Ids are sparse, so that each draw has indirection tables of its own.
+    pub fn drawn(self, rng: &mut impl rand::Rng) -> FleetPlan {
+        let Self { servers, cores, buckets, alpha, tables } = self;
+        let servers = draw_server_ids(servers, rng);
+        FleetPlan { servers, cores, buckets, alpha, key: RssKey::random(rng), tables }
+    }
+}
+
+fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
+    let mut ids = std::collections::BTreeSet::new();
+    while ids.len() < usize::from(servers) {
+        let id = u64::from(uniform_below(rng, ServerId::COUNT as u32));
+        ids.insert(ServerId::try_from(id).expect("below the number of ids"));
+    }
+    ids.into_iter().collect()
 }
 
 impl Fleet {
@@ -75,6 +110,7 @@ impl Fleet {
             opened_connections: 0,
             hashers: vec![(plan.key.clone(), plan.key.tables())],
             hasher_of_group: Vec::new(),
+            eligible: vec![true; plan.servers.len()],
             plan,
         })
     }
@@ -83,6 +119,11 @@ impl Fleet {
     /// its receive queue.
     pub fn core_count(&self) -> usize {
         self.rss.len() * usize::from(self.plan.cores)
+    }
+
+    /// From the next report on the server at this position takes new connections, or keeps only what it has.
+    pub fn set_eligible(&mut self, position: usize, eligible: bool) {
+        self.eligible[position] = eligible;
     }
 
     /// Every agent reports, `policy` computes a table, and it is switched in. `busy_ns` is the absolute busy time of each
@@ -98,11 +139,11 @@ impl Fleet {
             tracker.report(readings, self.plan.alpha).expect("reports are in order");
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
-            id: *id,
-            eligible: true,
+            eligible: self.eligible[position],
             loads: self.trackers[position].loads().map(<[f64]>::to_vec),
             rss: Some(self.rss[position].clone()),
             open_connections: open_connections[position],
+            ..PoolServer::new(*id)
         });
         let pool =
             Pool::new(servers.collect(), 1).with_opened_connections(std::mem::take(&mut self.opened_connections));

@@ -7,8 +7,14 @@
 //! * [`tuple`]: addresses, services, the 4-tuple of a connection
 //! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables
 //! * [`cookie`]: the cookie in the TCP timestamp
+//! * [`key_switch`]: from when on which key stamps
+//! * [`hold`]: how the time in it goes on after a long silence
+//! * [`consistency`]: how packets find the server of their connection
+//! * [`connection_table`]: its entries, when they may be freed, and what packets and user space do with them
 //! * [`load`]: absolute reports become smoothed loads per core
 //! * [`placement`]: the table that the data plane consults for a first packet, and how it does
+//! * [`lb`]: the load balancer, packet by packet, as `bpf/lb.bpf.c` is
+//! * [`bucket_history`]: whose a bucket was before
 //! * [`policy`]: what fills that table; one file per policy
 //! * [`dispatch`]: which core of a server gets a request; one file per policy
 //! * [`statistics`]: variance % and friends
@@ -17,9 +23,15 @@
 //! * [`replay`]: an arrival log in virtual time
 
 pub mod arrivals;
+pub mod bucket_history;
+pub mod connection_table;
+pub mod consistency;
 pub mod cookie;
 pub mod dispatch;
 pub mod fleet;
+pub mod hold;
+pub mod key_switch;
+pub mod lb;
 pub mod load;
 pub mod placement;
 pub mod policy;

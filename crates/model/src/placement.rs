@@ -4,6 +4,8 @@
 //! `bpf/intf.h`); [`PlacementTable::choose`] is, decision by decision, what `lb.bpf.c` does with it. The tests of the
 //! BPF program compare the two.
 
+mod random;
+
 use coreward_intf as intf;
 
 use crate::rss::RssKey;
@@ -130,6 +132,9 @@ pub struct PlacementTable {
     pub members: Vec<Member>,
     /// By bucket, a choice that changes only with the pool: for connections that cannot carry a cookie.
     pub consistent: Vec<ServerId>,
+    /// By bucket, whose it was before it last changed hands; empty: all have been theirs since ever. That server may still
+    /// have connections of the bucket (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
+    pub consistent_before: Vec<Option<ServerId>>,
 }
 
 /// What changes with each first packet.
@@ -179,6 +184,7 @@ impl PlacementTable {
             core_slots: Vec::new(),
             members: Vec::new(),
             consistent: Vec::new(),
+            consistent_before: Vec::new(),
         }
     }
 
@@ -191,12 +197,23 @@ impl PlacementTable {
     /// [`PlacementTable::choose`] for a caller that has a quicker way to the connection's Toeplitz hash under the key of
     /// each of [`PlacementTable::groups`].
     pub fn choose_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
+        self.choose_counted(state, hash, |_| true)
+    }
+
+    /// [`PlacementTable::choose_by_hash`] where the connection counts as assigned to the chosen server only if that
+    /// `takes` it: the data plane sends it elsewhere otherwise.
+    pub fn choose_counted(
+        &self,
+        state: &mut PlacementState,
+        hash: impl Fn(usize) -> u32,
+        takes: impl Fn(ServerId) -> bool,
+    ) -> Option<ServerId> {
         if self.members.is_empty() {
             return None;
         }
         match self.rule {
             Rule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
-            Rule::LeastAssigned => self.choose_least_assigned(state, hash),
+            Rule::LeastAssigned => self.choose_least_assigned(state, hash, takes),
             Rule::RoundRobin => {
                 let turn = state.round_robin;
                 state.round_robin += 1;
@@ -222,13 +239,18 @@ impl PlacementTable {
         &self.candidates[start..start + per_bucket]
     }
 
-    fn choose_least_assigned(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
+    fn choose_least_assigned(
+        &self,
+        state: &mut PlacementState,
+        hash: impl Fn(usize) -> u32,
+        takes: impl Fn(ServerId) -> bool,
+    ) -> Option<ServerId> {
         let cost = |candidate: &Candidate| {
             let assigned = state.assigned.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
             u64::from(candidate.load) + u64::from(assigned) * u64::from(self.assignment_cost)
         };
         let chosen = self.least_candidate(hash, cost)?;
-        if let Some(assigned) = state.assigned.get_mut(usize::from(chosen.core_slot)) {
+        if let Some(assigned) = state.assigned.get_mut(usize::from(chosen.core_slot)).filter(|_| takes(chosen.server)) {
             *assigned += 1;
         }
         Some(chosen.server)
@@ -254,9 +276,23 @@ impl PlacementTable {
 /// Highest random weight (Thaler and Ravishankar, 1998): for each bucket the member whose hash with it is highest.
 /// When a member leaves, only its own buckets move.
 pub fn rendezvous(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
-    let weight = |bucket: u32, server: ServerId| mix(bucket << 16 | u32::from(server.get()));
+    let members: Vec<_> = members.iter().map(|server| (*server, 1)).collect();
+    weighted_rendezvous(&members, buckets)
+}
+
+/// The same with weights of 1 or more: a member has as many hashes with each bucket as its weight is, and so that part of
+/// the buckets.
+pub fn weighted_rendezvous(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
+    let hash = |bucket: u32, server: ServerId, draw: u32| {
+        let draw = if draw == 0 { 0 } else { mix(draw) as u32 };
+        mix((bucket << 16 | u32::from(server.get())) ^ draw)
+    };
+    let highest = |bucket: u32, (server, weight): (ServerId, u32)| {
+        ((0..weight).map(|draw| hash(bucket, server, draw)).max(), server)
+    };
     (0..buckets.get())
-        .filter_map(|bucket| members.iter().copied().max_by_key(|server| (weight(bucket, *server), *server)))
+        .filter_map(|bucket| members.iter().map(|member| highest(bucket, *member)).max())
+        .map(|(_, server)| server)
         .collect()
 }
 
@@ -294,6 +330,7 @@ mod tests {
             core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
             members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
             consistent: rendezvous(&servers, bucket_count),
+            consistent_before: Vec::new(),
         }
     }
 
@@ -344,6 +381,17 @@ mod tests {
         let (before, after) = (rendezvous(&servers, buckets), rendezvous(&servers[1..], buckets));
         assert!(before.iter().zip(&after).all(|(old, new)| *old == servers[0] || old == new));
         assert!(servers.iter().all(|server| (150..260).contains(&before.iter().filter(|s| *s == server).count())));
+    }
+
+    #[test]
+    fn weights_are_parts_of_the_buckets() {
+        let buckets = BucketCount::new(2048).unwrap();
+        let table = weighted_rendezvous(&[(id(1), 1), (id(2), 3)], buckets);
+        let heavy = table.iter().filter(|server| **server == id(2)).count();
+        assert!((1480..1592).contains(&heavy), "{heavy}");
+        // Who becomes heavier takes buckets, and the others exchange none.
+        let heavier = weighted_rendezvous(&[(id(1), 1), (id(2), 4)], buckets);
+        assert!(table.iter().zip(&heavier).all(|(old, new)| old == new || *new == id(2)));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use crate::ServerId;
 use crate::arrivals::{Arrival, ArrivalLog};
-use crate::fleet::{Fleet, FleetPlan, TableDraw};
+use crate::fleet::{Fleet, FleetPlan, FleetShape, TableDraw};
 use crate::load::Alpha;
 use crate::placement::BucketCount;
 use crate::policy::Policy;
@@ -65,9 +65,58 @@ pub enum Placer<'a> {
 
 const WINDOW_US: u64 = 1_000_000;
 
+/// A server begins or ceases to take new connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolChange {
+    /// When (us after the log's start).
+    pub at_us: u64,
+    /// The server, counted from 0.
+    pub server: u16,
+    /// Whether it takes new connections from then on.
+    pub eligible: bool,
+}
+
 /// Replays `log` and measures the work served.
-pub fn replay(log: &ArrivalLog, pools: Pools, mut placer: Placer<'_>) -> Variances {
-    let mut datacentre = Datacentre::new(log, pools);
+pub fn replay(log: &ArrivalLog, pools: Pools, placer: Placer<'_>) -> Variances {
+    let id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
+    let plan = FleetPlan {
+        servers: (1..=pools.servers).map(id).collect(),
+        cores: pools.cores,
+        buckets: pools.buckets,
+        alpha: pools.alpha,
+        key: RssKey::random(&mut seeded_rng(pools.seed, PURPOSE_RSS_KEY)),
+        tables: TableDraw::Balanced,
+    };
+    replayed(log, pools, plan, &[], placer).variances(pools)
+}
+
+/// Replays `log` on a fleet whose ids are drawn, too, while the pool changes: the busy time of every core (ns, absolute) at
+/// the beginning of each second and at the end of the last. `changes` are in the order of their times.
+pub fn replay_by_second(
+    log: &ArrivalLog,
+    pools: Pools,
+    changes: &[PoolChange],
+    policy: &mut dyn Policy,
+) -> Vec<Vec<u64>> {
+    let Pools { servers, cores, buckets, alpha, .. } = pools;
+    let shape = FleetShape { servers, cores, buckets, alpha, tables: TableDraw::Balanced };
+    let plan = shape.drawn(&mut seeded_rng(pools.seed, PURPOSE_FLEET));
+    let datacentre = replayed(log, pools, plan, changes, Placer::Policy(policy));
+    let bins_per_second = (WINDOW_US / pools.report_interval_us) as usize;
+    let seconds = (log.duration_us / WINDOW_US) as usize;
+    let busy_ns = |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
+    (0..=seconds).map(|second| datacentre.busy_us.iter().map(|bins| busy_ns(bins, second)).collect()).collect()
+}
+
+fn replayed(
+    log: &ArrivalLog,
+    pools: Pools,
+    plan: FleetPlan,
+    changes: &[PoolChange],
+    mut placer: Placer<'_>,
+) -> Datacentre {
+    let mut datacentre = Datacentre::new(log, pools, plan);
+    let mut changes = changes.iter().peekable();
     let mut requests: Vec<(u64, usize)> = Vec::new();
     for (connection, arrival) in log.arrivals.iter().enumerate() {
         requests.extend((0..arrival.requests).map(|index| (arrival.due_us(index), connection)));
@@ -77,6 +126,9 @@ pub fn replay(log: &ArrivalLog, pools: Pools, mut placer: Placer<'_>) -> Varianc
     let mut next_tick_us = 0;
     for (due_us, connection) in requests {
         while next_tick_us <= due_us {
+            while let Some(change) = changes.next_if(|change| change.at_us <= next_tick_us) {
+                datacentre.fleet.set_eligible(usize::from(change.server), change.eligible);
+            }
             datacentre.tick(next_tick_us, &mut placer);
             next_tick_us += pools.report_interval_us;
         }
@@ -85,7 +137,7 @@ pub fn replay(log: &ArrivalLog, pools: Pools, mut placer: Placer<'_>) -> Varianc
         }
         datacentre.serve(core_of[connection], due_us, u64::from(log.arrivals[connection].service_us));
     }
-    datacentre.variances(pools)
+    datacentre
 }
 
 struct Datacentre {
@@ -102,17 +154,8 @@ struct Datacentre {
 }
 
 impl Datacentre {
-    fn new(log: &ArrivalLog, pools: Pools) -> Self {
-        let id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
-        let fleet = Fleet::new(FleetPlan {
-            servers: (1..=pools.servers).map(id).collect(),
-            cores: pools.cores,
-            buckets: pools.buckets,
-            alpha: pools.alpha,
-            key: RssKey::random(&mut seeded_rng(pools.seed, PURPOSE_RSS_KEY)),
-            tables: TableDraw::Balanced,
-        })
-        .expect("as many entries as buckets");
+    fn new(log: &ArrivalLog, pools: Pools, plan: FleetPlan) -> Self {
+        let fleet = Fleet::new(plan).expect("as many entries as buckets");
         let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.report_interval_us + 2) as usize);
         Self {
             pools,
@@ -199,6 +242,8 @@ impl Datacentre {
 
 /// [`seeded_rng`]'s stream for the replayed fleet's RSS key.
 const PURPOSE_RSS_KEY: u64 = 4;
+/// [`seeded_rng`]'s stream for a replayed fleet of which everything is drawn.
+const PURPOSE_FLEET: u64 = 5;
 
 #[cfg(test)]
 mod tests {
@@ -229,6 +274,24 @@ mod tests {
         assert!(crossrss.server_pct <= rr.server_pct, "crossrss {crossrss:?}, rr {rr:?}");
         assert!(plus.core_pct <= crossrss.core_pct, "crossrss-plus {plus:?}, crossrss {crossrss:?}");
         assert!(oracle.core_pct <= plus.core_pct, "oracle {oracle:?}, crossrss-plus {plus:?}");
+    }
+
+    #[test]
+    fn a_server_serves_while_it_is_in_the_pool_and_what_it_has_afterwards() {
+        let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
+        let change = |second: u64, server, eligible| PoolChange { at_us: second * 1_000_000, server, eligible };
+        let changes = [change(0, 4, false), change(3, 4, true), change(4, 0, false)];
+        let pools = Pools { servers: 5, ..Pools::default() };
+        let mut policy = crate::policy::named("rr", 1).unwrap();
+        let busy = replay_by_second(&log, pools, &changes, policy.as_mut());
+        assert_eq!(busy.len(), 9);
+        let served = |server: usize, from: usize, to: usize| -> u64 {
+            (server * 4..server * 4 + 4).map(|core| busy[to][core] - busy[from][core]).sum()
+        };
+        assert_eq!(served(4, 0, 3), 0);
+        assert!(served(4, 3, 8) > 1_000_000_000, "{}", served(4, 3, 8));
+        // Elephants stay: it goes on serving, less than the others.
+        assert!((1..served(1, 5, 8)).contains(&served(0, 5, 8)), "{} {}", served(0, 5, 8), served(1, 5, 8));
     }
 
     #[test]

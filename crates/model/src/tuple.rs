@@ -44,13 +44,19 @@ impl fmt::Display for ServerId {
 pub enum Protocol {
     /// TCP, number 6.
     Tcp,
+    /// UDP, number 17.
+    Udp,
 }
 
 impl Protocol {
+    /// All of them.
+    pub const ALL: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
+
     /// The number in the IP header (IANA protocol numbers).
     pub fn number(self) -> u8 {
         match self {
             Protocol::Tcp => 6,
+            Protocol::Udp => 17,
         }
     }
 
@@ -58,23 +64,22 @@ impl Protocol {
     pub fn name(self) -> &'static str {
         match self {
             Protocol::Tcp => "tcp",
+            Protocol::Udp => "udp",
         }
     }
 }
 
 /// A protocol that is not balanced.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("protocol {0:?} is not known: expected \"tcp\"")]
+#[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
 pub struct UnknownProtocol(pub String);
 
 impl FromStr for Protocol {
     type Err = UnknownProtocol;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        match name {
-            "tcp" => Ok(Protocol::Tcp),
-            other => Err(UnknownProtocol(other.to_string())),
-        }
+        let known = Self::ALL.into_iter().find(|protocol| protocol.name() == name);
+        known.ok_or_else(|| UnknownProtocol(name.to_string()))
     }
 }
 

@@ -1,5 +1,5 @@
 //! `awrr`: weighted round robin whose weights follow the reported loads (Barbette et al., Cheetah, NSDI'20, Sect. 4.1).
-//! A server of mean load has 10 turns, an idle one 20, one far above the mean 2.
+//! A server of mean load has 10 turns, an idle one 20, one far above the mean 2; times its weight.
 
 use super::turns::weighted_turns;
 use super::{Policy, Pool, independent_key};
@@ -36,8 +36,9 @@ impl Policy for AdaptiveWeightedRoundRobin {
         let neutral = pool.neutral_load();
         let loads: Vec<f64> = pool.eligible().map(|server| server.mean_load(neutral)).collect();
         let average = mean(&loads).unwrap_or(0.0);
-        let weights: Vec<u32> = loads.iter().map(|load| turns(*load, average)).collect();
-        weighted_turns(pool, buckets, generation, self.key.clone(), &weights)
+        let by_load = loads.iter().map(|load| f64::from(turns(*load, average)));
+        let shares: Vec<f64> = by_load.zip(pool.shares()).map(|(turns, (_, share))| turns * share).collect();
+        weighted_turns(pool, buckets, generation, self.key.clone(), &shares)
     }
 }
 

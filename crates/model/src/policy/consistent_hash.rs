@@ -1,10 +1,8 @@
 //! `consistent-hash`: a ring on which every server has many points; a bucket goes to the next point (Karger et al.,
 //! STOC'97). A change of the pool moves only what it must, but the shares are uneven.
 
-use super::{Policy, Pool, by_bucket, independent_key};
 use crate::ServerId;
-use crate::placement::{BucketCount, PlacementTable, mix};
-use crate::rss::RssKey;
+use crate::placement::mix;
 
 pub const NAME: &str = "consistent-hash";
 
@@ -13,37 +11,19 @@ pub const NAME: &str = "consistent-hash";
 /// Cheetah reports (NSDI'20, Fig. 2b; it does not say how many it used).
 const POINTS: u32 = 64;
 
-pub struct ConsistentHash {
-    key: RssKey,
-}
-
-impl ConsistentHash {
-    pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
-    }
-}
-
-impl Policy for ConsistentHash {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn reads_loads(&self) -> bool {
-        false
-    }
-
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let servers: Vec<ServerId> = pool.eligible().map(|server| server.id).collect();
-        by_bucket(pool, buckets, generation, self.key.clone(), &ring_table(&servers, buckets.get() as usize))
-    }
-}
-
 /// For each of `size` buckets, evenly spaced on the ring, the position in `servers` of the server whose point is next:
 /// empty without servers.
 pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
+    let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
+    weighted_ring_table(&servers, size)
+}
+
+/// The same with as many points as shares: a server of share 2 has twice as many. Another's points do not change with it.
+pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS as usize);
-    for (position, server) in servers.iter().enumerate() {
-        points.extend((0..POINTS).map(|point| (mix(point << 16 | u32::from(server.get())), position)));
+    for (position, (server, share)) in servers.iter().enumerate() {
+        let own = ((f64::from(POINTS) * share).round() as u32).max(1);
+        points.extend((0..own).map(|point| (mix(point << 16 | u32::from(server.get())), position)));
     }
     points.sort_unstable();
     let Some(first) = points.first().copied() else { return Vec::new() };
@@ -71,6 +51,14 @@ mod tests {
         let before = servers(50);
         let (table, after) = (ring_table(&before, 2048), ring_table(&before[1..], 2048));
         assert!(table.iter().zip(&after).all(|(old, new)| *old == 0 || *old == new + 1));
+    }
+
+    #[test]
+    fn a_server_of_twice_the_share_has_about_twice_the_buckets() {
+        let shared: Vec<_> = servers(100).into_iter().map(|id| (id, if id.get() <= 50 { 2.0 } else { 1.0 })).collect();
+        let table = weighted_ring_table(&shared, 1 << 16);
+        let heavy = table.iter().filter(|position| **position < 50).count();
+        assert!((heavy as f64 / 65_536.0 - 2.0 / 3.0).abs() < 0.02, "{heavy}");
     }
 
     #[test]

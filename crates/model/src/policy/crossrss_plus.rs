@@ -23,7 +23,8 @@ use std::collections::BTreeMap;
 use coreward_intf as intf;
 
 use super::crossrss::core_aware;
-use super::{Policy, Pool, independent_key};
+use super::levels::Levels;
+use super::{Policy, Pool, PoolServer, independent_key};
 use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
@@ -86,10 +87,20 @@ impl Cost {
                 let newest = newest as f64;
                 let smoothed = opened.map_or(newest, |old| OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old);
                 *opened = Some(smoothed);
-                FILL * pool.load_deficit() / smoothed.max(1.0)
+                FILL * deficit(pool) / smoothed.max(1.0)
             }
         }
     }
+}
+
+/// What is missing in all to bring every core below its level up to it.
+fn deficit(pool: &Pool) -> f64 {
+    let levels = Levels::of(pool);
+    let of_server = |server: &PoolServer| {
+        let loads = server.loads.iter().flatten();
+        loads.map(|load| levels.missing(server, *load).max(0.0)).collect::<Vec<_>>()
+    };
+    pool.eligible().flat_map(of_server).sum()
 }
 
 /// The cores' loads over the last reports.

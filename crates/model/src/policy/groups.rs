@@ -1,5 +1,6 @@
 //! Servers with equal RSS key see the same hash for a connection, so they share buckets: a group.
 
+use super::levels::Levels;
 use super::{Pool, PoolServer};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
@@ -72,13 +73,14 @@ pub fn fill_candidates(
     pool: &Pool,
     per_bucket: usize,
 ) {
-    let (neutral, without_loads) = (pool.neutral_load(), !pool.has_loads());
+    let without_loads = !pool.has_loads();
+    let bucket_of = BucketOf { pool, buckets, neutral: pool.neutral_load(), levels: Levels::of(pool) };
     let mut core_slots = CoreSlots { slots: &mut table.core_slots, by_core: std::collections::HashMap::new() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     for group in groups {
         for bucket in 0..buckets.get() {
-            let mut found = candidates_of_bucket(group, bucket, buckets, neutral);
+            let mut found = bucket_of.candidates(group, bucket);
             // Strictly smallest load, ties to the lowest id (CrossRSS as published).
             let order = |(a, a_load): &(Core, f64), (b, b_load): &(Core, f64)| a_load.total_cmp(b_load).then(a.cmp(b));
             if without_loads {
@@ -103,17 +105,39 @@ pub fn fill_candidates(
     }
 }
 
-/// For each server of the group the core that the bucket's connections reach there, with its load.
-fn candidates_of_bucket(group: &RssGroup<'_>, bucket: u32, buckets: BucketCount, neutral: f64) -> Vec<(Core, f64)> {
-    let by_core = group.servers.iter().map(|server| {
-        let table = &server.rss.as_ref().expect("a grouped server's RSS is known").indirection_table;
+/// What the candidates of one bucket depend on.
+struct BucketOf<'a> {
+    pool: &'a Pool,
+    buckets: BucketCount,
+    neutral: f64,
+    levels: Levels,
+}
+
+impl BucketOf<'_> {
+    /// For each server of the group that takes part in the bucket's connections, the core that they reach there, with what
+    /// its load is compared by. With none that takes part, all do.
+    fn candidates(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
+        let all = || group.servers.iter().chain(&group.without_cores).copied();
+        let taking_part = all().filter(|server| self.pool.takes_part(server, bucket));
+        let candidate = |server: &PoolServer| {
+            let (core, load) = self.core(group, server, bucket);
+            (Core { server: server.id, core }, self.levels.compared(server, load))
+        };
+        let found: Vec<(Core, f64)> = taking_part.map(candidate).collect();
+        if found.is_empty() { all().map(candidate).collect() } else { found }
+    }
+
+    /// The core of the server that the bucket's connections reach, and its load. Of a server that only shares the group's
+    /// table it is not known: all its cores count as one.
+    fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
+        let Some(rss) = server.rss.as_ref().filter(|rss| rss.key == group.key) else {
+            return (0, server.mean_load(self.neutral));
+        };
+        let table = &rss.indirection_table;
         // A table longer than the buckets are many: the bucket reaches several of its entries, evenly.
-        let entries = (table.entry_count() / buckets.get() as usize).max(1);
-        let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));
-        let load = cores.clone().map(|core| server.core_load(core, neutral)).sum::<f64>() / entries as f64;
-        (Core { server: server.id, core: table.queue(bucket) }, load)
-    });
-    let whole =
-        group.without_cores.iter().map(|server| (Core { server: server.id, core: 0 }, server.mean_load(neutral)));
-    by_core.chain(whole).collect()
+        let entries = (table.entry_count() / self.buckets.get() as usize).max(1);
+        let cores = (0..entries as u32).map(|step| table.queue(bucket + step * self.buckets.get()));
+        let load = cores.map(|core| server.core_load(core, self.neutral)).sum::<f64>() / entries as f64;
+        (table.queue(bucket), load)
+    }
 }

@@ -1,36 +1,37 @@
-//! `hash`: what an LB without any knowledge of loads does. Bucket i goes to server i mod n, by a hash of its own.
+//! `hash`: what an LB without any knowledge of loads does. Bucket i goes to server i mod n, by a hash of its own; with
+//! unequal shares to the server whose turn it is.
 
-use super::{Policy, Pool, independent_key, striped};
-use crate::placement::{BucketCount, PlacementTable};
-use crate::rss::RssKey;
+use super::turns::turns;
+use crate::ServerId;
 
 pub const NAME: &str = "hash";
-
-pub struct Hash {
-    key: RssKey,
-}
-
-impl Hash {
-    pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
-    }
-}
-
-impl Policy for Hash {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn reads_loads(&self) -> bool {
-        false
-    }
-
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        striped(pool, buckets, generation, self.key.clone())
-    }
-}
 
 /// For each of `size` buckets the position of its server among `servers`: empty without servers.
 pub fn striped_table(servers: usize, size: usize) -> Vec<usize> {
     if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
+}
+
+/// The same with the server's shares.
+pub fn weighted_striped_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
+    let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
+    let turns = turns(&shares);
+    striped_table(turns.len(), size).into_iter().map(|turn| turns[turn]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_shares_are_plain_stripes_and_others_have_their_part() {
+        let table = |shares: &[f64], size: usize| {
+            let servers: Vec<_> =
+                shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();
+            weighted_striped_table(&servers, size)
+        };
+        assert_eq!(table(&[7.0, 7.0, 7.0], 7), striped_table(3, 7));
+        let heavy = table(&[3.0, 1.0], 128);
+        assert_eq!(heavy.iter().filter(|position| **position == 0).count(), 96);
+        assert!(table(&[], 128).is_empty());
+    }
 }

@@ -1,44 +1,99 @@
-//! `least`: to the server with fewest open connections, by the reports and by what was assigned since.
+//! `least`: to the server with fewest open connections, by the reports and by what was assigned since. `least:packets`,
+//! `least:bytes` and `least:cpu` go by packets or bytes per second, or by the load of the cores.
 //!
-//! Rule `LeastAssigned` with one connection as the cost. In a pool of up to eight servers every server stands for every
+//! Rule `LeastAssigned` with one connection as the cost; by another measure with what an open connection has of it on average.
+//! A server with twice the weight x capacity should have twice as much. The rule adds the same cost to every server, so it is
+//! what a server has above or below its part that is compared: have - part x (all that there is, and is to come, per part).
+//! In a pool of up to eight servers every server stands for every
 //! bucket. In a larger one eight stand for each, drawn anew with every table: the eight of fewest connections would get
 //! all that is new between two reports and soon be the fullest, while the least of eight drawn at random is as good as
 //! the least of all to within a connection or two (Azar et al., "Balanced allocations", 1999: log log n / log 8).
 
 use coreward_intf as intf;
 
-use super::{Policy, Pool, independent_key, table_of};
+use super::{Measure, Policy, Pool, TrafficWanted, independent_key, table_of};
+use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable, Rule};
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 
-pub const NAME: &str = "least";
+/// By connections, packets, bytes, cores.
+pub const NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cpu"];
 
 /// [`seeded_rng`]'s stream for the servers of each bucket.
 const PURPOSE_CANDIDATES: u64 = 7;
 
-/// The least of some servers by open connections.
+/// The least of some servers.
 pub struct Least {
     key: RssKey,
     seed: u64,
+    measure: Measure,
     candidates: usize,
 }
 
 impl Least {
-    /// The policy as the registry has it, within what the data plane can look at.
+    /// By open connections, within what the data plane can look at.
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed), seed, candidates: intf::MAX_CANDIDATES as usize }
+        Self::by(Measure::Connections, seed)
     }
 
-    /// The least of all servers, however many: for simulations only.
+    /// By that measure.
+    pub fn by(measure: Measure, seed: u64) -> Self {
+        Self { key: independent_key(seed), seed, measure, candidates: intf::MAX_CANDIDATES as usize }
+    }
+
+    /// The least of all servers by open connections, however many: for simulations only.
     pub fn of_all(seed: u64) -> Self {
         Self { candidates: usize::MAX, ..Self::new(seed) }
     }
+
+    /// Every server's load as the table has it, by id, and what one connection adds.
+    fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
+        let have = self.measure.of_servers(pool);
+        let per_connection = self.per_connection(pool, &have);
+        let compared = compared(&have, &self.measure.parts(pool), pool.opened_connections, per_connection);
+        let most = compared.iter().copied().fold(0.0, f64::max);
+        let unit = match self.measure {
+            Measure::Connections => f64::from(load_of_one(most)),
+            _ => f64::from(fixed_point(1.0)) / most.max(f64::MIN_POSITIVE),
+        };
+        let cost = ((per_connection * unit) as u32).clamp(1, fixed_point(1.0));
+        (compared.iter().map(|load| (load * unit) as u32).collect(), cost)
+    }
+
+    /// What an open connection has of the measure, on average.
+    fn per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
+        if self.measure == Measure::Connections {
+            return 1.0;
+        }
+        let open: f64 = pool.eligible().map(|server| f64::from(server.open_connections)).sum();
+        if open == 0.0 { 0.0 } else { have.iter().sum::<f64>() / open }
+    }
+}
+
+/// What of each server is compared: what it has, where all have the same part. Never below 0.
+fn compared(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
+    let largest = parts.iter().copied().fold(0.0, f64::max);
+    if parts.iter().all(|part| *part == largest) {
+        return have.to_vec();
+    }
+    let to_come = opened_connections.unwrap_or(0) as f64 * per_connection;
+    let per_part = (have.iter().sum::<f64>() + to_come) / parts.iter().sum::<f64>();
+    have.iter().zip(parts).map(|(have, part)| have + (largest - part) * per_part).collect()
 }
 
 impl Policy for Least {
     fn name(&self) -> &'static str {
-        NAME
+        match self.measure {
+            Measure::Connections => NAMES[0],
+            Measure::Packets => NAMES[1],
+            Measure::Bytes => NAMES[2],
+            Measure::Cpu => NAMES[3],
+        }
+    }
+
+    fn traffic_wanted(&self) -> TrafficWanted {
+        self.measure.traffic_wanted()
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
@@ -46,9 +101,9 @@ impl Policy for Least {
         if table.members.is_empty() {
             return table;
         }
-        let unit = load_of_one(pool);
+        let (loads, cost) = self.loads(pool);
         // Every load balancer sees only its own assignments; the others' are about as many.
-        table.assignment_cost = unit * pool.load_balancers;
+        table.assignment_cost = cost.saturating_mul(pool.load_balancers);
         table.core_slots = table.members.iter().map(|member| Core { server: member.server, core: 0 }).collect();
         table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
         let mut all: Vec<Candidate> = pool
@@ -56,14 +111,15 @@ impl Policy for Least {
             .enumerate()
             .map(|(position, server)| Candidate {
                 server: server.id,
-                load: server.open_connections.saturating_mul(unit),
+                load: loads[position],
                 // Beyond the data plane's limit servers share the last slot, which makes them look busier.
                 core_slot: position.min(table.core_slots.len() - 1) as u16,
             })
             .collect();
         let per_bucket = all.len().min(self.candidates);
         let mut rng = seeded_rng(self.seed ^ generation, PURPOSE_CANDIDATES);
-        for _ in 0..buckets.get() {
+        let joining = pool.eligible().any(|server| server.ramp < 1.0);
+        for bucket in 0..buckets.get() {
             if per_bucket < all.len() {
                 // The start of a shuffle by Fisher and Yates.
                 for position in 0..per_bucket {
@@ -73,6 +129,9 @@ impl Policy for Least {
             }
             let start = table.candidates.len();
             table.candidates.extend_from_slice(&all[..per_bucket]);
+            if joining {
+                leave_out(&mut table.candidates[start..], |id| takes_part(pool, id, bucket));
+            }
             table.candidates[start..].sort_unstable_by_key(|candidate| (candidate.load, candidate.server));
         }
         table.candidates_per_bucket = per_bucket as u32;
@@ -80,24 +139,37 @@ impl Policy for Least {
     }
 }
 
+fn takes_part(pool: &Pool, id: ServerId, bucket: u32) -> bool {
+    let server = pool.servers().binary_search_by_key(&id, |server| server.id).map(|position| &pool.servers()[position]);
+    server.is_ok_and(|server| pool.takes_part(server, bucket))
+}
+
+/// Puts others in the place of candidates that do not take part; with none that does, all stay.
+fn leave_out(candidates: &mut [Candidate], takes_part: impl Fn(ServerId) -> bool) {
+    let staying: Vec<Candidate> = candidates.iter().copied().filter(|one| takes_part(one.server)).collect();
+    if staying.is_empty() {
+        return;
+    }
+    for (place, candidate) in candidates.iter_mut().zip(staying.iter().cycle()) {
+        *place = *candidate;
+    }
+}
+
 /// What one connection counts: a part of 1.0 such that the fullest server is at most 1.0, at least the smallest step.
-fn load_of_one(pool: &Pool) -> u32 {
-    let most = pool.eligible().map(|server| server.open_connections).max().unwrap_or(0);
-    (fixed_point(1.0) / most.max(1)).max(1)
+fn load_of_one(most: f64) -> u32 {
+    (fixed_point(1.0) / (most as u32).max(1)).max(1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::PoolServer;
+    use crate::placement::PlacementState;
+    use crate::policy::{PoolServer, TrafficRates, Weight};
 
     fn pool(open: &[u32], load_balancers: u32) -> Pool {
         let server = |(position, open): (usize, &u32)| PoolServer {
-            id: (position as u64 + 1).try_into().unwrap(),
-            eligible: true,
-            loads: None,
-            rss: None,
             open_connections: *open,
+            ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
         Pool::new(open.iter().enumerate().map(server).collect(), load_balancers)
     }
@@ -131,5 +203,66 @@ mod tests {
         }
         let all = Least::of_all(3).place(&servers, BucketCount::new(1).unwrap(), 1);
         assert_eq!(all.candidates_of(0, 0).len(), 400);
+    }
+
+    /// Opens so many connections by the table; how many each server then has.
+    fn after(policy: &mut Least, servers: &[PoolServer], connections: u32) -> Vec<u32> {
+        let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
+        let table = policy.place(&pool, BucketCount::PUBLISHED, 1);
+        let mut state = PlacementState::for_table(&table);
+        let mut open: Vec<u32> = servers.iter().map(|server| server.open_connections).collect();
+        for hash in 0..connections {
+            let chosen = table.choose_by_hash(&mut state, |_| hash).unwrap();
+            open[servers.iter().position(|server| server.id == chosen).unwrap()] += 1;
+        }
+        open
+    }
+
+    #[test]
+    fn connections_are_shared_out_by_weight_whatever_was_there() {
+        for open in [[0, 0, 0], [10, 10, 10], [0, 70, 30]] {
+            let weights = [1u64, 2, 7].map(|weight| Weight::new(weight).unwrap());
+            let servers: Vec<PoolServer> = (0..3)
+                .map(|n| PoolServer {
+                    open_connections: open[n],
+                    weight: weights[n],
+                    ..PoolServer::new((n as u64).try_into().unwrap())
+                })
+                .collect();
+            let total = 1000 - open.iter().sum::<u32>();
+            let after = after(&mut Least::new(1), &servers, total);
+            let near = after.iter().zip([100u32, 200, 700]).all(|(count, wanted)| count.abs_diff(wanted) <= 2);
+            assert!(near, "{open:?} became {after:?}");
+        }
+    }
+
+    #[test]
+    fn other_measures_look_at_other_things() {
+        let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
+            open_connections: 10,
+            traffic: Some(TrafficRates { packets, bytes }),
+            loads: Some(vec![load]),
+            ..PoolServer::new(id.try_into().unwrap())
+        };
+        let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];
+        for (measure, least) in [(Measure::Packets, 1), (Measure::Bytes, 2), (Measure::Cpu, 3)] {
+            let table = Least::by(measure, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
+            assert!((0..128).all(|bucket| table.candidates_of(0, bucket)[0].server.get() == least), "{measure:?}");
+            assert!(table.assignment_cost > 1);
+        }
+        // Thirty connections bring 150 packets a second, five each.
+        let table = Least::by(Measure::Packets, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
+        let distance = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
+        assert_eq!(distance / table.assignment_cost, 8);
+    }
+
+    #[test]
+    fn who_joins_gets_its_part_only() {
+        let mut servers: Vec<PoolServer> =
+            (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
+        (servers[3].open_connections, servers[3].ramp) = (0, 0.25);
+        let joined = after(&mut Least::new(1), &servers, 128)[3];
+        // All would go to the new one; its part are 32 of 128 buckets.
+        assert!((20..=44).contains(&joined), "{joined}");
     }
 }

@@ -2,10 +2,8 @@
 //! turn, each in an order of its own. Shares are equal to within one bucket, and a change of the pool moves little more
 //! than it must.
 
-use super::{Policy, Pool, by_bucket, independent_key};
 use crate::ServerId;
-use crate::placement::{BucketCount, PlacementTable, mix};
-use crate::rss::RssKey;
+use crate::placement::mix;
 
 pub const NAME: &str = "maglev";
 
@@ -13,50 +11,39 @@ pub const NAME: &str = "maglev";
 /// plane's tables are smaller ([`BucketCount`]); a simulation can use this one.
 pub const PUBLISHED_SIZE: usize = 65_537;
 
-pub struct Maglev {
-    key: RssKey,
-}
-
-impl Maglev {
-    pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
-    }
-}
-
-impl Policy for Maglev {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn reads_loads(&self) -> bool {
-        false
-    }
-
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let servers: Vec<ServerId> = pool.eligible().map(|server| server.id).collect();
-        by_bucket(pool, buckets, generation, self.key.clone(), &maglev_table(&servers, buckets.get() as usize))
-    }
-}
-
 /// For each of `size` buckets the position in `servers` of the server that has it: empty without servers.
 pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
-    if servers.is_empty() {
+    let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
+    weighted_maglev_table(&servers, size)
+}
+
+/// The same with shares. The published way has equal ones; here a server of half the largest share has its turn in every
+/// second round.
+pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
+    let largest = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
+    if largest <= 0.0 {
         return Vec::new();
     }
     const FREE: usize = usize::MAX;
-    let mut orders: Vec<Order> = servers.iter().map(|server| Order::of(*server, size)).collect();
+    let mut orders: Vec<Order> = servers.iter().map(|(server, _)| Order::of(*server, size)).collect();
+    let mut had = vec![0.0; servers.len()];
     let mut table = vec![FREE; size];
     let mut free = size;
-    loop {
+    for round in 1u32.. {
         for (position, order) in orders.iter_mut().enumerate() {
             if free == 0 {
                 return table;
             }
+            if had[position] + 1.0 > f64::from(round) * servers[position].1 / largest {
+                continue;
+            }
+            had[position] += 1.0;
             let bucket = order.find(|bucket| table[*bucket] == FREE).expect("an order passes every bucket");
             table[bucket] = position;
             free -= 1;
         }
     }
+    unreachable!("the server of the largest share has a bucket in every round")
 }
 
 /// The order in which a server wants the buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
@@ -120,6 +107,17 @@ mod tests {
             assert!(high - low <= 1, "{count} servers, {size} buckets: {low} to {high}");
         }
         assert!(maglev_table(&[], 128).is_empty());
+    }
+
+    #[test]
+    fn every_server_has_its_share() {
+        let shared: Vec<_> = servers(30).into_iter().zip([1.0, 3.0, 0.5].into_iter().cycle()).collect();
+        let mut buckets = [0; 30];
+        weighted_maglev_table(&shared, PUBLISHED_SIZE).iter().for_each(|position| buckets[*position] += 1);
+        let unit = PUBLISHED_SIZE as f64 / 45.0;
+        for (count, (_, share)) in buckets.iter().zip(&shared) {
+            assert!((f64::from(*count) - share * unit).abs() <= 2.0, "{count} buckets with share {share}");
+        }
     }
 
     #[test]

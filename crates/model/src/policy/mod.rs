@@ -1,20 +1,25 @@
 //! Policies: what fills a [`PlacementTable`]. One file each; a new one implements [`Policy`] and is listed in
 //! [`REGISTRY`], and is at once available to the live controller, to the demo and to the simulator.
 //!
-//! A *table policy* (hash, consistent-hash, maglev, crossrss, crossrss-plus, least) decides by the table's contents, a
-//! *flow policy* (rr, wrr, awrr, pow2) by a rule of the data plane that needs a little state of its own.
+//! A *table policy* (hash, consistent-hash, maglev, crossrss, crossrss-plus, least and its measures) decides by the table's contents, a
+//! *flow policy* (rr, wrr, awrr, pow2 and its measures) by a rule of the data plane that needs a little state of its own.
 
 mod awrr;
 mod consistent_hash;
 mod crossrss;
 mod crossrss_plus;
+mod fixed;
 mod groups;
 mod hash;
 mod least;
+mod levels;
 mod maglev;
+mod measure;
+mod pool;
 mod pow2;
 mod rr;
 mod turns;
+mod weight;
 mod wrr;
 
 pub use consistent_hash::ring_table;
@@ -23,114 +28,35 @@ pub use groups::{RssGroup, rss_groups};
 pub use hash::striped_table;
 pub use least::Least;
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
+pub use measure::{Measure, TrafficWanted};
+pub use pool::{Pool, PoolServer, TrafficRates};
+pub use weight::{Capacity, CapacityError, Weight, WeightError};
 
 use coreward_intf as intf;
 
 use crate::ServerId;
 use crate::load::fixed_point;
-use crate::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
-use crate::rss::{Rss, RssKey, seeded_rng};
-
-/// A server of a pool, as far as a policy needs to know it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PoolServer {
-    /// Its id.
-    pub id: ServerId,
-    /// Takes new connections (neither draining nor unhealthy).
-    pub eligible: bool,
-    /// Smoothed load per core in fractions of its capacity; `None`: no fresh report, the server counts as neutral.
-    pub loads: Option<Vec<f64>>,
-    /// Its NIC's key and table; `None`: not known, all its cores count as one.
-    pub rss: Option<Rss>,
-    /// Open connections, of all services.
-    pub open_connections: u32,
-}
-
-/// The pool of one service at one tick.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Pool {
-    servers: Vec<PoolServer>,
-    load_balancers: u32,
-    opened_connections: Option<u64>,
-}
-
-impl Pool {
-    /// `load_balancers`: how many of them share the service's new connections (0 counts as 1).
-    pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
-        servers.sort_by_key(|server| server.id);
-        Self { servers, load_balancers: load_balancers.max(1), opened_connections: None }
-    }
-
-    /// The same pool, in which so many connections were opened since the previous tick.
-    pub fn with_opened_connections(self, connections: u64) -> Self {
-        Self { opened_connections: Some(connections), ..self }
-    }
-
-    /// All servers, by id.
-    pub fn servers(&self) -> &[PoolServer] {
-        &self.servers
-    }
-
-    /// The servers that take new connections, by id.
-    pub fn eligible(&self) -> impl Iterator<Item = &PoolServer> + Clone {
-        self.servers.iter().filter(|server| server.eligible)
-    }
-
-    /// Whether any eligible server's loads are known.
-    pub fn has_loads(&self) -> bool {
-        self.eligible().any(|server| server.loads.is_some())
-    }
-
-    /// Mean load of all cores whose load is known: what a server without a fresh report counts as.
-    pub fn neutral_load(&self) -> f64 {
-        let known: Vec<f64> = self.eligible().filter_map(|server| server.loads.as_ref()).flatten().copied().collect();
-        crate::statistics::mean(&known).unwrap_or(0.0)
-    }
-
-    /// What is missing in all to bring every core below the mean load up to it.
-    pub fn load_deficit(&self) -> f64 {
-        let mean = self.neutral_load();
-        let loads = self.eligible().filter_map(|server| server.loads.as_ref()).flatten();
-        loads.map(|load| (mean - load).max(0.0)).sum()
-    }
-
-    /// Load that a connection brings, on average: all load over all open connections.
-    pub fn load_per_connection(&self) -> f64 {
-        let known = self.servers.iter().filter_map(|server| Some((server.loads.as_ref()?, server.open_connections)));
-        let (load, connections) = known.fold((0.0, 0u64), |(load, count), (cores, open)| {
-            (load + cores.iter().sum::<f64>(), count + u64::from(open))
-        });
-        if connections == 0 { 0.0 } else { load / connections as f64 }
-    }
-}
-
-impl PoolServer {
-    /// The load of core `core`, or `neutral` when it is not known.
-    pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
-        self.loads.as_ref().and_then(|loads| loads.get(usize::from(core))).copied().unwrap_or(neutral)
-    }
-
-    /// How many cores it has, by its reports or by its NIC's table; `None` when neither is known.
-    pub fn core_count(&self) -> Option<u32> {
-        let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
-        let reported = self.loads.as_ref().map(|loads| loads.len() as u32);
-        reported.or_else(|| self.rss.as_ref().and_then(by_table))
-    }
-
-    /// The mean load of all its cores, or `neutral` when it is not known.
-    pub fn mean_load(&self, neutral: f64) -> f64 {
-        self.loads.as_deref().and_then(crate::statistics::mean).unwrap_or(neutral)
-    }
-}
+use crate::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, weighted_rendezvous};
+use crate::rss::{RssKey, seeded_rng};
 
 /// What fills the tables of one service.
 pub trait Policy: Send {
     /// The name in configuration and output.
     fn name(&self) -> &'static str;
 
+    /// Whether every table for one pool is the same: no load, no count and no turn decides.
+    fn is_fixed(&self) -> bool {
+        false
+    }
+
     /// Whether the table depends on more than which servers there are: loads or open connections.
     fn reads_loads(&self) -> bool {
         true
+    }
+
+    /// What it wants to hear from load balancers.
+    fn traffic_wanted(&self) -> TrafficWanted {
+        TrafficWanted::Nothing
     }
 
     /// The table for the pool as it is now.
@@ -141,15 +67,23 @@ pub trait Policy: Send {
 type Make = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
-pub const REGISTRY: [(&str, Make); 10] = [
-    (hash::NAME, |seed| Box::new(hash::Hash::new(seed))),
-    (consistent_hash::NAME, |seed| Box::new(consistent_hash::ConsistentHash::new(seed))),
-    (maglev::NAME, |seed| Box::new(maglev::Maglev::new(seed))),
+pub const REGISTRY: [(&str, Make); 16] = [
+    (hash::NAME, |seed| Box::new(fixed::Fixed::new(hash::NAME, hash::weighted_striped_table, seed))),
+    (consistent_hash::NAME, |seed| {
+        Box::new(fixed::Fixed::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
+    }),
+    (maglev::NAME, |seed| Box::new(fixed::Fixed::new(maglev::NAME, maglev::weighted_maglev_table, seed))),
     (rr::NAME, |seed| Box::new(rr::RoundRobin::new(seed))),
     (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobin::new(seed))),
     (awrr::NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),
-    (pow2::NAME, |seed| Box::new(pow2::PowerOfTwo::new(seed))),
-    (least::NAME, |seed| Box::new(least::Least::new(seed))),
+    (pow2::NAMES[0], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Cpu, seed))),
+    (pow2::NAMES[1], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Connections, seed))),
+    (pow2::NAMES[2], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Packets, seed))),
+    (pow2::NAMES[3], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Bytes, seed))),
+    (least::NAMES[0], |seed| Box::new(least::Least::new(seed))),
+    (least::NAMES[1], |seed| Box::new(least::Least::by(Measure::Packets, seed))),
+    (least::NAMES[2], |seed| Box::new(least::Least::by(Measure::Bytes, seed))),
+    (least::NAMES[3], |seed| Box::new(least::Least::by(Measure::Cpu, seed))),
     (crossrss::NAME, |seed| Box::new(crossrss::CrossRss::new(seed))),
     (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
 ];
@@ -165,6 +99,16 @@ pub struct UnknownPolicy(pub String);
 /// The names of all policies.
 pub fn names() -> Vec<&'static str> {
     REGISTRY.iter().map(|(name, _)| *name).collect()
+}
+
+/// The names of the policies whose choice depends on the pool alone.
+pub fn fixed_names() -> Vec<&'static str> {
+    REGISTRY.iter().filter(|(_, make)| make(0).is_fixed()).map(|(name, _)| *name).collect()
+}
+
+/// What the policy with that name wants to hear from load balancers; nothing where there is none.
+pub fn traffic_wanted(name: &str) -> TrafficWanted {
+    named(name, 0).map(|policy| policy.traffic_wanted()).unwrap_or_default()
 }
 
 /// The policy with that name.
@@ -192,7 +136,7 @@ fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key:
         .eligible()
         .map(|server| Member { server: server.id, load: fixed_point(server.mean_load(neutral)) })
         .collect();
-    let ids: Vec<ServerId> = members.iter().map(|member| member.server).collect();
+    let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     PlacementTable {
         generation,
         rule,
@@ -203,13 +147,15 @@ fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key:
         assignment_cost: 0,
         core_slots: Vec::new(),
         members,
-        consistent: rendezvous(&ids, buckets),
+        consistent: weighted_rendezvous(&weights, buckets),
+        consistent_before: Vec::new(),
     }
 }
 
 /// Bucket i goes to member i mod n, by `key`: `hash` for ever, `crossrss` until the first report.
 fn striped(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
-    by_bucket(pool, buckets, generation, key, &striped_table(pool.eligible().count(), buckets.get() as usize))
+    let positions = hash::weighted_striped_table(&pool.shares(), buckets.get() as usize);
+    by_bucket(pool, buckets, generation, key, &positions)
 }
 
 /// Each bucket goes to the eligible server at its entry in `positions` (by id), whatever the loads; no positions when no

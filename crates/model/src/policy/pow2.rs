@@ -1,28 +1,93 @@
 //! `pow2`: of two servers drawn at random the one whose cores are less loaded on average, by reports of the same rate as
-//! `crossrss` gets (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001).
+//! `crossrss` gets (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001). `pow2:connections` and so
+//! on compare something else. Servers are drawn by weight.
 
-use super::{Policy, Pool, independent_key, table_of};
+use super::turns::turns;
+use super::{Measure, Policy, Pool, TrafficWanted, independent_key, table_of};
+use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
-pub const NAME: &str = "pow2";
+/// By cores, connections, packets, bytes.
+pub const NAMES: [&str; 4] = ["pow2", "pow2:connections", "pow2:packets", "pow2:bytes"];
 
 pub struct PowerOfTwo {
     key: RssKey,
+    measure: Measure,
 }
 
 impl PowerOfTwo {
-    pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+    pub fn new(measure: Measure, seed: u64) -> Self {
+        Self { key: independent_key(seed), measure }
     }
 }
 
 impl Policy for PowerOfTwo {
     fn name(&self) -> &'static str {
-        NAME
+        match self.measure {
+            Measure::Cpu => NAMES[0],
+            Measure::Connections => NAMES[1],
+            Measure::Packets => NAMES[2],
+            Measure::Bytes => NAMES[3],
+        }
+    }
+
+    fn traffic_wanted(&self) -> TrafficWanted {
+        self.measure.traffic_wanted()
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone())
+        let mut table = table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
+        if self.measure != Measure::Cpu {
+            let parts = self.measure.parts(pool);
+            let full: Vec<f64> = self.measure.of_servers(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
+            let fullest = full.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
+            for (member, full) in table.members.iter_mut().zip(full) {
+                member.load = fixed_point(full / fullest);
+            }
+        }
+        let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
+        table.members = turns(&shares).into_iter().map(|position| table.members[position]).collect();
+        table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{PoolServer, TrafficRates, Weight};
+
+    fn members(measure: Measure, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
+        let table = PowerOfTwo::new(measure, 1).place(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
+        table.members.iter().map(|member| (member.server.get(), member.load)).collect()
+    }
+
+    #[test]
+    fn each_measure_compares_its_own() {
+        let server = |id: u64, open_connections: u32, packets: f64, bytes: f64| PoolServer {
+            open_connections,
+            traffic: Some(TrafficRates { packets, bytes }),
+            loads: Some(vec![0.25 * id as f64; 2]),
+            ..PoolServer::new(id.try_into().unwrap())
+        };
+        let servers = vec![server(1, 30, 100.0, 9.0), server(2, 60, 50.0, 18.0)];
+        let one = fixed_point(1.0);
+        assert_eq!(members(Measure::Connections, servers.clone()), [(1, one / 2), (2, one)]);
+        assert_eq!(members(Measure::Packets, servers.clone()), [(1, one), (2, one / 2)]);
+        assert_eq!(members(Measure::Bytes, servers.clone()), [(1, one / 2), (2, one)]);
+        assert_eq!(members(Measure::Cpu, servers), [(1, one / 4), (2, one / 2)]);
+    }
+
+    #[test]
+    fn a_heavy_server_is_drawn_more_often_and_may_be_fuller() {
+        let server = |id: u64, weight: u64| PoolServer {
+            open_connections: 30,
+            weight: Weight::new(weight).unwrap(),
+            ..PoolServer::new(id.try_into().unwrap())
+        };
+        let members = members(Measure::Connections, vec![server(1, 3), server(2, 1)]);
+        assert_eq!(members.iter().filter(|(id, _)| *id == 1).count(), 3);
+        let load = |wanted: u16| members.iter().find(|(id, _)| *id == wanted).unwrap().1;
+        assert_eq!((load(1), load(2)), (fixed_point(1.0 / 3.0), fixed_point(1.0)));
     }
 }

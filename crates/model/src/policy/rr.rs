@@ -1,7 +1,8 @@
-//! `rr`: new connections go to the servers in turn.
+//! `rr`: new connections go to the servers in turn, each as often as its weight.
 
-use super::{Policy, Pool, independent_key, table_of};
-use crate::placement::{BucketCount, PlacementTable, Rule};
+use super::turns::weighted_turns;
+use super::{Policy, Pool, independent_key};
+use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "rr";
@@ -26,6 +27,7 @@ impl Policy for RoundRobin {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        table_of(pool, Rule::RoundRobin, buckets, generation, self.key.clone())
+        let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
+        weighted_turns(pool, buckets, generation, self.key.clone(), &shares)
     }
 }

@@ -3,20 +3,31 @@
 use coreward_intf as intf;
 
 use super::{Pool, table_of};
-use crate::placement::{BucketCount, Member, PlacementTable, Rule};
+use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
-/// A table in which the members have their turns by `weights`: one per eligible server of the pool, by id, each 1 or more.
+/// A table in which the members have their turns by `shares`: one per eligible server of the pool, by id, above 0.
 pub fn weighted_turns(
     pool: &Pool,
     buckets: BucketCount,
     generation: u64,
     key: RssKey,
-    weights: &[u32],
+    shares: &[f64],
 ) -> PlacementTable {
     let mut table = table_of(pool, Rule::RoundRobin, buckets, generation, key);
-    table.members = interleaved(&table.members, &fitting(weights));
+    table.members = turns(shares).into_iter().map(|position| table.members[position]).collect();
     table
+}
+
+/// Turns per unit of share where shares are no whole numbers.
+const STEPS: f64 = 64.0;
+
+/// Positions in `shares`, each as often as its share, evenly spread.
+pub fn turns(shares: &[f64]) -> Vec<usize> {
+    let whole = shares.iter().all(|share| share.fract() == 0.0);
+    let scale = if whole { 1.0 } else { STEPS };
+    let weights: Vec<u32> = shares.iter().map(|share| ((share * scale).round() as u32).max(1)).collect();
+    interleaved(&fitting(&weights))
 }
 
 /// The weights in lowest terms; scaled down, at least to 1, where the turns would not fit the data plane.
@@ -36,16 +47,16 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// Each member as often as its weight, its k-th turn at (k + 1/2) / weight of the way through the list: between two turns
+/// Each position as often as its weight, its k-th turn at (k + 1/2) / weight of the way through the list: between two turns
 /// of a server all others have about their share, as with smooth weighted round robin.
-fn interleaved(members: &[Member], weights: &[u32]) -> Vec<Member> {
+fn interleaved(weights: &[u32]) -> Vec<usize> {
     let mut turns: Vec<(u64, usize)> = Vec::with_capacity(weights.iter().map(|weight| *weight as usize).sum());
     for (position, weight) in weights.iter().copied().enumerate() {
         // In units of 2^-32 of the list: exact enough to order 16,384 turns, and an integer, so that ties are ties.
         turns.extend((0..weight).map(|turn| (((2 * u64::from(turn) + 1) << 32) / (2 * u64::from(weight)), position)));
     }
     turns.sort_unstable();
-    turns.into_iter().map(|(_, position)| members[position]).collect()
+    turns.into_iter().map(|(_, position)| position).collect()
 }
 
 #[cfg(test)]
@@ -53,14 +64,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::ServerId;
 
-    fn members(count: usize) -> Vec<Member> {
-        (0..count as u64).map(|id| Member { server: ServerId::try_from(id).unwrap(), load: 0 }).collect()
-    }
-
-    fn turns(weights: &[u32]) -> Vec<u16> {
-        interleaved(&members(weights.len()), &fitting(weights)).iter().map(|member| member.server.get()).collect()
+    fn turns(weights: &[u32]) -> Vec<usize> {
+        let shares: Vec<f64> = weights.iter().copied().map(f64::from).collect();
+        super::turns(&shares)
     }
 
     #[test]
@@ -68,14 +75,17 @@ mod tests {
         assert_eq!(turns(&[10, 10, 10]), [0, 1, 2]);
         assert_eq!(turns(&[4, 2, 2]), [0, 1, 2, 0]);
         assert_eq!(turns(&[5, 1, 1]), [0, 0, 0, 1, 2, 0, 0]);
-        assert_eq!(turns(&[]), Vec::<u16>::new());
+        assert_eq!(turns(&[]), Vec::<usize>::new());
+        // Half a share of three.
+        let half = super::turns(&[1.0, 1.0, 0.5]);
+        assert_eq!((half.len(), half.iter().filter(|turn| **turn == 2).count()), (5, 1));
     }
 
     #[test]
     fn what_does_not_fit_is_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
         let turns = turns(&weights);
-        let of = |server: u16| turns.iter().filter(|turn| **turn == server).count();
+        let of = |server: usize| turns.iter().filter(|turn| **turn == server).count();
         assert!(turns.len() <= intf::MAX_MEMBERS as usize && turns.len() > 15_000, "{}", turns.len());
         assert!((14..=15).contains(&of(3)) && of(1_500) == 1, "{} and {}", of(3), of(1_500));
         assert_eq!(fitting(&[7; 16_384]), [1; 16_384]);
@@ -88,7 +98,7 @@ mod tests {
             let turns = turns(&weights);
             let total = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {
-                let had = (from..from + length).filter(|turn| usize::from(turns[turn % turns.len()]) == server).count();
+                let had = (from..from + length).filter(|turn| turns[turn % turns.len()] == server).count();
                 let share = length as f64 * f64::from(*weight) / total;
                 prop_assert!((had as f64 - share).abs() <= 2.0, "server {server}: {had} of {share}");
             }

@@ -1,0 +1,104 @@
+//! Whose a service's buckets are, and whose they were before: what `placement_table.consistent_before` says.
+//!
+//! Connections without a cookie go by the bucket. When a bucket changes hands its older connections are still at the server
+//! before, and the new one hands on what it does not know (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy chaining").
+//! One step back is remembered, as there: who had the bucket twice ago is asked no more.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::ServerId;
+
+/// The history of all buckets of one service.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct BucketHistory {
+    /// By bucket; empty before the first table.
+    now: Vec<ServerId>,
+    before: Vec<Option<ServerId>>,
+}
+
+impl BucketHistory {
+    /// As it was remembered elsewhere; `None` when the two lists do not fit each other.
+    pub fn restored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
+        (now.len() == before.len()).then_some(Self { now, before })
+    }
+
+    /// By bucket, whose it is; empty before the first table.
+    pub fn now(&self) -> &[ServerId] {
+        &self.now
+    }
+
+    /// By bucket, whose it was before it last changed hands.
+    pub fn before(&self) -> &[Option<ServerId>] {
+        &self.before
+    }
+
+    /// Takes in the choice of a new table; true when a bucket changed hands. Nobody's buckets (no server is eligible) stay
+    /// on record as whose they were. With another number of buckets all begins anew: none is the same as one of before.
+    pub fn follow(&mut self, consistent: &[ServerId]) -> bool {
+        if consistent.is_empty() || consistent == self.now {
+            return false;
+        }
+        if consistent.len() != self.now.len() {
+            *self = Self { now: consistent.to_vec(), before: vec![None; consistent.len()] };
+            return true;
+        }
+        for ((new, now), before) in consistent.iter().zip(&mut self.now).zip(&mut self.before) {
+            if new != now {
+                *before = Some(std::mem::replace(now, *new));
+            }
+        }
+        true
+    }
+
+    /// What a placement table says: nothing at all where no bucket has changed hands.
+    pub fn consistent_before(&self) -> Vec<Option<ServerId>> {
+        if self.before.iter().all(Option::is_none) { Vec::new() } else { self.before.clone() }
+    }
+
+    /// For each server that has buckets: from whom.
+    pub fn predecessors(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
+        let mut predecessors: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
+        for (now, before) in self.now.iter().zip(&self.before) {
+            if let Some(before) = before {
+                predecessors.entry(*now).or_default().insert(*before);
+            }
+        }
+        predecessors
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids(numbers: &[u64]) -> Vec<ServerId> {
+        numbers.iter().map(|number| ServerId::try_from(*number).unwrap()).collect()
+    }
+
+    #[test]
+    fn one_step_back_is_remembered() {
+        let mut history = BucketHistory::default();
+        assert!(history.follow(&ids(&[1, 2, 3, 1])));
+        assert_eq!(history.consistent_before(), []);
+        assert!(!history.follow(&ids(&[1, 2, 3, 1])));
+        // Server 1 leaves, then 2: bucket 0 was 2's last, bucket 3 is 3's since 1 left.
+        assert!(history.follow(&ids(&[2, 2, 3, 3])));
+        assert!(history.follow(&ids(&[3, 3, 3, 3])));
+        let before: Vec<u64> =
+            history.consistent_before().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
+        assert_eq!(before, [2, 2, 0, 1]);
+        assert_eq!(history.predecessors(), BTreeMap::from([(ids(&[3])[0], ids(&[1, 2]).into_iter().collect())]));
+    }
+
+    #[test]
+    fn an_empty_pool_changes_nothing_and_other_buckets_everything() {
+        let mut history = BucketHistory::default();
+        history.follow(&ids(&[1, 2]));
+        assert!(!history.follow(&[]));
+        history.follow(&ids(&[2, 2]));
+        assert_eq!(history.before(), [Some(ids(&[1])[0]), None]);
+        assert!(history.follow(&ids(&[2, 2, 2, 2])));
+        assert_eq!((history.consistent_before(), history.before().len()), (Vec::new(), 4));
+        assert_eq!(BucketHistory::restored(ids(&[1]), vec![]), None);
+    }
+}

@@ -1,0 +1,436 @@
+//! The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack).
+//!
+//! An entry's place is in the cookie of the connection's packets, so that finding, taking and freeing one take constant
+//! time and no hash table. The layouts are in `bpf/intf.h`; `bpf/connection_table.bpf.h` says how packets use them and why
+//! that is right. Here:
+//!
+//! * this file: which partition a connection belongs to, what an entry's identity says, when an entry may be freed
+//! * [`table`]: what packets and user space do with the entries, over any memory of 64-bit words
+
+pub mod table;
+
+use std::fmt;
+use std::hash::Hasher as _;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use coreward_intf as intf;
+use siphasher::sip::SipHasher13;
+
+use crate::cookie::CookieKey;
+use crate::{FourTuple, ServerId};
+
+/// How many entries a connection table has: a power of two from 1,024 to 4,194,304.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableSize(u32);
+
+/// A size that no connection table can have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0} entries of the connection table: expected a power of two from {min} to {max}",
+    min = intf::CONNECTIONS_PER_PARTITION,
+    max = intf::MAX_CONNECTION_TABLE_ENTRIES
+)]
+pub struct BadTableSize(pub u64);
+
+impl TableSize {
+    /// Entries in all.
+    pub fn entries(self) -> u32 {
+        self.0
+    }
+
+    /// Partitions of 1,024 entries: a power of two.
+    pub fn partitions(self) -> u32 {
+        self.0 / intf::CONNECTIONS_PER_PARTITION
+    }
+
+    /// All entries.
+    pub fn indexes(self) -> impl Iterator<Item = ConnectionIndex> {
+        (0..self.0).map(ConnectionIndex)
+    }
+}
+
+impl Default for TableSize {
+    fn default() -> Self {
+        Self(intf::DEFAULT_CONNECTION_TABLE_ENTRIES)
+    }
+}
+
+impl TryFrom<u64> for TableSize {
+    type Error = BadTableSize;
+
+    fn try_from(entries: u64) -> Result<Self, Self::Error> {
+        let range = u64::from(intf::CONNECTIONS_PER_PARTITION)..=u64::from(intf::MAX_CONNECTION_TABLE_ENTRIES);
+        let fits = entries.is_power_of_two() && range.contains(&entries);
+        if fits { Ok(Self(entries as u32)) } else { Err(BadTableSize(entries)) }
+    }
+}
+
+/// An entry: partition and place in one number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ConnectionIndex(u32);
+
+impl ConnectionIndex {
+    /// `place` counts modulo 1,024.
+    pub fn new(partition: u32, place: u32) -> Self {
+        Self(partition << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK)
+    }
+
+    /// Its position in the table.
+    pub fn get(self) -> u32 {
+        self.0
+    }
+
+    /// Its partition.
+    pub fn partition(self) -> u32 {
+        self.0 >> intf::CONNECTION_PLACE_BITS
+    }
+
+    /// Its place in the partition: what the cookie holds.
+    pub fn place(self) -> u32 {
+        self.0 & intf::CONNECTION_PLACE_MASK
+    }
+}
+
+/// The number of a load balancer among those that have a connection table: 0 to 15.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct OwnerNumber(u8);
+
+/// A number that no cookie can hold.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("owner number {0} is out of range: expected 0 to {max}", max = intf::MAX_OWNERS - 1)]
+pub struct OwnerNumberOutOfRange(pub u64);
+
+impl OwnerNumber {
+    /// All of them.
+    pub fn all() -> impl Iterator<Item = OwnerNumber> {
+        (0..intf::MAX_OWNERS as u8).map(OwnerNumber)
+    }
+
+    /// 0 to 15.
+    pub fn get(self) -> u8 {
+        self.0
+    }
+}
+
+impl TryFrom<u64> for OwnerNumber {
+    type Error = OwnerNumberOutOfRange;
+
+    fn try_from(value: u64) -> Result<Self, Self::Error> {
+        if value < u64::from(intf::MAX_OWNERS) { Ok(Self(value as u8)) } else { Err(OwnerNumberOutOfRange(value)) }
+    }
+}
+
+impl fmt::Display for OwnerNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What a cookie of kind 1 holds: owner above, place below.
+pub fn cookie_number(owner: OwnerNumber, place: u32) -> u16 {
+    (u32::from(owner.0) << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK) as u16
+}
+
+/// Owner and place in what a cookie of kind 1 holds.
+pub fn owner_and_place(number: u16) -> (OwnerNumber, u32) {
+    let number = u32::from(number) & intf::COOKIE_ID_MASK;
+    (OwnerNumber((number >> intf::CONNECTION_PLACE_BITS) as u8), number & intf::CONNECTION_PLACE_MASK)
+}
+
+/// What a stateful service's first packet carries in its TSecr to the server.
+pub fn syn_echo(owner: OwnerNumber, place: u32) -> u32 {
+    intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, place))
+}
+
+/// The connection's own keyed hash: SipHash-1-3 as in the cookie, by a key that never changes while the table lives
+/// (the fleet's keys do).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnectionHash(u64);
+
+impl ConnectionHash {
+    /// Of a connection.
+    pub fn new(key: &CookieKey, tuple: &FourTuple) -> Self {
+        let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
+        hasher.write(&tuple.bytes());
+        Self(hasher.finish())
+    }
+
+    /// Its partition: the low bits.
+    pub fn partition(self, size: TableSize) -> u32 {
+        self.0 as u32 & (size.partitions() - 1)
+    }
+
+    /// Tells it from others in the same partition: the upper half.
+    pub fn tag(self) -> u32 {
+        (self.0 >> intf::CONNECTION_TAG_SHIFT) as u32
+    }
+
+    /// Where the entry of its first packet is remembered.
+    pub fn recent_slot(self) -> usize {
+        (self.0 as u32 % intf::RECENT_CONNECTIONS) as usize
+    }
+}
+
+/// What an entry in use says in one word: all that a decision depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// [`ConnectionHash::tag`].
+    pub tag: u32,
+    /// Of this use of the entry: 11 bits.
+    pub generation: u16,
+    /// The service's place in the load balancer's tables: 6 bits.
+    pub service: u8,
+    /// Where the connection goes.
+    pub server: ServerId,
+}
+
+impl Identity {
+    /// `connection.identity` of `bpf/intf.h`.
+    pub fn word(self) -> u64 {
+        u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
+            | u64::from(intf::CONNECTION_IN_USE)
+            | (u64::from(self.generation) & u64::from(intf::CONNECTION_GENERATION_MASK))
+                << intf::CONNECTION_GENERATION_SHIFT
+            | (u64::from(self.service) & u64::from(intf::CONNECTION_SERVICE_MASK)) << intf::CONNECTION_SERVICE_SHIFT
+            | u64::from(self.server.get())
+    }
+
+    /// `None`: the entry is free.
+    pub fn from_word(word: u64) -> Option<Self> {
+        let low = word as u32;
+        (low & intf::CONNECTION_IN_USE != 0).then(|| Self {
+            tag: (word >> intf::CONNECTION_TAG_SHIFT) as u32,
+            generation: (low >> intf::CONNECTION_GENERATION_SHIFT & intf::CONNECTION_GENERATION_MASK) as u16,
+            service: (low >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u8,
+            server: ServerId::try_from(u64::from(low & intf::COOKIE_ID_MASK)).expect("14 bits"),
+        })
+    }
+}
+
+/// Time at the load balancer as packets see it: tenths of a second, modulo 2^32 (13.6 years).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Clock(pub u32);
+
+impl Clock {
+    /// The reading when the machine's monotonic clock shows `monotonic`.
+    pub fn at(monotonic: Duration) -> Self {
+        Self((monotonic.as_millis() / 100) as u32)
+    }
+
+    /// How long ago `earlier` was; 0 when it is later than `self` (a packet came after the clock was read).
+    pub fn since(self, earlier: Clock) -> Duration {
+        let tenths = self.0.wrapping_sub(earlier.0);
+        if tenths > u32::MAX / 2 { Duration::ZERO } else { Duration::from_millis(u64::from(tenths) * 100) }
+    }
+}
+
+/// An entry in use, as it was at one moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Connection {
+    /// Where it stands.
+    pub index: ConnectionIndex,
+    /// Whose it is, and where it goes.
+    pub identity: Identity,
+    /// The client.
+    pub client: SocketAddrV4,
+    /// Packets from the client; of SYNs only the first.
+    pub packets: u64,
+    /// Their frames' bytes.
+    pub bytes: u64,
+    /// When the first packet came.
+    pub opened: Clock,
+    /// When the last one came.
+    pub last_seen: Clock,
+    /// FIN or RST was seen, and no SYN since.
+    pub closing: bool,
+}
+
+impl Connection {
+    /// The entry at `index` from its layout; `None`: it is free.
+    pub fn from_entry(index: ConnectionIndex, entry: &intf::connection) -> Option<Self> {
+        Some(Self {
+            index,
+            identity: Identity::from_word(entry.identity)?,
+            client: SocketAddrV4::new(
+                Ipv4Addr::from(entry.client_address[3].to_ne_bytes()),
+                u16::from_be(entry.client_port),
+            ),
+            packets: entry.packets,
+            bytes: entry.bytes,
+            opened: Clock(entry.opened),
+            last_seen: Clock(entry.last_seen),
+            closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
+        })
+    }
+}
+
+/// The `count` connections that weigh most, the heaviest first; of equals those that came first. Keeps twice as many in
+/// memory, however many there are.
+pub fn heaviest(
+    connections: impl Iterator<Item = Connection>,
+    count: usize,
+    weight: impl Fn(&Connection) -> u64,
+) -> Vec<Connection> {
+    let mut kept = Vec::new();
+    let shorten = |kept: &mut Vec<Connection>| {
+        kept.sort_by_key(|connection| std::cmp::Reverse(weight(connection)));
+        kept.truncate(count);
+    };
+    for connection in connections {
+        kept.push(connection);
+        if kept.len() >= 2 * count.max(1) {
+            shorten(&mut kept);
+        }
+    }
+    shorten(&mut kept);
+    kept
+}
+
+/// How long an entry is left alone.
+///
+/// FIN and RST only choose a shorter time: both may be forged, a FIN is only half a close, and the server's TIME-WAIT
+/// follows. So an entry whose time is over may be freed only when the server's agent says that it has no such socket, or
+/// the server is gone. Entries that never got past their SYN are the exception ([`Due::HalfOpen`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timers {
+    /// From the SYN to the second packet.
+    pub half_open: Duration,
+    /// After FIN or RST.
+    pub closing: Duration,
+    /// Otherwise.
+    pub idle: Duration,
+}
+
+impl Default for Timers {
+    fn default() -> Self {
+        // A client sends its SYN again after 1, 3 and 7 s (RFC 6298, Sect. 2: doubling from 1 s); TIME-WAIT lasts 60 s
+        // in Linux (include/net/tcp.h, TCP_TIMEWAIT_LEN).
+        Self { half_open: Duration::from_secs(10), closing: Duration::from_secs(60), idle: Duration::from_secs(300) }
+    }
+}
+
+/// Why an entry may be freed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// Its server left the fleet.
+    ServerGone,
+    /// Nothing but the SYN came: most likely a flood's. Freed without asking: if the client comes after all, its packet
+    /// goes to all servers and the connection heals.
+    HalfOpen,
+    /// Closed, as it seems: if its server has no such socket.
+    Closing,
+    /// Silent: if its server has no such socket.
+    Idle,
+}
+
+impl Due {
+    /// Whether the server must be asked first.
+    pub fn must_ask(self) -> bool {
+        matches!(self, Due::Closing | Due::Idle)
+    }
+}
+
+impl Timers {
+    /// Whether the connection may be freed at `now`, and why. `server_known`: whether its server still is in the fleet.
+    pub fn due(&self, connection: &Connection, server_known: bool, now: Clock) -> Option<Due> {
+        if !server_known {
+            return Some(Due::ServerGone);
+        }
+        let (after, due) = match connection {
+            Connection { packets: 0..=1, .. } => (self.half_open, Due::HalfOpen),
+            Connection { closing: true, .. } => (self.closing, Due::Closing),
+            _ => (self.idle, Due::Idle),
+        };
+        (now.since(connection.last_seen) >= after).then_some(due)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn connection(packets: u64, closing: bool, last_seen: u32) -> Connection {
+        let server = ServerId::try_from(7).unwrap();
+        Connection {
+            index: ConnectionIndex::new(1, 2),
+            identity: Identity { tag: 1, generation: 2, service: 3, server },
+            client: SocketAddrV4::new(Ipv4Addr::LOCALHOST, 1),
+            packets,
+            bytes: 0,
+            opened: Clock(0),
+            last_seen: Clock(last_seen),
+            closing,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn an_identity_says_what_went_into_it(tag: u32, generation in 0u16..2048, service in 0u8..64, id in 0u64..16_384) {
+            let identity = Identity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
+            prop_assert_eq!(Identity::from_word(identity.word()), Some(identity));
+        }
+
+        #[test]
+        fn a_cookie_names_owner_and_place(owner in 0u64..16, place in 0u32..1024) {
+            let owner = OwnerNumber::try_from(owner).unwrap();
+            let number = cookie_number(owner, place);
+            prop_assert!(u32::from(number) <= intf::COOKIE_ID_MASK);
+            prop_assert_eq!(owner_and_place(number), (owner, place));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_heaviest_are_those_that_sorting_all_would_find(
+            packets in proptest::collection::vec(0u64..50, 0..200), count in 0usize..20,
+        ) {
+            let all: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();
+            let found = heaviest(all.iter().copied(), count, |connection| connection.packets);
+            let mut sorted = packets;
+            sorted.sort_by_key(|packets| std::cmp::Reverse(*packets));
+            sorted.truncate(count);
+            prop_assert_eq!(found.iter().map(|connection| connection.packets).collect::<Vec<_>>(), sorted);
+        }
+    }
+
+    #[test]
+    fn sizes_are_powers_of_two_in_range() {
+        assert_eq!(TableSize::try_from(1024).unwrap().partitions(), 1);
+        assert_eq!(TableSize::try_from(4_194_304).unwrap().partitions(), 4096);
+        for bad in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {
+            let error = TableSize::try_from(bad).unwrap_err().to_string();
+            let expected =
+                format!("{bad} entries of the connection table: expected a power of two from 1024 to 4194304");
+            assert_eq!(error, expected);
+        }
+        assert_eq!(
+            OwnerNumber::try_from(16).unwrap_err().to_string(),
+            "owner number 16 is out of range: expected 0 to 15"
+        );
+    }
+
+    #[test]
+    fn a_connection_is_due_by_what_was_seen_of_it() {
+        let timers = Timers::default();
+        let due = |connection, now| timers.due(&connection, true, Clock(now));
+        // Half-open: 10 s; closing: 60 s; idle: 300 s. The clock wraps.
+        let start = u32::MAX - 50;
+        for (connection, tenths, why) in [
+            (connection(1, false, start), 100, Due::HalfOpen),
+            (connection(1, true, start), 100, Due::HalfOpen),
+            (connection(2, true, start), 600, Due::Closing),
+            (connection(2, false, start), 3000, Due::Idle),
+        ] {
+            assert_eq!(due(connection, start.wrapping_add(tenths - 1)), None);
+            assert_eq!(due(connection, start.wrapping_add(tenths)), Some(why));
+            // Seen after the clock was read.
+            assert_eq!(due(connection, start.wrapping_sub(5)), None);
+        }
+        assert_eq!(timers.due(&connection(9, false, start), false, Clock(start)), Some(Due::ServerGone));
+        let asked = [Due::ServerGone, Due::HalfOpen, Due::Closing, Due::Idle].map(Due::must_ask);
+        assert_eq!(asked, [false, false, true, true]);
+    }
+}

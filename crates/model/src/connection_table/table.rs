@@ -1,0 +1,424 @@
+//! What packets and user space do with the connection table.
+//!
+//! One code for three users: the data plane's user space frees by it, on the memory that it shares with the BPF program;
+//! the oracle of the load balancer's program does by it what packets do; and `tests/connection_table_loom.rs` runs both
+//! sides against each other in every order that the memory model allows. What packets do is line by line what
+//! `bpf/connection_table.bpf.h` does.
+
+use std::mem::offset_of;
+use std::net::SocketAddrV4;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use coreward_intf as intf;
+use zerocopy::IntoBytes as _;
+
+use super::{Clock, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use crate::ServerId;
+use crate::tuple::address_words;
+
+/// A 64-bit word that packets and user space share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Word {
+    /// `connection_stack.top` of a partition.
+    StackTop(u32),
+    /// The word of an entry that begins at this byte of `struct connection`.
+    Entry(ConnectionIndex, usize),
+}
+
+/// Where the words stand.
+pub trait Memory {
+    /// Sees all that was written before what it reads was exchanged or published (acquire).
+    fn load(&self, word: Word) -> u64;
+    /// In one piece, in no order (relaxed): for what nobody else looks at.
+    fn store(&self, word: Word, value: u64);
+    /// Puts `new` in the place of `old`, if that is what stands there (acquire and release).
+    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool;
+    /// In one piece, after all stores before it (release): an entry's identity, where 0 stood.
+    fn publish(&self, word: Word, value: u64);
+}
+
+const IDENTITY: usize = offset_of!(intf::connection, identity);
+const PACKETS: usize = offset_of!(intf::connection, packets);
+const BYTES: usize = offset_of!(intf::connection, bytes);
+/// `last_seen` in the low half, `opened` in the high one.
+const TIMES: usize = offset_of!(intf::connection, last_seen);
+const CLIENT_ADDRESS: usize = offset_of!(intf::connection, client_address);
+/// `client_port`, `flags` and, in the high half, `next_free`.
+const PORT_FLAGS_NEXT: usize = offset_of!(intf::connection, client_port);
+/// In the low half.
+const GENERATION: usize = offset_of!(intf::connection, generation);
+
+const LOW_HALF: u64 = 0xffff_ffff;
+const FLAGS_SHIFT: u32 = 16;
+const NEXT_FREE_SHIFT: u32 = 32;
+
+/// Why a first packet gets no entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotTaken {
+    /// The partition has no free place.
+    Full,
+    /// Others took or freed places at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
+    Contended,
+}
+
+/// A connection as its first packet shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FirstPacket {
+    /// Of its 4-tuple.
+    pub hash: ConnectionHash,
+    /// The service's place in the load balancer's tables.
+    pub service: u8,
+    /// Source address and port.
+    pub client: SocketAddrV4,
+    /// Of the frame.
+    pub bytes: u64,
+}
+
+/// The table over some memory.
+#[derive(Debug, Clone)]
+pub struct ConnectionTable<M> {
+    memory: M,
+    size: TableSize,
+}
+
+impl<M: Memory> ConnectionTable<M> {
+    /// `memory` must have room for `size`.
+    pub fn new(memory: M, size: TableSize) -> Self {
+        Self { memory, size }
+    }
+
+    /// How large it is.
+    pub fn size(&self) -> TableSize {
+        self.size
+    }
+
+    /// Where the words stand.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
+    // ---- what packets do ----
+
+    /// `take_connection()` of `bpf/connection_table.bpf.h`: a free place, filled.
+    ///
+    /// # Errors
+    /// When there is none, or others were always faster.
+    pub fn take(&self, packet: &FirstPacket, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
+        let partition = packet.hash.partition(self.size);
+        let stack = Word::StackTop(partition);
+        for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
+            // BPF has no acquiring load: there the address of `next_free` depends on what was read, which orders the two.
+            let top = self.memory.load(stack);
+            let Some(place) = (top & u64::from(intf::CONNECTION_STACK_PLACE_MASK)).checked_sub(1) else {
+                return Err(NotTaken::Full);
+            };
+            let index = ConnectionIndex::new(partition, place as u32);
+            // Of an entry that somebody else takes meanwhile, this may be anything; then the exchange fails.
+            let next = self.next_free(index);
+            if self.memory.compare_exchange(stack, top, changed_top(top, next)) {
+                self.fill(index, packet, server, now);
+                return Ok(index);
+            }
+        }
+        Err(NotTaken::Contended)
+    }
+
+    /// Writes an entry that nobody else knows, its identity last.
+    fn fill(&self, index: ConnectionIndex, packet: &FirstPacket, server: ServerId, now: Clock) {
+        let at = |field| Word::Entry(index, field);
+        let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
+        self.memory.store(at(PACKETS), 1);
+        self.memory.store(at(BYTES), packet.bytes);
+        self.memory.store(at(TIMES), u64::from(now.0) << 32 | u64::from(now.0));
+        let address = address_words((*packet.client.ip()).into());
+        for (position, pair) in address.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
+            let word = u64::from_ne_bytes(pair.try_into().expect("two of four bytes each"));
+            self.memory.store(at(CLIENT_ADDRESS + position * size_of::<u64>()), word);
+        }
+        self.set_port_and_flags(index, u64::from(packet.client.port().to_be()));
+        let identity = Identity { tag: packet.hash.tag(), generation, service: packet.service, server };
+        self.memory.publish(at(IDENTITY), identity.word());
+    }
+
+    /// `find_connection()`: the server of the connection whose cookie names `place`; `None`: the entry is free or another
+    /// connection's.
+    pub fn find(&self, hash: ConnectionHash, place: u32, service: u8) -> Option<(ConnectionIndex, ServerId)> {
+        let index = ConnectionIndex::new(hash.partition(self.size), place);
+        let identity = Identity::from_word(self.memory.load(Word::Entry(index, IDENTITY)))?;
+        (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
+    }
+
+    /// `update_connection()`: counts a packet that is not a SYN.
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: Clock) {
+        self.add(index, PACKETS, 1);
+        self.add(index, BYTES, bytes);
+        self.set_last_seen(index, now);
+        if closing {
+            let word = Word::Entry(index, PORT_FLAGS_NEXT);
+            self.memory.store(word, self.memory.load(word) | u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        }
+    }
+
+    /// `reopen_connection()`: another SYN of the same connection.
+    pub fn reopen(&self, index: ConnectionIndex, now: Clock) {
+        let word = Word::Entry(index, PORT_FLAGS_NEXT);
+        self.set_last_seen(index, now);
+        self.memory.store(word, self.memory.load(word) & !(u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT));
+    }
+
+    // ---- what user space does ----
+
+    /// Chains all places of all partitions: for a table that no packet uses yet, and whose memory is all 0.
+    pub fn initialise(&self) {
+        let last = intf::CONNECTIONS_PER_PARTITION - 1;
+        for index in self.size.indexes() {
+            let next = if index.place() == last { 0 } else { index.place() + 2 };
+            self.set_next_free(index, next);
+        }
+        for partition in 0..self.size.partitions() {
+            self.memory.store(Word::StackTop(partition), changed_top(0, 1));
+        }
+    }
+
+    /// Takes the entry from its connection, if it still has `identity`. Of all who try, one succeeds: it must
+    /// [`push`](Self::push) the place when no packet that saw the identity is under way any more.
+    pub fn release(&self, index: ConnectionIndex, identity: Identity) -> bool {
+        if !self.memory.compare_exchange(Word::Entry(index, IDENTITY), identity.word(), 0) {
+            return false;
+        }
+        let generation = u64::from(identity.generation) + 1;
+        self.memory.store(Word::Entry(index, GENERATION), generation);
+        true
+    }
+
+    /// Puts a place that was [`release`](Self::release)d onto the stack of its partition.
+    pub fn push(&self, index: ConnectionIndex) {
+        let stack = Word::StackTop(index.partition());
+        loop {
+            let top = self.memory.load(stack);
+            self.set_next_free(index, (top & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32);
+            if self.memory.compare_exchange(stack, top, changed_top(top, index.place() + 1)) {
+                return;
+            }
+        }
+    }
+
+    /// The free places of a partition from the top. Packets may take some meanwhile; nobody may push.
+    pub fn free_places(&self, partition: u32) -> Vec<ConnectionIndex> {
+        let mut places = Vec::new();
+        let mut next =
+            (self.memory.load(Word::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32;
+        // Taking a place leaves its `next_free` as it was, so the walk ends where the stack did when it began.
+        while let Some(place) = next.checked_sub(1).filter(|_| places.len() < intf::CONNECTIONS_PER_PARTITION as usize)
+        {
+            let index = ConnectionIndex::new(partition, place);
+            places.push(index);
+            next = self.next_free(index);
+        }
+        places
+    }
+
+    /// Whether the entry is free, or about to be filled.
+    pub fn is_free(&self, index: ConnectionIndex) -> bool {
+        self.memory.load(Word::Entry(index, IDENTITY)) == 0
+    }
+
+    /// The connection at `index`. Packets may change it meanwhile, but all of it is of one connection, or `None`.
+    pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
+        let identity = self.memory.load(Word::Entry(index, IDENTITY));
+        if identity == 0 {
+            return None;
+        }
+        let mut entry = intf::connection { identity, ..Default::default() };
+        for (position, bytes) in entry.as_mut_bytes().chunks_exact_mut(size_of::<u64>()).enumerate().skip(1) {
+            let word = self.memory.load(Word::Entry(index, position * size_of::<u64>()));
+            bytes.copy_from_slice(&word.to_ne_bytes());
+        }
+        let still = self.memory.load(Word::Entry(index, IDENTITY)) == identity;
+        if still { Connection::from_entry(index, &entry) } else { None }
+    }
+
+    // ---- parts of words ----
+
+    fn next_free(&self, index: ConnectionIndex) -> u32 {
+        (self.memory.load(Word::Entry(index, PORT_FLAGS_NEXT)) >> NEXT_FREE_SHIFT) as u32
+    }
+
+    fn set_next_free(&self, index: ConnectionIndex, next: u32) {
+        self.memory.store(Word::Entry(index, PORT_FLAGS_NEXT), u64::from(next) << NEXT_FREE_SHIFT);
+    }
+
+    fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
+        let word = Word::Entry(index, PORT_FLAGS_NEXT);
+        self.memory.store(word, self.memory.load(word) & !LOW_HALF | low_half);
+    }
+
+    fn set_last_seen(&self, index: ConnectionIndex, now: Clock) {
+        let word = Word::Entry(index, TIMES);
+        self.memory.store(word, self.memory.load(word) & !LOW_HALF | u64::from(now.0));
+    }
+
+    fn add(&self, index: ConnectionIndex, field: usize, value: u64) {
+        let word = Word::Entry(index, field);
+        self.memory.store(word, self.memory.load(word).wrapping_add(value));
+    }
+}
+
+/// The top after a change: another place (0: none) and a count that was never there with the old one.
+fn changed_top(top: u64, place_plus_one: u32) -> u64 {
+    let count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
+    count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(place_plus_one & intf::CONNECTION_STACK_PLACE_MASK)
+}
+
+/// The places of connections whose SYN came lately, by the connection's hash: a hint, as the entry's identity decides.
+#[derive(Debug, Clone)]
+pub struct RecentConnections(Vec<u16>);
+
+impl Default for RecentConnections {
+    fn default() -> Self {
+        Self(vec![0; intf::RECENT_CONNECTIONS as usize])
+    }
+}
+
+impl RecentConnections {
+    /// Where to look ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
+    pub fn place(&self, hash: ConnectionHash) -> u32 {
+        u32::from(self.0[hash.recent_slot()])
+    }
+
+    /// `remember_connection()`: for the next SYN of the same connection.
+    pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
+        self.0[hash.recent_slot()] = index.place() as u16;
+    }
+}
+
+/// Memory of this process alone, or of several of its threads.
+#[derive(Debug)]
+pub struct OwnMemory {
+    tops: Vec<AtomicU64>,
+    entries: Vec<AtomicU64>,
+}
+
+const ENTRY_WORDS: usize = size_of::<intf::connection>() / size_of::<u64>();
+
+impl OwnMemory {
+    /// All 0.
+    pub fn new(size: TableSize) -> Self {
+        let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
+        Self { tops: words(size.partitions() as usize), entries: words(size.entries() as usize * ENTRY_WORDS) }
+    }
+
+    fn at(&self, word: Word) -> &AtomicU64 {
+        match word {
+            Word::StackTop(partition) => &self.tops[partition as usize],
+            Word::Entry(index, field) => &self.entries[index.get() as usize * ENTRY_WORDS + field / size_of::<u64>()],
+        }
+    }
+}
+
+impl Memory for OwnMemory {
+    fn load(&self, word: Word) -> u64 {
+        self.at(word).load(Ordering::Acquire)
+    }
+
+    fn store(&self, word: Word, value: u64) {
+        self.at(word).store(value, Ordering::Relaxed);
+    }
+
+    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
+        self.at(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    fn publish(&self, word: Word, value: u64) {
+        self.at(word).store(value, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::net::Ipv4Addr;
+
+    use super::*;
+    use crate::FourTuple;
+    use crate::cookie::CookieKey;
+
+    const SERVICE: u8 = 9;
+
+    fn table(entries: u64) -> ConnectionTable<OwnMemory> {
+        let size = TableSize::try_from(entries).unwrap();
+        let table = ConnectionTable::new(OwnMemory::new(size), size);
+        table.initialise();
+        table
+    }
+
+    fn packet(client: u32) -> FirstPacket {
+        let client = SocketAddrV4::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000), (client % 60_000) as u16);
+        let tuple = FourTuple::ipv4((*client.ip(), client.port()), (Ipv4Addr::new(10, 200, 0, 1), 80));
+        let hash = ConnectionHash::new(&CookieKey { k0: 5, k1: 6 }, &tuple);
+        FirstPacket { hash, service: SERVICE, client, bytes: 74 }
+    }
+
+    fn server(client: u32) -> ServerId {
+        ServerId::try_from(u64::from(client) % 16_384).unwrap()
+    }
+
+    #[test]
+    fn every_place_is_handed_out_once_and_again_when_it_was_freed() {
+        let table = table(4096);
+        let mut taken = BTreeSet::new();
+        let mut refused = 0;
+        for client in 0..8000 {
+            match table.take(&packet(client), server(client), Clock(3)) {
+                Ok(index) => assert!(taken.insert((index, client))),
+                Err(outcome) => {
+                    assert_eq!(outcome, NotTaken::Full);
+                    refused += 1;
+                }
+            }
+        }
+        // Twice as many as there is room for, evenly spread: every partition is full.
+        assert_eq!((taken.len(), refused), (4096, 8000 - 4096));
+        for (index, client) in &taken {
+            let packet = packet(*client);
+            assert_eq!(table.find(packet.hash, index.place(), SERVICE), Some((*index, server(*client))));
+            assert_eq!(table.find(packet.hash, index.place(), SERVICE + 1), None);
+            let connection = table.connection(*index).unwrap();
+            assert_eq!((connection.client, connection.packets, connection.bytes), (packet.client, 1, 74));
+            assert_eq!((connection.opened, connection.identity.generation), (Clock(3), 0));
+        }
+        for (index, client) in &taken {
+            let identity = table.connection(*index).unwrap().identity;
+            assert!(table.release(*index, identity) && !table.release(*index, identity));
+            table.push(*index);
+            assert_eq!(table.find(packet(*client).hash, index.place(), SERVICE), None);
+        }
+        assert_eq!((0..4).map(|partition| table.free_places(partition).len()).sum::<usize>(), 4096);
+        let again = table.take(&packet(1), server(1), Clock(4)).unwrap();
+        assert_eq!(table.connection(again).unwrap().identity.generation, 1);
+    }
+
+    #[test]
+    fn what_packets_do_is_seen_and_a_retransmitted_syn_finds_its_entry() {
+        let table = table(1024);
+        let packet = packet(1);
+        let mut recent = RecentConnections::default();
+        let find = |recent: &RecentConnections| table.find(packet.hash, recent.place(packet.hash), SERVICE);
+        assert_eq!(find(&recent), None);
+        table.take(&self::packet(2), server(2), Clock(10)).unwrap();
+        let index = table.take(&packet, server(1), Clock(10)).unwrap();
+        recent.remember(packet.hash, index);
+        table.update(index, 1500, false, Clock(11));
+        table.update(index, 66, true, Clock(12));
+        let connection = table.connection(index).unwrap();
+        assert_eq!((connection.packets, connection.bytes), (3, 74 + 1500 + 66));
+        assert_eq!((connection.opened, connection.last_seen, connection.closing), (Clock(10), Clock(12), true));
+        assert_eq!(connection.client, packet.client);
+        assert_eq!(find(&recent), Some((index, server(1))));
+        table.reopen(index, Clock(20));
+        let connection = table.connection(index).unwrap();
+        assert_eq!((connection.packets, connection.last_seen, connection.closing), (3, Clock(20), false));
+        assert!(table.release(index, connection.identity));
+        assert_eq!(find(&recent), None);
+    }
+}

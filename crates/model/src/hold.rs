@@ -1,0 +1,294 @@
+//! The hold rule: how a connection that was silent for long goes on, though the time part of TSval has only 16 bits.
+//!
+//! A client takes a step of 2^15 ms or more for a step back and drops the packet (PAWS, RFC 7323, Sect. 5). When so much
+//! time has passed since the client's last echo, the largest step that it takes is sent, again and again until the client
+//! echoes exactly that; then the rest of the way may be gone, by one more such step if need be.
+//!
+//! What the client may have seen lies between its last echo and less than one largest step after it, since everything sent
+//! in between was; so the largest step is always newer. That the time parts of echo and clock happen to be close again
+//! after a full turn (65.5 s) says nothing: the client may have seen more than it echoed.
+//!
+//! `bpf/server_time.bpf.h` does the same with a map; here one connection's entry stands alone.
+
+use coreward_intf as intf;
+
+use crate::cookie::{RESTORE_SLACK_MS, restore};
+
+/// The step that is sent in place of a larger one, ms: 2^15 - 1.
+pub const LARGEST_STEP_MS: u32 = intf::LARGEST_STEP_MS;
+
+/// A time part to be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TimePart {
+    /// The 16 bits, before the time mask.
+    pub sent: u16,
+    /// The server's own TSval that they stand for; it says which of the fleet's keys stamps.
+    pub original: u32,
+}
+
+/// A largest step that was sent (`struct held_timestamp`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Held {
+    time: TimePart,
+    /// What the client had echoed last.
+    before: TimePart,
+    confirmed: bool,
+}
+
+/// What is remembered for one connection.
+#[derive(Debug, Clone, Default)]
+pub struct HoldRule {
+    held: Option<Held>,
+    /// The server's own TSval when anything was last held: for all connections, so that most look no further.
+    last_hold_ms: u32,
+}
+
+impl HoldRule {
+    /// What to send when the server's own TSval is `milliseconds` and `last_echo` is the client's last echo as it was
+    /// restored for the kernel; 0: there was none.
+    pub fn time_to_send(&mut self, milliseconds: u32, last_echo: u32) -> TimePart {
+        let plain = TimePart { sent: milliseconds as u16, original: milliseconds };
+        let elapsed = milliseconds.wrapping_sub(last_echo);
+        // Restored echoes are never further ahead; what is was forged.
+        let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
+        if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.held_lately(milliseconds) {
+            return plain;
+        }
+        let mut recent = last_echo as u16;
+        match self.held {
+            Some(held) if held.confirmed && held.time.original == last_echo => recent = held.time.sent,
+            // Not echoed so far.
+            Some(held) if held.before.original == last_echo => {
+                self.last_hold_ms = milliseconds;
+                return held.time;
+            }
+            _ => {}
+        }
+        // From what the client has to now; more than a turn is counted as such.
+        let distance = u32::from((last_echo as u16).wrapping_sub(recent)).wrapping_add(elapsed);
+        if distance < LARGEST_STEP_MS {
+            return plain;
+        }
+        let time = TimePart { sent: recent.wrapping_add(LARGEST_STEP_MS as u16), original: milliseconds };
+        self.held = Some(Held { time, before: TimePart { sent: recent, original: last_echo }, confirmed: false });
+        self.last_hold_ms = milliseconds;
+        time
+    }
+
+    /// Whether anything was held so lately that it may matter though the last echo is of less than a largest step ago (and
+    /// that one may have been restored to a little after now).
+    fn held_lately(&self, milliseconds: u32) -> bool {
+        milliseconds.wrapping_sub(self.last_hold_ms) as i32 <= (LARGEST_STEP_MS + RESTORE_SLACK_MS) as i32
+    }
+
+    /// The server's own TSval that an echo's time part stands for, at `now_ms`. Never 0, which the kernel reads as "no
+    /// echo": that millisecond, once in 49 days, is restored to the one before.
+    pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
+        match self.restore_any(time, now_ms) {
+            0 => u32::MAX,
+            original => original,
+        }
+    }
+
+    fn restore_any(&mut self, time: u16, now_ms: u32) -> u32 {
+        if !self.held_lately(now_ms) {
+            return restore(time, now_ms);
+        }
+        let Some(held) = &mut self.held else { return restore(time, now_ms) };
+        if time == held.time.sent {
+            held.confirmed = true;
+            return held.time.original;
+        }
+        if held.confirmed {
+            // The client has gone on: from now on these 16 bits may come from the clock again.
+            self.held = None;
+            return restore(time, now_ms);
+        }
+        // Sent before the held one, and so less than a largest step after what the client had echoed then.
+        let TimePart { sent, original } = held.before;
+        let (step, behind) = (time.wrapping_sub(sent), (original as u16).wrapping_sub(sent));
+        match (step, step.checked_sub(behind)) {
+            (0, _) => original,
+            (_, Some(later)) if u32::from(step) < LARGEST_STEP_MS => original.wrapping_add(later.into()),
+            _ => restore(time, now_ms),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::net::Ipv4Addr;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, echoed_time, recognise, stamp};
+    use crate::{FourTuple, ServerId};
+
+    const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
+
+    /// What may happen to a connection.
+    #[derive(Debug, Clone, Copy)]
+    enum Event {
+        /// Which way, and whether it arrives.
+        Packet { from_server: bool, lost: bool },
+        /// The oldest packet under way arrives.
+        Arrival { at_server: bool },
+        /// Everything arrives, then nothing happens for so long.
+        Silence { milliseconds: u32 },
+        /// A little time passes, packets stay under way.
+        Pause { milliseconds: u32 },
+        /// The other key becomes the current one for TSvals from so much later on.
+        Switch { later: u32 },
+    }
+
+    fn events() -> impl Strategy<Value = Vec<Event>> {
+        let event = prop_oneof![
+            6 => (any::<bool>(), prop::bool::weighted(0.2)).prop_map(|(from_server, lost)| Event::Packet { from_server, lost }),
+            4 => any::<bool>().prop_map(|at_server| Event::Arrival { at_server }),
+            2 => (0u32..60).prop_map(|milliseconds| Event::Pause { milliseconds }),
+            1 => (0u32..200_000).prop_map(|milliseconds| Event::Silence { milliseconds }),
+            // Around full and half turns of the circle.
+            1 => (1u32..7, 0u32..40).prop_map(|(turns, more)| Event::Silence { milliseconds: turns * 32_768 - 20 + more }),
+            1 => (1u32..2000).prop_map(|later| Event::Switch { later }),
+        ];
+        prop::collection::vec(event, 1..200)
+    }
+
+    /// A TSval, and when it was sent.
+    #[derive(Debug, Clone, Copy)]
+    struct Sent {
+        value: u32,
+        at: u32,
+    }
+
+    /// Server and client of one connection, and the wire between them.
+    struct Connection {
+        now: u32,
+        keys: FleetKeys,
+        switch_ms: u32,
+        rule: HoldRule,
+        last_echo: u32,
+        to_client: VecDeque<Sent>,
+        to_server: VecDeque<Sent>,
+        /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
+        recent: Option<Sent>,
+        /// The last echo was older than a turn of the circle, and so restored to a later time.
+        restored_too_new: bool,
+        tuple: FourTuple,
+    }
+
+    fn server() -> Cookie {
+        Cookie::Server(ServerId::try_from(4711).unwrap())
+    }
+
+    impl Connection {
+        /// After its handshake.
+        fn new(now: u32, port: u16) -> Self {
+            let mut connection = Self {
+                now,
+                keys: FleetKeys {
+                    keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+                    current: KeyIndex::First,
+                },
+                switch_ms: now.wrapping_sub(1000),
+                rule: HoldRule { last_hold_ms: now.wrapping_sub(1 << 30), held: None },
+                last_echo: 0,
+                to_client: VecDeque::new(),
+                to_server: VecDeque::new(),
+                recent: None,
+                restored_too_new: false,
+                tuple: FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80)),
+            };
+            connection.round_trip();
+            connection
+        }
+
+        fn round_trip(&mut self) {
+            for (from_server, at_server) in [(true, false), (false, true)] {
+                self.happens(Event::Packet { from_server, lost: false });
+                self.happens(Event::Arrival { at_server });
+            }
+        }
+
+        fn happens(&mut self, event: Event) {
+            match event {
+                Event::Packet { from_server: true, lost } => {
+                    let time = self.rule.time_to_send(self.now, self.last_echo);
+                    let keys = self.keys.at(time.original, self.switch_ms);
+                    let value = stamp(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
+                    if !lost {
+                        self.to_client.push_back(Sent { value, at: self.now });
+                    }
+                }
+                Event::Packet { from_server: false, lost } => {
+                    self.to_server.extend(self.recent.filter(|_| !lost));
+                }
+                Event::Arrival { at_server: true } => {
+                    if let Some(echo) = self.to_server.pop_front() {
+                        assert_eq!(recognise(&self.keys, &self.tuple, echo.value), server());
+                        self.last_echo = self.rule.restore(echoed_time(&TIME_KEY, &self.tuple, echo.value), self.now);
+                        self.restored_too_new = self.last_echo.wrapping_sub(echo.at) as i32 > 1 << 15;
+                        let ahead = self.last_echo.wrapping_sub(self.now) as i32;
+                        assert!(ahead <= RESTORE_SLACK_MS as i32, "restored {ahead} ms into the future");
+                    }
+                }
+                Event::Arrival { at_server: false } => {
+                    let Some(sent) = self.to_client.pop_front() else { return };
+                    let recent = self.recent.unwrap_or(sent).value;
+                    let step = sent.value.wrapping_sub(recent) as i32;
+                    // Then a packet of the same millisecond may have the key that came meanwhile, and is lost: once in
+                    // 65,536 times that keys change during a silence of more than a minute.
+                    let same_millisecond =
+                        self.restored_too_new && (sent.value ^ recent) >> intf::COOKIE_TIME_SHIFT == 0;
+                    assert!(step >= 0 || same_millisecond, "TSval {:#x} after {recent:#x}", sent.value);
+                    if step >= 0 {
+                        self.recent = Some(sent);
+                    }
+                }
+                Event::Silence { milliseconds } => {
+                    while !self.to_client.is_empty() || !self.to_server.is_empty() {
+                        self.happens(Event::Arrival { at_server: false });
+                        self.happens(Event::Arrival { at_server: true });
+                    }
+                    self.now = self.now.wrapping_add(milliseconds);
+                }
+                Event::Pause { milliseconds } => self.now = self.now.wrapping_add(milliseconds),
+                // The controller keeps switches hours apart: the last one is over, and TCP has long given up a connection
+                // whose client has echoed nothing since before it.
+                Event::Switch { later } => {
+                    let since_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
+                    let held_since =
+                        self.rule.held.is_none_or(|held| held.confirmed || since_switch(held.time.original));
+                    if since_switch(self.now) && held_since {
+                        self.keys.current = self.keys.current.other();
+                        self.switch_ms = self.now.wrapping_add(later);
+                    }
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(5000))]
+        #[test]
+        fn no_client_ever_sees_time_go_back(start: u32, port: u16, events in events()) {
+            let mut connection = Connection::new(start, port);
+            events.into_iter().for_each(|event| connection.happens(event));
+        }
+
+        #[test]
+        fn any_silence_is_over_after_a_few_round_trips(start: u32, port: u16, silence in 0u32..2_000_000) {
+            let mut connection = Connection::new(start, port);
+            connection.happens(Event::Silence { milliseconds: silence });
+            // Every largest step goes half the circle.
+            for _ in 0..=silence / LARGEST_STEP_MS {
+                connection.round_trip();
+                // The kernel sees the time that has passed since it sent, and no more.
+                prop_assert_eq!(connection.last_echo, connection.now);
+            }
+            prop_assert_eq!(connection.rule.time_to_send(connection.now, connection.last_echo).sent, connection.now as u16);
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! From which of its TSvals on a server stamps with which of the fleet's keys.
+
+use crate::cookie::{CookieKey, FleetKeys};
+
+/// A new current key counts for packets that are made from so long after now on, in ms. None of those has been sent yet:
+/// the kernel dates a packet ahead only by the pace at which it leaves (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
+const SWITCH_AFTER_MS: u32 = 1000;
+/// What counts at once counts from so long ago on.
+const LONG_AGO_MS: u32 = 1 << 29;
+/// 32-bit times are compared by the sign of their difference: before a switch is so long past it moves on.
+const OLDEST_MS: u32 = 1 << 30;
+
+/// When `new` counts from, if so far `known` did from TSval `switch_ms` on and now is `now_ms`.
+pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms: u32) -> u32 {
+    let stamping = |keys: &FleetKeys| keys.keys[keys.current.get()];
+    if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
+        now_ms.wrapping_sub(LONG_AGO_MS)
+    } else if stamping(known) != stamping(new) {
+        now_ms.wrapping_add(SWITCH_AFTER_MS)
+    } else {
+        renewed(*switch_ms, now_ms)
+    }
+}
+
+/// The same switch, never too long ago to be told from one to come.
+pub fn renewed(switch_ms: u32, now_ms: u32) -> u32 {
+    let past = now_ms.wrapping_sub(switch_ms);
+    // Above that it lies ahead.
+    if (OLDEST_MS..1 << 31).contains(&past) { now_ms.wrapping_sub(LONG_AGO_MS) } else { switch_ms }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::cookie::KeyIndex;
+
+    use super::*;
+
+    fn keys(first: u64, second: u64, current: KeyIndex) -> FleetKeys {
+        FleetKeys { keys: [first, second].map(|k0| CookieKey { k0, k1: 0 }), current }
+    }
+
+    #[test]
+    fn a_switch_comes_later_and_stays_where_it_is() {
+        use KeyIndex::{First, Second};
+        let none = (keys(0, 0, First), 0);
+        assert_eq!(switch_ms(&none, &keys(1, 2, Second), 5), 5u32.wrapping_sub(LONG_AGO_MS), "the first keys: at once");
+        let known = (keys(1, 2, First), 77);
+        assert_eq!(switch_ms(&known, &keys(1, 3, First), 5000), 77, "the key that is not in use was replaced");
+        assert_eq!(switch_ms(&known, &keys(1, 2, Second), 5000), 6000);
+        assert_eq!(switch_ms(&known, &keys(1, 9, Second), 5000), 6000, "both steps at once");
+        assert_eq!(switch_ms(&(keys(1, 2, Second), 6000), &keys(1, 2, Second), 5500), 6000, "not over yet");
+    }
+
+    #[test]
+    fn time_goes_round_without_another_switch() {
+        let current = keys(1, 2, KeyIndex::First);
+        let (mut now, mut switch) = (5u32, 1005);
+        for step in 0..100_000 {
+            let at = current.at(now, switch).current;
+            assert_eq!(at == current.current, step > 0, "{now} {switch}");
+            now = now.wrapping_add(123_456);
+            switch = renewed(switch, now);
+        }
+    }
+}

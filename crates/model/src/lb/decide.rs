@@ -1,0 +1,345 @@
+//! Where a packet goes, by its service's mode of consistency and what it carries: the table in docs/design.md,
+//! "Consistency", row by row.
+
+use std::net::Ipv4Addr;
+
+use coreward_intf as intf;
+
+use super::flow::Datagram;
+use super::packet::{self, Echo, Ended, FIN, Ipv4, Packet, Part, RST, SYN};
+use super::stateful::Indexed;
+use super::{FlowEntry, LoadBalancer, Mac, Outcome, Traffic, Verdict};
+use crate::consistency::Consistency;
+use crate::cookie::{self, Cookie};
+use crate::tuple::Protocol;
+use crate::{FourTuple, ServerId};
+
+/// Protocols' numbers in the IP header.
+const TCP: u8 = 6;
+const UDP: u8 = 17;
+
+const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+
+pub(super) const BROADCAST: Mac = [0xff; 6];
+
+/// What becomes of the IP header's identification.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Identification {
+    Kept,
+    /// It names the server before, if there is one.
+    Before(Option<ServerId>),
+}
+
+/// An outcome; and for what is forwarded where to, and what is changed in it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Decision {
+    counter: intf::lb_counter,
+    destination: Mac,
+    server: Option<ServerId>,
+    identification: Identification,
+    /// What TSecr becomes.
+    echo: Option<(Echo, u32)>,
+    event: Option<intf::lb_event>,
+}
+
+impl Decision {
+    pub fn end(counter: intf::lb_counter) -> Self {
+        Self {
+            counter,
+            destination: [0; 6],
+            server: None,
+            identification: Identification::Kept,
+            echo: None,
+            event: None,
+        }
+    }
+
+    pub fn forward(counter: intf::lb_counter, destination: Mac) -> Self {
+        Self { destination, ..Self::end(counter) }
+    }
+
+    /// The first packet tells the server `value` in its TSecr.
+    pub fn telling(self, echo: Echo, value: u32) -> Self {
+        Self { echo: Some((echo, value)), ..self }
+    }
+
+    pub fn with_event(self, event: intf::lb_event) -> Self {
+        Self { event: Some(event), ..self }
+    }
+
+    /// Where it goes, if it goes to one server.
+    pub fn server(&self) -> Option<ServerId> {
+        self.server
+    }
+
+    fn naming(self, before: Option<ServerId>) -> Self {
+        Self { identification: Identification::Before(before), ..self }
+    }
+
+    fn forwards(&self) -> bool {
+        self.outcome(None).verdict() == Verdict::Transmit
+    }
+
+    fn outcome(&self, service: Option<usize>) -> Outcome {
+        let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
+        let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        Outcome { counter: self.counter, service, server, told, event: self.event }
+    }
+}
+
+/// Who sent a frame, and how long it is.
+#[derive(Debug, Clone, Copy)]
+struct Sender {
+    mac: Mac,
+    bytes: u64,
+}
+
+impl LoadBalancer {
+    /// What becomes of `frame`, which is changed as it leaves. `now_ns` is a monotonic clock.
+    pub fn receive(&mut self, frame: &mut [u8], now_ns: u64) -> Outcome {
+        let mut read = None;
+        let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::end);
+        let outcome = decision.outcome(read.as_ref().map(|(service, _)| *service));
+        if decision.forwards() {
+            frame[..6].copy_from_slice(&decision.destination);
+            frame[6..12].copy_from_slice(&self.own_mac);
+            if let Identification::Before(before) = decision.identification {
+                packet::set_identification(frame, before.map_or(intf::NO_SERVER as u16, ServerId::get));
+            }
+            if let Some((echo, value)) = &decision.echo {
+                packet::set_echo(frame, echo, *value);
+            }
+            if let (Some((_, flags)), Some(server)) = (read, outcome.server) {
+                self.count_traffic(&outcome, server, flags, frame.len() as u64);
+            }
+        }
+        outcome
+    }
+
+    /// `read`: the service and the packet's flags, as soon as they are known.
+    fn read_and_decide(
+        &mut self,
+        frame: &[u8],
+        now_ns: u64,
+        read: &mut Option<(usize, u8)>,
+    ) -> Result<Decision, Ended> {
+        let outer = packet::outer(frame).ok_or(NOT_OURS)?;
+        if !self.looks_at(outer.protocol) || outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
+            return Err(NOT_OURS);
+        }
+        let whole = packet::ipv4(frame)?;
+        let sender = Sender { mac: packet::source_mac(frame), bytes: frame.len() as u64 };
+        match (whole.protocol, whole.part) {
+            (packet::PROTOCOL_ICMP, _) => self.icmp(&whole, sender, now_ns, read),
+            (UDP, Part::Later) => self.later_fragment(&whole, read),
+            (UDP, _) => {
+                let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
+                let place = self.service_at(whole.vip, ports.1, UDP)?;
+                *read = Some((place, 0));
+                let packet = packet::udp(&whole, ports)?;
+                let decision = self.decide(place, &packet, &sender, now_ns);
+                self.remember_fragment(&whole, place, &decision);
+                Ok(decision)
+            }
+            (_, Part::Whole) => {
+                let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
+                let place = self.service_at(whole.vip, ports.1, TCP)?;
+                *read = Some((place, 0));
+                let packet = packet::tcp(&whole, ports)?;
+                *read = Some((place, packet.flags));
+                Ok(self.decide(place, &packet, &sender, now_ns))
+            }
+            (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
+        }
+    }
+
+    /// UDP is not compiled in while no service is of UDP.
+    fn looks_at(&self, protocol: u8) -> bool {
+        let udp = || self.by_address.keys().any(|(.., protocol)| *protocol == UDP);
+        matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
+    }
+
+    fn service_at(&self, vip: Ipv4Addr, port: u16, protocol: u8) -> Result<usize, Ended> {
+        self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_OURS)
+    }
+
+    /// An ICMP error goes to the server whose packet it quotes: named by the cookie in the quoted TSval, or by the flow
+    /// table, or among all.
+    fn icmp(
+        &mut self,
+        whole: &Ipv4<'_>,
+        sender: Sender,
+        now_ns: u64,
+        read: &mut Option<(usize, u8)>,
+    ) -> Result<Decision, Ended> {
+        const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
+        let quote = packet::quote(whole)?;
+        let place = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
+        *read = Some((place, 0));
+        let tuple = FourTuple::ipv4(quote.client, quote.vip);
+        let value = quote.value.filter(|_| self.service(place).has_cookies());
+        let mut event = None;
+        match value.map(|value| cookie::recognise(&self.keys, &tuple, value)) {
+            Some(Cookie::Server(id)) if self.service(place).server(id).is_some() => {
+                return Ok(self.deliver_to(place, id, COUNTER));
+            }
+            Some(Cookie::TableIndex(number)) if self.service(place).is_stateful() => {
+                match self.by_index(place, &tuple, number, COUNTER, sender.mac, now_ns) {
+                    Indexed::Decided(decision, _) => return Ok(decision),
+                    Indexed::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
+                    Indexed::UnknownServer => {}
+                }
+            }
+            _ => {}
+        }
+        let decision = match self.find_flow(place, quote.client) {
+            Some(entry) => self.deliver_to(place, entry.server, COUNTER),
+            None => self.deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns),
+        };
+        Ok(Decision { event, ..decision })
+    }
+
+    fn later_fragment(&self, whole: &Ipv4<'_>, read: &mut Option<(usize, u8)>) -> Result<Decision, Ended> {
+        let known = self
+            .fragments
+            .get(&Datagram::of(whole))
+            .filter(|(place, id)| self.services[*place].as_ref().is_some_and(|service| service.server(*id).is_some()));
+        let (place, id) = *known.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
+        *read = Some((place, 0));
+        Ok(self.deliver_to(place, id, intf::LB_COUNTER_FRAGMENT))
+    }
+
+    fn remember_fragment(&mut self, whole: &Ipv4<'_>, place: usize, decision: &Decision) {
+        if let (Part::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
+            self.fragments.insert(Datagram::of(whole), (place, server));
+        }
+    }
+
+    fn count_traffic(&mut self, outcome: &Outcome, server: ServerId, flags: u8, bytes: u64) {
+        let Some(service) = outcome.service else { return };
+        let counted = self.constants.count_traffic;
+        let traffic: &mut Traffic = self.service_mut(service).traffic.entry(server).or_default();
+        traffic.opened += u64::from(flags & SYN != 0 || outcome.counter == intf::LB_COUNTER_FIRST);
+        traffic.closed += u64::from(flags & (FIN | RST) != 0);
+        if counted {
+            traffic.packets += 1;
+            traffic.bytes += bytes;
+        }
+    }
+
+    fn decide(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
+        let service = self.service(place);
+        let mode = service.mode;
+        let first = packet.flags & SYN != 0;
+        match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {
+            (Consistency::None, _) => {
+                self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED })
+            }
+            (Consistency::HashTable, _) => self.by_hash_table(place, packet),
+            (Consistency::Beamer, _) => self.by_bucket(place, packet).1,
+            (Consistency::Stateless | Consistency::Stateful, None) => self.without_cookie(place, packet, now_ns),
+            (Consistency::Stateful, Some(echo)) if first => self.first_stateful(place, packet, echo, sender.bytes),
+            (Consistency::Stateless, Some(_)) if first => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
+            (Consistency::Stateless | Consistency::Stateful, Some(echo)) => {
+                self.by_cookie(place, packet, echo.value, sender, now_ns)
+            }
+        }
+    }
+
+    /// To the server if its MAC address is known: no other one knows the connection.
+    pub(super) fn deliver_to(&self, place: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
+        match self.service(place).server(id).and_then(|server| server.mac) {
+            Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::end(counter) },
+            None => Decision::end(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
+        }
+    }
+
+    pub(super) fn by_rule(&mut self, place: usize, packet: &Packet, counter: intf::lb_counter) -> Decision {
+        let service = self.services[place].as_mut().expect("in the directory");
+        match service.place(place, &mut self.recent, &packet.tuple()) {
+            Some(id) => self.deliver_to(place, id, counter),
+            None => Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
+        }
+    }
+
+    fn by_cookie(&mut self, place: usize, packet: &Packet, echo: u32, sender: &Sender, now_ns: u64) -> Decision {
+        const UNKNOWN: intf::lb_counter = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
+        let tuple = packet.tuple();
+        match cookie::recognise(&self.keys, &tuple, echo) {
+            Cookie::Server(id) if self.service(place).server(id).is_some() => {
+                self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED)
+            }
+            Cookie::TableIndex(number) if self.service(place).is_stateful() => {
+                match self.by_index(place, &tuple, number, intf::LB_COUNTER_CONNECTION, sender.mac, now_ns) {
+                    Indexed::Decided(decision, entry) => {
+                        if let Some(index) = entry {
+                            self.stateful.update(index, sender.bytes, packet.flags & (FIN | RST) != 0);
+                        }
+                        decision
+                    }
+                    Indexed::UnknownConnection => {
+                        self.deliver_to_all(place, UNKNOWN, now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)
+                    }
+                    Indexed::UnknownServer => self.deliver_to_all(place, UNKNOWN, now_ns),
+                }
+            }
+            _ => self.deliver_to_all(place, UNKNOWN, now_ns),
+        }
+    }
+
+    /// The bucket's choice; and the decision that follows from it, which names the server before.
+    fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+        let service = self.service(place);
+        let choice = service.placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()));
+        match choice.filter(|choice| service.server(choice.server).is_some()) {
+            Some(choice) => {
+                let decision = self.deliver_to(place, choice.server, intf::LB_COUNTER_CONSISTENT);
+                (Some(choice), decision.naming(choice.before))
+            }
+            None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
+        }
+    }
+
+    fn without_cookie(&mut self, place: usize, packet: &Packet, now_ns: u64) -> Decision {
+        if let Some(entry) = self.find_flow(place, packet.client) {
+            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW).naming(entry.before);
+        }
+        if packet.flags & RST != 0 {
+            return self.deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns).naming(None);
+        }
+        let (choice, decision) = self.by_bucket(place, packet);
+        match choice.filter(|_| decision.forwards() && packet.flags & SYN == 0) {
+            Some(choice) => self.remembering(place, packet, choice, decision),
+            None => decision,
+        }
+    }
+
+    fn by_hash_table(&mut self, place: usize, packet: &Packet) -> Decision {
+        let syn = packet.flags & SYN != 0;
+        // A datagram begins a flow if none is known.
+        let first = syn || packet.protocol == Protocol::Udp;
+        if let Some(entry) = self.find_flow(place, packet.client).filter(|_| !syn) {
+            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
+        }
+        let decision =
+            self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED });
+        match decision.server.filter(|_| first) {
+            Some(server) => self.remembering(place, packet, FlowEntry { server, before: None }, decision),
+            None => decision,
+        }
+    }
+
+    fn remembering(&mut self, place: usize, packet: &Packet, entry: FlowEntry, decision: Decision) -> Decision {
+        self.insert_flow(place, packet, entry);
+        Decision { event: Some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
+    }
+
+    pub(super) fn deliver_to_all(&mut self, place: usize, over_rate: intf::lb_counter, now_ns: u64) -> Decision {
+        let rate = self.constants.to_all;
+        if self.service_mut(place).to_all.take(rate, now_ns) {
+            Decision::forward(intf::LB_COUNTER_TO_ALL, BROADCAST)
+        } else {
+            Decision::end(over_rate)
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Reading a frame: Ethernet, IPv4, TCP and its timestamp option; and what is changed in one.
+
+use std::net::Ipv4Addr;
+
+use coreward_intf as intf;
+
+use crate::FourTuple;
+use crate::tuple::Protocol;
+
+const ETHERNET_HEADER: usize = 14;
+const IPV4_HEADER: usize = 20;
+const TCP_HEADER: usize = 20;
+const ETHERTYPE_IPV4: u16 = 0x0800;
+const UDP_HEADER: usize = 8;
+const ICMP_HEADER: usize = 8;
+/// RFC 791, Sect. 3.1.
+const MORE_FRAGMENTS: u16 = 0x2000;
+const FRAGMENT_OFFSET: u16 = 0x1fff;
+pub(super) const PROTOCOL_ICMP: u8 = 1;
+/// Destination unreachable, time exceeded, parameter problem: what quotes a packet (RFC 792).
+const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
+/// How much of a packet's payload an error quotes at least (RFC 792).
+const QUOTED_BYTES: usize = 8;
+
+pub(super) const FIN: u8 = 0x01;
+pub(super) const SYN: u8 = 0x02;
+pub(super) const RST: u8 = 0x04;
+pub(super) const ACK: u8 = 0x10;
+
+const OPTION_END: u8 = 0;
+const OPTION_NOP: u8 = 1;
+const OPTION_TIMESTAMP: u8 = 8;
+const TIMESTAMP_LENGTH: usize = 10;
+
+/// The reason for which a packet is not read on.
+pub(super) type Ended = intf::lb_counter;
+
+fn u16_at(frame: &[u8], offset: usize) -> u16 {
+    u16::from_be_bytes([frame[offset], frame[offset + 1]])
+}
+
+fn u32_at(frame: &[u8], offset: usize) -> u32 {
+    u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
+}
+
+fn address_at(frame: &[u8], offset: usize) -> Ipv4Addr {
+    Ipv4Addr::from(u32_at(frame, offset))
+}
+
+/// The fixed part of the IPv4 header, of which nothing has been checked.
+pub(super) struct Outer {
+    pub destination_mac: [u8; 6],
+    pub protocol: u8,
+    pub vip: Ipv4Addr,
+}
+
+/// `None`: not IPv4, or too short to tell whose it is.
+pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
+    if frame.len() < ETHERNET_HEADER + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
+        return None;
+    }
+    Some(Outer {
+        destination_mac: frame[..6].try_into().expect("six bytes"),
+        protocol: frame[ETHERNET_HEADER + 9],
+        vip: address_at(frame, ETHERNET_HEADER + 16),
+    })
+}
+
+/// Which part of a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    Whole,
+    /// The first of several fragments: it has the transport header.
+    First,
+    Later,
+}
+
+/// An IPv4 packet or a fragment of one.
+pub(super) struct Ipv4<'a> {
+    pub client: Ipv4Addr,
+    pub vip: Ipv4Addr,
+    pub protocol: u8,
+    pub identification: u16,
+    pub part: Part,
+    /// Where the header behind IP begins in the frame.
+    pub transport: usize,
+    /// What stands behind the IP header, to the packet's end.
+    pub payload: &'a [u8],
+}
+
+fn part(packet: &[u8]) -> Part {
+    match u16_at(packet, 6) {
+        field if field & FRAGMENT_OFFSET != 0 => Part::Later,
+        field if field & MORE_FRAGMENTS != 0 => Part::First,
+        _ => Part::Whole,
+    }
+}
+
+/// The length of the IPv4 header at the start of `packet`, if it is one.
+fn header_length(packet: &[u8]) -> Option<usize> {
+    let length = usize::from(packet[0] & 0xf) * 4;
+    (packet[0] >> 4 == 4 && length >= IPV4_HEADER).then_some(length)
+}
+
+/// Of a frame that [`outer`] took.
+pub(super) fn ipv4(frame: &[u8]) -> Result<Ipv4<'_>, Ended> {
+    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
+    let packet = &frame[ETHERNET_HEADER..];
+    let header = header_length(packet).ok_or(MALFORMED)?;
+    let total = usize::from(u16_at(packet, 2));
+    if total < header || total > packet.len() {
+        return Err(MALFORMED);
+    }
+    Ok(Ipv4 {
+        client: address_at(packet, 12),
+        vip: address_at(packet, 16),
+        protocol: packet[9],
+        identification: u16_at(packet, 4),
+        part: part(packet),
+        transport: ETHERNET_HEADER + header,
+        payload: &packet[header..total],
+    })
+}
+
+/// Source and destination port of TCP or UDP, or of what calls itself so. `malformed`: why a shorter packet ends.
+pub(super) fn ports(packet: &Ipv4<'_>, malformed: Ended) -> Result<(u16, u16), Ended> {
+    if packet.payload.len() < 4 {
+        return Err(malformed);
+    }
+    Ok((u16_at(packet.payload, 0), u16_at(packet.payload, 2)))
+}
+
+/// A packet to a service, as far as decisions depend on it.
+#[derive(Debug, Clone)]
+pub(super) struct Packet {
+    pub client: (Ipv4Addr, u16),
+    pub vip: (Ipv4Addr, u16),
+    pub protocol: Protocol,
+    /// Of TCP.
+    pub flags: u8,
+    /// TSecr, if there is a timestamp option.
+    pub echo: Option<Echo>,
+}
+
+/// TSecr in a TCP packet.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Echo {
+    pub value: u32,
+    /// Where the TCP header begins in the frame, and TSecr behind that.
+    transport: usize,
+    at: usize,
+}
+
+impl Packet {
+    pub fn tuple(&self) -> FourTuple {
+        FourTuple::ipv4(self.client, self.vip)
+    }
+}
+
+/// TCP between `ports` in `packet`.
+pub(super) fn tcp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_TCP;
+    let segment = packet.payload;
+    if segment.len() < TCP_HEADER {
+        return Err(MALFORMED);
+    }
+    let (header, flags) = (usize::from(segment[12] >> 4) * 4, segment[13]);
+    if header < TCP_HEADER || header > segment.len() {
+        return Err(MALFORMED);
+    }
+    // Only a SYN opens; an answer to one (SYN and ACK) comes from no client. All else acknowledges, but a bare RST.
+    let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
+    if !possible {
+        return Err(MALFORMED);
+    }
+    let options = &segment[TCP_HEADER..header];
+    let echo = timestamp_at(options).map_err(|Malformed| MALFORMED)?.map(|at| Echo {
+        value: u32_at(options, at + 6),
+        transport: packet.transport,
+        at: TCP_HEADER + at + 6,
+    });
+    let (client, vip) = ((packet.client, ports.0), (packet.vip, ports.1));
+    Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, echo })
+}
+
+/// UDP between `ports` in `packet`: whole, or the first fragment of a datagram that is longer.
+pub(super) fn udp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_UDP;
+    if packet.payload.len() < UDP_HEADER {
+        return Err(MALFORMED);
+    }
+    let length = usize::from(u16_at(packet.payload, 4));
+    if length < UDP_HEADER || packet.part == Part::Whole && length > packet.payload.len() {
+        return Err(MALFORMED);
+    }
+    let (client, vip) = ((packet.client, ports.0), (packet.vip, ports.1));
+    Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, echo: None })
+}
+
+/// The packet from VIP to client that an ICMP error quotes.
+pub(super) struct Quote {
+    pub protocol: u8,
+    pub client: (Ipv4Addr, u16),
+    pub vip: (Ipv4Addr, u16),
+    /// TSval, if it is TCP and the quote reaches that far.
+    pub value: Option<u32>,
+}
+
+/// What an ICMP error quotes.
+pub(super) fn quote(packet: &Ipv4<'_>) -> Result<Quote, Ended> {
+    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+    if packet.part != Part::Whole {
+        return Err(NOT_OURS);
+    }
+    let message = packet.payload;
+    if message.len() < ICMP_HEADER {
+        return Err(MALFORMED);
+    }
+    if !ICMP_ERRORS.contains(&message[0]) {
+        return Err(NOT_OURS);
+    }
+    let quoted = &message[ICMP_HEADER..];
+    if quoted.len() < IPV4_HEADER {
+        return Err(MALFORMED);
+    }
+    let header = header_length(quoted).ok_or(MALFORMED)?;
+    if quoted.len() < header + QUOTED_BYTES {
+        return Err(MALFORMED);
+    }
+    if address_at(quoted, 12) != packet.vip || part(quoted) == Part::Later {
+        return Err(NOT_OURS);
+    }
+    let segment = &quoted[header..];
+    Ok(Quote {
+        protocol: quoted[9],
+        client: (address_at(quoted, 16), u16_at(segment, 2)),
+        vip: (packet.vip, u16_at(segment, 0)),
+        value: if quoted[9] == Protocol::Tcp.number() { quoted_value(segment) } else { None },
+    })
+}
+
+/// TSval in as much of a TCP segment as is quoted.
+fn quoted_value(segment: &[u8]) -> Option<u32> {
+    let header = usize::from(segment.get(12)? >> 4) * 4;
+    let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
+    // A list that is cut short is malformed: then there is no timestamp.
+    let at = timestamp_at(options).ok().flatten()?;
+    Some(u32_at(options, at + 2))
+}
+
+struct Malformed;
+
+/// Where the timestamp option begins. What follows it is not looked at.
+fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
+    let mut at = 0;
+    while at < options.len() {
+        match options[at] {
+            OPTION_END => return Ok(None),
+            OPTION_NOP => at += 1,
+            kind => {
+                let length = options.get(at + 1).copied().map_or(0, usize::from);
+                if length < 2 || at + length > options.len() {
+                    return Err(Malformed);
+                }
+                if kind == OPTION_TIMESTAMP && length == TIMESTAMP_LENGTH {
+                    return Ok(Some(at));
+                }
+                at += length;
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// A checksum after one of the words it covers has become another one (RFC 1624, Eqn. 3).
+fn mended(checksum: u16, old: u16, new: u16) -> u16 {
+    let add = |a: u16, b: u16| {
+        let sum = u32::from(a) + u32::from(b);
+        (sum as u16).wrapping_add((sum >> 16) as u16)
+    };
+    !add(add(!checksum, !old), new)
+}
+
+/// Sets TSecr, and mends the TCP checksum.
+pub(super) fn set_echo(frame: &mut [u8], echo: &Echo, value: u32) {
+    let (at, checksum) = (echo.transport + echo.at, echo.transport + 16);
+    for half in [0, 2] {
+        let (old, new) = (u16_at(frame, at + half), (value >> (16 - 8 * half)) as u16);
+        // At an odd place both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
+        let odd = !echo.at.is_multiple_of(2);
+        let counted = |word: u16| if odd { word.swap_bytes() } else { word };
+        let mended = mended(u16_at(frame, checksum), counted(old), counted(new));
+        frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
+    }
+    frame[at..at + 4].copy_from_slice(&value.to_be_bytes());
+}
+
+/// The address that the frame came from.
+pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
+    frame[6..12].try_into().expect("six bytes")
+}
+
+/// Sets the IP header's identification.
+pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
+    let (id, checksum) = (ETHERNET_HEADER + 4, ETHERNET_HEADER + 10);
+    let mended = mended(u16_at(frame, checksum), u16_at(frame, id), identification);
+    frame[id..id + 2].copy_from_slice(&identification.to_be_bytes());
+    frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checksum_is_mended() {
+        // The example of RFC 1624, Sect. 4: 0xdd2f, a word that goes from 0x5555 to 0x3285.
+        assert_eq!(mended(0xdd2f, 0x5555, 0x3285), 0x0000);
+    }
+}

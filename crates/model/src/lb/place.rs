@@ -1,0 +1,141 @@
+//! First packets: the placement table, and what the data plane adds to it: servers that cannot take a connection are
+//! passed over, and a retransmitted SYN goes where the first one went.
+
+use coreward_intf as intf;
+
+use super::{FlowEntry, Service};
+use crate::placement::{PlacementState, PlacementTable, Rule, mix, two_draws};
+use crate::rss::ToeplitzTables;
+use crate::{FourTuple, ServerId};
+
+/// Members tried when the chosen server cannot take a connection.
+const FALLBACK_MEMBERS: usize = 16;
+
+/// A service's table, and the hashes of its groups.
+#[derive(Debug, Clone)]
+pub(super) struct Placement {
+    table: PlacementTable,
+    hashes: Vec<ToeplitzTables>,
+    pub state: PlacementState,
+}
+
+impl Placement {
+    pub fn new(table: PlacementTable) -> Self {
+        let hashes = table.groups.iter().map(|key| key.tables()).collect();
+        Self { state: PlacementState::for_table(&table), hashes, table }
+    }
+
+    fn hash(&self, group: usize, tuple: &FourTuple) -> u32 {
+        self.hashes[group].hash(&tuple.bytes())
+    }
+
+    /// Rules whose choice for the same packet is another one the next time.
+    fn has_state(&self) -> bool {
+        matches!(self.table.rule, Rule::LeastAssigned | Rule::RoundRobin)
+    }
+
+    /// The bucket's server and whose it was before, whatever the loads; `None`: the table has no members.
+    pub fn by_bucket(&self, tuple: &FourTuple) -> Option<FlowEntry> {
+        if self.table.members.is_empty() {
+            return None;
+        }
+        let bucket = self.table.bucket_count.bucket(self.hash(0, tuple)) as usize;
+        let server = *self.table.consistent.get(bucket)?;
+        Some(FlowEntry { server, before: self.table.consistent_before.get(bucket).copied().flatten() })
+    }
+}
+
+/// First packets placed lately by rules that have a state: direct-mapped by the hash, a word each as `bpf/intf.h` draws
+/// it.
+#[derive(Debug, Clone)]
+pub(super) struct RecentFirstPackets(Vec<u64>);
+
+impl Default for RecentFirstPackets {
+    fn default() -> Self {
+        Self(vec![0; intf::RECENT_FIRST_PACKETS as usize])
+    }
+}
+
+impl RecentFirstPackets {
+    pub fn words(&self) -> &[u64] {
+        &self.0
+    }
+
+    fn key(hash: u32, generation: u64, service: usize) -> u64 {
+        u64::from(hash) << intf::RECENT_HASH_SHIFT
+            | u64::from(intf::RECENT_VALID_BIT)
+            | (generation & u64::from(intf::RECENT_GENERATION_MASK)) << intf::RECENT_GENERATION_SHIFT
+            | (service as u64) << intf::RECENT_SERVICE_SHIFT
+    }
+
+    fn entry(&mut self, hash: u32) -> &mut u64 {
+        let place = hash as usize % self.0.len();
+        &mut self.0[place]
+    }
+
+    fn find(&mut self, hash: u32, key: u64) -> Option<ServerId> {
+        let word = *self.entry(hash);
+        let id = word & u64::from(intf::COOKIE_ID_MASK);
+        (word ^ id == key).then(|| ServerId::try_from(id).expect("14 bits"))
+    }
+}
+
+impl Service {
+    fn takes_first_packets(&self, id: ServerId) -> bool {
+        self.server(id).is_some_and(super::Server::takes_first_packets)
+    }
+
+    /// The server for a first packet, one that can take it. `place` is the service's own.
+    pub(super) fn place(
+        &mut self,
+        place: usize,
+        recent: &mut RecentFirstPackets,
+        tuple: &FourTuple,
+    ) -> Option<ServerId> {
+        // Out of the service while its servers are asked.
+        let mut placement = self.placement.take()?;
+        let chosen = self.place_by(&mut placement, place, recent, tuple);
+        self.placement = Some(placement);
+        chosen
+    }
+
+    fn place_by(
+        &mut self,
+        placement: &mut Placement,
+        place: usize,
+        recent: &mut RecentFirstPackets,
+        tuple: &FourTuple,
+    ) -> Option<ServerId> {
+        if placement.table.members.is_empty() {
+            return None;
+        }
+        let bytes = tuple.bytes();
+        let hash = placement.hash(0, tuple);
+        let key = RecentFirstPackets::key(hash, placement.table.generation, place);
+        if placement.has_state()
+            && let Some(id) = recent.find(hash, key)
+            && self.takes_first_packets(id)
+        {
+            return Some(id);
+        }
+        placement.state.round_robin = self.round_robin;
+        let chosen = placement.table.choose_counted(
+            &mut placement.state,
+            |group| placement.hashes[group].hash(&bytes),
+            |id| self.takes_first_packets(id),
+        );
+        self.round_robin = placement.state.round_robin;
+        let id = chosen.filter(|id| self.takes_first_packets(*id)).or_else(|| self.fallback(&placement.table, hash))?;
+        if placement.has_state() {
+            *recent.entry(hash) = key | u64::from(id.get());
+        }
+        Some(id)
+    }
+
+    /// The next member that can take a connection, from one drawn by hash.
+    fn fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
+        let (start, _) = two_draws(mix(hash), table.members.len() as u32);
+        let turns = table.members.iter().cycle().skip(start as usize).take(FALLBACK_MEMBERS.min(table.members.len()));
+        turns.map(|member| member.server).find(|id| self.takes_first_packets(*id))
+    }
+}

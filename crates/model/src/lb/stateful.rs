@@ -1,0 +1,160 @@
+//! Stateful services: the connection table, its owners, and first packets that tell the server their entry.
+//!
+//! What packets do with an entry is [`crate::connection_table::table`], which `bpf/connection_table.bpf.h` is line by line.
+
+use coreward_intf as intf;
+
+use super::decide::Decision;
+use super::packet::{self, Packet};
+use super::{LoadBalancer, Mac};
+use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
+use crate::connection_table::{
+    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, owner_and_place, syn_echo,
+};
+use crate::cookie::CookieKey;
+use crate::{FourTuple, ServerId};
+
+/// What is known of a load balancer with a connection table.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Owner {
+    /// Nobody has the number.
+    #[default]
+    Unknown,
+    /// Gone, or its MAC address is not resolved.
+    Lost,
+    /// Packets with its indexes go there.
+    At(Mac),
+}
+
+/// What stateful services need.
+#[derive(Debug)]
+pub(super) struct Stateful {
+    pub key: CookieKey,
+    pub owner: Option<OwnerNumber>,
+    pub owners: [Owner; intf::MAX_OWNERS as usize],
+    pub clock: Clock,
+    table: ConnectionTable<OwnMemory>,
+    recent: RecentConnections,
+}
+
+/// How the index in a cookie was found.
+pub(super) enum Indexed {
+    /// What follows, and the entry, if it is one of our own table.
+    Decided(Decision, Option<ConnectionIndex>),
+    /// The entry is free or another connection's.
+    UnknownConnection,
+    /// Its server was taken out.
+    UnknownServer,
+}
+
+impl Stateful {
+    pub fn new(size: TableSize) -> Self {
+        let table = ConnectionTable::new(OwnMemory::new(size), size);
+        table.initialise();
+        Self {
+            key: CookieKey { k0: 0, k1: 0 },
+            owner: None,
+            owners: Default::default(),
+            clock: Clock::default(),
+            table,
+            recent: RecentConnections::default(),
+        }
+    }
+
+    pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
+        self.table.connection(index)
+    }
+
+    pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
+        self.table.size().indexes().filter_map(|index| self.table.connection(index))
+    }
+
+    pub fn free(&self, connections: &[Connection]) {
+        let released = |connection: &&Connection| self.table.release(connection.index, connection.identity);
+        let released: Vec<&Connection> = connections.iter().filter(released).collect();
+        released.into_iter().for_each(|connection| self.table.push(connection.index));
+    }
+
+    pub fn free_services(&self, services: &[usize]) {
+        for service in services {
+            let theirs: Vec<Connection> =
+                self.connections().filter(|connection| usize::from(connection.identity.service) == *service).collect();
+            self.free(&theirs);
+        }
+    }
+
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool) {
+        self.table.update(index, bytes, closing, self.clock);
+    }
+}
+
+impl LoadBalancer {
+    /// Where the index `number` in a cookie of the connection says. `from`: who sent the frame.
+    pub(super) fn by_index(
+        &mut self,
+        place: usize,
+        tuple: &FourTuple,
+        number: u16,
+        counter: intf::lb_counter,
+        from: Mac,
+        now_ns: u64,
+    ) -> Indexed {
+        let (owner, entry) = owner_and_place(number);
+        if self.stateful.owner != Some(owner) {
+            return Indexed::Decided(self.by_owner(place, owner, from, now_ns), None);
+        }
+        let hash = ConnectionHash::new(&self.stateful.key, tuple);
+        match self.stateful.table.find(hash, entry, place as u8) {
+            None => Indexed::UnknownConnection,
+            Some((_, id)) if self.service(place).server(id).is_none() => Indexed::UnknownServer,
+            Some((index, id)) => Indexed::Decided(self.deliver_to(place, id, counter), Some(index)),
+        }
+    }
+
+    /// To the load balancer whose table has the entry, but not on from one load balancer to the next.
+    fn by_owner(&mut self, place: usize, owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
+        let owners = self.stateful.owners;
+        match owners[usize::from(owner.get())] {
+            Owner::Unknown => self.deliver_to_all(place, intf::LB_COUNTER_DROP_UNKNOWN_COOKIE, now_ns),
+            Owner::At(mac) if !owners.contains(&Owner::At(from)) => Decision::forward(intf::LB_COUNTER_TO_OWNER, mac),
+            Owner::At(_) | Owner::Lost => {
+                let rate = self.constants.owner_lost;
+                if self.service_mut(place).owner_lost.take(rate, now_ns) {
+                    Decision::forward(intf::LB_COUNTER_TO_ALL_OWNER_LOST, super::decide::BROADCAST)
+                } else {
+                    Decision::end(intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED)
+                }
+            }
+        }
+    }
+
+    /// A first packet takes an entry, or finds the one that it took before, and tells the server.
+    pub(super) fn first_stateful(&mut self, place: usize, packet: &Packet, echo: packet::Echo, bytes: u64) -> Decision {
+        let hash = ConnectionHash::new(&self.stateful.key, &packet.tuple());
+        let owner = self.stateful.owner;
+        let before = self.stateful.table.find(hash, self.stateful.recent.place(hash), place as u8);
+        if let (Some((index, id)), Some(owner)) = (before, owner)
+            && self.takes_first_packets(place, id)
+        {
+            self.stateful.table.reopen(index, self.stateful.clock);
+            return self.deliver_to(place, id, intf::LB_COUNTER_FIRST).telling(echo, syn_echo(owner, index.place()));
+        }
+        let decision = self.by_rule(place, packet, intf::LB_COUNTER_FIRST);
+        let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
+        let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
+        let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
+        let first = FirstPacket { hash, service: place as u8, client, bytes };
+        match self.stateful.table.take(&first, server, self.stateful.clock) {
+            Ok(index) => {
+                self.stateful.recent.remember(hash, index);
+                decision.telling(echo, syn_echo(owner, index.place()))
+            }
+            Err(NotTaken::Full) => decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
+            Err(NotTaken::Contended) => unreachable!("nobody else takes places here"),
+        }
+    }
+
+    fn takes_first_packets(&self, place: usize, id: ServerId) -> bool {
+        self.service(place).server(id).is_some_and(super::Server::takes_first_packets)
+    }
+}

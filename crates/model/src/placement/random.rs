@@ -1,0 +1,50 @@
+//! Tables drawn at random, for tests of what reads them.
+
+use coreward_intf as intf;
+use rand::Rng;
+
+use super::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
+use crate::ServerId;
+use crate::rss::{RssKey, uniform_below};
+
+impl PlacementTable {
+    /// A table of `servers` (at least one) with random keys, loads and costs; loads are few, so that there are ties.
+    /// `groups`: 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
+    pub fn random(rule: Rule, generation: u64, groups: usize, servers: &[ServerId], rng: &mut impl Rng) -> Self {
+        let buckets = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
+        let cores = 1 + uniform_below(rng, 8);
+        let core_slots: Vec<Core> =
+            servers.iter().flat_map(|server| (0..cores as u16).map(|core| Core { server: *server, core })).collect();
+        let most = intf::MAX_TABLE_CANDIDATES / (groups as u32 * buckets.get());
+        let per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(most));
+        let mut candidate = || {
+            let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
+            let server = core_slots[usize::from(core_slot)].server;
+            Candidate { server, load: uniform_below(rng, 16) * 1000, core_slot }
+        };
+        let candidates = (0..groups as u32 * buckets.get() * per_bucket).map(|_| candidate()).collect();
+        // Some stand twice, as servers of more weight do.
+        let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
+        let members = turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
+        let consistent = rendezvous(servers, buckets);
+        let before = |server: &ServerId| match uniform_below(rng, 3) {
+            0 => None,
+            1 => Some(*server),
+            _ => Some(servers[uniform_below(rng, servers.len() as u32) as usize]),
+        };
+        let consistent_before = consistent.iter().map(before).collect();
+        Self {
+            generation,
+            rule,
+            bucket_count: buckets,
+            groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
+            candidates_per_bucket: per_bucket,
+            candidates,
+            assignment_cost: uniform_below(rng, 4) * 700,
+            core_slots,
+            members,
+            consistent,
+            consistent_before,
+        }
+    }
+}

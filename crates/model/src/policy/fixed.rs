@@ -1,0 +1,41 @@
+//! Policies whose table depends on the pool alone: hash, consistent-hash, maglev. They differ in how buckets are shared out.
+
+use super::{Policy, Pool, by_bucket, independent_key};
+use crate::ServerId;
+use crate::placement::{BucketCount, PlacementTable};
+use crate::rss::RssKey;
+
+/// For each of so many buckets the position of its server in the list of servers and their shares; empty without servers.
+type SharesOut = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
+
+/// One of them.
+pub struct Fixed {
+    name: &'static str,
+    shares_out: SharesOut,
+    key: RssKey,
+}
+
+impl Fixed {
+    pub fn new(name: &'static str, shares_out: SharesOut, seed: u64) -> Self {
+        Self { name, shares_out, key: independent_key(seed) }
+    }
+}
+
+impl Policy for Fixed {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn reads_loads(&self) -> bool {
+        false
+    }
+
+    fn is_fixed(&self) -> bool {
+        true
+    }
+
+    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let positions = (self.shares_out)(&pool.shares(), buckets.get() as usize);
+        by_bucket(pool, buckets, generation, self.key.clone(), &positions)
+    }
+}

@@ -1,0 +1,77 @@
+//! What policies measure servers by.
+
+use super::{Pool, PoolServer};
+
+/// What makes a server full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Measure {
+    /// Open connections.
+    Connections,
+    /// Packets per second that load balancers send to it.
+    Packets,
+    /// Frame bytes per second that load balancers send to it.
+    Bytes,
+    /// Mean load of its cores.
+    Cpu,
+}
+
+impl Measure {
+    /// What load balancers must count for it.
+    pub fn traffic_wanted(self) -> TrafficWanted {
+        match self {
+            Measure::Connections => TrafficWanted::Connections,
+            Measure::Packets | Measure::Bytes => TrafficWanted::All,
+            Measure::Cpu => TrafficWanted::Nothing,
+        }
+    }
+
+    /// How full each eligible server is, by id. One of which nothing is known counts as the mean of the others.
+    pub fn of_servers(self, pool: &Pool) -> Vec<f64> {
+        let neutral = pool.neutral_load();
+        let of = |server: &PoolServer| match self {
+            Measure::Connections => Some(f64::from(server.open_connections)),
+            Measure::Packets => server.traffic.map(|traffic| traffic.packets),
+            Measure::Bytes => server.traffic.map(|traffic| traffic.bytes),
+            Measure::Cpu => Some(server.mean_load(neutral)),
+        };
+        let known: Vec<f64> = pool.eligible().filter_map(of).collect();
+        let mean = crate::statistics::mean(&known).unwrap_or(0.0);
+        pool.eligible().map(|server| of(server).unwrap_or(mean)).collect()
+    }
+
+    /// What is to be compared: servers with twice the part may be twice as full. A core's load is a part of its capacity
+    /// already.
+    pub fn parts(self, pool: &Pool) -> Vec<f64> {
+        let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
+        match self {
+            Measure::Cpu => weights.collect(),
+            _ => weights.zip(pool.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
+        }
+    }
+}
+
+/// What a policy wants to hear from load balancers of every server.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum TrafficWanted {
+    /// It goes by reports alone, or by nothing.
+    #[default]
+    Nothing,
+    /// Connections opened and closed.
+    Connections,
+    /// Packets and bytes, too: counting them costs the data plane a little.
+    All,
+}
+
+impl TrafficWanted {
+    /// All of them, each wanting more than the one before.
+    pub const ALL: [TrafficWanted; 3] = [TrafficWanted::Nothing, TrafficWanted::Connections, TrafficWanted::All];
+
+    /// The name as the wire writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            TrafficWanted::Nothing => "nothing",
+            TrafficWanted::Connections => "connections",
+            TrafficWanted::All => "all",
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! A service's servers, as policies see them.
+
+use super::{Capacity, Weight};
+use crate::ServerId;
+use crate::placement::mix;
+use crate::rss::Rss;
+
+/// A server of a pool, as far as a policy needs to know it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PoolServer {
+    /// Its id.
+    pub id: ServerId,
+    /// Takes new connections (neither draining nor unhealthy).
+    pub eligible: bool,
+    /// Smoothed load per core in fractions of its capacity; `None`: no fresh report, the server counts as neutral.
+    pub loads: Option<Vec<f64>>,
+    /// Its NIC's key and table; `None`: not known, all its cores count as one.
+    pub rss: Option<Rss>,
+    /// Open connections, of all services.
+    pub open_connections: u32,
+    /// Its part of new connections, next to the others'. (One of weight 0 is not eligible.)
+    pub weight: Weight,
+    /// How much of its part it gets so far: 1 for all but servers that have joined a short time ago; above 0.
+    pub ramp: f64,
+    /// How much it can do, as the operator says; `None`: as much as it has cores.
+    pub capacity: Option<Capacity>,
+    /// What load balancers send to it; `None`: nobody has counted yet.
+    pub traffic: Option<TrafficRates>,
+}
+
+/// What goes to a server, of all services and load balancers together.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TrafficRates {
+    /// Packets per second.
+    pub packets: f64,
+    /// Frame bytes per second.
+    pub bytes: f64,
+}
+
+/// The pool of one service at one tick.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pool {
+    pub(super) servers: Vec<PoolServer>,
+    pub(super) load_balancers: u32,
+    pub(super) opened_connections: Option<u64>,
+}
+
+impl Pool {
+    /// `load_balancers`: how many of them share the service's new connections (0 counts as 1).
+    pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
+        servers.sort_by_key(|server| server.id);
+        Self { servers, load_balancers: load_balancers.max(1), opened_connections: None }
+    }
+
+    /// The same pool, in which so many connections were opened since the previous tick.
+    pub fn with_opened_connections(self, connections: u64) -> Self {
+        Self { opened_connections: Some(connections), ..self }
+    }
+
+    /// All servers, by id.
+    pub fn servers(&self) -> &[PoolServer] {
+        &self.servers
+    }
+
+    /// The servers that take new connections, by id.
+    pub fn eligible(&self) -> impl Iterator<Item = &PoolServer> + Clone {
+        self.servers.iter().filter(|server| server.eligible)
+    }
+
+    /// Whether any eligible server's loads are known.
+    pub fn has_loads(&self) -> bool {
+        self.eligible().any(|server| server.loads.is_some())
+    }
+
+    /// Mean load of all cores whose load is known: what a server without a fresh report counts as.
+    pub fn neutral_load(&self) -> f64 {
+        let known: Vec<f64> = self.eligible().filter_map(|server| server.loads.as_ref()).flatten().copied().collect();
+        crate::statistics::mean(&known).unwrap_or(0.0)
+    }
+
+    /// What every eligible server has of new connections, next to the others: weight x ramp.
+    pub fn shares(&self) -> Vec<(ServerId, f64)> {
+        self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.ramp)).collect()
+    }
+
+    /// The capacity of each eligible server: what the operator says, or its number of cores; one of which nothing is known
+    /// counts as the mean of the others, and in a pool of such servers as 1.
+    pub fn capacities(&self) -> Vec<f64> {
+        let of = |server: &PoolServer| {
+            let cores = || server.core_count().map(f64::from);
+            server.capacity.map(Capacity::get).or_else(cores)
+        };
+        let known: Vec<f64> = self.eligible().filter_map(of).collect();
+        let mean = crate::statistics::mean(&known).map_or(1.0, f64::round).max(1.0);
+        self.eligible().map(|server| of(server).unwrap_or(mean)).collect()
+    }
+
+    /// Whether all servers take part in the bucket's connections, or which: one that has joined a short time ago in as many
+    /// buckets as its ramp says, always the same ones.
+    pub fn takes_part(&self, server: &PoolServer, bucket: u32) -> bool {
+        server.ramp >= 1.0 || part_of(bucket, server.id) < server.ramp
+    }
+
+    /// Load that a connection brings, on average: all load over all open connections.
+    pub fn load_per_connection(&self) -> f64 {
+        let known = self.servers.iter().filter_map(|server| Some((server.loads.as_ref()?, server.open_connections)));
+        let (load, connections) = known.fold((0.0, 0u64), |(load, count), (cores, open)| {
+            (load + cores.iter().sum::<f64>(), count + u64::from(open))
+        });
+        if connections == 0 { 0.0 } else { load / connections as f64 }
+    }
+}
+
+/// A number from 0 to 1 that is the bucket's and the server's own.
+fn part_of(bucket: u32, server: ServerId) -> f64 {
+    let bits = mix(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+impl PoolServer {
+    /// An eligible server of which nothing more is known.
+    pub fn new(id: ServerId) -> Self {
+        Self {
+            id,
+            eligible: true,
+            loads: None,
+            rss: None,
+            open_connections: 0,
+            weight: Weight::ONE,
+            ramp: 1.0,
+            capacity: None,
+            traffic: None,
+        }
+    }
+
+    /// The load of core `core`, or `neutral` when it is not known.
+    pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
+        self.loads.as_ref().and_then(|loads| loads.get(usize::from(core))).copied().unwrap_or(neutral)
+    }
+
+    /// How many cores it has, by its reports or by its NIC's table; `None` when neither is known.
+    pub fn core_count(&self) -> Option<u32> {
+        let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
+        let reported = self.loads.as_ref().map(|loads| loads.len() as u32);
+        reported.or_else(|| self.rss.as_ref().and_then(by_table))
+    }
+
+    /// The mean load of all its cores, or `neutral` when it is not known.
+    pub fn mean_load(&self, neutral: f64) -> f64 {
+        self.loads.as_deref().and_then(crate::statistics::mean).unwrap_or(neutral)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_joins_takes_part_in_more_and_more_buckets() {
+        let mut server = PoolServer::new(ServerId::try_from(77).unwrap());
+        let pool = Pool::new(vec![server.clone()], 1);
+        let mut before: Vec<u32> = Vec::new();
+        for ramp in [0.1, 0.5, 0.9, 1.0] {
+            server.ramp = ramp;
+            let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.takes_part(&server, *bucket)).collect();
+            assert!((buckets.len() as f64 / 2048.0 - ramp).abs() < 0.03, "{ramp}: {}", buckets.len());
+            assert!(before.iter().all(|bucket| buckets.contains(bucket)));
+            before = buckets;
+        }
+    }
+
+    #[test]
+    fn capacities_are_told_or_counted_or_the_mean() {
+        let server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
+            capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
+            loads: (cores > 0).then(|| vec![0.0; cores]),
+            ..PoolServer::new(ServerId::try_from(id).unwrap())
+        };
+        let pool = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
+        assert_eq!(pool(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]), [2.5, 4.0, 3.0]);
+        assert_eq!(pool(&[server(1, None, 0)]), [1.0]);
+    }
+}

@@ -1,0 +1,73 @@
+//! What an operator says of a server's share.
+
+/// A server's part of new connections, next to the others' weights: 0 to 100; 0 is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Weight(u8);
+
+/// A weight that there is not.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("weight {0}: expected 0 (no new connections) to {max}", max = Weight::LARGEST)]
+pub struct WeightError(pub u64);
+
+impl Weight {
+    /// Ratios beyond can be reached by giving the others less.
+    const LARGEST: u8 = 100;
+
+    /// As much as any other server that says nothing.
+    pub const ONE: Weight = Weight(1);
+
+    /// # Errors
+    /// When `weight` is above 100.
+    pub fn new(weight: u64) -> Result<Self, WeightError> {
+        u8::try_from(weight).ok().filter(|weight| *weight <= Self::LARGEST).map(Self).ok_or(WeightError(weight))
+    }
+
+    /// The number.
+    pub fn get(self) -> u32 {
+        self.0.into()
+    }
+}
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self::ONE
+    }
+}
+
+/// How much a server can do: in cores of the usual speed, above 0, at most a million.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Capacity(f64);
+
+/// A capacity that no server has.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("capacity {0}: expected a number above 0, at most 1000000: cores of the usual speed")]
+pub struct CapacityError(pub f64);
+
+impl Capacity {
+    /// # Errors
+    /// When `capacity` is not above 0, or above a million.
+    pub fn new(capacity: f64) -> Result<Self, CapacityError> {
+        if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(CapacityError(capacity)) }
+    }
+
+    /// The number.
+    pub fn get(self) -> f64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_out_of_range_is_named() {
+        assert_eq!(Weight::new(100).unwrap().get(), 100);
+        assert_eq!(Weight::new(101).unwrap_err().to_string(), "weight 101: expected 0 (no new connections) to 100");
+        assert_eq!(Weight::new(357).unwrap_err(), WeightError(357));
+        assert_eq!(Capacity::new(0.5).unwrap().get(), 0.5);
+        for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(Capacity::new(wrong).unwrap_err().to_string().starts_with(&format!("capacity {wrong}: expected")));
+        }
+    }
+}

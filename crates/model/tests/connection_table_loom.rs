@@ -1,0 +1,248 @@
+//! Packets on several CPUs take entries of the connection table while user space frees others: every order of their
+//! steps, and everything that the memory model lets them see, tried by loom. Both sides are the code of
+//! `model::connection_table::table`: user space's is what runs, the packets' is line by line that of
+//! `bpf/connection_table.bpf.h`.
+
+use std::collections::BTreeSet;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::atomic::AtomicU64 as PlainWord;
+
+use coreward_intf as intf;
+use coreward_model::connection_table::table::{ConnectionTable, FirstPacket, Memory, NotTaken, Word};
+use coreward_model::connection_table::{Clock, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use coreward_model::cookie::CookieKey;
+use coreward_model::{FourTuple, ServerId};
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU64, Ordering};
+use loom::thread;
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const SERVICE: u8 = 3;
+const WORDS: usize = size_of::<intf::connection>() / 8;
+/// Places of the one partition that are used; the model grows quickly with them.
+const PLACES: usize = 2;
+
+/// What threads decide by is loom's, so that each access is a step of its own; the rest of an entry is plain.
+struct LoomMemory {
+    top: AtomicU64,
+    identity: [AtomicU64; PLACES],
+    port_flags_next: [AtomicU64; PLACES],
+    generation: [AtomicU64; PLACES],
+    rest: [[PlainWord; WORDS]; PLACES],
+    /// Bits of the stack's top that tell one state from another.
+    top_mask: u64,
+}
+
+enum Cell<'a> {
+    Loom(&'a AtomicU64),
+    Plain(&'a PlainWord),
+}
+
+impl LoomMemory {
+    fn new(top_mask: u64) -> Self {
+        let words = || std::array::from_fn(|_| AtomicU64::new(0));
+        let rest = std::array::from_fn(|_| std::array::from_fn(|_| PlainWord::new(0)));
+        let top = AtomicU64::new(0);
+        Self { top, identity: words(), port_flags_next: words(), generation: words(), rest, top_mask }
+    }
+
+    fn cell(&self, word: Word) -> Cell<'_> {
+        const IDENTITY: usize = std::mem::offset_of!(intf::connection, identity);
+        const PORT_FLAGS_NEXT: usize = std::mem::offset_of!(intf::connection, client_port);
+        const GENERATION: usize = std::mem::offset_of!(intf::connection, generation);
+        match word {
+            Word::StackTop(_) => Cell::Loom(&self.top),
+            Word::Entry(index, field) => {
+                let place = index.place() as usize;
+                match field {
+                    IDENTITY => Cell::Loom(&self.identity[place]),
+                    PORT_FLAGS_NEXT => Cell::Loom(&self.port_flags_next[place]),
+                    GENERATION => Cell::Loom(&self.generation[place]),
+                    _ => Cell::Plain(&self.rest[place][field / 8]),
+                }
+            }
+        }
+    }
+}
+
+impl Memory for LoomMemory {
+    fn load(&self, word: Word) -> u64 {
+        match self.cell(word) {
+            Cell::Loom(cell) if matches!(word, Word::StackTop(_)) => cell.load(Ordering::Acquire) & self.top_mask,
+            Cell::Loom(cell) => cell.load(Ordering::Acquire),
+            Cell::Plain(cell) => cell.load(Ordering::Relaxed),
+        }
+    }
+
+    fn store(&self, word: Word, value: u64) {
+        match self.cell(word) {
+            Cell::Loom(cell) => cell.store(value, Ordering::Relaxed),
+            Cell::Plain(cell) => cell.store(value, Ordering::Relaxed),
+        }
+    }
+
+    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
+        let Cell::Loom(cell) = self.cell(word) else { unreachable!("no plain word is exchanged") };
+        let new = if matches!(word, Word::StackTop(_)) { new & self.top_mask } else { new };
+        cell.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    fn publish(&self, word: Word, value: u64) {
+        let Cell::Loom(cell) = self.cell(word) else { unreachable!("no plain word is published") };
+        assert_eq!(cell.swap(value, Ordering::AcqRel), 0, "a place was handed out that is in use");
+    }
+}
+
+type Table = ConnectionTable<LoomMemory>;
+
+fn size() -> TableSize {
+    TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
+}
+
+/// A table with `free` free places in its one partition; place 0 is on top.
+fn table(free: usize, top_mask: u64) -> Arc<Table> {
+    let table = ConnectionTable::new(LoomMemory::new(top_mask), size());
+    for place in (0..free as u32).rev() {
+        table.push(ConnectionIndex::new(0, place));
+    }
+    Arc::new(table)
+}
+
+fn packet(client: u16) -> FirstPacket {
+    let address = (Ipv4Addr::new(10, 1, 0, 7), client);
+    let hash = ConnectionHash::new(&CookieKey { k0: 1, k1: 2 }, &FourTuple::ipv4(address, VIP));
+    FirstPacket { hash, service: SERVICE, client: SocketAddrV4::new(address.0, address.1), bytes: u64::from(client) }
+}
+
+/// Each client has a server of its own.
+fn server(client: u16) -> ServerId {
+    ServerId::try_from(u64::from(client)).unwrap()
+}
+
+fn take(table: &Table, client: u16) -> Result<ConnectionIndex, NotTaken> {
+    table.take(&packet(client), server(client), Clock(5))
+}
+
+fn identity(client: u16, generation: u16) -> Identity {
+    Identity { tag: packet(client).hash.tag(), generation, service: SERVICE, server: server(client) }
+}
+
+/// User space: the grace period in between, which only keeps counters apart, is left out.
+fn free(table: &Table, index: ConnectionIndex, identity: Identity) -> bool {
+    let released = table.release(index, identity);
+    if released {
+        table.push(index);
+    }
+    released
+}
+
+/// Afterwards: what `taken` says, and the rest on the stack, each place once.
+fn check(table: &Table, taken: &[(u16, ConnectionIndex)]) {
+    for (client, index) in taken {
+        let connection = table.connection(*index).expect("it was taken");
+        assert_eq!((connection.client.port(), connection.bytes), (*client, u64::from(*client)));
+        assert_eq!(connection.identity.server, server(*client));
+        assert_eq!(table.find(packet(*client).hash, index.place(), SERVICE), Some((*index, server(*client))));
+    }
+    let on_stack = table.free_places(0);
+    let places = taken.iter().map(|(_, index)| *index).chain(on_stack.iter().copied());
+    let distinct: BTreeSet<_> = places.clone().collect();
+    assert_eq!((places.count(), distinct.len()), (PLACES, PLACES), "taken {taken:?}, free {on_stack:?}");
+}
+
+const WHOLE_TOP: u64 = u64::MAX;
+
+#[test]
+fn two_packets_and_user_space_at_once_lose_no_place_and_hand_none_out_twice() {
+    loom::model(|| {
+        let table = table(PLACES, WHOLE_TOP);
+        let first = take(&table, 1).unwrap();
+        let others = [2, 3].map(|client| {
+            let table = table.clone();
+            thread::spawn(move || (client, take(&table, client)))
+        });
+        assert!(free(&table, first, identity(1, 0)));
+        let mut taken = Vec::new();
+        for (client, outcome) in others.map(|other| other.join().unwrap()) {
+            match outcome {
+                Ok(index) => taken.push((client, index)),
+                Err(NotTaken::Full) => {}
+                Err(NotTaken::Contended) => panic!("three changes cannot spoil eight attempts"),
+            }
+        }
+        assert!(!taken.is_empty(), "one place was free all the time");
+        check(&table, &taken);
+    });
+}
+
+/// The ABA problem: one packet reads the top, sleeps, and meanwhile the same place is taken, freed and on top again, but
+/// with another one below.
+fn a_place_comes_back_to_the_top(top_mask: u64) {
+    loom::model(move || {
+        let table = table(PLACES, top_mask);
+        let slow = {
+            let table = table.clone();
+            thread::spawn(move || take(&table, 1))
+        };
+        let mut taken = Vec::new();
+        let quick = take(&table, 2);
+        taken.extend(take(&table, 3).ok().map(|index| (3, index)));
+        if let Ok(index) = quick {
+            assert!(free(&table, index, identity(2, 0)));
+        }
+        taken.extend(take(&table, 4).ok().map(|index| (4, index)));
+        taken.extend(slow.join().unwrap().ok().map(|index| (1, index)));
+        check(&table, &taken);
+    });
+}
+
+#[test]
+fn a_place_that_comes_back_to_the_top_is_not_taken_for_the_old_top() {
+    a_place_comes_back_to_the_top(WHOLE_TOP);
+}
+
+/// That the model would find it.
+#[test]
+#[should_panic(expected = "a place was handed out that is in use")]
+fn without_the_count_of_changes_a_place_is_handed_out_twice() {
+    a_place_comes_back_to_the_top(u64::from(intf::CONNECTION_STACK_PLACE_MASK));
+}
+
+#[test]
+fn whoever_looks_while_an_entry_changes_hands_never_finds_anothers_server() {
+    loom::model(|| {
+        let table = table(1, WHOLE_TOP);
+        let index = take(&table, 1).unwrap();
+        let reader = {
+            let table = table.clone();
+            thread::spawn(move || {
+                for client in [1, 2] {
+                    let found = table.find(packet(client).hash, index.place(), SERVICE);
+                    assert!(found.is_none_or(|(_, found)| found == server(client)));
+                }
+            })
+        };
+        assert!(free(&table, index, identity(1, 0)));
+        assert_eq!(take(&table, 2), Ok(index));
+        assert_eq!(table.connection(index).unwrap().identity, identity(2, 1), "the generation grew");
+        reader.join().unwrap();
+    });
+}
+
+#[test]
+fn of_two_who_free_the_same_entry_one_succeeds() {
+    loom::model(|| {
+        let table = table(PLACES, WHOLE_TOP);
+        let index = take(&table, 1).unwrap();
+        let other = {
+            let table = table.clone();
+            thread::spawn(move || free(&table, index, identity(1, 0)))
+        };
+        let freed = [free(&table, index, identity(1, 0)), other.join().unwrap()];
+        assert_eq!(freed.iter().filter(|freed| **freed).count(), 1);
+        check(&table, &[]);
+        // Nor does somebody late free the entry's next connection, though it be the same client's.
+        assert_eq!(take(&table, 1), Ok(index));
+        assert!(!free(&table, index, identity(1, 0)));
+    });
+}
