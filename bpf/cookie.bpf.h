@@ -62,13 +62,13 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 	return v0 ^ v1 ^ v2 ^ v3;
 }
 
-/* Added to the time part of TSval, modulo 2^16. */
+/* Added to the time part of TSval, modulo 2^16: from a hash with the server's own time key. */
 static __always_inline __u16 cookie_time_mask(__u64 hash)
 {
-	return hash >> 16;
+	return hash;
 }
 
-/* XORed onto kind and id. */
+/* XORed onto kind and id: from a hash with one of the fleet's keys. */
 static __always_inline __u16 cookie_id_mask(__u64 hash)
 {
 	return hash & COOKIE_HIDDEN_MASK;

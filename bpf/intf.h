@@ -20,9 +20,11 @@
  *                                       |   \___________ XOR low 15 bits of the keyed hash
  *                                       which of the two keys, in clear
  *
- *    h         = SipHash-1-3(key[K], 4-tuple), 64 bits
- *    time mask = bits 16..31 of h;  id mask = bits 0..14 of h
- *    k (kind)  = 0: the id of a server; 1: an index into a connection table (stateful mode)
+ *    id mask   = bits 0..14 of SipHash-1-3(key[K], 4-tuple): what load balancers and servers share, and rotate
+ *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection, so
+ *                that time goes on when the fleet's key changes (PAWS, RFC 7323 Sect. 5)
+ *    k (kind)  = 0: the id of a server; 1: owner (4 bits) and index (10 bits) of an entry in the connection table of one
+ *                load balancer (stateful mode)
  */
 #ifndef COREWARD_INTF_H
 #define COREWARD_INTF_H
@@ -52,12 +54,19 @@ struct fleet_keys {
 	struct cookie_key key[2];
 	/* Which of the two stamps new TSvals (0 or 1); both are always accepted. */
 	__u32 current;
-	__u32 reserved;
+	/*
+	 * On servers: TSvals of the server's own clock (ms) from here on are stamped with `current`, earlier ones with the
+	 * other key. By the packet's own time and not by the moment it passes, so that no packet carries a smaller TSval than
+	 * one sent before it. Kept within 2^31 ms of now by the agent.
+	 */
+	__u32 switch_ms;
 };
 
 /* ---- services -------------------------------------------------------------------------------------------------- */
 
 #define MAX_SERVICES 64
+/* UTF-8, padded with zeros. */
+#define SERVICE_NAME_BYTES 64
 /*
  * Services stand in a perfect hash: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a seed that
  * gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
@@ -66,6 +75,34 @@ struct fleet_keys {
  */
 #define SERVICE_SLOTS 1024
 #define SERVICE_SLOT_SHIFT 54
+
+/* How a service's packets find the server that its connection's first packet found. */
+enum consistency {
+	CONSISTENCY_STATELESS, /* by the server's id in the cookie */
+	CONSISTENCY_STATEFUL, /* by an index in the cookie: the connection table */
+	CONSISTENCY_NONE, /* not at all: each packet by the placement rule; `udp = "packet"` */
+	CONSISTENCY_HASH_TABLE, /* by the flow table, every connection in it; `udp = "flow"` */
+	CONSISTENCY_BEAMER, /* by the bucket, and the server hands what it does not know to the bucket's server before it */
+	CONSISTENCY_COUNT,
+};
+
+/* service_slot.number at the load balancer. */
+#define SERVICE_INDEX_MASK 0xffu
+#define SERVICE_CONSISTENCY_SHIFT 8
+#define SERVICE_CONSISTENCY_MASK 0x7u
+/* No packet of the service carries a cookie (`timestamps = "off"`): all its connections are as those without timestamps. */
+#define SERVICE_TIMESTAMPS_OFF 0x800u
+/* The load balancer stamps and restores itself (`timestamps = "lb"`). */
+#define SERVICE_TIMESTAMPS_LB 0x1000u
+
+/* service_slot.number on a server: its id in the service, and how it takes part. */
+#define SERVER_NUMBER_ID_MASK 0x3fffu
+/* Cookies may hold an index: bpf/server.bpf.c, "The index". */
+#define SERVER_NUMBER_STATEFUL 0x4000u
+/* Nothing is stamped or restored. */
+#define SERVER_NUMBER_TIMESTAMPS_OFF 0x8000u
+/* Every packet carries the id of the server before (CONSISTENCY_BEAMER), and not only those without timestamps. */
+#define SERVER_NUMBER_CHAINED 0x10000u
 
 #define ADDRESS_FAMILY_IPV4 4
 #define ADDRESS_FAMILY_IPV6 6
@@ -83,12 +120,15 @@ struct service_key {
 
 /* find_service() found none. */
 #define NO_SERVICE 0xffffffffu
-/* The number of a slot with port 0: a VIP's address alone, for packets whose ports cannot be read. */
+/*
+ * The number of a slot with port 0 and protocol 0: a VIP's address alone, for packets whose ports cannot be read and for
+ * ICMP. One per VIP, whatever its services' protocols.
+ */
 #define SERVICE_ADDRESS_ONLY 0xfffffffeu
 
 /* 32 bytes: reached by shift and add. `number` first, so that the key's tail is aligned. */
 struct service_slot {
-	/* At the load balancer the service's index (below MAX_SERVICES), on a server its id in that service. */
+	/* At the load balancer SERVICE_INDEX_MASK and so on, on a server SERVER_NUMBER_ID_MASK and so on. */
 	__u32 number;
 	struct service_key key;
 	__u64 reserved;
@@ -180,8 +220,10 @@ struct placement_table {
 	/* By group: XOR part of the service's address and port in the Toeplitz hash; struct toeplitz_source_tables. */
 	__u32 toeplitz_destination[MAX_RSS_GROUPS];
 	__u32 toeplitz_source[MAX_RSS_GROUPS][RSS_SOURCE_BYTES][256];
-	/* Fixed choice for connections without timestamps: by bucket, changes only when the pool changes. */
+	/* Fixed choice for connections that carry no cookie: by bucket, changes only when the pool changes. */
 	__u16 consistent[MAX_BUCKETS];
+	/* Whose the bucket was before it last changed hands, or NO_SERVER: it may still have the bucket's older connections. */
+	__u16 consistent_before[MAX_BUCKETS];
 	struct candidate candidates[MAX_TABLE_CANDIDATES];
 	struct member members[MAX_MEMBERS];
 	__u32 assigned[MAX_CORE_SLOTS];
@@ -197,7 +239,11 @@ struct service_state {
 	__u64 round_robin;
 	/* When the last token taken for delivery to all servers is paid for (CLOCK_MONOTONIC, ns). */
 	__u64 to_all_paid_until;
-	__u64 unused[5];
+	/* The same for packets whose connection table is lost. */
+	__u64 owner_lost_paid_until;
+	/* `timestamps = "lb"`: masks the time part. The same at all load balancers, never changed while connections live. */
+	struct cookie_key time_key;
+	__u64 unused[2];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
@@ -213,10 +259,183 @@ struct server_entry {
 	__u16 flags;
 };
 
+/* ---- timestamps = "lb": the load balancer stamps and restores --------------------------------------------------- */
+
+/*
+ *    TSval on the wire, from load balancer to client:
+ *
+ *    31                                12 11  10            0
+ *    +-----------------------------------+---+---------------+
+ *    |  (ms + time mask) mod 2^20        | K |  server's id  |
+ *    +-----------------------------------+---+---------------+
+ *                                          |   XOR low 11 bits of the keyed hash
+ *                                          which of the two keys, in clear
+ *
+ * More bits of time than where servers stamp: the load balancer does not know what the client has seen last, so there
+ * is no hold rule, and a connection may be idle for half of 2^20 ms only.
+ */
+#define CORRECTION_TIME_SHIFT 12
+#define CORRECTION_TIME_MASK 0xfffffu
+#define CORRECTION_KEY_BIT 0x800u
+#define CORRECTION_ID_MASK 0x7ffu
+
+/* Key: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
+#define CORRECTED_SERVICE_SHIFT 48
+#define MAX_CORRECTED_SERVERS 16384
+
+/*
+ * What the load balancer has learnt of a server's clock from its SYN-ACKs. With net.ipv4.tcp_timestamps=2 all its
+ * connections show one clock; with 1 each has an offset of its own, and nothing can be restored.
+ */
+struct corrected_server {
+	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32. */
+	__u32 offset_ms;
+	__u16 server_id;
+	/* SYN-ACKs in a row that agreed with the offset, at most CORRECTION_AGREEING; with so many it is stamped. */
+	__u16 agreeing;
+	/* SYN-ACKs that did not. */
+	__u64 disagreed;
+};
+#define CORRECTION_AGREEING 4
+/* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
+#define CORRECTION_TOLERANCE_MS 1000
+/* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
+#define CORRECTION_SLACK_MS 60000
+
+/* Connections opened and closed by what was seen here, and what passed: for policies and for people. Of all CPUs together. */
+struct server_traffic {
+	/* First packets sent to it. */
+	__u64 opened;
+	/* Packets with FIN or RST sent to it: no more than a hint (a retransmission counts again). */
+	__u64 closed;
+	__u64 packets;
+	__u64 bytes;
+};
+
+/* ---- connections that carry no cookie: the flow table ----------------------------------------------------------- */
+
+/* An LRU hash, bounded: what it loses goes by the bucket (consistency "hash-table": to the placement rule's choice). */
+struct flow_table_key {
+	/* As in struct service_key. */
+	__u32 client_address[4];
+	__u16 client_port;
+	/* The service's index: VIP, port and protocol in one. */
+	__u16 service;
+};
+
+struct flow_table_entry {
+	__u16 server_id;
+	/* To whom the server hands what it does not know (placement_table.consistent_before), or NO_SERVER. */
+	__u16 before;
+};
+
+#define DEFAULT_FLOW_TABLE_ENTRIES 262144
+
+/* A datagram's fragments carry the ports only in the first one. */
+struct fragment_key {
+	__u32 client_address[4];
+	__u32 vip_address[4];
+	__u32 identification;
+	__u32 protocol;
+};
+
+/* Where the datagram's first fragment went. */
+struct fragment_entry {
+	/* The service's index. */
+	__u16 service;
+	__u16 server_id;
+};
+
+#define MAX_FRAGMENTED_DATAGRAMS 4096
+
+/*
+ * The server before, from load balancer to server: in the IP header's identification, which means nothing in a datagram
+ * that is not fragmented (RFC 6864, Sect. 4.1); NO_SERVER: there is none. No fragment ever carries it.
+ */
+
+/* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
+
+/*
+ * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its place in the partition by
+ * a stack of free places (ConnStack). The cookie holds owner and place; partition and tag come from the hash. So a cookie
+ * of 14 bits serves a table of any size.
+ */
+#define CONNECTION_PLACE_BITS 10
+#define CONNECTIONS_PER_PARTITION 1024
+#define CONNECTION_PLACE_MASK 0x3ffu
+#define CONNECTION_OWNER_BITS 4
+/* Load balancers with a connection table. */
+#define MAX_OWNERS 16
+#define DEFAULT_CONNECTION_TABLE_ENTRIES 262144
+#define MAX_CONNECTION_TABLE_ENTRIES 4194304
+
+/*
+ * connection.identity: all that a decision depends on, read and written as one word. 0: the entry is free.
+ *
+ *    63            32 31 30          20 19      14 13          0
+ *    +---------------+--+--------------+----------+-------------+
+ *    | tag           |1 | generation   | service  | server id   |
+ *    +---------------+--+--------------+----------+-------------+
+ */
+#define CONNECTION_TAG_SHIFT 32
+#define CONNECTION_IN_USE 0x80000000u
+#define CONNECTION_GENERATION_SHIFT 20
+#define CONNECTION_GENERATION_MASK 0x7ffu
+#define CONNECTION_SERVICE_SHIFT 14
+#define CONNECTION_SERVICE_MASK 0x3fu
+
+/* FIN or RST was seen: the entry may be freed sooner (no more: both may be forged, and a FIN is only half a close). */
+#define CONNECTION_CLOSING 1u
+
+/* 64 bytes: one cache line per connection. */
+struct connection {
+	__u64 identity;
+	__u64 packets;
+	/* Frame bytes from the client. */
+	__u64 bytes;
+	/* lb_state.clock when the last packet came, and the first. */
+	__u32 last_seen;
+	__u32 opened;
+	__u32 client_address[4];
+	__u16 client_port;
+	__u16 flags;
+	/* While free: place of the next free entry of the partition + 1; 0: it is the last. */
+	__u32 next_free;
+	/* Of the entry's next use; low bits go into `identity`. */
+	__u32 generation;
+	__u32 reserved;
+};
+
+/*
+ * The top of a partition's stack of free places: place + 1 in the low 16 bits (0: empty), above them a count that grows
+ * with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA) for the old one.
+ * A cache line of its own.
+ */
+struct connection_stack {
+	__u64 top;
+	__u64 unused[7];
+};
+#define CONNECTION_STACK_PLACE_MASK 0xffffu
+#define CONNECTION_STACK_COUNT_SHIFT 16
+/* Attempts to take a free place; then the connection gets a cookie of the stateless kind. */
+#define CONNECTION_TAKE_ATTEMPTS 8
+
+/*
+ * So that a retransmitted SYN gets the entry of the first one: the place, direct-mapped by the connection's hash. A hint:
+ * the entry's own identity decides.
+ */
+#define RECENT_CONNECTIONS 16384
+
+/*
+ * How the server learns the index: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), which its ingress
+ * program takes out again. This bit and the cookie's kind, owner and place.
+ */
+#define SYN_ECHO_HOLDS_COOKIE 0x10000u
+
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 1
+#define LB_LAYOUT_VERSION 2
 
 struct lb_state {
 	__u64 layout_version;
@@ -225,8 +444,18 @@ struct lb_state {
 	/* 1: the program was loaded for generic XDP. */
 	__u64 counters_by_cpu;
 	struct fleet_keys keys;
+	/* Places connections in the connection table; this load balancer's own, never changed while the table lives. */
+	struct cookie_key connection_key;
+	/* Tenths of a second, by the daemon: reading a clock here would cost more than all else about an entry. */
+	__u32 clock;
+	/* This load balancer's number among those with a connection table; MAX_OWNERS: it has none yet. */
+	__u32 owner;
+	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
+	struct server_entry owners[MAX_OWNERS];
 	struct service_directories directories;
 	struct service_state services[MAX_SERVICES];
+	/* By index, for commands that read this without the daemon and without the controller. */
+	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
 };
 
 /*
@@ -250,12 +479,23 @@ struct lb_state {
 /* What lb.bpf.c did with a packet. Names are shown to users in lower case without the prefix. */
 enum lb_counter {
 	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
-	LB_COUNTER_ESTABLISHED, /* by cookie */
+	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
+	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/correction.bpf.h says when */
+	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
+	LB_COUNTER_CONNECTION, /* by the index in the cookie: the connection table */
+	LB_COUNTER_FLOW, /* by the flow table */
 	LB_COUNTER_FIRST, /* by the placement rule */
-	LB_COUNTER_CONSISTENT, /* without timestamps: by the fixed choice */
+	LB_COUNTER_PLACED, /* the same, though it may not be the first: nothing is remembered */
+	LB_COUNTER_CONSISTENT, /* without a cookie: by the bucket */
+	LB_COUNTER_ICMP_ERROR, /* an ICMP error, to the server that the quoted packet names */
+	LB_COUNTER_FRAGMENT, /* a later fragment, to where the first went */
+	LB_COUNTER_TO_OWNER, /* to the load balancer whose connection table the cookie's index is of */
 	LB_COUNTER_TO_ALL, /* to all servers of the service, rate-limited */
+	LB_COUNTER_TO_ALL_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
 	LB_COUNTER_DROP_MALFORMED_IPV4,
 	LB_COUNTER_DROP_MALFORMED_TCP,
+	LB_COUNTER_DROP_MALFORMED_UDP,
+	LB_COUNTER_DROP_MALFORMED_ICMP,
 	LB_COUNTER_DROP_FRAGMENT,
 	LB_COUNTER_DROP_UNKNOWN_COOKIE,
 	LB_COUNTER_DROP_SERVER_UNRESOLVED,
@@ -265,12 +505,24 @@ enum lb_counter {
 	LB_COUNTER_COUNT,
 };
 
-/* 128 bytes: two cache lines of its own. */
+/* What else happened to a packet that was counted above. */
+enum lb_event {
+	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
+	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
+	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
+	LB_EVENT_FLOW_INSERTED,
+	LB_EVENT_COUNT,
+};
+
+/* 256 bytes: four cache lines of its own. */
 struct lb_counters {
 	__u64 packets[LB_COUNTER_COUNT];
+	__u64 events[LB_EVENT_COUNT];
 	/* Frame bytes of what was forwarded. */
 	__u64 forwarded_bytes;
-	__u64 unused[2];
+	/* The newest outcome (enum lb_counter), for `coreward capture`. */
+	__u64 last_outcome;
+	__u64 unused[32 - LB_COUNTER_COUNT - LB_EVENT_COUNT - 2];
 };
 
 /*
@@ -299,9 +551,19 @@ enum server_counter {
 	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
 	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
 	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
+	SERVER_COUNTER_INDEX_LEARNT, /* a SYN brought the index of its entry in a connection table */
+	SERVER_COUNTER_INDEX_UNKNOWN, /* a packet of a stateful service left with the server's id: no index is known */
+	SERVER_COUNTER_INDEX_GIVEN_UP, /* its connection table is lost: from now on the server's id */
+	SERVER_COUNTER_CHAINED, /* no socket here: handed to the bucket's server before */
+	SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED,
+	SERVER_COUNTER_ICMP_TO_ALL_IGNORED,
+	SERVER_COUNTER_HANDSHAKE, /* a stamped SYN-ACK was sent for the first time (and once again, if it had to be) */
+	SERVER_COUNTER_HANDSHAKE_STALLED, /* a stamped SYN-ACK was sent for the fourth time */
+	SERVER_COUNTER_CONNECTION_STALLED, /* a segment of a stamped connection was sent for the fifth time */
 	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
 	SERVER_COUNTER_RSS_MISMATCHED,
 	SERVER_COUNTER_RSS_UNPREDICTED, /* the table is not known, or the device recorded no queue */
+	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket here, and the MAC address of the server before is not known */
 	SERVER_COUNTER_DROP_MALFORMED_TCP,
 	SERVER_COUNTER_DROP_NO_MEMORY, /* the packet could not be made writable */
 	SERVER_COUNTER_COUNT,
@@ -313,6 +575,22 @@ enum steer_counter {
 	STEER_COUNTER_NO_WORKER, /* no socket for that core: the kernel's own choice */
 	STEER_COUNTER_COUNT,
 };
+
+/* What capture.bpf.h tells of one packet; the first captured_length bytes of the frame follow. */
+struct captured_packet {
+	/* CLOCK_MONOTONIC. */
+	__u64 time_ns;
+	/* Grows by one with every packet that this CPU captured; the same as it came and as it was decided. */
+	__u64 sequence;
+	/* Of the frame as it is at this moment. */
+	__u32 length;
+	__u32 captured_length;
+	/* CAPTURE_ARRIVED, or the XDP action that was decided. */
+	__u32 action;
+	/* enum lb_counter; only when decided. */
+	__u32 outcome;
+};
+#define CAPTURE_ARRIVED 0xffffffffu
 
 /* ---- servers as they see themselves ---------------------------------------------------------------------------- */
 
@@ -332,11 +610,14 @@ struct flow_key {
  * client has echoed it and something newer.
  */
 struct held_timestamp {
-	/* Time part as sent, before the time mask. */
+	/* Time part as sent, before the time mask, and that of the client's echo before it. */
 	__u16 sent;
-	__u16 confirmed;
-	/* The server's own TSval that `sent` stands for. */
+	__u16 sent_before;
+	/* The server's own TSvals that they stand for. */
 	__u32 original;
+	__u32 original_before;
+	/* The client has echoed it. */
+	__u32 confirmed;
 };
 /* Connections that were idle for more than 32 s and have not yet gone on; about 100 bytes each. */
 #define MAX_HELD_TIMESTAMPS 65536
@@ -369,19 +650,39 @@ struct rss_mapping {
 };
 
 /* Grows whenever a pinned layout or its meaning changes: an agent never takes over what it would misread. */
-#define SERVER_LAYOUT_VERSION 1
+#define SERVER_LAYOUT_VERSION 2
 
-/* 128 bytes: cache lines of its own. */
+/* 256 bytes: cache lines of its own. */
 struct server_counters {
 	__u64 packets[SERVER_COUNTER_COUNT];
-	__u64 unused;
+	__u64 unused[32 - SERVER_COUNTER_COUNT];
+};
+
+/*
+ * Connections whose index is known from the SYN, until their socket keeps it: bounded, so that a SYN flood costs no more.
+ * What is lost goes by the server's id.
+ */
+#define MAX_HALF_OPEN_INDEXES 65536
+/* No index: the connection goes by the server's id. */
+#define NO_CONNECTION_INDEX 0xffffu
+
+/* The same, kept with the established socket. */
+struct connection_index {
+	/* Owner and place, or NO_CONNECTION_INDEX. */
+	__u16 index;
+	/* The connection table is lost: TSvals later than newest_ms carry the server's id. */
+	__u16 given_up;
+	/* The newest TSval (the server's own) that was stamped with the index. */
+	__u32 newest_ms;
 };
 
 /* What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read. */
 struct server_state {
 	__u64 layout_version;
 	struct fleet_keys keys;
-	/* `number` of a slot: this server's id in that service. */
+	/* Masks the time part; drawn by the agent when the maps are made, never changed while they live. */
+	struct cookie_key time_key;
+	/* `number` of a slot: this server's id in that service, and flags. */
 	struct service_directories directories;
 	/* The newest TSval (the server's own) for which a held one was sent. */
 	__u32 last_hold_ms;

@@ -3,46 +3,76 @@
  * The load balancer: XDP on the device that clients' packets arrive on.
  *
  * 1. What passes here. Every frame that the device receives. Those that are sent to the device's own MAC address and
- *    hold IPv4 TCP for a service (VIP and port) are ours; all others go on to the kernel untouched (XDP_PASS): other
- *    protocols (ICMP to a VIP included), IPv6, VLAN-tagged frames (services live on the untagged network), frames to a
- *    group address or, on a device that does not filter, to another machine. The last two matter: what section 5 sends
- *    to all must not be taken up again by a second load balancer on the same wire.
+ *    hold IPv4 TCP or UDP for a service (VIP, port and protocol) are ours, and so are ICMP errors about what a service
+ *    sent. All others go on to the kernel untouched (XDP_PASS): other protocols, all UDP if no service is of UDP, other
+ *    ICMP to a VIP, IPv6, VLAN-tagged frames (services live on the untagged network), frames to a group address or, on
+ *    a device that does not filter, to another machine. The last two matter: what section 7 sends to all must not be
+ *    taken up again by a second load balancer on the same wire.
  *
  * 2. What happens to ours. The frame gets a server's MAC address as destination and our own as source, and leaves by
- *    the device it came on (XDP_TX). Nothing above Ethernet changes: the server holds the VIP, answers the client
- *    directly, and restores what it stamped (server.bpf.c). Hence no checksum is touched or verified here: a damaged
- *    packet reaches some server and is dropped there.
+ *    the device it came on (XDP_TX). Nothing above Ethernet changes (sections 5 and 6 have the two exceptions): the
+ *    server holds the VIP, answers the client directly, and restores what it stamped (server.bpf.c). Hence no checksum
+ *    is verified here, and where one must change it is mended by the difference: a damaged packet stays damaged, reaches
+ *    some server and is dropped there.
  *
  * 3. Packets of an established connection never look at a table. The client echoes in every packet what the server
  *    stamped into its TCP timestamps; with the keyed hash of the 4-tuple (cookie.bpf.h) the echo yields the server's
  *    id, and that is an index into `servers`. This is the hot path, and it is written to touch little memory whatever
  *    the number of connections: the frame; one slot of the service directory; one key; one server entry; one counter.
- *    No helper is called and no map looked up: all of it stands in global variables.
+ *    No helper is called and no map looked up: all of it stands in global variables. (FIN and RST leave this path, so
+ *    that they can be counted by server; packets and bytes by server are counted in it only if a policy wants them.)
  *
- * 4. First packets (SYN) go where the service's placement table says: placement.bpf.h. A SYN without timestamps
- *    announces a connection that cannot carry a cookie; all its packets take the table's `consistent` choice, which
- *    changes only with the pool (a documented limit until there is a connection table).
+ * 4. First packets (SYN) go where the service's placement table says: placement.bpf.h.
  *
- * 5. To all. An RST without timestamps (from a host that has no such socket), a cookie that names no server (forged, or
- *    of a server that is gone) and one of kind "table index" (there is no such table yet) are sent to the broadcast
- *    MAC address, and the one server that has the socket takes it. Rate-limited per service by a token bucket, so that
- *    nobody gains an amplifier; what is over the rate is dropped.
+ * 5. Packets without a cookie (decide.bpf.h, flow_table.bpf.h): of clients that do not do timestamps, and all of a
+ *    service whose timestamps are off. The flow table, an LRU hash, knows the server; where it has no entry the bucket
+ *    says (a choice that changes only with the pool), and from the first packet that is not a SYN on it is remembered.
+ *    So the table holds these connections and no others, and a flood of SYNs does not fill it. What it loses, or what
+ *    another load balancer knew, goes by the bucket of today; so each of these packets carries in its IP identification
+ *    the server that the bucket belonged to before, to whom a server hands what it has no socket for (NO_SERVER: there
+ *    is none). The IP header's checksum is mended; an identification means nothing in a packet that is not a fragment.
+ *    Other modes of consistency (enum consistency), by service: HASH_TABLE (the flow table for all: what a UDP service
+ *    has, and TCP may have for comparison), NONE (each packet by the placement table), BEAMER (the bucket and the server
+ *    before for all packets). The constant modes_in_use says at load time which there are: what no service needs is not
+ *    compiled in.
+ *    Fragments of UDP follow the first one (fragment.bpf.h). ICMP errors go to the server whose packet they quote: by
+ *    the cookie in the quoted timestamp, by the flow table, or to all (icmp.bpf.h).
  *
- * 6. What can go wrong, and what then. One outcome per packet, counted per service (enum lb_counter):
+ * 6. Stateful services (connection_table.bpf.h). A SYN with timestamps takes an entry of the connection table, and its
+ *    TSecr, always 0 on the wire, tells the server which: the TCP checksum is mended. From then on cookies hold the
+ *    entry's place and our number among the load balancers with such a table (kind 1), and the entry names the server
+ *    and counts. The usual packet of such a connection stays on the hot path: a second keyed hash and one cache line
+ *    more than in section 3. A packet whose cookie names another load balancer's table is passed on there, so each of
+ *    them is also the stateless first tier of the others; if that one is lost, to all. Without a free entry, or a number
+ *    of our own yet, the connection is as one of a stateless service.
+ *
+ * 7. To all (to_all.bpf.h). An RST without timestamps (from a host that has no such socket) or an ICMP error that the
+ *    flow table does not know, and a cookie that names no server and no connection (forged, or of a server that is gone, or its entry
+ *    was freed) are sent to the broadcast MAC address, and the one server that has the socket takes it. Rate-limited per
+ *    service by a token bucket, so that nobody gains an amplifier; what is over the rate is dropped. Packets whose
+ *    connection table is lost have a larger bucket of their own.
+ *
+ * 8. What can go wrong, and what then. One outcome per packet, counted per service (enum lb_counter):
  *    - fewer than 34 bytes, so that there is no address to tell whose it is: passed, the kernel drops it;
- *    - TCP to a VIP with an IP header of bad version, bad or truncated length: drop_malformed_ipv4. Its port cannot be
- *      told, so this holds for all ports of a VIP;
- *    - a fragment to a VIP, the first included: drop_fragment, for all ports of a VIP (later fragments have no ports;
- *      TCP does path MTU discovery, so these are rare);
+ *    - TCP, UDP (if a service is of UDP) or ICMP to a VIP with an IP header of bad version, bad or truncated length:
+ *      drop_malformed_ipv4. Its port cannot be told, so this holds for all ports of a VIP;
+ *    - a fragment of TCP to a VIP, the first included: drop_fragment, for all ports of a VIP (later fragments have no
+ *      ports; TCP does path MTU discovery, so these are rare). The same for a later fragment of UDP whose first one did
+ *      not go to a server, or has not come yet. Fragments of ICMP pass;
  *    - a TCP header truncated or with a bad data offset, an option of length 0, 1 or beyond the header (up to the
  *      timestamp; later ones are not looked at), flags that no connection of ours can have (SYN with ACK, FIN or RST;
  *      none of SYN, ACK, RST): drop_malformed_tcp;
- *    - the cookie's server is known, but its MAC address is not: drop_server_unresolved;
+ *    - a UDP header truncated, or a length in it below 8 or beyond the packet (of a first fragment only: below 8):
+ *      drop_malformed_udp;
+ *    - an ICMP header truncated, or an error that does not quote a whole IPv4 header and 8 bytes: drop_malformed_icmp;
+ *    - the server that has the connection is known, but its MAC address is not: drop_server_unresolved;
  *    - the chosen server cannot take a first packet: 16 further members are tried, then drop_no_eligible_server;
- *    - over the rate of section 5: drop_unknown_cookie or drop_to_all_rate_limited;
+ *    - a server taken out is unknown: its cookies go to all, its flows by the bucket or the placement table, later
+ *      fragments nowhere;
+ *    - over the rate of section 7: drop_unknown_cookie or drop_to_all_rate_limited;
  *    - what cannot be: drop_internal.
  *
- * 7. Who else writes. User space (crates/dataplane/src/lb.rs) writes all state through shared memory: whole words, or
+ * 9. Who else writes. User space (crates/dataplane/src/lb.rs) writes all state through shared memory: whole words, or
  *    the idle half of a double buffer followed by a switch. This program outlives it: state and link are pinned.
  */
 #include <stdbool.h>
@@ -52,51 +82,119 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
-#include "cookie.bpf.h"
+#include "capture.bpf.h"
+#include "decide.bpf.h"
+#include "fragment.bpf.h"
+#include "icmp.bpf.h"
 #include "parse.bpf.h"
 #include "placement.bpf.h"
+#include "reply.bpf.h"
+#include "rewrite.bpf.h"
 #include "service.bpf.h"
+#include "service_mode.bpf.h"
 #include "stats.bpf.h"
-#include "toeplitz.bpf.h"
 
-struct lb_state lb_state SEC(".bss.state");
-
-/* Token bucket of section 5: one token per interval, and how far it may be overdrawn. Nanoseconds. */
-const volatile __u64 to_all_interval_ns;
-const volatile __u64 to_all_burst_ns;
-
-#define BROADCAST_MAC 0xffffffffffffull
-
-/* New addresses for the frame. Two stores: 6 bytes of destination and 2 of source; 4 of source. */
-static __always_inline void rewrite_mac(void *data, __u64 destination)
+/* Counts by server what a decision about a packet of a service did. */
+static __always_inline void count_by_server(const struct packet *packet, const struct decision *decision, __u64 bytes)
 {
-	__u64 own_shifted = lb_state.own_mac_shifted;
-
-	PACKET_U64(data, 0) = (destination & SERVER_MAC_MASK) | own_shifted >> 16 << 48;
-	PACKET_U32(data, 8) = own_shifted >> 32;
+	if (decision->server_id == NO_SERVER)
+		return;
+	count_traffic(decision->service, decision->server_id, bytes);
+	if (packet->flags & TCP_SYN || decision->outcome == LB_COUNTER_FIRST)
+		count_opened(decision->service, decision->server_id);
+	if (packet->flags & (TCP_FIN | TCP_RST))
+		count_closed(decision->service, decision->server_id);
 }
 
-static __always_inline bool sent_to_us(const void *data)
+/* Does what was decided. */
+static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, const struct decision *decision)
 {
-	return PACKET_U64(data, 0) << 16 == lb_state.own_mac_shifted;
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (decision->outcome == LB_COUNTER_PASSED_NOT_SERVICE) {
+		count_packet(ctx, decision->service, decision->outcome, 0);
+		return XDP_PASS;
+	}
+	if (!is_forwarded(decision->outcome)) {
+		count_packet(ctx, decision->service, decision->outcome, 0);
+		return XDP_DROP;
+	}
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end) {
+		count_packet(ctx, decision->service, LB_COUNTER_DROP_INTERNAL, 0);
+		return XDP_DROP;
+	}
+	rewrite_mac(data, decision->destination);
+	if (decision->before != KEEP_IDENTIFICATION)
+		rewrite_identification(data, decision->before);
+	if (decision->echo != KEEP_ECHO)
+		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
+	count_by_server(packet, decision, data_end - data);
+	count_packet(ctx, decision->service, decision->outcome, data_end - data);
+	return XDP_TX;
 }
 
-/* What the echo says, in the clear: COOKIE_KIND_BIT and id. */
-static __always_inline __u32 cookie_of(__u32 echo, __u32 client_address, __u32 vip_address, __u32 ports)
-{
-	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
-
-	return (echo ^ cookie_hash(key, client_address, vip_address, ports)) & COOKIE_HIDDEN_MASK;
-}
+#define UNDECIDED                                                                                                      \
+	((struct decision){                                                                                            \
+		.outcome = LB_COUNTER_DROP_INTERNAL,                                                                   \
+		.service = LB_COUNTERS_NO_SERVICE,                                                                     \
+		.server_id = NO_SERVER,                                                                                \
+		.before = KEEP_IDENTIFICATION,                                                                         \
+		.echo = KEEP_ECHO,                                                                                     \
+	})
 
 /* ---- section 3, the usual form --------------------------------------------------------------------------------- */
+
+/*
+ * The usual packet of a service whose packets carry no cookie. Not inlined: its stack would count in all that lb() calls,
+ * and the kernel allows 512 bytes in all.
+ */
+static __noinline int forward_usual_without_cookie(struct xdp_md *ctx, __u32 number)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct decision decision = UNDECIDED;
+	struct packet packet = {.flags = TCP_ACK, .has_timestamp = 1, .protocol = IPPROTO_TCP};
+
+	if (data + USUAL_LENGTH > data_end)
+		return XDP_DROP;
+	packet.client_address = PACKET_U32(data, IP_AT(saddr));
+	packet.vip_address = PACKET_U32(data, IP_AT(daddr));
+	packet.ports = PACKET_U32(data, USUAL_TCP);
+	decide(ctx, number, &packet, &decision);
+	return act(ctx, &packet, &decision);
+}
+
+/* The usual packet of a connection whose cookie, of kind 1, names an entry of our own connection table. */
+static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 service, __u32 cookie, __u64 hash)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct connection *connection;
+	server_word server;
+	__u32 id;
+
+	if (cookie_owner(cookie) != lb_state.owner || data + ETH_HLEN > data_end)
+		return -1;
+	connection = find_connection(hash, cookie, service, &id);
+	if (!connection)
+		return -1;
+	server = server_at(service, id);
+	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+		return -1;
+	update_connection(connection, TCP_ACK, data_end - data);
+	rewrite_mac(data, server);
+	count_traffic(service, id, data_end - data);
+	count_packet(ctx, service, LB_COUNTER_CONNECTION, data_end - data);
+	return XDP_TX;
+}
 
 /* Returns an XDP action, or -1: not for the hot path. */
 static __always_inline int forward_usual(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 client_address, vip_address, ports, service, cookie;
+	__u32 client_address, vip_address, ports, number, service, cookie;
 	__u64 server;
 
 	if (!usual_frame(data, data_end) || !sent_to_us(data))
@@ -104,116 +202,92 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	client_address = PACKET_U32(data, IP_AT(saddr));
 	vip_address = PACKET_U32(data, IP_AT(daddr));
 	ports = PACKET_U32(data, USUAL_TCP);
-	service = find_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
-	if (service >= MAX_SERVICES) {
+	number = find_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
+	/* It may be a server's answer. */
+	if (timestamps_lb_in_use && (!is_service(number) || is_corrected(number)))
+		return -1;
+	if (!is_service(number)) {
 		count_packet(ctx, LB_COUNTERS_NO_SERVICE, LB_COUNTER_PASSED_NOT_SERVICE, 0);
 		return XDP_PASS;
 	}
+	if (!has_cookies(number))
+		return forward_usual_without_cookie(ctx, number);
+	service = service_index(number);
 	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, USUAL_ECHO)), client_address, vip_address, ports);
+	if (is_index(number, cookie))
+		return forward_usual_by_index(ctx, service, cookie,
+					      connection_hash(client_address, vip_address, ports));
 	server = server_at(service, cookie);
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	rewrite_mac(data, server);
+	count_traffic(service, cookie, data_end - data);
 	count_packet(ctx, service, LB_COUNTER_ESTABLISHED, data_end - data);
 	return XDP_TX;
 }
 
 /* ---- everything else ------------------------------------------------------------------------------------------- */
 
-/* Where a packet goes: `outcome` and, if it is forwarded, `destination`. */
-struct decision {
-	enum lb_counter outcome;
-	__u32 service;
-	__u64 destination;
-};
-
-/*
- * The generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all tokens taken are paid
- * for. Two CPUs at the same moment: the one that loses the exchange is over the rate.
- */
-static __always_inline bool take_token(struct service_state *state)
-{
-	__u64 now = bpf_ktime_get_ns();
-	__u64 paid_until = *(volatile __u64 *)&state->to_all_paid_until;
-	__u64 start = paid_until > now ? paid_until : now;
-
-	if (start - now > to_all_burst_ns)
-		return false;
-	return __sync_val_compare_and_swap(&state->to_all_paid_until, paid_until, start + to_all_interval_ns) ==
-	       paid_until;
-}
-
-static __always_inline void decide_to_all(struct service_state *state, enum lb_counter over_rate,
-					  struct decision *decision)
-{
-	if (!take_token(state)) {
-		decision->outcome = over_rate;
-		return;
-	}
-	decision->outcome = LB_COUNTER_TO_ALL;
-	decision->destination = BROADCAST_MAC;
-}
-
-static __always_inline void decide_by_cookie(struct service_state *state, const struct tcp_packet *packet,
-					     struct decision *decision)
-{
-	__u32 cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
-	server_word server = server_at(decision->service, cookie);
-
-	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN)) {
-		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
-		return;
-	}
-	decision->outcome =
-		server_has(server, SERVER_RESOLVED) ? LB_COUNTER_ESTABLISHED : LB_COUNTER_DROP_SERVER_UNRESOLVED;
-	decision->destination = server;
-}
-
-static __always_inline void decide_first(struct service_state *state, const struct tcp_packet *packet,
-					 struct decision *decision)
-{
-	__u32 id = place(state, decision->service, packet);
-
-	decision->outcome = id == NO_SERVER ? LB_COUNTER_DROP_NO_ELIGIBLE_SERVER : LB_COUNTER_FIRST;
-	decision->destination = server_at(decision->service, id);
-}
-
-/* The same server or none for all packets of the connection: no other one is tried. */
-static __always_inline void decide_consistently(struct service_state *state, const struct tcp_packet *packet,
-						struct decision *decision)
-{
-	__u32 id = place_consistently(state, decision->service, packet);
-	server_word server = server_at(decision->service, id);
-
-	if (id == NO_SERVER || !server_has(server, SERVER_KNOWN))
-		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
-	else if (!server_has(server, SERVER_RESOLVED))
-		decision->outcome = LB_COUNTER_DROP_SERVER_UNRESOLVED;
-	else
-		decision->outcome = LB_COUNTER_CONSISTENT;
-	decision->destination = server;
-}
-
-static __always_inline void decide(const struct tcp_packet *packet, struct decision *decision)
-{
-	struct service_state *state = &lb_state.services[decision->service & (MAX_SERVICES - 1)];
-
-	if (packet->flags & TCP_SYN && packet->has_timestamp)
-		decide_first(state, packet, decision);
-	else if (packet->has_timestamp)
-		decide_by_cookie(state, packet, decision);
-	else if (packet->flags & TCP_RST)
-		decide_to_all(state, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
-	else
-		decide_consistently(state, packet, decision);
-}
-
-/* Reads the packet and fills `decision`. Returns 0, or how parsing ended. */
-static __always_inline int parse_and_decide(struct xdp_md *ctx, struct decision *decision)
+/* A TCP packet to a VIP. Returns 0, or how parsing ended. */
+static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	struct tcp_packet packet;
+	__u32 number;
+	int ended;
+
+	if (packet->fragment)
+		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	ended = parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet);
+	if (ended)
+		return ended;
+	number = find_service_of(packet);
+	if (!is_service(number))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	decision->service = service_index(number);
+	ended = parse_tcp(ctx, data, data_end, packet);
+	if (ended)
+		return ended;
+	decide(ctx, number, packet, decision);
+	return 0;
+}
+
+/* The same for a UDP datagram. */
+static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	__u32 number;
+	int ended;
+
+	if (is_later_fragment(packet))
+		return decide_later_fragment(packet, decision);
+	ended = parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_UDP, packet);
+	if (ended)
+		return ended;
+	number = find_service_of(packet);
+	if (!is_service(number))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	decision->service = service_index(number);
+	ended = parse_udp(data, data_end, packet);
+	if (ended)
+		return ended;
+	decide(ctx, number, packet, decision);
+	if (packet->fragment && is_forwarded(decision->outcome))
+		remember_fragment(packet, decision);
+	return 0;
+}
+
+static __always_inline bool is_looked_at(__u8 protocol)
+{
+	return protocol == IPPROTO_TCP || protocol == IPPROTO_ICMP || (udp_in_use && protocol == IPPROTO_UDP);
+}
+
+/* Reads the packet and fills `decision`. Returns 0, or how parsing ended. */
+static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
 	__u64 address_tail;
 	int ended;
 
@@ -222,59 +296,43 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct decision 
 		return ended;
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !sent_to_us(data))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	address_tail = service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), 0, IPPROTO_TCP);
+	if (!is_looked_at(PACKET_U8(data, IP_AT(protocol))))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	address_tail = service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), 0, 0);
 	if (find_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	ended = parse_ipv4(data, data_end, &packet);
+	ended = parse_ipv4(data, data_end, packet);
 	if (ended)
 		return ended;
-	decision->service = find_service(&lb_state.directories,
-					 service_tail_ipv4(packet.vip_address, packet.ports >> 16, IPPROTO_TCP));
-	if (decision->service >= MAX_SERVICES) {
-		decision->service = LB_COUNTERS_NO_SERVICE;
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	}
-	ended = parse_tcp(ctx, data, data_end, &packet);
-	if (ended)
-		return ended;
-	decide(&packet, decision);
-	return 0;
+	if (packet->protocol == IPPROTO_ICMP)
+		return parse_and_decide_icmp(ctx, packet, decision);
+	if (udp_in_use && packet->protocol == IPPROTO_UDP)
+		return parse_and_decide_udp(ctx, packet, decision);
+	return parse_and_decide_tcp(ctx, packet, decision);
 }
 
 static __noinline int forward_other(struct xdp_md *ctx)
 {
-	struct decision decision = {.service = LB_COUNTERS_NO_SERVICE};
-	int ended = parse_and_decide(ctx, &decision);
-	void *data = (void *)(long)ctx->data;
-	void *data_end = (void *)(long)ctx->data_end;
+	struct decision decision = UNDECIDED;
+	struct packet packet = {};
+	int ended = parse_and_decide(ctx, &packet, &decision);
 
 	if (ended)
 		decision.outcome = outcome_of(ended);
-	switch (decision.outcome) {
-	case LB_COUNTER_ESTABLISHED:
-	case LB_COUNTER_FIRST:
-	case LB_COUNTER_CONSISTENT:
-	case LB_COUNTER_TO_ALL:
-		if (data + ETH_HLEN > data_end)
-			return XDP_DROP;
-		rewrite_mac(data, decision.destination);
-		count_packet(ctx, decision.service, decision.outcome, data_end - data);
-		return XDP_TX;
-	case LB_COUNTER_PASSED_NOT_SERVICE:
-		count_packet(ctx, decision.service, decision.outcome, 0);
-		return XDP_PASS;
-	default:
-		count_packet(ctx, decision.service, decision.outcome, 0);
-		return XDP_DROP;
-	}
+	return act(ctx, &packet, &decision);
 }
 
 SEC("xdp")
 int lb(struct xdp_md *ctx)
 {
+	bool watched = capture_in_use && capture_arrived(ctx);
 	int action = forward_usual(ctx);
 
-	return action >= 0 ? action : forward_other(ctx);
+	if (action < 0 && timestamps_lb_in_use)
+		action = forward_reply(ctx);
+	if (action < 0)
+		action = forward_other(ctx);
+	return capture_in_use && watched ? capture_decided(ctx, action) : action;
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

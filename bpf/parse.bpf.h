@@ -17,6 +17,7 @@
 #include <linux/in.h>
 #include <linux/ip.h>
 #include <linux/tcp.h>
+#include <linux/udp.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
@@ -35,28 +36,46 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define PACKET_U8(start, offset) (*((__u8 *)(start) + (offset)))
 
 #define IP_AT(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
-#define IP_FRAGMENT_MASK 0x3fff /* more fragments, and the offset: all but "don't fragment" (RFC 791, Sect. 3.1) */
+/* RFC 791, Sect. 3.1. The mask: all but "don't fragment" and the reserved bit. */
+#define IP_MORE_FRAGMENTS 0x2000
+#define IP_FRAGMENT_OFFSET 0x1fff
+#define IP_FRAGMENT_MASK (IP_MORE_FRAGMENTS | IP_FRAGMENT_OFFSET)
 
 #define TCP_FLAGS_OFFSET 13
+#define TCP_CHECKSUM_OFFSET 16
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
-/* What lb.bpf.c needs to know of a TCP packet. Addresses and ports as they stand in the packet. */
-struct tcp_packet {
+/* What lb.bpf.c needs to know of a packet. Addresses and ports as they stand in the packet. */
+struct packet {
 	__u32 client_address;
 	__u32 vip_address;
 	/* Source port in the low half, destination port in the high one. */
 	__u32 ports;
 	/* TSecr in the host's order; 0 when there is no timestamp option. */
 	__u32 echo;
+	/* Of TCP; 0 for other protocols. */
 	__u8 flags;
 	__u8 has_timestamp;
-	/* Where the TCP header begins, and where the packet ends according to IP, from the frame's start. */
-	__u16 tcp_offset;
+	__u8 protocol;
+	__u8 reserved;
+	/* Of the IP header, as it stands there. */
+	__u16 identification;
+	/* 0: the packet is whole; else its offset in units of 8 bytes, and IP_MORE_FRAGMENTS. */
+	__u16 fragment;
+	/* Where TSecr stands, from the frame's start; 0: nowhere. */
+	__u16 echo_offset;
+	/* Where the header behind IP begins, and where the packet ends according to IP, from the frame's start. */
+	__u16 transport;
 	__u32 end;
 };
+
+static __always_inline __u64 frame_bytes(const struct xdp_md *ctx)
+{
+	return (void *)(long)ctx->data_end - (void *)(long)ctx->data;
+}
 
 static __always_inline int parse_ended(enum lb_counter outcome)
 {
@@ -84,8 +103,8 @@ static __always_inline enum lb_counter outcome_of(int ended)
 /* No fragment; TCP: (fragment, 2 bytes) (time to live) (protocol). */
 #define USUAL_PROTOCOL_MASK 0xff00ff3fu
 #define USUAL_PROTOCOL 0x06000000u
-/* ACK without SYN; a data offset of 8 or more, that is: its top bit is set. */
-#define USUAL_FLAGS_MASK 0x1280
+/* ACK without SYN, FIN and RST (which are counted apart); a data offset of 8 or more, that is: its top bit is set. */
+#define USUAL_FLAGS_MASK 0x1780
 #define USUAL_FLAGS 0x1080
 
 /* Whether the frame is as described above. It holds no more than the IP header says, nor is it cut short. */
@@ -111,18 +130,18 @@ static __always_inline bool usual_frame(const void *data, const void *data_end)
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */
 
-/* Ethernet and the fixed part of IPv4: enough to say whether this is TCP for an address of ours. */
+/* Ethernet and the fixed part of IPv4: enough to say whether this may be for an address of ours. */
 static __always_inline int parse_ethernet(const void *data, const void *data_end)
 {
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP) || PACKET_U8(data, IP_AT(protocol)) != IPPROTO_TCP)
+	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	return 0;
 }
 
-/* The whole IPv4 header of a frame that parse_ethernet() took, up to the ports. */
-static __always_inline int parse_ipv4(const void *data, const void *data_end, struct tcp_packet *packet)
+/* The whole IPv4 header of a frame that parse_ethernet() took. */
+static __always_inline int parse_ipv4(const void *data, const void *data_end, struct packet *packet)
 {
 	__u32 version_ihl, header_length, ip_length;
 
@@ -134,71 +153,131 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	if (version_ihl >> 4 != 4 || header_length < sizeof(struct iphdr) || ip_length < header_length ||
 	    ETH_HLEN + ip_length > (__u64)(data_end - data))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV4);
-	if (PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_MASK))
-		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
 	packet->client_address = PACKET_U32(data, IP_AT(saddr));
 	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
-	packet->tcp_offset = ETH_HLEN + header_length;
+	packet->protocol = PACKET_U8(data, IP_AT(protocol));
+	packet->identification = PACKET_U16(data, IP_AT(id));
+	packet->fragment = bpf_ntohs(PACKET_U16(data, IP_AT(frag_off))) & IP_FRAGMENT_MASK;
+	packet->transport = ETH_HLEN + header_length;
 	packet->end = ETH_HLEN + ip_length;
-	if (packet->tcp_offset + sizeof(packet->ports) > packet->end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	data += packet->tcp_offset;
+	return 0;
+}
+
+/* The ports with which TCP and UDP begin. `malformed`: the outcome when the packet ends before. */
+static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
+				       struct packet *packet)
+{
+	if (packet->transport + sizeof(packet->ports) > packet->end)
+		return parse_ended(malformed);
+	data += packet->transport;
 	if (data + sizeof(packet->ports) > data_end)
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+		return parse_ended(malformed);
 	packet->ports = PACKET_U32(data, 0);
 	return 0;
 }
 
-/* `length` bytes of TCP options, `offset` bytes into the frame: what lb.bpf.c wants of them is the timestamp's echo. */
-static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32 length, struct tcp_packet *packet)
+/* load_timestamp(): the options could not be read, which cannot be. */
+#define TIMESTAMP_UNREADABLE -3
+
+/*
+ * The timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns where it begins among them and
+ * fills `words` (which the caller has initialised: clang may spill what is undefined, and the verifier refuses that); or
+ * TIMESTAMP_NONE, TIMESTAMP_MALFORMED, TIMESTAMP_UNREADABLE.
+ */
+static __always_inline int load_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length, struct timestamp_words *words)
 {
 	/* A copy on the stack, where an offset may vary freely; only packets that are not usual come here. */
 	struct tcp_options options = {};
-	const struct timestamp_words *words;
 	__u32 last = length - 1;
 	int found;
 
-	packet->has_timestamp = 0;
-	packet->echo = 0;
 	if (length == 0)
-		return 0;
+		return TIMESTAMP_NONE;
 	/* By a mask that clang cannot leave out: "not 0" teaches the verifier of kernel 6.1 nothing. */
 	barrier_var(last);
 	last &= 63;
 	if (last >= TCP_OPTIONS_MAX || bpf_xdp_load_bytes(ctx, offset, &options, last + 1))
-		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		return TIMESTAMP_UNREADABLE;
 	found = find_timestamp(&options, length);
+	if (found < 0)
+		return found;
+	if (found > TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
+		return TIMESTAMP_NONE;
+	*words = *(const struct timestamp_words *)&options.bytes[found + TIMESTAMP_WORDS_OFFSET];
+	return found;
+}
+
+/* The options of a TCP packet: what lb.bpf.c wants of them is the timestamp's echo. */
+static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32 length, struct packet *packet)
+{
+	struct timestamp_words words = {};
+	int found = load_timestamp(ctx, offset, length, &words);
+
+	packet->has_timestamp = 0;
+	packet->echo = 0;
+	packet->echo_offset = 0;
 	if (found == TIMESTAMP_MALFORMED)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	if (found < 0 || found > TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
+	if (found == TIMESTAMP_UNREADABLE)
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	if (found < 0)
 		return 0;
 	packet->has_timestamp = 1;
-	words = (const struct timestamp_words *)&options.bytes[found + TIMESTAMP_WORDS_OFFSET];
-	packet->echo = bpf_ntohl(words->echo);
+	packet->echo = bpf_ntohl(words.echo);
+	packet->echo_offset = offset + found + TIMESTAMP_WORDS_OFFSET + sizeof(words.value);
 	return 0;
 }
 
-/* The TCP header behind the ports that parse_ipv4() read. */
-static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const void *data_end,
-				     struct tcp_packet *packet)
+/* The TCP header behind the ports that parse_ports() read, whatever its flags. */
+static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data, const void *data_end,
+					    struct packet *packet)
 {
 	__u32 header_length;
 
-	if (packet->tcp_offset + sizeof(struct tcphdr) > packet->end)
+	if (packet->transport + sizeof(struct tcphdr) > packet->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	data += packet->tcp_offset;
+	data += packet->transport;
 	if (data + sizeof(struct tcphdr) > data_end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
 	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
 	packet->flags = PACKET_U8(data, TCP_FLAGS_OFFSET);
-	if (header_length < sizeof(struct tcphdr) || packet->tcp_offset + header_length > packet->end)
+	if (header_length < sizeof(struct tcphdr) || packet->transport + header_length > packet->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	return parse_options(ctx, packet->transport + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr),
+			     packet);
+}
+
+/* The same of a client's packet. */
+static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const void *data_end, struct packet *packet)
+{
+	int ended = parse_tcp_header(ctx, data, data_end, packet);
+
+	if (ended)
+		return ended;
 	/* A SYN never acknowledges, ends or resets here; and nothing but SYN and RST comes without ACK. */
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	return parse_options(ctx, packet->tcp_offset + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr),
-			     packet);
+	return 0;
+}
+
+/*
+ * The UDP header behind the ports that parse_ports() read. Its length may be less than what IP carries (the rest is
+ * padding), but not more; of a first fragment it is the whole datagram's.
+ */
+static __always_inline int parse_udp(const void *data, const void *data_end, const struct packet *packet)
+{
+	__u32 length;
+
+	if (packet->transport + sizeof(struct udphdr) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+	data += packet->transport;
+	if (data + sizeof(struct udphdr) > data_end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+	length = bpf_ntohs(PACKET_U16(data, __builtin_offsetof(struct udphdr, len)));
+	if (length < sizeof(struct udphdr) || (!packet->fragment && packet->transport + length > packet->end))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+	return 0;
 }
 
 #endif

@@ -88,8 +88,7 @@ static __always_inline const struct member *member_at(const struct placement_tab
 	return &table->members[position & (MAX_MEMBERS - 1)];
 }
 
-static __always_inline __u32 table_hash(const struct placement_table *table, __u32 group,
-					const struct tcp_packet *packet)
+static __always_inline __u32 table_hash(const struct placement_table *table, __u32 group, const struct packet *packet)
 {
 	return toeplitz_source(table->toeplitz_source[group], packet->client_address, packet->ports & 0xffff) ^
 	       table->toeplitz_destination[group];
@@ -107,7 +106,7 @@ _Static_assert(MAX_TABLE_CANDIDATES == 1 << POSITION_BITS, "a candidate's positi
  * predicted, and each wrong guess would cost as much as several candidates.
  */
 static __always_inline struct candidate *least_candidate(struct placement_table *table, __u32 first_hash,
-							 const struct tcp_packet *packet, bool least_assigned)
+							 const struct packet *packet, bool least_assigned)
 {
 	const __s64 none = -1ull >> 1;
 	__u32 looked_at = least_assigned ? table->candidates_per_bucket : 1;
@@ -145,7 +144,7 @@ static __always_inline struct candidate *least_candidate(struct placement_table 
  * The chosen server cannot take the connection at this moment (its MAC address is not resolved, or it was taken out and
  * the next table is on its way): the next member that can, from a position drawn by hash, whatever its load.
  */
-static __noinline __u32 fallback(const struct placement_table *table, __u32 service, __u32 hash)
+static __always_inline __u32 fallback(const struct placement_table *table, __u32 service, __u32 hash)
 {
 	__u32 count, position;
 
@@ -167,7 +166,7 @@ static __noinline __u32 fallback(const struct placement_table *table, __u32 serv
 
 /* The server that the rule names, without regard to whether it can take the connection; NO_SERVER: table unusable. */
 static __always_inline __u32 choose(struct placement_table *table, struct service_state *state, __u32 service,
-				    __u32 hash, const struct tcp_packet *packet)
+				    __u32 hash, const struct packet *packet)
 {
 	if (rule_is(table, PLACEMENT_RULE_TABLE)) {
 		struct candidate *candidate = least_candidate(table, hash, packet, false);
@@ -221,8 +220,8 @@ static __always_inline struct placement_table *active_table(const struct service
 	return table && table->member_count ? table : NULL;
 }
 
-/* The server for a first packet: an id that can take it, or NO_SERVER. */
-static __noinline __u32 place(struct service_state *state, __u32 service, const struct tcp_packet *packet)
+/* The server for a first packet: an id that can take it, or NO_SERVER. A global function, as decide() is. */
+__noinline int place(struct service_state *state, __u32 service, const struct packet *packet)
 {
 	struct placement_table *table;
 	__u64 key, *recent;
@@ -254,15 +253,20 @@ static __noinline __u32 place(struct service_state *state, __u32 service, const 
 	return id;
 }
 
-/* The fixed choice for a connection that cannot carry a cookie, or NO_SERVER. */
-static __always_inline __u32 place_consistently(const struct service_state *state, __u32 service,
-						const struct tcp_packet *packet)
+/* The fixed choice for a connection that cannot carry a cookie, and whose its bucket was before; NO_SERVER: none. */
+static __always_inline struct flow_table_entry place_consistently(const struct service_state *state, __u32 service,
+								  const struct packet *packet)
 {
 	const struct placement_table *table = active_table(state, service);
+	__u32 bucket;
 
 	if (!table)
-		return NO_SERVER;
-	return table->consistent[table_hash(table, 0, packet) & (table->bucket_count - 1) & (MAX_BUCKETS - 1)];
+		return (struct flow_table_entry){.server_id = NO_SERVER, .before = NO_SERVER};
+	bucket = table_hash(table, 0, packet) & (table->bucket_count - 1) & (MAX_BUCKETS - 1);
+	return (struct flow_table_entry){
+		.server_id = table->consistent[bucket],
+		.before = table->consistent_before[bucket],
+	};
 }
 
 #endif

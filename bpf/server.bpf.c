@@ -9,37 +9,61 @@
  *
  * 2. Egress. TCP from a service's VIP and port with a timestamp option gets TSval' = time part | cookie. It needs only
  *    TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are stamped as well.
+ *    Keys. The fleet's keys hide the id and rotate; the time part is masked with a key of the server's own, so that time
+ *    goes on when they do. Which of the two stamps is decided by the packet's own TSval (switch_ms), not by the moment at
+ *    which it passes: packets of one millisecond differ in nothing then, and those of a later one are larger. A held value
+ *    keeps the key of the millisecond that it stands for. So no client sees TSval step back.
  *
- * 3. The clock. What clients echo is restored by the clock, without state per connection. The kernel's TSval is
- *    skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h), and skb_mstamp_ns comes from ktime_get_ns(): the
- *    CLOCK_MONOTONIC that bpf_ktime_get_ns() reads. With pacing by the fq qdisc (EDT) it is the time at which the packet
- *    will leave, which lies ahead of now at egress, but not when its echo arrives. To TSval the kernel adds an offset per
- *    connection, 0 only with net.ipv4.tcp_timestamps=2. A connection with another offset (it is older than the
+ * 3. The clock (server_time.bpf.h). What clients echo is restored by the clock, without state per connection. The kernel's
+ *    TSval is skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h), and skb_mstamp_ns comes from ktime_get_ns():
+ *    the CLOCK_MONOTONIC that bpf_ktime_get_ns() reads. With pacing by the fq qdisc (EDT) it is the time at which the
+ *    packet will leave, which lies ahead of now at egress, but not when its echo arrives. To TSval the kernel adds an
+ *    offset per connection, 0 only with net.ipv4.tcp_timestamps=2. A connection with another offset (it is older than the
  *    sysctl), or with microseconds (route feature tcp_usec_ts, kernel 6.7) is left alone and counted: it was never
  *    stamped, and a TSval that jumps would break it. SYN cookies hide options in the low 6 bits and so lie up to 64 ms
  *    in the past: restored all the same, bit by bit, which is what the kernel needs to decode them.
  *
- * 4. The hold rule. The time part has 16 bits; a client takes a step of 2^15 ms or more for a step back and drops the
- *    packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. What the client has last echoed
- *    is its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the next value would lie too far ahead, the
- *    largest allowed step is sent instead, again and again until the client echoes exactly that; its echo is then
- *    restored to the TSval that it stood for. From then until the client echoes something newer, rcv_tsecr (the restored
- *    one) is not what the client has: the held entry says what it is.
- *    Normal traffic pays two compares for this. An entry can only matter when the last echo is older than 2^15 ms, or
- *    when some connection was held within the last 2^15 ms: if this connection's own hold is older than that and was
- *    the last thing echoed, then the last echo is old, too.
+ * 4. The hold rule (server_time.bpf.h). The time part has 16 bits; a client takes a step of 2^15 ms or more for a step
+ *    back and drops the packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. What the client
+ *    has last echoed is a lower bound of its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the server's
+ *    own TSval lies too far ahead of it, the largest allowed step is sent instead, again and again until the client echoes
+ *    exactly that; its echo is then restored to the TSval that it stood for. From then until the client echoes something
+ *    newer, rcv_tsecr (the restored one) is not what the client has: the held entry says what it is.
+ *    Normal traffic pays two compares for this. An entry can only matter when the last echo is older than the largest
+ *    step, or when some connection was held so lately: if this connection's own hold is older than that and was the last
+ *    thing echoed, then the last echo is old, too.
  *    Entries need no deletion: one that does not fit the last echo is ignored and overwritten. Losing one (LRU) costs a
  *    wrong round-trip sample, at worst a retransmission.
  *
  * 5. Ingress. The echo's key bit names the key; if the rest names this server, TSecr is restored; any other echo is left
  *    as it is (a connection that is older than coreward, or a forged one). SYNs carry no echo.
  *
- * 6. Sent to all servers. What the load balancer cannot attribute (a bare RST has no timestamp) it sends to the
- *    broadcast address. Here it is accepted, by turning it into a packet for this host, only if this host has a socket
- *    of exactly that 4-tuple; a listening socket does not count, or every server would answer. Else it is dropped.
+ * 6. The index (server_index.bpf.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the place of the
+ *    connection's entry in its table into the SYN's TSecr, 0 on the wire. It is taken out again and kept in an LRU map
+ *    until the connection has a socket, then with that (sk_storage, which goes with it). What leaves carries the index in
+ *    the place of the id. Without one (the table was full, the map has lost it in a flood) it carries the id, and the
+ *    connection goes on like a stateless one: so the bounds of the map cost no connection.
+ *    An echoed index cannot be told from noise, so it is restored only if the socket's clock is the plain one. A packet
+ *    with an index that came to all servers says that no load balancer knows the entry any more: the index is given up,
+ *    and after one round trip the client echoes the id. TSvals up to the last one stamped with the index still get it.
  *
- * 7. RSS. Of each SYN the queue that Toeplitz and the table predict is compared with the one it came by: what a NIC
- *    displays is not always what is in force.
+ * 7. Sent to all servers. What the load balancer cannot attribute (a bare RST has no timestamp) it sends to the
+ *    broadcast address. Here it is accepted, by turning it into a packet for this host, only if this host has a socket
+ *    of exactly that 4-tuple; a listening socket does not count, or every server would answer. Else it is dropped. ICMP
+ *    errors likewise (server_icmp.bpf.h), by the packet that they quote.
+ *
+ * 8. The server before (server_chain.bpf.h). Packets without a cookie go by the bucket, and a bucket may have changed hands
+ *    since the connection began. The load balancer writes whose it was into the IP identification. What has no socket
+ *    here goes on to that server's MAC address by the device it came on, with NO_SERVER in its place, so that it goes on
+ *    once at most. SYNs never do, nor does the end of a handshake that was answered with a SYN cookie: the kernel is asked
+ *    whether the cookie is one of its own. A packet that is for nobody reaches the server before, which refuses it. While that
+ *    one's MAC address is not known the packet is dropped: refusing it would end a connection that may well be there.
+ *
+ * 9. Stalls (server_stall.bpf.h). Something between client and server may drop what does not look like a timestamp. SYN-ACKs
+ *    sent four times and segments sent five times are counted, and the agent compares them with the handshakes.
+ *
+ * 10. RSS (server_rss.bpf.h). Of each SYN the queue that Toeplitz and the table predict is compared with the one it came
+ *    by: what a NIC displays is not always what is in force.
  *
  * What can go wrong: a header that lies beyond the linear part is pulled in first. A TCP header that contradicts itself
  * is dropped and counted (the kernel would do the same); a malformed list of options ends where it goes wrong, as in the
@@ -50,265 +74,73 @@
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
-#include <linux/if_ether.h>
 #include <linux/if_packet.h>
 #include <linux/in.h>
-#include <linux/ip.h>
 #include <linux/pkt_cls.h>
-#include <linux/tcp.h>
-#include <bpf/bpf_core_read.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "cookie.bpf.h"
 #include "intf.h"
-#include "rss_mapping.bpf.h"
+#include "server_chain.bpf.h"
+#include "server_icmp.bpf.h"
+#include "server_index.bpf.h"
+#include "server_rss.bpf.h"
+#include "server_segment.bpf.h"
+#include "server_socket.bpf.h"
+#include "server_stall.bpf.h"
+#include "server_state.bpf.h"
+#include "server_time.bpf.h"
 #include "service.bpf.h"
-#include "timestamp.bpf.h"
 
-#define IPV4_FRAGMENT_BITS 0x3fff /* "more fragments" and the offset; not "don't fragment" */
-#define NANOSECONDS_PER_MS 1000000
-/* A packet without a socket is on the plain clock if its TSval lies no further back than this (SYN cookies: 64 ms). */
-#define PLAIN_CLOCK_WINDOW_MS 1000
-/* The longest Ethernet, IPv4 and TCP headers together. */
-#define HEADERS_MAX (ETH_HLEN + 60 + 60)
-
-#ifndef TCP_CLOSE
-/* include/net/tcp_states.h */
-#define TCP_CLOSE 7
-#define TCP_LISTEN 10
-#endif
-
-/* The parts of the kernel's structs that are read here; libbpf relocates them to the running kernel's. */
-struct tcp_options_received {
-	__u32 rcv_tsecr;
-} __attribute__((preserve_access_index));
-
-struct tcp_sock {
-	__u32 tsoffset;
-	struct tcp_options_received rx_opt;
-	__u8 tcp_usec_ts : 1;
-} __attribute__((preserve_access_index));
+typedef __u64 __attribute__((may_alias)) switch_word;
+_Static_assert(__builtin_offsetof(struct server_state, keys.current) % 8 == 0, "current and switch_ms are one word");
 
 /* True for `coreward agent rss`: every TCP SYN is sampled, whether or not it is for a service. */
 const volatile __u8 sample_every_syn = 0;
 
-struct server_state state __attribute__((aligned(64)));
-
-struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, MAX_HELD_TIMESTAMPS);
-	__type(key, struct flow_key);
-	__type(value, struct held_timestamp);
-} held_timestamps SEC(".maps");
-
-/* A TCP packet as far as it is needed, without pointers: helpers that write invalidate those. */
-struct segment {
-	__u32 source_address;
-	__u32 destination_address;
-	/* As they stand in the TCP header: source, then destination. */
-	__u32 ports;
-	/* Of the TCP header, from the start of the frame. */
-	__u32 tcp_offset;
-	/* Offset of TSval in the TCP header, or NO_TIMESTAMP. */
-	__u32 timestamp;
-	__be32 value;
-	__be32 echo;
-	__u8 syn;
-	__u8 ack;
-};
-
-#define NO_TIMESTAMP 0u
-
-enum located {
-	LOCATED_TCP,
-	LOCATED_OTHER,
-	LOCATED_MALFORMED,
-	LOCATED_BEYOND_LINEAR,
-};
-
-static __always_inline void count(enum server_counter counter)
-{
-	__u32 row = bpf_get_smp_processor_id() & (MAX_CPUS - 1);
-
-	state.counters[row].packets[counter]++;
-}
-
-static __always_inline __u16 high_half(__u32 ports)
-{
-	return ports >> 16;
-}
-
-static __always_inline __u32 swapped(__u32 ports)
-{
-	return ports << 16 | ports >> 16;
-}
-
-/* The TCP header of a whole IPv4 packet. Options are looked at by locate_timestamp(). */
-static __always_inline enum located locate(struct __sk_buff *skb, struct segment *segment)
-{
-	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
-	const struct iphdr *ip = data + ETH_HLEN;
-	const struct tcphdr *tcp;
-	__u32 ip_length;
-
-	if (data + ETH_HLEN + sizeof(*ip) > data_end)
-		return skb->len < ETH_HLEN + sizeof(*ip) ? LOCATED_OTHER : LOCATED_BEYOND_LINEAR;
-	ip_length = ip->ihl * 4;
-	if (ip->protocol != IPPROTO_TCP || ip->version != 4 || ip_length < sizeof(*ip) ||
-	    (ip->frag_off & bpf_htons(IPV4_FRAGMENT_BITS)))
-		return LOCATED_OTHER;
-	segment->tcp_offset = ETH_HLEN + ip_length;
-	segment->source_address = ip->saddr;
-	segment->destination_address = ip->daddr;
-
-	tcp = data + segment->tcp_offset;
-	if ((void *)(tcp + 1) > data_end)
-		return skb->len < segment->tcp_offset + sizeof(*tcp) ? LOCATED_OTHER : LOCATED_BEYOND_LINEAR;
-	segment->ports = *(const __u32 *)tcp;
-	segment->syn = tcp->syn;
-	segment->ack = tcp->ack;
-	return LOCATED_TCP;
-}
-
-/* The words of a timestamp option that begins at `offset` of the options. */
-static __always_inline void take_timestamp(struct segment *segment, __u32 offset, const void *option)
-{
-	segment->timestamp = sizeof(struct tcphdr) + offset + 2;
-	segment->value = ((const struct timestamp_words *)(option + 2))->value;
-	segment->echo = ((const struct timestamp_words *)(option + 2))->echo;
-}
-
-/* The timestamp option of a segment that locate() has found, on a packet that may have been pulled since. */
-static __always_inline enum located locate_timestamp(struct __sk_buff *skb, struct segment *segment)
-{
-	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
-	const struct tcphdr *tcp = data + (segment->tcp_offset & 0x7f);
-	struct tcp_options options = {};
-	__u32 length, words;
-	int offset;
-
-	segment->timestamp = NO_TIMESTAMP;
-	if ((void *)(tcp + 1) > data_end)
-		return LOCATED_BEYOND_LINEAR;
-	if (tcp->doff * 4 < sizeof(*tcp) || segment->tcp_offset + tcp->doff * 4 > skb->len)
-		return LOCATED_MALFORMED;
-	length = tcp->doff * 4 - sizeof(*tcp);
-	if (length < OPTIONS_USUAL_LENGTH || length > TCP_OPTIONS_MAX)
-		return length < TCP_TIMESTAMP_LENGTH ? LOCATED_TCP : LOCATED_MALFORMED;
-	if ((void *)(tcp + 1) + OPTIONS_USUAL_LENGTH > data_end)
-		return LOCATED_BEYOND_LINEAR;
-	if (*(const __be32 *)(tcp + 1) == OPTIONS_USUAL_TIMESTAMP) {
-		take_timestamp(segment, OPTIONS_USUAL_OFFSET, (void *)(tcp + 1) + OPTIONS_USUAL_OFFSET);
-		return LOCATED_TCP;
-	}
-	/* 12..40 by a mask: kernel 6.1's verifier loses the bounds when clang keeps a second copy of the length. */
-	words = tcp->doff - OPTIONS_USUAL_LENGTH / 4 - sizeof(*tcp) / 4;
-	barrier_var(words);
-	length = (words & 7) * 4 + OPTIONS_USUAL_LENGTH;
-	if (bpf_skb_load_bytes(skb, segment->tcp_offset + sizeof(*tcp), &options, length))
-		return LOCATED_MALFORMED;
-	offset = find_timestamp(&options, length);
-	if (offset >= 0 && offset <= TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
-		take_timestamp(segment, offset, &options.bytes[offset]);
-	return LOCATED_TCP;
-}
-
-/*
- * Makes all headers linear. (Afterwards the caller reads skb->data anew: clang must not take the old values for the new
- * ones.)
- */
-static __always_inline int pull_headers(struct __sk_buff *skb)
-{
-	int failed = bpf_skb_pull_data(skb, skb->len < HEADERS_MAX ? skb->len : HEADERS_MAX);
-
-	barrier();
-	return failed;
-}
-
-/* Replaces one 32-bit word of the timestamp option and mends the checksum: both, or the packet is dropped. */
-static __always_inline int rewrite(struct __sk_buff *skb, const struct segment *segment, __u32 option_offset,
-				   __be32 old, __be32 new)
-{
-	__u32 checksum_offset = segment->tcp_offset + __builtin_offsetof(struct tcphdr, check);
-
-	if (bpf_skb_store_bytes(skb, segment->tcp_offset + option_offset, &new, sizeof(new), 0)) {
-		count(SERVER_COUNTER_DROP_NO_MEMORY);
-		return TC_ACT_SHOT;
-	}
-	/* The checksum adds 16-bit words: at an odd offset each byte counts in the other half (RFC 1071, Sect. 2 B). */
-	if (option_offset & 1) {
-		old = old << 8 | old >> 24;
-		new = new << 8 | new >> 24;
-	}
-	if (bpf_l4_csum_replace(skb, checksum_offset, old, new, sizeof(new))) {
-		count(SERVER_COUNTER_DROP_NO_MEMORY);
-		return TC_ACT_SHOT;
-	}
-	return TC_ACT_UNSPEC;
-}
-
-static __always_inline struct flow_key flow_of(__u32 client_address, __u32 vip_address, __u32 client_ports)
-{
-	struct flow_key flow = {
-		.client_address = {0, 0, bpf_htonl(0xffff), client_address},
-		.vip_address = {0, 0, bpf_htonl(0xffff), vip_address},
-		.client_port = client_ports,
-		.vip_port = client_ports >> 16,
-	};
-
-	return flow;
-}
-
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
 /*
- * The hold rule where it may apply (essay, 4): the time part to send for the server's own TSval `milliseconds`, when the
- * client's last echo was restored to `last_echo`.
+ * Which of the fleet's keys stamps the server's own TSval `milliseconds` (essay, 2). `current` and `switch_ms` are
+ * read in one piece, as the agent writes them.
  */
-static __noinline __u32 time_to_send(const struct segment *segment, __u32 milliseconds, __u32 last_echo)
+static __always_inline __u32 stamping_key(__u32 milliseconds)
 {
-	struct flow_key flow = flow_of(segment->destination_address, segment->source_address, swapped(segment->ports));
-	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow), next = {};
-	__u16 time = milliseconds, recent = last_echo;
+	__u64 both = *(const volatile switch_word *)&state.keys.current;
+	__u32 current = both, switch_ms = both >> 32;
 
-	if (held && held->original == last_echo) {
-		recent = held->sent;
-	} else if (held && (__u16)(recent + LARGEST_STEP_MS) == held->sent &&
-		   milliseconds - last_echo > LARGEST_STEP_MS) {
-		/* Not echoed so far, or the echo is still on its way from ingress to TCP. */
-		state.last_hold_ms = milliseconds;
-		count(SERVER_COUNTER_HELD);
-		return held->sent;
-	}
-	if ((__u16)(time - recent) <= LARGEST_STEP_MS)
-		return time;
-	next.sent = recent + LARGEST_STEP_MS;
-	next.original = milliseconds;
-	bpf_map_update_elem(&held_timestamps, &flow, &next, BPF_ANY);
-	state.last_hold_ms = milliseconds;
-	count(SERVER_COUNTER_HELD);
-	return next.sent;
+	if ((__s32)(milliseconds - switch_ms) < 0)
+		current = ~current;
+	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
+	barrier_var(current);
+	return current & 1;
 }
 
-/* Whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
-static __always_inline bool plain_clock(__u32 milliseconds)
+/* `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no echo" (RFC 7323, Sect. 3.2). */
+static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
 {
-	__u32 now = bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
-
-	return now + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
-}
-
-/* The cookie with its time part, never 0: a client would read that as "no echo" (RFC 7323, Sect. 3.2). */
-static __always_inline __u32 stamp(const struct segment *segment, __u32 server_id, __u32 time)
-{
-	__u32 index = state.keys.current & 1;
-	__u64 hash = cookie_hash(&state.keys.key[index], segment->destination_address, segment->source_address,
-				 swapped(segment->ports));
-	__u32 low = ((server_id & COOKIE_ID_MASK) ^ cookie_id_mask(hash)) | index * COOKIE_KEY_BIT;
-	__u32 stamped = (time + cookie_time_mask(hash)) << COOKIE_TIME_SHIFT | low;
+	__u32 index = stamping_key(time.original), ports = swapped(segment->ports);
+	__u64 hash = cookie_hash(&state.keys.key[index], segment->destination_address, segment->source_address, ports);
+	__u64 time_hash = cookie_hash(&state.time_key, segment->destination_address, segment->source_address, ports);
+	__u32 low = (cookie ^ cookie_id_mask(hash)) | index * COOKIE_KEY_BIT;
+	__u32 stamped = (time.sent + cookie_time_mask(time_hash)) << COOKIE_TIME_SHIFT | low;
 
 	return stamped ? stamped : 1u << COOKIE_TIME_SHIFT;
+}
+
+/* What the cookie says for the server's own TSval `milliseconds`: kind, and id or index. `number`: the service's. */
+static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32 number, struct tcp_sock *socket,
+					    __u32 milliseconds)
+{
+	if (number & SERVER_NUMBER_STATEFUL) {
+		__u32 index = index_to_send(segment, socket, milliseconds);
+
+		if (index != NO_CONNECTION_INDEX)
+			return COOKIE_KIND_BIT | (index & COOKIE_ID_MASK);
+		count(SERVER_COUNTER_INDEX_UNKNOWN);
+	}
+	return number & SERVER_NUMBER_ID_MASK;
 }
 
 SEC("tc")
@@ -317,171 +149,119 @@ int server_egress(struct __sk_buff *skb)
 	struct segment segment = {};
 	struct tcp_sock *socket = NULL;
 	struct bpf_sock *sk;
-	enum located located;
-	__u32 milliseconds, time, last_echo, server_id;
+	__u32 milliseconds, last_echo = 0, number, cookie;
+	struct time_part time;
 
-	if (skb->protocol != bpf_htons(ETH_P_IP))
+	if (locate_pulled(skb, &segment) != LOCATED_TCP)
 		return TC_ACT_UNSPEC;
-	located = locate(skb, &segment);
-	if (located == LOCATED_BEYOND_LINEAR) {
-		if (pull_headers(skb))
-			return TC_ACT_UNSPEC;
-		located = locate(skb, &segment);
-	}
-	if (located != LOCATED_TCP)
-		return TC_ACT_UNSPEC;
-	server_id =
+	number =
 		find_service(&state.directories, service_tail_ipv4(segment.source_address, segment.ports, IPPROTO_TCP));
-	if (server_id >= SERVER_ID_COUNT)
+	if (number >= SERVICE_ADDRESS_ONLY || number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;
-	located = locate_timestamp(skb, &segment);
-	if (located == LOCATED_BEYOND_LINEAR && !pull_headers(skb))
-		located = locate_timestamp(skb, &segment);
-	if (located != LOCATED_TCP || segment.timestamp == NO_TIMESTAMP) {
+	if (locate_timestamp_pulled(skb, &segment) != LOCATED_TCP || segment.timestamp == NO_TIMESTAMP) {
 		count(SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP);
 		return TC_ACT_UNSPEC;
 	}
 
 	milliseconds = bpf_ntohl(segment.value);
-	time = milliseconds;
 	sk = skb->sk;
 	/*
 	 * SYN-ACKs belong to a request or to no socket. The kernel's socket for answers without one (TIME-WAIT before
 	 * 6.13) claims to be TCP, but is raw: only its state, CLOSE, tells.
 	 */
-	if (sk && !segment.syn && sk->state != TCP_CLOSE)
+	if (sk && !segment.syn && sk->state != SOCKET_CLOSE)
 		socket = bpf_skc_to_tcp_sock(sk);
 	if (socket) {
-		if (socket->tsoffset ||
-		    (bpf_core_field_exists(socket->tcp_usec_ts) && BPF_CORE_READ_BITFIELD(socket, tcp_usec_ts))) {
+		if (has_other_clock(socket)) {
 			count(SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 			return TC_ACT_UNSPEC;
 		}
 		last_echo = socket->rx_opt.rcv_tsecr;
-		/* An echo from the future is forged: not held. */
-		if (last_echo && (__s32)(milliseconds - last_echo) >= 0 &&
-		    (milliseconds - last_echo > LARGEST_STEP_MS ||
-		     milliseconds - state.last_hold_ms <= LARGEST_STEP_MS))
-			time = time_to_send(&segment, milliseconds, last_echo);
+		watch_connection(&segment, socket);
 	} else if (!plain_clock(milliseconds)) {
 		count(SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 		return TC_ACT_UNSPEC;
+	} else if (sk && segment.syn) {
+		watch_handshake(sk);
 	}
 	count(SERVER_COUNTER_STAMPED);
-	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, server_id, time)));
+	time = time_to_send(&segment, milliseconds, last_echo);
+	cookie = cookie_to_send(&segment, number, socket, time.original);
+	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, cookie, time)));
 }
 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
-/* Compares the queue that a SYN came by with the predicted one (essay, 7). */
-static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *segment)
+/* Whether an echo that says `cookie` (kind, and id or index) is of what this host has stamped. */
+static __always_inline bool stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
+					 __u32 cookie)
 {
-	__u32 hash = 0, sequence, predicted;
-	struct rss_sample *sample;
-
-	predicted = predicted_queue(segment->source_address, segment->destination_address, segment->ports, &hash);
-	/* skb_record_rx_queue() keeps queue + 1; 0: none was recorded. */
-	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping) {
-		count(SERVER_COUNTER_RSS_UNPREDICTED);
-		return;
-	}
-	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_MATCHED : SERVER_COUNTER_RSS_MISMATCHED);
-	sequence = __sync_fetch_and_add(&state.sample_sequence, 1);
-	sample = &state.samples[sequence & (RSS_SAMPLES - 1)];
-	sample->source_address = segment->source_address;
-	sample->destination_address = segment->destination_address;
-	sample->source_port = segment->ports;
-	sample->destination_port = high_half(segment->ports);
-	sample->hash = hash;
-	sample->predicted_queue = predicted;
-	sample->actual_queue = skb->queue_mapping - 1;
-	barrier();
-	sample->sequence = sequence + 1;
+	if (cookie & COOKIE_KIND_BIT)
+		return number & SERVER_NUMBER_STATEFUL && may_be_stamped(skb, segment);
+	return cookie == (number & SERVER_NUMBER_ID_MASK);
 }
 
-/* Whether this host has a socket of exactly that 4-tuple: established, requested or in TIME-WAIT; not a listening one. */
-static __noinline bool socket_is_here(struct __sk_buff *skb, const struct segment *segment)
-{
-	struct bpf_sock_tuple tuple = {
-		.ipv4.saddr = segment->source_address,
-		.ipv4.daddr = segment->destination_address,
-		.ipv4.sport = segment->ports,
-		.ipv4.dport = segment->ports >> 16,
-	};
-	struct bpf_sock *sk = bpf_skc_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), BPF_F_CURRENT_NETNS, 0);
-	bool here;
-
-	if (!sk)
-		return false;
-	here = sk->state != TCP_LISTEN;
-	bpf_sk_release(sk);
-	return here;
-}
-
-/* The server's own TSval that an echo's time part stands for: the latest not after now (and slack) with these bits. */
-static __always_inline __u32 restored(const struct segment *segment, __u16 time)
-{
-	__u32 now = bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
-	__u32 reference = now + RESTORE_SLACK_MS;
-	struct held_timestamp *held;
-	struct flow_key flow;
-
-	if (now - state.last_hold_ms > LARGEST_STEP_MS)
-		return reference - (__u16)(reference - time);
-	flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
-	held = bpf_map_lookup_elem(&held_timestamps, &flow);
-	if (held && held->sent == time) {
-		if (!held->confirmed) {
-			held->confirmed = 1;
-			count(SERVER_COUNTER_HELD_CONFIRMED);
-		}
-		return held->original;
-	}
-	/* The client has gone on: from now on these 16 bits may come from the clock again. */
-	if (held && held->confirmed)
-		bpf_map_delete_elem(&held_timestamps, &flow);
-	return reference - (__u16)(reference - time);
-}
-
-static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 server_id)
+static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 number, bool sent_to_all)
 {
 	__u32 echo = bpf_ntohl(segment->echo);
 	__u64 hash = cookie_hash(&state.keys.key[cookie_key_index(echo)], segment->source_address,
 				 segment->destination_address, segment->ports);
+	__u32 cookie = (echo ^ cookie_id_mask(hash)) & COOKIE_HIDDEN_MASK;
+	__u64 time_hash;
 
-	if (((echo ^ cookie_id_mask(hash)) & COOKIE_HIDDEN_MASK) != server_id) {
+	if (!stamped_here(skb, segment, number, cookie)) {
 		count(SERVER_COUNTER_INGRESS_OTHER_COOKIE);
 		return TC_ACT_UNSPEC;
 	}
+	if (sent_to_all && cookie & COOKIE_KIND_BIT)
+		give_up_index(skb, segment, cookie & COOKIE_ID_MASK);
+	time_hash = cookie_hash(&state.time_key, segment->source_address, segment->destination_address, segment->ports);
 	count(SERVER_COUNTER_RESTORED);
 	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->echo,
-		       bpf_htonl(restored(segment, (echo >> COOKIE_TIME_SHIFT) - cookie_time_mask(hash))));
+		       bpf_htonl(restored(segment, (echo >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
+}
+
+/* TCP for a service. */
+static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u32 number,
+					  bool sent_to_all)
+{
+	int verdict;
+
+	if (locate_timestamp_pulled(skb, segment) != LOCATED_TCP) {
+		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
+		return TC_ACT_SHOT;
+	}
+	if (!segment->syn && !sent_to_all && carries_server_before(number, segment)) {
+		verdict = hand_on(skb, segment, number & SERVER_NUMBER_ID_MASK);
+		if (verdict != TC_ACT_UNSPEC)
+			return verdict;
+	}
+	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
+		return TC_ACT_UNSPEC;
+	if (segment->syn || segment->timestamp == NO_TIMESTAMP || !segment->echo) {
+		count(SERVER_COUNTER_INGRESS_WITHOUT_ECHO);
+		return segment->syn && number & SERVER_NUMBER_STATEFUL ? learn_index(skb, segment) : TC_ACT_UNSPEC;
+	}
+	return restore(skb, segment, number, sent_to_all);
 }
 
 SEC("tc")
 int server_ingress(struct __sk_buff *skb)
 {
 	struct segment segment = {};
-	enum located located;
-	__u32 server_id;
+	bool sent_to_all;
+	__u32 number;
 
-	if (skb->protocol != bpf_htons(ETH_P_IP))
-		return TC_ACT_UNSPEC;
-	located = locate(skb, &segment);
-	if (located == LOCATED_BEYOND_LINEAR) {
-		if (pull_headers(skb))
-			return TC_ACT_UNSPEC;
-		located = locate(skb, &segment);
-	}
-	if (located != LOCATED_TCP)
-		return TC_ACT_UNSPEC;
+	sent_to_all = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
+	if (locate_pulled(skb, &segment) != LOCATED_TCP)
+		return sent_to_all ? accept_icmp_error(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
-	server_id = find_service(&state.directories,
-				 service_tail_ipv4(segment.destination_address, high_half(segment.ports), IPPROTO_TCP));
-	if (server_id >= SERVER_ID_COUNT || skb->pkt_type == PACKET_OTHERHOST)
+	number = find_service(&state.directories,
+			      service_tail_ipv4(segment.destination_address, high_half(segment.ports), IPPROTO_TCP));
+	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
-	if (skb->pkt_type != PACKET_HOST) {
+	if (sent_to_all) {
 		if (!socket_is_here(skb, &segment)) {
 			count(SERVER_COUNTER_TO_ALL_IGNORED);
 			return TC_ACT_SHOT;
@@ -491,19 +271,7 @@ int server_ingress(struct __sk_buff *skb)
 	}
 	if (!sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
-
-	located = locate_timestamp(skb, &segment);
-	if (located == LOCATED_BEYOND_LINEAR && !pull_headers(skb))
-		located = locate_timestamp(skb, &segment);
-	if (located != LOCATED_TCP) {
-		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
-		return TC_ACT_SHOT;
-	}
-	if (segment.syn || segment.timestamp == NO_TIMESTAMP || !segment.echo) {
-		count(SERVER_COUNTER_INGRESS_WITHOUT_ECHO);
-		return TC_ACT_UNSPEC;
-	}
-	return restore(skb, &segment, server_id);
+	return accept_segment(skb, &segment, number, sent_to_all);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -17,20 +17,31 @@ pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
 
 fn load(name: &str, object: &[u8]) -> anyhow::Result<()> {
     match name {
-        // Without rules there is nothing to place: each variant that tables may ask for, and the one with all rules.
+        // Each rule and each mode by itself, and all at once: what a variant has less than that is not compiled in.
         "lb" => {
-            let every_rule = (1 << intf::PLACEMENT_RULE_COUNT) - 1;
-            (0..intf::PLACEMENT_RULE_COUNT).map(|rule| 1 << rule).chain([every_rule]).try_for_each(load_lb)?;
+            let each = |count: u32| (0..count).map(|n| 1 << n);
+            let (all_rules, all_modes) = ((1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
+            each(intf::PLACEMENT_RULE_COUNT).try_for_each(|rule| load_lb(rule, 1 << intf::CONSISTENCY_STATELESS))?;
+            each(intf::CONSISTENCY_COUNT).try_for_each(|mode| load_lb(1 << intf::PLACEMENT_RULE_TABLE, mode))?;
+            load_lb(all_rules, all_modes)?;
         }
         _ => drop(ObjectBuilder::default().open_memory(object)?.load()?),
     }
     Ok(())
 }
 
-fn load_lb(rules: u32) -> anyhow::Result<()> {
+fn load_lb(rules: u32, modes: u32) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let mut open = LbSkelBuilder::default().open(&mut storage)?;
     let rodata = open.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
     rodata.rules_in_use = rules;
-    open.load().map(drop).with_context(|| format!("with the placement rules {rules:#b}"))
+    rodata.modes_in_use = modes;
+    let several = !modes.is_power_of_two();
+    rodata.timestamps_off_in_use = several;
+    rodata.timestamps_lb_in_use = several;
+    rodata.udp_in_use = several;
+    rodata.traffic_in_use = several;
+    rodata.capture_in_use = several;
+    let what = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
+    open.load().map(drop).with_context(what)
 }

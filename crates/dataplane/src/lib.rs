@@ -8,6 +8,7 @@ pub mod mapped;
 pub mod neighbour;
 pub mod server;
 pub mod service_slots;
+pub mod sockets;
 pub mod steer;
 pub mod tc;
 pub mod test_run;

@@ -1,9 +1,10 @@
-//! The only value of a BPF array map, shared as memory with the programs that use the map.
+//! The values of a BPF array map, shared as memory with the programs that use the map.
 //!
 //! The programs read and write it at any moment, on any CPU. So there are no references into it: everything goes by
 //! 64-bit words, each in one piece, and whatever is larger than a word is written where no program looks, then switched
 //! in. Offsets are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/intf.h`.
 
+use std::marker::PhantomData;
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -12,17 +13,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// A map's memory as a `T`.
+/// A map's memory as a `T`: one value, or a slice of as many as the map has.
 #[derive(Debug)]
-pub struct Mapped<T> {
-    address: NonNull<T>,
+pub struct Mapped<T: ?Sized> {
+    address: NonNull<libc::c_void>,
+    bytes: NonZeroUsize,
+    values: PhantomData<T>,
 }
 
 // SAFETY: the memory belongs to the map, not to a thread; every access goes through a raw pointer, for which the caller
 // answers.
-unsafe impl<T> Send for Mapped<T> {}
+unsafe impl<T: ?Sized> Send for Mapped<T> {}
 // SAFETY: as above.
-unsafe impl<T> Sync for Mapped<T> {}
+unsafe impl<T: ?Sized> Sync for Mapped<T> {}
 
 impl<T: FromBytes + IntoBytes> Mapped<T> {
     /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: both sides take their
@@ -31,21 +34,42 @@ impl<T: FromBytes + IntoBytes> Mapped<T> {
     /// # Errors
     /// When the map is smaller than a `T` or cannot be mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
-        let length = NonZeroUsize::new(size_of::<T>()).expect("a type with a size");
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a new shared mapping at an address of the kernel's choice; page-aligned, so aligned for any T here.
-        let address = unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED, map, 0) }?;
-        Ok(Self { address: address.cast() })
+        Self::map(map, size_of::<T>())
+    }
+
+    /// Where it stands; valid as long as `self`. Programs read and write it at the same time.
+    pub fn pointer(&self) -> *mut T {
+        self.address.as_ptr().cast()
+    }
+}
+
+impl<T: FromBytes + IntoBytes> Mapped<[T]> {
+    /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each must be a `T`, and its size a
+    /// multiple of 8: the kernel puts the next one there.
+    ///
+    /// # Errors
+    /// When the map is smaller or cannot be mapped.
+    pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
+        const { assert!(size_of::<T>().is_multiple_of(WORD)) };
+        Self::map(map, count * size_of::<T>())
     }
 }
 
 const WORD: usize = size_of::<u64>();
 
-impl<T> Mapped<T> {
+impl<T: ?Sized> Mapped<T> {
+    fn map(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
+        let bytes = NonZeroUsize::new(bytes).ok_or(nix::errno::Errno::EINVAL)?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new shared mapping at an address of the kernel's choice; page-aligned, so aligned for any T here.
+        let address = unsafe { mmap(None, bytes, protection, MapFlags::MAP_SHARED, map, 0) }?;
+        Ok(Self { address, bytes, values: PhantomData })
+    }
+
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: size_of::<T>() bytes are mapped, aligned to a page, until `self` is dropped; others change them only
-        // as memory of atomic type may be changed, word by word.
-        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), size_of::<T>() / WORD) }
+        // SAFETY: so many bytes are mapped, aligned to a page, until `self` is dropped; others change them only as memory
+        // of atomic type may be changed, word by word.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD) }
     }
 
     fn words_at(&self, offset: usize, bytes: usize) -> &[AtomicU64] {
@@ -67,6 +91,15 @@ impl<T> Mapped<T> {
     /// When `offset` is no multiple of 8 or outside.
     pub fn store(&self, offset: usize, word: u64) {
         self.words_at(offset, WORD)[0].store(word, Ordering::Release);
+    }
+
+    /// Puts `new` in the place of `old`, if that is the word at `offset`; in one piece, ordered before and after.
+    ///
+    /// # Panics
+    /// When `offset` is no multiple of 8 or outside.
+    pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
+        let word = &self.words_at(offset, WORD)[0];
+        word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     /// A copy of what stands at `offset`. Each word is whole; a program may write between two of them.
@@ -92,17 +125,12 @@ impl<T> Mapped<T> {
             word.store(u64::from_ne_bytes(bytes.try_into().expect("a word")), Ordering::Relaxed);
         }
     }
-
-    /// Where it stands; valid as long as `self`. Programs read and write it at the same time.
-    pub fn pointer(&self) -> *mut T {
-        self.address.as_ptr()
-    }
 }
 
-impl<T> Drop for Mapped<T> {
+impl<T: ?Sized> Drop for Mapped<T> {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and pointers into it do not outlive `self`.
-        if let Err(error) = unsafe { munmap(self.address.cast(), size_of::<T>()) } {
+        if let Err(error) = unsafe { munmap(self.address, self.bytes.get()) } {
             tracing::warn!("munmap: {error}");
         }
     }

@@ -260,6 +260,11 @@ impl Link {
     }
 }
 
+/// The device's first IPv4 address: where others can ask for its MAC address.
+pub fn own_address(interface: &str) -> Option<Ipv4Addr> {
+    own_addresses(interface).map(|(_, address)| address).filter(|address| !address.is_unspecified())
+}
+
 /// The device's MAC address and its first IPv4 address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
 fn own_addresses(interface: &str) -> Option<(MacAddress, Ipv4Addr)> {
     let (mut mac, mut address) = (None, Ipv4Addr::UNSPECIFIED);

@@ -3,10 +3,13 @@
 //! Everything that packets need is pinned below one directory of a bpffs, so that it outlives the process:
 //!
 //! ```text
-//! server/state            struct server_state: keys, services, counters, samples
-//! server/held_timestamps  the hold rule's memory
-//! server/rss_mapping      struct rss_mapping; steer.bpf.c uses it, too
-//! server/ingress, egress  the links (not below kernel 6.6: there the clsact qdisc holds the programs)
+//! server/state               struct server_state: keys, services, counters, samples
+//! server/held_timestamps     the hold rule's memory
+//! server/half_open_indexes   stateful services: indexes of connections that have no socket yet
+//! server/connection_indexes  the same, of those that have
+//! server/chained_servers     MAC addresses of the servers that packets may be handed to
+//! server/rss_mapping         struct rss_mapping; steer.bpf.c uses it, too
+//! server/ingress, egress     the links (not below kernel 6.6: there the clsact qdisc holds the programs)
 //! ```
 
 use std::fs;
@@ -16,12 +19,16 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::cookie::FleetKeys;
+use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::Rss;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
+use rand::rand_core::UnwrapErr;
+use rand::rngs::SysRng;
 
+use crate::mac::MacAddress;
 use crate::mapped::{Mapped, wait_for_programs};
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
@@ -56,7 +63,10 @@ pub struct ServerPrograms {
     state: Mapped<intf::server_state>,
     counter_rows: usize,
     rss: Mapped<intf::rss_mapping>,
+    chained_servers: Mapped<ChainedServers>,
 }
+
+type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
     /// Loads the programs and puts them at the device. What is pinned from before is taken over, with its keys, services
@@ -69,9 +79,7 @@ impl ServerPrograms {
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
         let taken_over = usable_state(&pins.join("state"))?;
         if !taken_over {
-            for map in ["state", "held_timestamps", "rss_mapping"] {
-                remove_if_there(&pins.join(map))?;
-            }
+            remove_maps(&pins)?;
         }
         let mut storage = MaybeUninit::uninit();
         let skeleton = load(&mut storage, options.sample_every_syn, Some(&pins))?;
@@ -101,6 +109,10 @@ impl ServerPrograms {
     ) -> anyhow::Result<Self> {
         let maps = &skeleton.maps;
         let state = Mapped::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
+        if !taken_over {
+            let key = CookieKey::random(&mut UnwrapErr(SysRng));
+            state.write(TIME_KEY, &intf::cookie_key { k0: key.k0, k1: key.k1 });
+        }
         state.store(offset_of!(intf::server_state, layout_version), intf::SERVER_LAYOUT_VERSION.into());
         Ok(Self {
             options,
@@ -112,6 +124,7 @@ impl ServerPrograms {
             state,
             counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
             rss: Mapped::new(&maps.rss_mapping).context("mapping rss_mapping")?,
+            chained_servers: Mapped::new(&maps.bss_chained).context("mapping chained_servers")?,
         })
     }
 
@@ -138,12 +151,13 @@ impl ServerPrograms {
         self.rss_map.as_fd()
     }
 
-    /// The services that this server serves, each with the id that it stamps. In force at once and all together.
+    /// The services that this server serves, each with its id there and how it takes part. In force at once and all
+    /// together.
     ///
     /// # Errors
     /// When there are too many, one is listed twice, or one is not IPv4.
-    pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId)]) -> anyhow::Result<()> {
-        let numbered: Vec<_> = services.iter().map(|(address, id)| (*address, u32::from(id.get()))).collect();
+    pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
+        let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
         let directory = service_slots::directory(&numbered)?;
         let idle = self.active_half() ^ 1;
         self.state.write(half_offset(idle), &*directory);
@@ -155,19 +169,53 @@ impl ServerPrograms {
         self.state.load(ACTIVE_HALF) & 1
     }
 
-    /// Whether any service is being stamped.
+    /// The MAC address of a server to which packets may be handed (`SERVER_NUMBER_CHAINED`, and those without
+    /// timestamps); `None`: it is not known, and what is for it is kept.
+    pub fn set_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
+        let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
+        let flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
+        let entry = intf::server_entry { mac_address, flags };
+        self.chained_servers.write(usize::from(server.get()) * size_of::<intf::server_entry>(), &entry);
+    }
+
+    /// Whether there is any service.
     pub fn has_services(&self) -> bool {
         let directory = self.state.read::<intf::service_directory>(half_offset(self.active_half()));
         directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// The fleet's cookie keys. Before the current one changes, the fleet must know both.
-    pub fn set_keys(&mut self, keys: &FleetKeys) {
-        let offset = offset_of!(intf::server_state, keys);
+    /// The fleet's cookie keys. From TSval `switch_ms` of the server's own clock (ms) on, packets are stamped with the
+    /// current one, earlier ones with the other: within 2^31 ms of now, and so far ahead when the current key changes that
+    /// no packet of then was sent yet. Before the current one changes, the fleet must know both.
+    pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
         let key = keys.keys.map(|key| intf::cookie_key { k0: key.k0, k1: key.k1 });
-        self.state.write(offset + offset_of!(intf::fleet_keys, key), &key);
-        let current = keys.current.get() as u64;
-        self.state.store(offset + offset_of!(intf::fleet_keys, current), current);
+        let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
+        // Keys first: the one that becomes current stands where none is used yet.
+        self.state.write(KEYS, &key);
+        self.state.store(KEYS + offset_of!(intf::fleet_keys, current), current);
+    }
+
+    /// What [`set_keys`](Self::set_keys) has set, also that of an earlier process.
+    pub fn keys(&self) -> (FleetKeys, u32) {
+        let keys = self.state.read::<intf::fleet_keys>(KEYS);
+        let current = if keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
+        (FleetKeys { keys: keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current }, keys.switch_ms)
+    }
+
+    /// To be called every few days at least, with the server's own clock in ms: the hold rule tells by a 32-bit time
+    /// whether anything was held lately.
+    pub fn keep_last_hold_near(&mut self, now_ms: u32) {
+        let offset = offset_of!(intf::server_state, last_hold_ms);
+        let past = now_ms.wrapping_sub(self.state.load(offset) as u32);
+        if (LAST_HOLD_OLDEST_MS..1 << 31).contains(&past) {
+            self.state.store(offset, now_ms.wrapping_sub(LAST_HOLD_OLDEST_MS).into());
+        }
+    }
+
+    /// Masks the time part of what is stamped here: this server's own, drawn when the pinned state was made.
+    pub fn time_key(&self) -> CookieKey {
+        let key = self.state.read::<intf::cookie_key>(TIME_KEY);
+        CookieKey { k0: key.k0, k1: key.k1 }
     }
 
     /// The server's own RSS, for sampling and steering; `None`: not known. `generation` is the agent's.
@@ -231,12 +279,15 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     let pins = pin_directory.join("server");
     tc::detach(interface_index, Direction::Egress, &pins.join("egress"))?;
     tc::detach(interface_index, Direction::Ingress, &pins.join("ingress"))?;
-    for map in ["state", "held_timestamps", "rss_mapping"] {
-        remove_if_there(&pins.join(map))?;
-    }
+    remove_maps(&pins)?;
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
 }
 
+/// Nothing was held lately.
+const LAST_HOLD_OLDEST_MS: u32 = 1 << 29;
+
+const KEYS: usize = offset_of!(intf::server_state, keys);
+const TIME_KEY: usize = offset_of!(intf::server_state, time_key);
 const ACTIVE_HALF: usize = offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
 
 fn half_offset(half: u64) -> usize {
@@ -248,6 +299,25 @@ fn half_offset(half: u64) -> usize {
 /// Sequences wrap; 0 marks a sample that was never written.
 fn is_newer(sequence: u32, after: u32) -> bool {
     sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
+}
+
+/// Names of pinned maps.
+const MAPS: [&str; 6] =
+    ["state", "held_timestamps", "half_open_indexes", "connection_indexes", "chained_servers", "rss_mapping"];
+
+/// `number` of a service's slot: what the programs need to know of it.
+fn number(id: ServerId, mode: ServiceMode) -> u32 {
+    let flag = |set: bool, flag: u32| if set { flag } else { 0 };
+    // "The server before" is in every packet of a service whose mode goes by it, and in all that carry no cookie.
+    let chained = mode.consistency == Consistency::Beamer || mode.has_cookies() && !mode.is_stamped();
+    u32::from(id.get())
+        | flag(mode.is_stamped() && mode.consistency == Consistency::Stateful, intf::SERVER_NUMBER_STATEFUL)
+        | flag(!mode.is_stamped(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
+        | flag(chained, intf::SERVER_NUMBER_CHAINED)
+}
+
+fn remove_maps(pins: &Path) -> anyhow::Result<()> {
+    MAPS.iter().try_for_each(|map| remove_if_there(&pins.join(map)))
 }
 
 fn remove_if_there(path: &Path) -> anyhow::Result<()> {
@@ -285,10 +355,18 @@ fn load<'object>(
     let rodata = open.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
     rodata.sample_every_syn = sample_every_syn.into();
     if let Some(pins) = pins {
-        let pin = |map: &mut OpenMapMut<'_>, name: &str| map.set_pin_path(pins.join(name)).context(name.to_owned());
-        pin(&mut open.maps.bss, "state")?;
-        pin(&mut open.maps.held_timestamps, "held_timestamps")?;
-        pin(&mut open.maps.rss_mapping, "rss_mapping")?;
+        let maps = &mut open.maps;
+        let pinned: [&mut OpenMapMut<'_>; MAPS.len()] = [
+            &mut maps.bss,
+            &mut maps.held_timestamps,
+            &mut maps.half_open_indexes,
+            &mut maps.connection_indexes,
+            &mut maps.bss_chained,
+            &mut maps.rss_mapping,
+        ];
+        for (map, name) in pinned.into_iter().zip(MAPS) {
+            map.set_pin_path(pins.join(name)).context(name)?;
+        }
     }
     let skeleton = open.load().context("the kernel refused bpf/server.bpf.c")?;
     ensure!(

@@ -43,7 +43,7 @@ fn slot(tail: u64, seed: u64) -> usize {
     (tail.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
-/// A directory in which each service stands with its number, and each VIP with
+/// A directory in which each service stands with its number, and each VIP (port and protocol 0) with
 /// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY).
 ///
 /// # Errors
@@ -75,13 +75,13 @@ fn keys(services: &[(ServiceAddress, u32)]) -> Result<Vec<intf::service_slot>, D
         }
         slots.push(intf::service_slot { number: *number, key: address.key(), reserved: 0 });
     }
-    let vips: BTreeSet<_> = services.iter().map(|(address, _)| (address.socket.ip(), address.protocol)).collect();
-    slots.extend(vips.into_iter().map(|(vip, protocol)| intf::service_slot {
+    let vips: BTreeSet<_> = services.iter().map(|(address, _)| address.socket.ip()).collect();
+    slots.extend(vips.into_iter().map(|vip| intf::service_slot {
         number: intf::SERVICE_ADDRESS_ONLY,
         key: intf::service_key {
             address: address_words(vip),
             port: 0,
-            protocol: protocol.number(),
+            protocol: 0,
             family: intf::ADDRESS_FAMILY_IPV4 as u8,
         },
         reserved: 0,
@@ -116,13 +116,19 @@ mod tests {
 
     #[test]
     fn as_many_services_as_there_may_be_are_found_each_on_a_vip_of_its_own() {
-        let services: Vec<(ServiceAddress, u32)> =
-            (0..intf::MAX_SERVICES).map(|n| (service(&format!("10.200.{n}.1:{}", 80 + n)), n)).collect();
+        let mut services: Vec<(ServiceAddress, u32)> =
+            (0..intf::MAX_SERVICES - 1).map(|n| (service(&format!("10.200.{n}.1:{}", 80 + n)), n)).collect();
+        // TCP and UDP at the same port of the same VIP.
+        services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, intf::MAX_SERVICES - 1));
         let directory = directory(&services).unwrap();
         for (address, number) in &services {
             let key = address.key();
             assert_eq!(find(&directory, tail(&key)), Some(*number));
-            assert_eq!(find(&directory, tail(&intf::service_key { port: 0, ..key })), Some(intf::SERVICE_ADDRESS_ONLY));
+            assert_eq!(
+                find(&directory, tail(&intf::service_key { port: 0, protocol: 0, ..key })),
+                Some(intf::SERVICE_ADDRESS_ONLY)
+            );
+            assert_eq!(find(&directory, tail(&intf::service_key { port: 0, ..key })), None);
             assert_eq!(find(&directory, tail(&intf::service_key { port: 1, ..key })), None);
         }
         assert_eq!(find(&directory, 0), Some(0), "empty slots hold the tail 0, which no packet has");

@@ -6,6 +6,16 @@ use std::time::Duration;
 
 use libbpf_rs::libbpf_sys;
 
+/// Whether this process may load BPF programs; says that `test` was skipped when not. scripts/test sets the variable when
+/// scripts/rights found that something is missing.
+pub fn may_load_bpf(test: &str) -> bool {
+    let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
+    if !allowed {
+        println!("SKIPPED {test}: needs root, to load BPF programs");
+    }
+    allowed
+}
+
 /// What a run gave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
@@ -28,6 +38,28 @@ const HEADROOM: usize = 256;
 /// When the kernel refuses: no privilege, a packet too short or too long, a type of program that cannot be test-run.
 pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Outcome> {
     let mut out = vec![0; packet.len() + HEADROOM];
+    let options = run_with(program, packet, repeat, &mut out)?;
+    out.truncate(options.data_size_out as usize);
+    let duration = Duration::from_nanos(options.duration.into());
+    Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
+}
+
+/// One run of `program` on `packet`, for callers that do many: its return value, and how many bytes of `out` the packet
+/// takes afterwards.
+///
+/// # Errors
+/// As [`run`]; and when the packet does not fit into `out`.
+pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
+    let options = run_with(program, packet, 1, out)?;
+    Ok((options.retval as i32, options.data_size_out as usize))
+}
+
+fn run_with(
+    program: BorrowedFd<'_>,
+    packet: &[u8],
+    repeat: u32,
+    out: &mut [u8],
+) -> io::Result<libbpf_sys::bpf_test_run_opts> {
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: packet.as_ptr().cast(),
@@ -42,7 +74,5 @@ pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Ou
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
-    out.truncate(options.data_size_out as usize);
-    let duration = Duration::from_nanos(options.duration.into());
-    Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
+    Ok(options)
 }

@@ -9,12 +9,13 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use coreward_dataplane::lb::Server;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
 use coreward_model::placement::{PlacementState, PlacementTable, Rule};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
-use support::balancer::{Balancer, XDP_DROP, XDP_TX, random_table};
+use support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, random_table};
 use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, timestamp, usual_timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -66,8 +67,8 @@ fn first_packets_go_where_the_model_says() {
 }
 
 #[test]
-fn a_syn_without_timestamps_and_what_follows_it_reach_the_consistent_choice() {
-    if !may_load_bpf("a_syn_without_timestamps_and_what_follows_it_reach_the_consistent_choice") {
+fn a_connection_without_timestamps_reaches_the_consistent_choice_and_stays_there() {
+    if !may_load_bpf("a_connection_without_timestamps_reaches_the_consistent_choice_and_stays_there") {
         return;
     }
     let mut rng = seeded_rng(2, 0);
@@ -79,9 +80,20 @@ fn a_syn_without_timestamps_and_what_follows_it_reach_the_consistent_choice() {
         for _ in 0..200 {
             let client = client(&mut rng);
             let chosen = table.choose_consistent(&tuple(client)).expect("one per bucket");
-            for (flags, options) in [(SYN, vec![2, 4, 5, 0xb4]), (ACK, vec![]), (ACK | FIN, vec![1, 1, 1, 0])] {
+            let before = Identification::Before(support::balancer::before(&table, &tuple(client)));
+            let inserted = balancer.events(0, "flow_inserted");
+            // The first packet that is not a SYN is remembered.
+            let packets = [
+                (SYN, vec![2, 4, 5, 0xb4], "consistent", 0),
+                (SYN, vec![2, 4, 5, 0xb4], "consistent", 0),
+                (ACK, vec![], "consistent", 1),
+                (ACK | FIN, vec![1, 1, 1, 0], "flow", 1),
+                (RST, vec![], "flow", 1),
+            ];
+            for (flags, options, name, more) in packets {
                 let frame = Tcp { flags, options, ..Tcp::new(client, VIP) }.frame();
-                balancer.expect_sent_to(0, &frame, chosen, "consistent");
+                balancer.expect_sent(0, &frame, chosen, before, name);
+                assert_eq!(balancer.events(0, "flow_inserted") - inserted, more);
             }
         }
     }
@@ -116,7 +128,7 @@ fn later_packets_go_where_the_cookie_says_whatever_the_table_says() {
         let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
-        let echo = cookie::stamp(&keys, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let echo = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
         // The usual place of the timestamp; other places; IP options in front; with a payload, and a bare ACK.
         let usual = usual_timestamp(rng.next_u32(), echo);
         let bare = timestamp(rng.next_u32(), echo);
@@ -153,7 +165,7 @@ fn random_echoes_are_treated_as_the_model_reads_them() {
         let client = client(&mut rng);
         let echo = rng.next_u32();
         let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
-        match cookie::recognise(&balancer.keys, &tuple(client), echo).0 {
+        match cookie::recognise(&balancer.keys, &tuple(client), echo) {
             Cookie::Server(server) if unresolved.contains(&server) => {
                 seen[0] += 1;
                 balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
@@ -164,7 +176,7 @@ fn random_echoes_are_treated_as_the_model_reads_them() {
             }
             _ => {
                 seen[2] += 1;
-                balancer.expect_to_all_or(0, &frame, "drop_unknown_cookie");
+                balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
             }
         }
     }
@@ -257,6 +269,7 @@ fn without_a_table_or_members_a_first_packet_is_dropped() {
     let mut table = random_table(Rule::LeastAssigned, 1, 1, &ids, &mut rng);
     table.members.clear();
     table.consistent.clear();
+    table.consistent_before.clear();
     balancer.install(0, &table);
     balancer.expect(&syn(from), XDP_DROP, 0, "drop_no_eligible_server");
     assert_eq!(balancer.lb.table_generation(balancer.services[0]), None);
@@ -289,7 +302,7 @@ fn services_do_not_see_each_others_servers_and_tables() {
         }
     }
     // The second service goes; its place is clean when another one takes it.
-    let address = |vip: (Ipv4Addr, u16)| support::balancer::service(vip);
+    let address = |vip: (Ipv4Addr, u16)| (support::balancer::service(vip), ServiceMode::default());
     balancer.services = balancer.lb.set_services(&[address(VIP)]).unwrap();
     let gone = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), other) }.frame();
     balancer.expect_passed(&gone);
@@ -333,7 +346,7 @@ fn a_mac_address_that_changes_is_used_from_the_next_packet_on() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let server = balancer.replace_servers(0, 1, &mut rng)[0];
     let client = client(&mut rng);
-    let echo = cookie::stamp(&balancer.keys, &tuple(client), Cookie::Server(server), 5);
+    let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
     let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
     let mac = MacAddress([0x02, 1, 2, 3, 4, 5]);

@@ -7,17 +7,20 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::{Attachment, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::lb::{Attachment, COUNTERS, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
 use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::test_run;
 use coreward_intf as intf;
+use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
-use coreward_model::{FourTuple, ServerId};
-use libbpf_rs::{MapHandle, MapType};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use libbpf_rs::{MapCore as _, MapHandle, MapType};
 use support::balancer::{id, random_table, service};
 use support::network::{Pair, PinDirectory};
-use support::{Tcp, may_load_bpf, usual_timestamp};
+use support::{Tcp, Udp, may_load_bpf, usual_timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -41,7 +44,7 @@ fn one_server_table(generation: u64, rule: Rule) -> PlacementTable {
 
 /// Fills a load balancer with one service and one server.
 fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
-    let index = lb.set_services(&[service(VIP)]).unwrap()[0];
+    let index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
     lb.set_keys(&keys());
     lb.set_server(index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
     lb.install_table(index, &one_server_table(1, Rule::Table)).unwrap();
@@ -50,7 +53,7 @@ fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
 
 /// A packet of an established connection, to the MAC address of the load balancer's device.
 fn established(destination_mac: [u8; 6]) -> Vec<u8> {
-    let echo = cookie::stamp(&keys(), &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
+    let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
     Tcp { destination_mac, options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) }.frame()
 }
 
@@ -111,7 +114,7 @@ fn a_new_process_takes_over_while_packets_pass() {
             assert_eq!(lb.table_generation(index), Some(round + 1));
             // The rule in use is found again, and changed: the program is replaced at the device once more.
             let rule = Rule::ALL[(round + 1) as usize % Rule::ALL.len()];
-            index = lb.set_services(&[service(VIP)]).unwrap()[0];
+            index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
             lb.install_table(index, &one_server_table(round + 2, rule)).unwrap();
         }
         done.store(true, Ordering::Relaxed);
@@ -129,6 +132,55 @@ fn a_new_process_takes_over_while_packets_pass() {
     let shown =
         pair.server.within(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
     assert!(!String::from_utf8(shown.stdout).unwrap().contains("xdp"));
+}
+
+/// Modes, and what is remembered of connections that carry no cookie, outlive the process; so does the table's size.
+#[test]
+fn modes_and_flows_are_taken_over() {
+    if !may_load_bpf("modes_and_flows_are_taken_over") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let start = |flow_table_entries| {
+        let mut lb = LoadBalancer::load(Options { flow_table_entries, ..options(&pins) }).unwrap();
+        pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        lb.set_own_mac(MacAddress([0; 6]));
+        lb
+    };
+    let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
+    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
+    let services = [(service(VIP), off), (udp, ServiceMode::default_for(Protocol::Udp))];
+    let frames = [Tcp::new(CLIENT, VIP).frame(), Udp::new(CLIENT, VIP).frame()];
+    let outcomes = |lb: &LoadBalancer, indexes: &[ServiceIndex]| {
+        let counts = || indexes.iter().map(|index| lb.counters(*index).packets).collect::<Vec<_>>();
+        let before = counts();
+        for frame in &frames {
+            assert_eq!(test_run::run(lb.program(), frame, 1).unwrap().verdict, 3);
+        }
+        let grown = |(before, after): (&[u64; COUNTERS], &[u64; COUNTERS])| {
+            let position = (0..COUNTERS).find(|counter| after[*counter] > before[*counter]).unwrap();
+            intf::LB_COUNTER_NAMES[position]
+        };
+        before.iter().zip(&counts()).map(grown).collect::<Vec<_>>()
+    };
+
+    let mut lb = start(1 << 14);
+    let indexes = lb.set_services(&services).unwrap();
+    for index in &indexes {
+        lb.set_server(*index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.install_table(*index, &one_server_table(1, Rule::Table)).unwrap();
+    }
+    assert_eq!(outcomes(&lb, &indexes), ["consistent", "first"]);
+    drop(lb);
+    // Before anybody has told the new process which services there are.
+    let mut lb = start(1 << 15);
+    assert!(lb.taken_over());
+    assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
+    assert_eq!(lb.set_services(&services).unwrap(), indexes);
+    assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
+    let table = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
+    assert_eq!(table.max_entries(), 1 << 14);
+    lb.detach().unwrap();
 }
 
 #[test]

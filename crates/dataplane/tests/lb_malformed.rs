@@ -10,8 +10,8 @@ use coreward_model::placement::Rule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
-use support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, random_table};
-use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, timestamp, usual_timestamp};
+use support::balancer::{Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, before, random_table};
+use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, ones_complement_sum, tcp_offset, timestamp, usual_timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -27,7 +27,13 @@ fn balancer() -> (Balancer, ServerId, Tcp) {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
     balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
-    let echo = cookie::stamp(&balancer.keys, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(ids[2]), 12_345);
+    let echo = cookie::stamp(
+        &balancer.keys,
+        &support::TIME_KEY,
+        &FourTuple::ipv4(CLIENT, VIP),
+        Cookie::Server(ids[2]),
+        12_345,
+    );
     let packet = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
     (balancer, ids[2], packet)
 }
@@ -222,10 +228,12 @@ fn bad_options_are_dropped_with_a_reason() {
         [&[8, 9][..], &time[2..9]].concat(),
         [&[8, 12][..], &time[2..], &[0, 0]].concat(),
     ];
-    let consistent = balancer.installed.as_ref().unwrap().choose_consistent(&FourTuple::ipv4(CLIENT, VIP)).unwrap();
-    for options in none {
-        let frame = Tcp { options, ..packet.clone() }.frame();
-        balancer.expect_sent_to(0, &frame, consistent, "consistent");
+    let table = balancer.installed.as_ref().unwrap();
+    for (port, options) in (1..).zip(none) {
+        let tuple = FourTuple::ipv4((CLIENT.0, port), VIP);
+        let (consistent, before) = (table.choose_consistent(&tuple).unwrap(), before(table, &tuple));
+        let frame = Tcp { options, ..Tcp::new((CLIENT.0, port), VIP) }.frame();
+        balancer.expect_sent(0, &frame, consistent, Identification::Before(before), "consistent");
     }
 }
 
@@ -257,14 +265,16 @@ fn flags_that_no_connection_has_are_dropped_with_a_reason() {
         } else {
             balancer.expect_sent_to(0, &frame, server, "established");
             if flags & RST != 0 {
-                balancer.expect_to_all_or(0, &without, "drop_to_all_rate_limited");
+                let without = Tcp { flags, options: vec![], ..Tcp::new((CLIENT.0, 1), VIP) }.frame();
+                let nobody = Identification::Before(None);
+                balancer.expect_to_all_or(0, &without, nobody, "drop_to_all_rate_limited");
             }
         }
     }
 }
 
 /// Random bytes, and good packets with random bytes in them: never anything but one outcome, never a change beyond the
-/// MAC addresses.
+/// MAC addresses and the IP identification.
 #[test]
 fn noise_gets_one_outcome_and_is_not_changed() {
     if !may_load_bpf("noise_gets_one_outcome_and_is_not_changed") {
@@ -295,7 +305,14 @@ fn noise_gets_one_outcome_and_is_not_changed() {
         }
         let (verdict, after) = balancer.run(&frame);
         match verdict {
-            XDP_TX => assert_eq!(after[12..], frame[12..]),
+            XDP_TX => {
+                assert_eq!(after[12..18], frame[12..18]);
+                assert_eq!(after[20..24], frame[20..24]);
+                assert_eq!(after[26..], frame[26..]);
+                // The identification and its checksum: the header's sum stays what it was, right or wrong.
+                let sum = |frame: &[u8]| ones_complement_sum(&frame[IP..tcp_offset(frame)]) % 0xffff;
+                assert_eq!(sum(&after), sum(&frame));
+            }
             XDP_PASS | XDP_DROP => assert_eq!(after, frame),
             other => panic!("verdict {other}"),
         }

@@ -47,6 +47,7 @@ fn table(
         core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
         members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
         consistent: rendezvous(servers, bucket_count),
+        consistent_before: Vec::new(),
     }
 }
 

@@ -3,165 +3,21 @@
 mod support;
 
 use std::io::{Read as _, Write as _};
-use std::mem::MaybeUninit;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
 use coreward_intf as intf;
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::ServiceAddress;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::Cookie;
 use coreward_model::tuple::Protocol;
-use coreward_model::{FourTuple, ServerId, ServiceAddress};
-use socket2::{Domain, SockRef, Socket, Type};
-use support::network::{CLIENT, Pair, PinDirectory, VIP};
-use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, timestamp_offset, word};
-
-const PORT: u16 = 80;
-const PATIENCE: Duration = Duration::from_secs(10);
-
-fn keys() -> FleetKeys {
-    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::Second }
-}
-
-fn id() -> ServerId {
-    ServerId::try_from(0x1234).unwrap()
-}
-
-struct Bed {
-    // Taken off before the network goes.
-    programs: ServerPrograms,
-    pins: PinDirectory,
-    pair: Pair,
-}
-
-impl Bed {
-    fn new() -> Self {
-        let (pair, pins) = (Pair::new(), PinDirectory::new());
-        let mut programs = attach(&pair, &pins);
-        programs.set_keys(&keys());
-        let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
-        programs.set_services(&[(address, id())]).unwrap();
-        Self { programs, pins, pair }
-    }
-
-    fn counter(&self, counter: intf::server_counter) -> u64 {
-        self.programs.counter(counter)
-    }
-
-    fn listen(&self) -> TcpListener {
-        self.pair.server.within(|| TcpListener::bind((VIP, PORT)).unwrap())
-    }
-
-    fn connect(&self) -> TcpStream {
-        let address = SocketAddr::from((VIP, PORT));
-        let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream
-    }
-
-    /// A connection: the client's and the server's end.
-    fn connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
-        let client = self.connect();
-        let (server, _) = listener.accept().unwrap();
-        server.set_read_timeout(Some(PATIENCE)).unwrap();
-        (client, server)
-    }
-
-    /// What neither side may ever count. (Retransmissions are not among them: where CPUs are few, veth loses a packet now
-    /// and then, with programs and without.)
-    fn assert_nobody_noticed(&self) {
-        for host in [&self.pair.client, &self.pair.server] {
-            for counter in
-                ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"]
-            {
-                assert_eq!(host.kernel_counter(counter), 0, "{counter}");
-            }
-        }
-    }
-}
-
-fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
-    let options =
-        ServerOptions { interface_index: pair.server_interface(), pin_directory: pins.path(), sample_every_syn: false };
-    pair.server.within(|| ServerPrograms::attach(options)).unwrap()
-}
-
-/// Sees what arrives at the client.
-struct Sniffer(Socket);
-
-impl Sniffer {
-    fn new(bed: &Bed) -> Self {
-        let socket = bed.pair.client.within(|| {
-            let every_protocol = i32::from((libc::ETH_P_ALL as u16).to_be());
-            Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol.into())).unwrap()
-        });
-        socket.set_recv_buffer_size(16 << 20).unwrap();
-        socket.set_nonblocking(true).unwrap();
-        Self(socket)
-    }
-
-    /// Sends a frame from the client's device.
-    fn send(&self, bed: &Bed, frame: &[u8]) {
-        bed.pair.client.within(|| {
-            let index = nix::net::if_::if_nametoindex("eth0").unwrap();
-            let mut address: libc::sockaddr_ll = unsafe_zeroed();
-            address.sll_family = libc::AF_PACKET as u16;
-            address.sll_ifindex = index as i32;
-            let length = size_of::<libc::sockaddr_ll>() as u32;
-            let mut storage = socket2::SockAddrStorage::zeroed();
-            // SAFETY: the storage is large enough for any address and holds nothing else.
-            unsafe { *storage.view_as::<libc::sockaddr_ll>() = address };
-            // SAFETY: a link-layer address of that length was just written.
-            let address = unsafe { socket2::SockAddr::new(storage, length) };
-            assert_eq!(self.0.send_to(frame, &address).unwrap(), frame.len());
-        });
-    }
-
-    /// The beginnings of all TCP packets that came from the VIP so far.
-    fn received_from_vip(&self) -> Vec<Vec<u8>> {
-        let mut frames = vec![];
-        loop {
-            let mut buffer = [MaybeUninit::uninit(); 160];
-            let Ok(length) = self.0.recv(&mut buffer) else { return frames };
-            // SAFETY: recv() has filled this many bytes.
-            let frame: Vec<u8> = buffer[..length.min(160)].iter().map(|byte| unsafe { byte.assume_init() }).collect();
-            if frame.len() > 54 && frame[12..14] == [8, 0] && frame[23] == 6 && frame[26..30] == VIP.octets() {
-                frames.push(frame);
-            }
-        }
-    }
-}
-
-fn unsafe_zeroed() -> libc::sockaddr_ll {
-    // SAFETY: a struct of integers.
-    unsafe { std::mem::zeroed() }
-}
-
-fn flags(frame: &[u8]) -> u8 {
-    frame[support::tcp_offset(frame) + 13] & (SYN | ACK | FIN | RST)
-}
-
-/// Whose cookie a packet to the client carries, as the load balancer will read its echo.
-fn cookie_of(frame: &[u8]) -> Cookie {
-    let tcp = support::tcp_offset(frame);
-    let port = u16::from_be_bytes([frame[tcp + 2], frame[tcp + 3]]);
-    let value = word(frame, timestamp_offset(frame).expect("a timestamp"));
-    cookie::recognise(&keys(), &FourTuple::ipv4((CLIENT, port), (VIP, PORT)), value).0
-}
-
-fn pattern(length: usize) -> Vec<u8> {
-    (0..length).map(|i| (i * 7 + i / 251) as u8).collect()
-}
-
-fn send_and_receive(from: &mut TcpStream, to: &mut TcpStream, data: &[u8]) {
-    std::thread::scope(|scope| {
-        scope.spawn(|| from.write_all(data).unwrap());
-        let mut received = vec![0; data.len()];
-        to.read_exact(&mut received).unwrap();
-        assert!(received == data);
-    });
-}
+use socket2::SockRef;
+use support::network::{CLIENT, Pair, VIP};
+use support::server_bed::{Bed, PORT, Sniffer, attach, cookie_of, flags, id, keys, pattern, send_and_receive};
+use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, now_ms, timestamp_offset, word};
 
 /// Handshake, data both ways in large segments, and an end by the server, then by the client.
 fn exchange(bed: &Bed, listener: &TcpListener) {
@@ -221,9 +77,9 @@ fn below_kernel_6_6_clsact_does_the_same() {
     let mut programs = ServerPrograms::load_only(false).unwrap();
     std::mem::swap(&mut programs, &mut bed.programs);
     bed.pair.server.within(|| programs.remove()).unwrap();
-    bed.programs.set_keys(&keys());
+    bed.programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
     let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
-    bed.programs.set_services(&[(address, id())]).unwrap();
+    bed.programs.set_services(&[(address, id(), ServiceMode::default())]).unwrap();
     for direction in [Direction::Ingress, Direction::Egress] {
         // Twice: the second one replaces the first.
         for _ in 0..2 {
@@ -365,6 +221,51 @@ fn a_new_process_takes_over() {
     let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
     drop(bed.connection(&listener));
     assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped);
+}
+
+/// The fleet's current key changes ten times a second while data flows both ways.
+#[test]
+fn keys_change_under_a_transfer() {
+    if !may_load_bpf("keys_change_under_a_transfer") {
+        return;
+    }
+    let mut bed = Bed::new();
+    let sniffer = Sniffer::new(&bed);
+    let (mut client, mut server) = bed.connection(&bed.listen());
+    let data = pattern(1 << 20);
+    let (over, mut frames) = (AtomicBool::new(false), vec![]);
+    let rounds = std::thread::scope(|scope| {
+        let transfers = scope.spawn(|| {
+            let mut rounds = 0;
+            while !over.load(Ordering::Relaxed) {
+                send_and_receive(&mut client, &mut server, &data);
+                send_and_receive(&mut server, &mut client, &data);
+                rounds += 1;
+            }
+            rounds
+        });
+        let mut keys = keys();
+        for _ in 0..30 {
+            keys.current = keys.current.other();
+            bed.programs.set_keys(&keys, now_ms() + 20);
+            for _ in 0..50 {
+                std::thread::sleep(Duration::from_millis(2));
+                frames.extend(sniffer.received_from_vip());
+            }
+        }
+        over.store(true, Ordering::Relaxed);
+        transfers.join().unwrap()
+    });
+    let key_bit = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
+    let switches = frames.windows(2).filter(|pair| key_bit(&pair[0]) != key_bit(&pair[1])).count();
+    assert!(switches >= 20, "{switches} switches in {} packets", frames.len());
+    assert!(frames.iter().all(|frame| cookie_of(frame) == Cookie::Server(id())));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+    bed.assert_nobody_noticed();
+    for host in [&bed.pair.client, &bed.pair.server] {
+        let (again, sent) = (host.kernel_counter("TcpRetransSegs"), host.kernel_counter("TcpOutSegs"));
+        assert!(again * 200 < sent + 200, "{again} of {sent} segments sent again in {rounds} rounds");
+    }
 }
 
 /// Who speaks first after the silence, and how much.

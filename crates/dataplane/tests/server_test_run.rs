@@ -8,13 +8,14 @@ use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
-use support::{ACK, RST, SYN, Tcp, may_load_bpf, tcp_sum, timestamp, timestamp_offset, usual_timestamp, word};
+use support::{ACK, RST, SYN, Tcp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset, usual_timestamp, word};
 
 /// linux/pkt_cls.h
 const TC_ACT_UNSPEC: i32 = -1;
@@ -26,6 +27,8 @@ const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 struct Server {
     programs: ServerPrograms,
     keys: FleetKeys,
+    /// From when on the current one stamps.
+    switch_ms: u32,
     id: ServerId,
 }
 
@@ -37,12 +40,19 @@ impl Server {
         let mut server = Self {
             programs: ServerPrograms::load_only(false).unwrap(),
             keys: FleetKeys { keys, current },
+            switch_ms: now_ms() - 500,
             id: ServerId::try_from(u64::from(rng.next_u32() & intf::COOKIE_ID_MASK)).unwrap(),
         };
-        server.programs.set_keys(&server.keys);
+        server.programs.set_keys(&server.keys, server.switch_ms);
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        server.programs.set_services(&[(address, server.id)]).unwrap();
+        server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
         server
+    }
+
+    /// What leaves with the server's own TSval `milliseconds`.
+    fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
+        let keys = self.keys.at(milliseconds, self.switch_ms);
+        cookie::stamp(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
     }
 
     fn run(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>) {
@@ -61,12 +71,6 @@ impl Server {
         }
         (verdict, packet, grown)
     }
-}
-
-/// The kernel's TSval clock (CLOCK_MONOTONIC in ms).
-fn now_ms() -> u32 {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
-    (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
 }
 
 fn client(rng: &mut Xoshiro256PlusPlus) -> (Ipv4Addr, u16) {
@@ -117,7 +121,7 @@ fn what_leaves_is_stamped_as_the_model_says() {
         let frame = packet.frame();
         let at = timestamp_offset(&frame).unwrap();
         let tuple = FourTuple::ipv4(client, VIP);
-        let expected = cookie::stamp(&server.keys, &tuple, Cookie::Server(server.id), milliseconds);
+        let expected = server.stamp(&tuple, Cookie::Server(server.id), milliseconds);
         let (verdict, stamped) = server.run(Direction::Egress, &frame);
         assert_eq!(verdict, TC_ACT_UNSPEC);
         assert_eq!(stamped, with_word(&frame, at, expected), "{packet:?}");
@@ -139,7 +143,7 @@ fn what_the_client_echoes_is_restored() {
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..server.keys };
         let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
-        let echo = cookie::stamp(&keys, &tuple, Cookie::Server(server.id), original);
+        let echo = cookie::stamp(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
         let mut packet = Tcp::new(client, VIP);
         let value = rng.next_u32();
         packet.options = options(&mut rng, timestamp(value, echo));
@@ -161,20 +165,23 @@ fn zero_is_never_sent() {
     let mut rng = seeded_rng(3, 0);
     let mut server = Server::new(&mut rng);
     server.keys.current = KeyIndex::First;
-    server.programs.set_keys(&server.keys);
+    server.switch_ms = now_ms() - 1000;
+    server.programs.set_keys(&server.keys, server.switch_ms);
     // A client for whose tuple id and time masks cancel the id and a time of this second.
     let (client, milliseconds) = loop {
         let client = client(&mut rng);
-        let masks = cookie::masks(&server.keys.keys[0], &FourTuple::ipv4(client, VIP));
+        let tuple = FourTuple::ipv4(client, VIP);
+        let id_mask = cookie::id_mask(&server.keys.keys[0], &tuple);
+        let time_mask = cookie::time_mask(&server.programs.time_key(), &tuple);
         let now = now_ms();
-        let behind = (now as u16).wrapping_sub(masks.time.wrapping_neg());
-        if masks.id & intf::COOKIE_KIND_BIT as u16 == 0 && behind < 500 {
-            server.id = ServerId::try_from(u64::from(masks.id)).unwrap();
+        let behind = (now as u16).wrapping_sub(time_mask.wrapping_neg());
+        if id_mask & intf::COOKIE_KIND_BIT as u16 == 0 && behind < 500 {
+            server.id = ServerId::try_from(u64::from(id_mask)).unwrap();
             break (client, now - u32::from(behind));
         }
     };
     let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-    server.programs.set_services(&[(address, server.id)]).unwrap();
+    server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
     let mut packet = Tcp::new(VIP, client);
     packet.options = usual_timestamp(milliseconds, 0);
     let frame = packet.frame();
@@ -211,7 +218,7 @@ fn what_is_not_ours_is_left_alone() {
 
     let tuple = FourTuple::ipv4(CLIENT, VIP);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
-    let stamp = |cookie| cookie::stamp(&server.keys, &tuple, cookie, now_ms());
+    let stamp = |cookie| server.stamp(&tuple, cookie, now_ms());
     let ingress = |echo, flags| {
         let mut packet = Tcp::new(CLIENT, VIP);
         packet.options = usual_timestamp(1, echo);
@@ -269,7 +276,7 @@ fn malformed_packets_pass_whole_or_are_dropped() {
     for round in 0..6000 {
         let direction = if round % 2 == 0 { Direction::Egress } else { Direction::Ingress };
         let tuple = FourTuple::ipv4(CLIENT, VIP);
-        let echo = cookie::stamp(&server.keys, &tuple, Cookie::Server(server.id), now_ms());
+        let echo = server.stamp(&tuple, Cookie::Server(server.id), now_ms());
         let mut packet = match direction {
             Direction::Egress => Tcp::new(VIP, CLIENT),
             Direction::Ingress => Tcp::new(CLIENT, VIP),

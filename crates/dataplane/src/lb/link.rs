@@ -88,6 +88,11 @@ impl XdpLink {
         }
     }
 
+    /// The id of the program at the device now.
+    pub fn program(&self) -> anyhow::Result<u32> {
+        Ok(LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.prog_id)
+    }
+
     /// Puts `program` in the place of the one at the device; no packet falls between the two.
     pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.

@@ -2,32 +2,90 @@
 
 use std::fs;
 use std::mem::MaybeUninit;
+use std::net::SocketAddrV4;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
+use coreward_model::connection_table::TableSize;
+use coreward_model::tuple::Protocol;
+use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapInfo, MapType, OpenMapMut, libbpf_sys};
 
-use super::ToAllRate;
+use super::connections::{self, Table};
+use super::{ServiceIndex, ToAllRate};
 use crate::mapped::Mapped;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
+
+/// What the services and their tables need. What none needs is not compiled in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct InUse {
+    /// Bits 1 << `enum placement_rule`.
+    pub rules: u32,
+    /// Bits 1 << `enum consistency`.
+    pub modes: u32,
+    /// A service of TCP whose packets carry no cookie.
+    pub timestamps_off: bool,
+    /// A service that the load balancer stamps itself.
+    pub timestamps_lb: bool,
+    /// A service of UDP.
+    pub udp: bool,
+}
+
+impl InUse {
+    /// What either needs.
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            rules: self.rules | other.rules,
+            modes: self.modes | other.modes,
+            timestamps_off: self.timestamps_off || other.timestamps_off,
+            timestamps_lb: self.timestamps_lb || other.timestamps_lb,
+            udp: self.udp || other.udp,
+        }
+    }
+}
+
+/// With no table at all this rule is compiled in, and without a service this mode: most likely the first one's.
+const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
+const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
 
 /// What is fixed when the program is loaded; a change loads it anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Variant {
-    /// Bits of the placement rules that are compiled in.
-    pub rules: u32,
+    pub in_use: InUse,
+    /// Packets and bytes are counted by server.
+    pub traffic: bool,
     /// One row of counters per CPU instead of one per receive queue: for generic XDP.
     pub counters_by_cpu: bool,
     pub to_all: ToAllRate,
+    pub owner_lost: ToAllRate,
+}
+
+/// How large the maps are whose size is configured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sizes {
+    pub flow_table_entries: u32,
+    pub connection_table: TableSize,
+}
+
+impl Sizes {
+    fn set(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
+        maps.flow_table.set_max_entries(self.flow_table_entries).context("the size of the flow table")?;
+        maps.connections.set_max_entries(self.connection_table.entries()).context("the connection table's size")?;
+        maps.connection_stacks
+            .set_max_entries(self.connection_table.partitions())
+            .context("the number of the connection table's partitions")
+    }
 }
 
 /// All tables of placement: two halves per service.
 pub(super) type Tables = [intf::placement_table; 2 * intf::MAX_SERVICES as usize];
 /// All servers of all services.
 pub(super) type Servers = [intf::server_entry; intf::MAX_SERVICES as usize * intf::SERVER_ID_COUNT as usize];
+/// What went to each server, in the order of [`Servers`].
+pub(super) type ServerTraffic = [intf::server_traffic; intf::MAX_SERVICES as usize * intf::SERVER_ID_COUNT as usize];
 /// All counters.
 pub(super) type CounterRows = [intf::lb_counter_row; intf::LB_COUNTER_ROWS as usize];
 
@@ -39,10 +97,29 @@ pub(super) struct Maps {
     pub servers: Mapped<Servers>,
     pub counters: Mapped<CounterRows>,
     pub tables: Mapped<Tables>,
+    pub traffic: Mapped<ServerTraffic>,
+    pub connections: Table,
 }
 
 /// Names of the pins.
-const MAP_NAMES: [&str; 5] = ["state", "servers", "counters", "placement_tables", "recent_first_packets"];
+const MAP_NAMES: [&str; 12] = [
+    "state",
+    "servers",
+    "counters",
+    "placement_tables",
+    "server_traffic",
+    CONNECTIONS,
+    CONNECTION_STACKS,
+    "recent_connections",
+    "recent_first_packets",
+    FLOW_TABLE,
+    "fragments",
+    CORRECTED_SERVERS,
+];
+const CORRECTED_SERVERS: &str = "corrected_servers";
+const FLOW_TABLE: &str = "flow_table";
+const CONNECTIONS: &str = "connections";
+const CONNECTION_STACKS: &str = "connection_stacks";
 
 fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj>; MAP_NAMES.len()] {
     [
@@ -50,48 +127,91 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
         &mut maps.bss_servers,
         &mut maps.bss_counters,
         &mut maps.placement_tables,
+        &mut maps.server_traffic,
+        &mut maps.connections,
+        &mut maps.connection_stacks,
+        &mut maps.bss_opened,
         &mut maps.bss_recent,
+        &mut maps.flow_table,
+        &mut maps.fragments,
+        &mut maps.corrected_servers,
     ]
 }
 
 impl Maps {
-    fn new(descriptors: [OwnedFd; MAP_NAMES.len()]) -> anyhow::Result<Self> {
-        let [state, servers, counters, tables, _] = &descriptors;
+    fn new(descriptors: [OwnedFd; MAP_NAMES.len()], connection_table: TableSize) -> anyhow::Result<Self> {
+        let [state, servers, counters, tables, traffic, connections, stacks, ..] = &descriptors;
         Ok(Self {
             state: Mapped::new(state).context("mapping the state")?,
             servers: Mapped::new(servers).context("mapping the servers")?,
             counters: Mapped::new(counters).context("mapping the counters")?,
             tables: Mapped::new(tables).context("mapping the placement tables")?,
+            traffic: Mapped::new(traffic).context("mapping the servers' traffic")?,
+            connections: connections::map(connections.as_fd(), stacks.as_fd(), connection_table)?,
             descriptors,
         })
     }
 
     /// New maps, empty, and the program that uses them.
-    pub fn create(variant: &Variant) -> anyhow::Result<(Self, OwnedFd)> {
+    pub fn create(variant: &Variant, sizes: Sizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut storage = MaybeUninit::uninit();
-        let loaded = open(&mut storage, variant)?.load().context("loading lb.bpf.c into the kernel")?;
+        let mut skeleton = open(&mut storage, variant, sizes.connection_table)?;
+        sizes.set(&mut skeleton.maps)?;
+        let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
         let maps = &loaded.maps;
         let descriptor = |map: BorrowedFd<'_>| map.try_clone_to_owned();
-        let maps = Self::new([
+        let descriptors = [
             descriptor(maps.bss_state.as_fd())?,
             descriptor(maps.bss_servers.as_fd())?,
             descriptor(maps.bss_counters.as_fd())?,
             descriptor(maps.placement_tables.as_fd())?,
+            descriptor(maps.server_traffic.as_fd())?,
+            descriptor(maps.connections.as_fd())?,
+            descriptor(maps.connection_stacks.as_fd())?,
+            descriptor(maps.bss_opened.as_fd())?,
             descriptor(maps.bss_recent.as_fd())?,
-        ])?;
+            descriptor(maps.flow_table.as_fd())?,
+            descriptor(maps.fragments.as_fd())?,
+            descriptor(maps.corrected_servers.as_fd())?,
+        ];
+        let maps = Self::new(descriptors, sizes.connection_table)?;
         maps.state.store(std::mem::offset_of!(intf::lb_state, layout_version), u64::from(intf::LB_LAYOUT_VERSION));
+        connections::begin(&maps);
         Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
     }
 
     /// The program in another variant, on the same maps.
     pub fn load(&self, variant: &Variant) -> anyhow::Result<OwnedFd> {
         let mut storage = MaybeUninit::uninit();
-        let mut skeleton = open(&mut storage, variant)?;
+        let mut skeleton = open(&mut storage, variant, self.connections.size())?;
         for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.descriptors) {
             map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
         }
         let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
         Ok(loaded.progs.lb.as_fd().try_clone_to_owned()?)
+    }
+
+    /// The program with the constants of the program `like`, but watching one service ([`super::capture`]), and the map
+    /// of its perf buffer.
+    pub fn load_capturing(&self, like: BorrowedFd<'_>, watched: &Watched) -> anyhow::Result<(OwnedFd, MapHandle)> {
+        let mut storage = MaybeUninit::uninit();
+        let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
+        let constants = constants_of(like)?;
+        // Of another version of coreward the constants would mean something else.
+        let same = "the program at work was not loaded by this version of coreward: restart the daemon first";
+        skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
+        let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
+        constants.capture_in_use = true;
+        constants.capture_of.vip = u32::from_ne_bytes(watched.vip.ip().octets());
+        constants.capture_of.port = watched.vip.port().to_be();
+        constants.capture_of.protocol = watched.protocol.number();
+        constants.capture_of.service = watched.service.0.into();
+        constants.capture_of.length = watched.length;
+        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.descriptors) {
+            map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
+        }
+        let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
+        Ok((loaded.progs.lb.as_fd().try_clone_to_owned()?, MapHandle::try_from(&loaded.maps.captured)?))
     }
 
     /// Pins all maps in `directory`, which must be empty.
@@ -102,20 +222,21 @@ impl Maps {
         Ok(())
     }
 
-    /// Takes the maps over that are pinned in `directory`.
+    /// Takes the maps over that are pinned in `directory`, as they are.
     ///
     /// # Errors
     /// When one is missing or is not what this program would make.
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
-        let any = Variant { rules: 0, counters_by_cpu: false, to_all: ToAllRate::default() };
-        let mut skeleton = open(&mut storage, &any)?;
+        let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
+        let sizes = pinned_sizes(directory).with_context(|| advice(directory))?;
+        sizes.set(&mut skeleton.maps)?;
         let expected = maps_of(&mut skeleton.maps);
         let mut descriptors = Vec::new();
         for (name, expected) in MAP_NAMES.iter().zip(expected) {
             descriptors.push(pinned_map(&directory.join(name), expected).with_context(|| advice(directory))?);
         }
-        let maps = Self::new(descriptors.try_into().expect("one per name"))?;
+        let maps = Self::new(descriptors.try_into().expect("one per name"), sizes.connection_table)?;
         let version = maps.state.load(std::mem::offset_of!(intf::lb_state, layout_version));
         ensure!(
             version == u64::from(intf::LB_LAYOUT_VERSION),
@@ -126,6 +247,118 @@ impl Maps {
         );
         Ok(maps)
     }
+
+    /// Gives what was taken over in `directory` the size that is wanted, if that can be done while packets pass.
+    ///
+    /// # Errors
+    /// When the connection table is in use.
+    pub fn resize(&mut self, directory: &Path, wanted: Sizes) -> anyhow::Result<()> {
+        let flows = self.flow_table()?.max_entries();
+        if flows != wanted.flow_table_entries {
+            tracing::warn!(
+                "the flow table taken over has {flows} entries, not {}: detach it first to change that",
+                wanted.flow_table_entries
+            );
+        }
+        let (found, wanted) = (self.connections.size(), wanted.connection_table);
+        if found == wanted {
+            return Ok(());
+        }
+        let used = connections::in_use(&self.connections);
+        ensure!(
+            used == 0,
+            "the connection table in {} has {} entries, not {}, and {used} of them are in use: give it the old size, or \
+             detach first (forwarding stops)",
+            directory.display(),
+            found.entries(),
+            wanted.entries()
+        );
+        self.replace_array::<intf::connection>(directory, CONNECTIONS, wanted.entries())?;
+        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, wanted.partitions())?;
+        let [entries, stacks] = [CONNECTIONS, CONNECTION_STACKS].map(|name| self.descriptor(name));
+        self.connections = connections::map(entries, stacks, wanted)?;
+        self.connections.initialise();
+        Ok(())
+    }
+
+    /// Puts a new array of `T`, all 0, in the place of the one pinned in `directory`.
+    fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
+        let options = libbpf_sys::bpf_map_create_opts {
+            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
+            map_flags: libbpf_sys::BPF_F_MMAPABLE,
+            ..Default::default()
+        };
+        let sizes = (size_of::<u32>() as u32, size_of::<T>() as u32);
+        let map = MapHandle::create(MapType::Array, Some(name), sizes.0, sizes.1, entries, &options)
+            .with_context(|| format!("making {name} of {entries} entries"))?;
+        super::link::unpin(&directory.join(name))?;
+        super::link::pin(map.as_fd(), &directory.join(name))?;
+        self.descriptors[position(name)] = map.as_fd().try_clone_to_owned()?;
+        Ok(())
+    }
+
+    fn descriptor(&self, name: &str) -> BorrowedFd<'_> {
+        self.descriptors[position(name)].as_fd()
+    }
+
+    /// The flow table, for what goes by key.
+    pub fn flow_table(&self) -> anyhow::Result<MapHandle> {
+        self.by_key(FLOW_TABLE)
+    }
+
+    /// The clocks of servers that are stamped here.
+    pub fn corrected_servers(&self) -> anyhow::Result<MapHandle> {
+        self.by_key(CORRECTED_SERVERS)
+    }
+
+    fn by_key(&self, name: &str) -> anyhow::Result<MapHandle> {
+        let info = MapInfo::new(self.descriptor(name)).with_context(|| format!("the id of map {name}"))?;
+        MapHandle::from_map_id(info.info.id).with_context(|| format!("map {name} by its id"))
+    }
+}
+
+/// What the variant for `coreward capture` watches.
+pub(super) struct Watched {
+    pub vip: SocketAddrV4,
+    pub protocol: Protocol,
+    pub service: ServiceIndex,
+    pub length: u32,
+}
+
+/// The read-only data of a loaded program: the constants by which variants differ.
+fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
+    let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
+    let options = ProgInfoQueryOptions::default().include_map_ids(true);
+    let mut programs = ProgInfoIter::with_query_opts(options);
+    let info = programs.find(|info| info.id == id).context("the program is not listed")?;
+    for map in info.map_ids {
+        let map = MapHandle::from_map_id(map).context("a map of the program")?;
+        if map.name().to_string_lossy().ends_with(".rodata") {
+            let constants = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY).context("the program's constants")?;
+            return constants.context("the program's constants are empty");
+        }
+    }
+    anyhow::bail!("the program at work has no constants: it is not ours")
+}
+
+/// Where a map stands in [`MAP_NAMES`].
+fn position(name: &str) -> usize {
+    MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
+}
+
+/// The sizes of what is pinned in `directory`.
+///
+/// # Errors
+/// When a map is missing, or has a size that this program would not make.
+fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
+    let entries = |name: &str| {
+        let path = directory.join(name);
+        Ok::<_, anyhow::Error>(
+            MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?.max_entries(),
+        )
+    };
+    let connection_table = TableSize::try_from(u64::from(entries(CONNECTIONS)?))?;
+    Ok(Sizes { flow_table_entries: entries(FLOW_TABLE)?, connection_table })
 }
 
 fn advice(directory: &Path) -> String {
@@ -170,14 +403,31 @@ pub(super) fn any_pinned(directory: &Path) -> bool {
 fn open<'obj>(
     storage: &'obj mut MaybeUninit<libbpf_rs::OpenObject>,
     variant: &Variant,
+    connection_table: TableSize,
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
     let mut skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
     let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
-    constants.rules_in_use = variant.rules;
+    constants.rules_in_use = or_default(variant.in_use.rules, DEFAULT_RULES);
+    constants.modes_in_use = or_default(variant.in_use.modes, DEFAULT_MODES);
+    constants.timestamps_off_in_use = variant.in_use.timestamps_off;
+    constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
+    constants.udp_in_use = variant.in_use.udp;
+    constants.traffic_in_use = variant.traffic;
     constants.counters_by_cpu = variant.counters_by_cpu;
-    constants.to_all_interval_ns = 1_000_000_000 / u64::from(variant.to_all.per_second.max(1));
-    constants.to_all_burst_ns = constants.to_all_interval_ns * u64::from(variant.to_all.burst.max(1) - 1);
+    constants.connection_partition_mask = connection_table.partitions() - 1;
+    (constants.to_all.interval_ns, constants.to_all.burst_ns) = bucket(variant.to_all);
+    (constants.to_all_owner_lost.interval_ns, constants.to_all_owner_lost.burst_ns) = bucket(variant.owner_lost);
     Ok(skeleton)
+}
+
+fn or_default(bits: u32, default: u32) -> u32 {
+    if bits == 0 { default } else { bits }
+}
+
+/// `struct token_bucket` of `bpf/to_all.bpf.h`: nanoseconds per token, and how far the bucket may be overdrawn.
+fn bucket(rate: ToAllRate) -> (u64, u64) {
+    let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
+    (interval, interval * u64::from(rate.burst.max(1) - 1))
 }
 
 /// Where the load balancer pins below the configured directory; made if missing.

@@ -88,6 +88,10 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     if consistent != buckets as usize && !(table.members.is_empty() && consistent == 0) {
         return Err(TableError::Consistent { found: consistent, buckets });
     }
+    let before = table.consistent_before.len();
+    if before != 0 && before != consistent {
+        return Err(TableError::Consistent { found: before, buckets });
+    }
     Ok(())
 }
 
@@ -149,10 +153,20 @@ pub(super) fn write(
         table.rule.number(),
     ];
     tables.write(field!(position, bucket_count), &numbers);
-    let mut consistent: Vec<u16> = table.consistent.iter().map(|server| server.get()).collect();
-    // Whole words: 4 ids each.
-    consistent.resize(consistent.len().next_multiple_of(4), 0);
+    let ids = |servers: &mut dyn Iterator<Item = u16>| {
+        let mut ids: Vec<u16> = servers.collect();
+        // Whole words: 4 ids each.
+        ids.resize(ids.len().next_multiple_of(4), 0);
+        ids
+    };
+    let consistent = ids(&mut table.consistent.iter().map(|server| server.get()));
     tables.write(field!(position, consistent), consistent.as_slice());
+    let nobody = intf::NO_SERVER as u16;
+    let before = match table.consistent_before.as_slice() {
+        [] => vec![nobody; consistent.len()],
+        before => ids(&mut before.iter().map(|before| before.map_or(nobody, |server| server.get()))),
+    };
+    tables.write(field!(position, consistent_before), before.as_slice());
     let candidates: Vec<intf::candidate> = table
         .candidates
         .iter()

@@ -7,11 +7,12 @@ use coreward_dataplane::lb::{COUNTERS, LoadBalancer, Options, Server, ServiceInd
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
-use coreward_model::rss::{RssKey, uniform_below};
+use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::rss::uniform_below;
 use coreward_model::tuple::Protocol;
-use coreward_model::{ServerId, ServiceAddress};
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
 
 /// linux/bpf.h
@@ -30,6 +31,31 @@ pub fn service(vip: (Ipv4Addr, u16)) -> ServiceAddress {
     ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp }
 }
 
+/// What becomes of a forwarded packet's IP identification.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Identification {
+    Kept,
+    /// It names the server before, if there is one.
+    Before(Option<ServerId>),
+}
+
+/// `frame` with another IP identification, its header's checksum computed anew.
+fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
+    let mut frame = frame.to_vec();
+    let header = 14..super::tcp_offset(&frame);
+    frame[18..20].copy_from_slice(&identification.to_be_bytes());
+    frame[24..26].fill(0);
+    let checksum = !super::ones_complement_sum(&frame[header]);
+    frame[24..26].copy_from_slice(&checksum.to_be_bytes());
+    frame
+}
+
+/// Whose bucket the connection's was before, by the table.
+pub fn before(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
+    let bucket = table.bucket_count.bucket(table.groups[0].toeplitz(&tuple.bytes()));
+    table.consistent_before.get(bucket as usize).copied().flatten()
+}
+
 pub struct Balancer {
     pub lb: LoadBalancer,
     pub services: Vec<ServiceIndex>,
@@ -42,19 +68,21 @@ pub struct Balancer {
 }
 
 impl Balancer {
+    /// Services of TCP with the default mode.
     pub fn new(vips: &[(Ipv4Addr, u16)], rng: &mut impl Rng) -> Self {
-        Self::with(vips, Options::default(), rng)
+        let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
+        Self::with(&services, Options::default(), rng)
     }
 
     pub fn with_to_all_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
-        Self::with(vips, Options { to_all: ToAllRate { per_second, burst }, ..Options::default() }, rng)
+        let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
+        Self::with(&services, Options { to_all: ToAllRate { per_second, burst }, ..Options::default() }, rng)
     }
 
-    fn with(vips: &[(Ipv4Addr, u16)], options: Options, rng: &mut impl Rng) -> Self {
+    pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
         let mut lb = LoadBalancer::load(options).unwrap();
         lb.set_own_mac(OWN_MAC);
-        let addresses: Vec<ServiceAddress> = vips.iter().map(|vip| service(*vip)).collect();
-        let services = lb.set_services(&addresses).unwrap();
+        let services = lb.set_services(services).unwrap();
         let none = CookieKey { k0: 0, k1: 0 };
         let keys = FleetKeys { keys: [none; 2], current: KeyIndex::First };
         let mut balancer = Self { lb, services, keys, macs: HashMap::new(), turns: 0, installed: None };
@@ -123,7 +151,7 @@ impl Balancer {
     }
 
     /// Runs `frame` and checks that exactly the counter `name` of `service` grew, by one.
-    fn counted(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
+    pub fn counted(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
         let before = self.all_counts();
         let ran = self.run(frame);
         let after = self.all_counts();
@@ -155,12 +183,24 @@ impl Balancer {
 
     /// The packet leaves with the server's MAC address and our own, and is the same otherwise.
     pub fn expect_sent_to(&self, service: usize, frame: &[u8], server: ServerId, name: &str) {
+        self.expect_sent(service, frame, server, Identification::Kept, name);
+    }
+
+    /// The same, but for its IP identification.
+    pub fn expect_sent(
+        &self,
+        service: usize,
+        frame: &[u8],
+        server: ServerId,
+        identification: Identification,
+        name: &str,
+    ) {
         let (verdict, packet) = self.counted(frame, Some(service), name);
-        self.check_sent(frame, verdict, &packet, self.macs[&(service, server)]);
+        check_sent(frame, verdict, &packet, self.macs[&(service, server)], identification);
     }
 
     /// To all servers, or dropped as `over_rate` when the tokens are spent.
-    pub fn expect_to_all_or(&self, service: usize, frame: &[u8], over_rate: &str) {
+    pub fn expect_to_all_or(&self, service: usize, frame: &[u8], identification: Identification, over_rate: &str) {
         let before = self.counts(Some(service));
         let (verdict, packet) = self.run(frame);
         let after = self.counts(Some(service));
@@ -169,22 +209,31 @@ impl Balancer {
             std::iter::zip(before, after).zip(intf::LB_COUNTER_NAMES).filter(|((before, after), _)| before != after);
         assert_eq!(grown.map(|(_, name)| name).collect::<Vec<_>>(), [name]);
         if verdict == XDP_TX {
-            self.check_sent(frame, verdict, &packet, MacAddress::BROADCAST);
+            check_sent(frame, verdict, &packet, MacAddress::BROADCAST, identification);
         } else {
             assert_eq!((verdict, &packet[..]), (XDP_DROP, frame));
         }
     }
 
-    fn check_sent(&self, frame: &[u8], verdict: i32, packet: &[u8], destination: MacAddress) {
-        assert_eq!(verdict, XDP_TX);
-        let mut expected = frame.to_vec();
-        expected[..6].copy_from_slice(&destination.0);
-        expected[6..12].copy_from_slice(&OWN_MAC.0);
-        assert_eq!(packet, expected);
+    /// How often `event` happened to packets of a service.
+    pub fn events(&self, service: usize, event: &str) -> u64 {
+        let position = intf::LB_EVENT_NAMES.iter().position(|name| *name == event).unwrap();
+        self.lb.counters(self.services[service]).events[position]
     }
 }
 
-/// A table with random keys, loads and costs; loads are few, so that there are ties.
+fn check_sent(frame: &[u8], verdict: i32, packet: &[u8], destination: MacAddress, identification: Identification) {
+    assert_eq!(verdict, XDP_TX);
+    let mut expected = match identification {
+        Identification::Kept => frame.to_vec(),
+        Identification::Before(None) => with_identification(frame, intf::NO_SERVER as u16),
+        Identification::Before(Some(server)) => with_identification(frame, server.get()),
+    };
+    expected[..6].copy_from_slice(&destination.0);
+    expected[6..12].copy_from_slice(&OWN_MAC.0);
+    assert_eq!(packet, expected);
+}
+
 pub fn random_table(
     rule: Rule,
     generation: u64,
@@ -192,29 +241,5 @@ pub fn random_table(
     servers: &[ServerId],
     rng: &mut impl Rng,
 ) -> PlacementTable {
-    let buckets = BucketCount::new(1 << uniform_below(rng, 10)).unwrap();
-    let cores = 1 + uniform_below(rng, 8);
-    let core_slots: Vec<Core> =
-        servers.iter().flat_map(|server| (0..cores as u16).map(|core| Core { server: *server, core })).collect();
-    let most = intf::MAX_TABLE_CANDIDATES / (groups as u32 * buckets.get());
-    let per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(most));
-    let mut candidate = || {
-        let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
-        Candidate { server: core_slots[usize::from(core_slot)].server, load: uniform_below(rng, 16) * 1000, core_slot }
-    };
-    let candidates = (0..groups as u32 * buckets.get() * per_bucket).map(|_| candidate()).collect();
-    // Some stand twice, as servers of more weight do.
-    let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
-    PlacementTable {
-        generation,
-        rule,
-        bucket_count: buckets,
-        groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
-        candidates_per_bucket: per_bucket,
-        candidates,
-        assignment_cost: uniform_below(rng, 4) * 700,
-        core_slots,
-        members: turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect(),
-        consistent: rendezvous(servers, buckets),
-    }
+    PlacementTable::random(rule, generation, groups, servers, rng)
 }

@@ -4,10 +4,15 @@
 #![allow(dead_code)]
 
 pub mod balancer;
+pub mod hand_client;
 pub mod network;
 pub mod packet_socket;
+pub mod server_bed;
+pub mod stateful;
 
 use std::net::{Ipv4Addr, SocketAddrV4};
+
+use coreward_model::cookie::CookieKey;
 
 pub const FIN: u8 = 0x01;
 pub const SYN: u8 = 0x02;
@@ -16,14 +21,15 @@ pub const ACK: u8 = 0x10;
 
 const ETHERNET: usize = 14;
 
-/// Whether this process may load BPF programs; says that `test` was skipped when not. scripts/test sets the variable when
-/// scripts/rights found that something is missing.
-pub fn may_load_bpf(test: &str) -> bool {
-    let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
-    if !allowed {
-        println!("SKIPPED {test}: needs root, to load BPF programs");
-    }
-    allowed
+pub use coreward_dataplane::test_run::may_load_bpf;
+
+/// A server's time key, for tests in which no server is.
+pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
+
+/// The kernel's TSval clock (CLOCK_MONOTONIC in ms).
+pub fn now_ms() -> u32 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
+    (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
 }
 
 /// A TCP packet to be.
@@ -91,6 +97,73 @@ impl Tcp {
         frame[tcp + 16..tcp + 18].copy_from_slice(&checksum.to_be_bytes());
         frame
     }
+}
+
+/// A UDP datagram to be, or a fragment of one.
+#[derive(Debug, Clone)]
+pub struct Udp {
+    pub source: SocketAddrV4,
+    pub destination: SocketAddrV4,
+    pub ip_options: Vec<u8>,
+    pub identification: u16,
+    /// In IP's field: offset in units of 8 bytes, and flags.
+    pub fragment: u16,
+    pub payload: Vec<u8>,
+}
+
+/// More fragments follow.
+pub const MORE: u16 = 0x2000;
+
+impl Udp {
+    pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
+        Self {
+            source: SocketAddrV4::new(source.0, source.1),
+            destination: SocketAddrV4::new(destination.0, destination.1),
+            ip_options: vec![],
+            identification: 0x1234,
+            fragment: 0,
+            payload: b"datagram".to_vec(),
+        }
+    }
+
+    /// The frame. A later fragment (offset not 0) has no UDP header; a first one says that as many bytes again follow.
+    pub fn frame(&self) -> Vec<u8> {
+        let later = self.fragment & 0x1fff != 0;
+        let whole = 8 + self.payload.len() * if self.fragment & MORE != 0 { 2 } else { 1 };
+        let mut transport = Vec::new();
+        if !later {
+            transport.extend(self.source.port().to_be_bytes());
+            transport.extend(self.destination.port().to_be_bytes());
+            // No checksum: nobody here looks at it.
+            transport.extend([(whole >> 8) as u8, whole as u8, 0, 0]);
+        }
+        transport.extend(&self.payload);
+        let addresses = [*self.source.ip(), *self.destination.ip()];
+        ipv4_frame(17, addresses, &self.ip_options, [self.identification, self.fragment], &transport)
+    }
+}
+
+/// An IPv4 packet in a frame to the MAC address that [`Tcp`] is sent to.
+pub fn ipv4_frame(
+    protocol: u8,
+    addresses: [Ipv4Addr; 2],
+    options: &[u8],
+    identification_and_fragment: [u16; 2],
+    transport: &[u8],
+) -> Vec<u8> {
+    assert_eq!(options.len() % 4, 0);
+    let header = 20 + options.len();
+    let mut frame = [&[0; 6][..], &[2, 0, 0, 0, 0, 9], &[8, 0]].concat();
+    frame.extend([0x40 | (header / 4) as u8, 0]);
+    frame.extend(((header + transport.len()) as u16).to_be_bytes());
+    frame.extend(identification_and_fragment.map(u16::to_be_bytes).concat());
+    frame.extend([64, protocol, 0, 0]);
+    frame.extend(addresses.map(|address| address.octets()).concat());
+    frame.extend(options);
+    let checksum = !ones_complement_sum(&frame[ETHERNET..]);
+    frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+    frame.extend(transport);
+    frame
 }
 
 /// A timestamp option.

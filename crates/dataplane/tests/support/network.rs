@@ -7,11 +7,19 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use coreward_dataplane::mac::MacAddress;
 use nix::sched::{CloneFlags, setns, unshare};
 
 pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+
+/// A device's MAC address in the calling thread's network namespace.
+pub fn mac_address(interface: &str) -> MacAddress {
+    let found = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
+    let addresses = found.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
+    MacAddress(addresses[0])
+}
 
 /// One host.
 #[derive(Debug)]
@@ -129,5 +137,59 @@ impl PinDirectory {
 impl Drop for PinDirectory {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Hosts on one wire: the load balancer, a client and servers that hold the VIP and reach the client through the load
+/// balancer. All devices are called eth0.
+#[derive(Debug)]
+pub struct Segment {
+    pub load_balancer: Host,
+    pub client: Host,
+    pub servers: Vec<Host>,
+    _switch: Host,
+}
+
+impl Segment {
+    pub fn new(servers: u8) -> Self {
+        let switch = Host::new();
+        switch.ip("link add br0 type bridge");
+        switch.ip("link set br0 up");
+        let hosts: Vec<Host> = (0..2 + servers).map(|number| Self::host(&switch, number)).collect();
+        let mut hosts = hosts.into_iter();
+        let (load_balancer, client) = (hosts.next().unwrap(), hosts.next().unwrap());
+        let servers: Vec<Host> = hosts.collect();
+        let by_load_balancer = Self::address(0);
+        client.ip(&format!("route add {VIP}/32 via {by_load_balancer}"));
+        load_balancer.set_sysctl("ipv4/ip_forward", "1");
+        load_balancer.set_sysctl("ipv4/conf/all/send_redirects", "0");
+        load_balancer.set_sysctl("ipv4/conf/eth0/send_redirects", "0");
+        for server in &servers {
+            server.ip(&format!("address add {VIP}/32 dev lo"));
+            server.ip(&format!("route add {}/32 via {by_load_balancer}", Self::address(1)));
+            server.set_sysctl("ipv4/tcp_timestamps", "2");
+            server.set_sysctl("ipv4/conf/all/arp_ignore", "1");
+        }
+        Self { load_balancer, client, servers, _switch: switch }
+    }
+
+    /// Of the load balancer (0), the client (1), server K (2 + K).
+    pub fn address(number: u8) -> Ipv4Addr {
+        Ipv4Addr::new(10, 1, 0, 1 + number)
+    }
+
+    fn host(switch: &Host, number: u8) -> Host {
+        let host = Host::new();
+        let namespace = format!("/proc/{}/fd/{}", std::process::id(), switch.namespace.as_raw_fd());
+        host.ip(&format!("link add eth0 type veth peer name port{number} netns {namespace}"));
+        host.ip(&format!("address add {}/24 dev eth0", Self::address(number)));
+        host.ip("link set lo up");
+        host.ip("link set eth0 up");
+        // veth leaves checksums to a NIC that is not there; what XDP sends on would carry the unfinished sum.
+        let finish_checksums = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
+        assert!(host.within(finish_checksums).status.success(), "ethtool -K eth0 tx off");
+        switch.ip(&format!("link set port{number} master br0"));
+        switch.ip(&format!("link set port{number} up"));
+        host
     }
 }

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * `timestamps = "lb"`: cookies for servers that have no agent. The load balancer stamps what the servers answer and
+ * restores what clients echo; so the answers must pass it (it is the servers' way to the clients), and the kernel behind
+ * it routes them on.
+ *
+ * 1. The clock. What a client echoes must reach the server as the server sent it: Linux rejects the third packet of a
+ *    handshake otherwise. The cookie leaves 20 bits of the server's TSval; the rest is found again only if the load
+ *    balancer knows the server's clock. With net.ipv4.tcp_timestamps=2 all connections of a server show one clock, and
+ *    the SYN-ACKs tell which (struct corrected_server). With 1 each connection has an offset of its own. So the condition
+ *    is checked on the wire: only when CORRECTION_AGREEING SYN-ACKs in a row agree is the server stamped; one that does not
+ *    agree ends it, until as many agree again.
+ *
+ * 2. Plain connections. A connection must be stamped from its SYN-ACK on or not at all, or time would jump. One whose
+ *    SYN-ACK was not stamped is put into the flow table, and that it stands there says: plain, both ways. If it is
+ *    pushed out, its answers are stamped in its midst and it breaks; the table should hold all connections of the first
+ *    seconds after a start.
+ *
+ * 3. Towards the server. The cookie names the server; TSecr is restored. What has neither entry nor a known cookie is
+ *    dropped: these servers take nothing that comes to the broadcast address.
+ *
+ * 4. Limits. A connection idle for more than 524 s (half of 2^20 ms) may be dropped by the client as old; 2,048 server
+ *    ids; bare resets of stamped connections reach no server; several load balancers learn clocks each for itself.
+ *
+ *    What a server answers: reply.bpf.h. What clients send: decide.bpf.h, decide_corrected().
+ *
+ * 5. Where the answer comes from tells its MAC address: a look-up in `corrected_servers`, which user space fills and in
+ *    which this program keeps the clocks.
+ */
+#ifndef COREWARD_CORRECTION_BPF_H
+#define COREWARD_CORRECTION_BPF_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "cookie.bpf.h"
+#include "parse.bpf.h"
+#include "placement.bpf.h"
+#include "state.bpf.h"
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, MAX_CORRECTED_SERVERS);
+	__type(key, __u64);
+	__type(value, struct corrected_server);
+} corrected_servers SEC(".maps");
+
+#define NANOSECONDS_PER_MS 1000000
+
+/* `mac`: 48 bits; what stands above does not count. */
+static __always_inline struct corrected_server *corrected_server(__u32 service, __u64 mac)
+{
+	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << CORRECTED_SERVICE_SHIFT;
+
+	return bpf_map_lookup_elem(&corrected_servers, &key);
+}
+
+static __always_inline bool is_verified(const struct corrected_server *server)
+{
+	return server->agreeing >= CORRECTION_AGREEING;
+}
+
+/* The server's clock now, by what is known of it (ms). */
+static __always_inline __u32 clock_of(const struct corrected_server *server)
+{
+	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS + server->offset_ms;
+}
+
+/* A SYN-ACK with TSval `milliseconds`. Two CPUs at the same moment: one of the two counts. */
+static __always_inline void learn_clock(struct corrected_server *server, __u32 milliseconds)
+{
+	__u32 difference = milliseconds - clock_of(server) + CORRECTION_TOLERANCE_MS;
+
+	server->offset_ms += milliseconds - clock_of(server);
+	if (difference > 2 * CORRECTION_TOLERANCE_MS) {
+		server->agreeing = 1;
+		server->disagreed++;
+	} else if (!is_verified(server)) {
+		server->agreeing++;
+	}
+}
+
+static __always_inline __u32 correction_time_mask(__u32 service, const struct packet *packet)
+{
+	const struct cookie_key *key = &lb_state.services[service & (MAX_SERVICES - 1)].time_key;
+
+	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & CORRECTION_TIME_MASK;
+}
+
+static __always_inline __u32 correction_id_mask(__u32 key_index, const struct packet *packet)
+{
+	const struct cookie_key *key;
+
+	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
+	barrier_var(key_index);
+	key = &lb_state.keys.key[key_index & 1];
+	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & CORRECTION_ID_MASK;
+}
+
+/* The server's id that the cookie in `packet->echo` names. */
+static __always_inline __u32 corrected_id(const struct packet *packet)
+{
+	__u32 index = (packet->echo & CORRECTION_KEY_BIT) / CORRECTION_KEY_BIT;
+
+	return (packet->echo ^ correction_id_mask(index, packet)) & CORRECTION_ID_MASK;
+}
+
+/* What the server at `mac` sent for that echo: the latest TSval of its clock with these 20 bits. */
+static __always_inline __u32 corrected_echo(__u32 service, __u64 mac, const struct packet *packet)
+{
+	const struct corrected_server *server = corrected_server(service, mac);
+	__u32 time, latest;
+
+	if (!server)
+		return packet->echo;
+	time = (packet->echo >> CORRECTION_TIME_SHIFT) - correction_time_mask(service, packet);
+	latest = clock_of(server) + CORRECTION_SLACK_MS;
+	return latest - ((latest - time) & CORRECTION_TIME_MASK);
+}
+
+#endif

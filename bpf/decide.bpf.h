@@ -1,0 +1,377 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Where a packet of a service goes, by the service's mode (enum consistency) and what the packet carries. The rows of
+ * "what finds the server" are those of docs/design.md, "Consistency".
+ */
+#ifndef COREWARD_DECIDE_BPF_H
+#define COREWARD_DECIDE_BPF_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "connection_table.bpf.h"
+#include "correction.bpf.h"
+#include "cookie.bpf.h"
+#include "flow_table.bpf.h"
+#include "parse.bpf.h"
+#include "placement.bpf.h"
+#include "service.bpf.h"
+#include "service_mode.bpf.h"
+#include "state.bpf.h"
+#include "stats.bpf.h"
+#include "to_all.bpf.h"
+
+/* In the place of a decision's `before`: the packet's identification is left as it is. */
+#define KEEP_IDENTIFICATION 0x10000u
+/* In the place of a decision's `echo`: TSecr is left as it is. */
+#define KEEP_ECHO 0xffffffffu
+
+struct decision {
+	enum lb_counter outcome;
+	/* An index, or LB_COUNTERS_NO_SERVICE. */
+	__u32 service;
+	/* MAC address; only if the packet is forwarded. */
+	__u64 destination;
+	/* Whose `destination` is; NO_SERVER: all servers', or a load balancer's. */
+	__u32 server_id;
+	/* The server before, which the packet's IP identification is to carry; or KEEP_IDENTIFICATION. */
+	__u32 before;
+	/* What TSecr becomes: in a first packet SYN_ECHO_HOLDS_COOKIE or 0, else the server's own time; or KEEP_ECHO. */
+	__u32 echo;
+};
+
+/* The outcomes of enum lb_counter stand in this order: passed, forwarded, dropped. */
+static __always_inline bool is_forwarded(enum lb_counter outcome)
+{
+	return outcome > LB_COUNTER_PASSED_NOT_SERVICE && outcome < LB_COUNTER_DROP_MALFORMED_IPV4;
+}
+
+/* What the echo says, in the clear: COOKIE_KIND_BIT and id. */
+static __always_inline __u32 cookie_of(__u32 echo, __u32 client_address, __u32 vip_address, __u32 ports)
+{
+	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
+
+	return (echo ^ cookie_hash(key, client_address, vip_address, ports)) & COOKIE_HIDDEN_MASK;
+}
+
+/* The number of the service that a packet is for (find_service()). */
+static __always_inline __u32 find_service_of(const struct packet *packet)
+{
+	__u64 tail = service_tail_ipv4(packet->vip_address, packet->ports >> 16, packet->protocol);
+
+	return find_service(&lb_state.directories, tail);
+}
+
+/* ---- to one server, or to all ---------------------------------------------------------------------------------- */
+
+/* To that server, counted as `outcome`. No other one has the connection: without its MAC address the packet is dropped. */
+static __always_inline void decide_server(__u32 id, enum lb_counter outcome, struct decision *decision)
+{
+	server_word server = server_at(decision->service, id);
+
+	decision->outcome = server_has(server, SERVER_RESOLVED) ? outcome : LB_COUNTER_DROP_SERVER_UNRESOLVED;
+	decision->destination = server;
+	decision->server_id = id;
+}
+
+static __always_inline bool server_is_known(__u32 service, __u32 id)
+{
+	return server_has(server_at(service, id), SERVER_KNOWN);
+}
+
+/* `over_rate`: the outcome when the bucket is empty. */
+static __always_inline void decide_to_all(struct service_state *state, enum lb_counter over_rate,
+					  struct decision *decision)
+{
+	if (!take_token(&state->to_all_paid_until, &to_all)) {
+		decision->outcome = over_rate;
+		return;
+	}
+	decision->outcome = LB_COUNTER_TO_ALL;
+	decision->destination = BROADCAST_MAC;
+}
+
+/* The same from the bucket for packets whose connection table is lost. */
+static __always_inline void decide_to_all_owner_lost(struct service_state *state, struct decision *decision)
+{
+	if (!take_token(&state->owner_lost_paid_until, &to_all_owner_lost)) {
+		decision->outcome = LB_COUNTER_DROP_TO_ALL_RATE_LIMITED;
+		return;
+	}
+	decision->outcome = LB_COUNTER_TO_ALL_OWNER_LOST;
+	decision->destination = BROADCAST_MAC;
+}
+
+/* ---- what finds the server ------------------------------------------------------------------------------------- */
+
+/* By the placement rule, counted as `outcome`. */
+static __always_inline void decide_by_rule(struct service_state *state, const struct packet *packet,
+					   enum lb_counter outcome, struct decision *decision)
+{
+	__u32 id = place(state, decision->service, packet);
+
+	if (id == NO_SERVER)
+		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
+	else
+		decide_server(id, outcome, decision);
+}
+
+/* By the flow table, if the flow is in it and its server was not taken out meanwhile. */
+static __always_inline bool decide_by_flow(const struct packet *packet, struct flow_table_entry *entry,
+					   struct decision *decision)
+{
+	if (!find_flow(decision->service, packet, entry) || !server_is_known(decision->service, entry->server_id))
+		return false;
+	decide_server(entry->server_id, LB_COUNTER_FLOW, decision);
+	return true;
+}
+
+/* By the bucket. Whom the bucket belonged to before goes along: it may still have the connection. */
+static __always_inline struct flow_table_entry decide_by_bucket(struct service_state *state,
+								const struct packet *packet, struct decision *decision)
+{
+	struct flow_table_entry choice = place_consistently(state, decision->service, packet);
+
+	if (choice.server_id == NO_SERVER || !server_is_known(decision->service, choice.server_id)) {
+		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
+	} else {
+		decide_server(choice.server_id, LB_COUNTER_CONSISTENT, decision);
+		decision->before = choice.before;
+	}
+	return choice;
+}
+
+/* ---- by the index in the cookie -------------------------------------------------------------------------------- */
+
+/* Whether another load balancer with a connection table sent the frame. */
+static __always_inline bool came_from_owner(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	__u64 source;
+
+	if (data + ETH_HLEN > data_end)
+		return false;
+	source = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
+	for (__u32 i = 0; i < MAX_OWNERS; i++) {
+		server_word owner = *(const server_word *)&lb_state.owners[i];
+
+		if (server_has(owner, SERVER_RESOLVED) && (owner & SERVER_MAC_MASK) == source)
+			return true;
+	}
+	return false;
+}
+
+/*
+ * The index is of another load balancer's table: the packet goes there, once. One that came from a load balancer is not
+ * passed on, so that no disagreement about who is who makes it circle. An owner that is gone, or cannot be reached: to all.
+ */
+static __always_inline void decide_owner(struct xdp_md *ctx, struct service_state *state, __u32 owner,
+					 struct decision *decision)
+{
+	server_word balancer = *(const server_word *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
+
+	if (!server_has(balancer, SERVER_KNOWN)) {
+		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+	} else if (server_has(balancer, SERVER_RESOLVED) && !came_from_owner(ctx)) {
+		decision->outcome = LB_COUNTER_TO_OWNER;
+		decision->destination = balancer;
+	} else {
+		decide_to_all_owner_lost(state, decision);
+	}
+}
+
+/* Whether what a cookie of the service holds is an index. */
+static __always_inline bool is_index(__u32 number, __u32 cookie)
+{
+	return mode_is(number, CONSISTENCY_STATEFUL) && cookie & COOKIE_KIND_BIT;
+}
+
+/*
+ * Where the index in `cookie` says, counted as `outcome`. Returns false when the entry is free or another connection's, or
+ * its server was taken out. `found`: the entry, if it is of this load balancer's table.
+ */
+static __always_inline bool decide_index(struct xdp_md *ctx, struct service_state *state, __u32 cookie,
+					 const struct packet *packet, enum lb_counter outcome,
+					 struct decision *decision, struct connection **found)
+{
+	__u64 hash = connection_hash(packet->client_address, packet->vip_address, packet->ports);
+	struct connection *connection;
+	__u32 id;
+
+	*found = NULL;
+	if (cookie_owner(cookie) != lb_state.owner) {
+		decide_owner(ctx, state, cookie_owner(cookie), decision);
+		return true;
+	}
+	connection = find_connection(hash, cookie, decision->service, &id);
+	if (!connection)
+		count_event(ctx, decision->service, LB_EVENT_CONNECTION_UNKNOWN);
+	if (!connection || !server_is_known(decision->service, id))
+		return false;
+	decide_server(id, outcome, decision);
+	*found = connection;
+	return true;
+}
+
+static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
+					     const struct packet *packet, struct decision *decision)
+{
+	__u32 cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+	struct connection *connection;
+
+	if (is_index(number, cookie)) {
+		if (!decide_index(ctx, state, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
+			decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+		if (connection)
+			update_connection(connection, packet->flags, frame_bytes(ctx));
+	} else if (cookie & COOKIE_KIND_BIT || !server_is_known(decision->service, cookie)) {
+		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+	} else {
+		decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);
+	}
+}
+
+/*
+ * The first packet of a stateful service: placed, and given an entry whose place its TSecr tells the server. Sent again, it
+ * finds the entry again, if that server still takes first packets. Without an entry it carries none, whatever the client
+ * wrote there, and the server stamps its id.
+ */
+static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
+						  const struct packet *packet, struct decision *decision)
+{
+	__u64 hash = connection_hash(packet->client_address, packet->vip_address, packet->ports);
+	__u32 owner = lb_state.owner, place, id;
+	struct connection *connection;
+	int taken;
+
+	connection = find_recent_connection(hash, decision->service, &place, &id);
+	if (connection && owner < MAX_OWNERS && server_has(server_at(decision->service, id), TAKES_FIRST_PACKETS)) {
+		reopen_connection(connection);
+		decide_server(id, LB_COUNTER_FIRST, decision);
+		decision->echo = syn_echo(owner, place);
+		return;
+	}
+	decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+	decision->echo = packet->echo ? 0 : KEEP_ECHO;
+	if (decision->outcome != LB_COUNTER_FIRST || owner >= MAX_OWNERS)
+		return;
+	taken = take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx));
+	if (taken < 0) {
+		count_event(ctx, decision->service,
+			    taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL
+							   : LB_EVENT_CONNECTION_CONTENDED);
+		return;
+	}
+	remember_connection(hash, taken);
+	decision->echo = syn_echo(owner, taken);
+}
+
+/* ---- the modes ------------------------------------------------------------------------------------------------- */
+
+/*
+ * A packet without a cookie at a service whose connections have one: the client does not do timestamps, or the service
+ * has them switched off. A first packet is not remembered: where it goes the bucket says again.
+ */
+static __always_inline void decide_without_cookie(struct xdp_md *ctx, struct service_state *state,
+						  const struct packet *packet, struct decision *decision)
+{
+	struct flow_table_entry entry;
+
+	if (decide_by_flow(packet, &entry, decision)) {
+		decision->before = entry.before;
+		return;
+	}
+	/* A host that has no such connection resets without timestamps whatever the connection had. */
+	if (packet->flags & TCP_RST) {
+		decide_to_all(state, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decision->before = NO_SERVER;
+		return;
+	}
+	entry = decide_by_bucket(state, packet, decision);
+	if (decision->outcome == LB_COUNTER_CONSISTENT && !(packet->flags & TCP_SYN))
+		insert_flow(ctx, decision->service, packet, entry);
+}
+
+/*
+ * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known; a TCP
+ * packet that is not a SYN does not, or forged ones would fill the table.
+ */
+static __always_inline void decide_by_hash_table(struct xdp_md *ctx, struct service_state *state,
+						 const struct packet *packet, struct decision *decision)
+{
+	bool syn = packet->flags & TCP_SYN;
+	bool first = syn || (udp_in_use && packet->protocol == IPPROTO_UDP);
+	struct flow_table_entry entry;
+
+	if (!syn && decide_by_flow(packet, &entry, decision))
+		return;
+	decide_by_rule(state, packet, first ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
+	if (decision->outcome == LB_COUNTER_FIRST) {
+		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
+		insert_flow(ctx, decision->service, packet, entry);
+	}
+}
+
+/*
+ * A packet that opens no connection, where the load balancer stamps itself: of a plain connection, by the flow table; or
+ * with a cookie, and then TSecr becomes what the server sent. (correction.bpf.h)
+ */
+static __always_inline void decide_corrected(struct xdp_md *ctx, struct service_state *state,
+					     const struct packet *packet, struct decision *decision)
+{
+	struct flow_table_entry entry;
+	__u32 id;
+
+	if (decide_by_flow(packet, &entry, decision))
+		return;
+	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
+		entry = decide_by_bucket(state, packet, decision);
+		decision->before = KEEP_IDENTIFICATION;
+		if (decision->outcome == LB_COUNTER_CONSISTENT && !(packet->flags & TCP_SYN))
+			insert_flow(ctx, decision->service, packet, entry);
+		return;
+	}
+	id = corrected_id(packet);
+	if (!packet->has_timestamp || !server_is_known(decision->service, id)) {
+		decision->outcome = LB_COUNTER_DROP_UNKNOWN_COOKIE;
+		return;
+	}
+	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
+	decision->echo = corrected_echo(decision->service, decision->destination, packet);
+}
+
+/*
+ * `number`: the service's; `decision->service` its index. A global function, so that it is verified once and not once per
+ * path that leads here: with all modes in use kernel 6.1's verifier would run out of instructions.
+ */
+__noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *packet, struct decision *decision)
+{
+	struct service_state *state;
+
+	if (!packet || !decision)
+		return 0;
+	state = &lb_state.services[service_index(number)];
+	decision->service = service_index(number);
+	if (mode_is(number, CONSISTENCY_NONE))
+		decide_by_rule(state, packet, packet->flags & TCP_SYN ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
+	else if (mode_is(number, CONSISTENCY_HASH_TABLE))
+		decide_by_hash_table(ctx, state, packet, decision);
+	else if (mode_is(number, CONSISTENCY_BEAMER))
+		decide_by_bucket(state, packet, decision);
+	else if (is_corrected(number) && !(packet->has_timestamp && packet->flags & TCP_SYN))
+		decide_corrected(ctx, state, packet, decision);
+	else if (!packet->has_timestamp || (!has_cookies(number) && !is_corrected(number)))
+		decide_without_cookie(ctx, state, packet, decision);
+	else if (!(packet->flags & TCP_SYN))
+		decide_by_cookie(ctx, number, state, packet, decision);
+	else if (mode_is(number, CONSISTENCY_STATEFUL))
+		decide_first_stateful(ctx, state, packet, decision);
+	else
+		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * What servers answer, where the load balancer stamps itself: correction.bpf.h says how and why. An answer goes on to the
+ * kernel, which routes it to the client.
+ */
+#ifndef COREWARD_REPLY_BPF_H
+#define COREWARD_REPLY_BPF_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "correction.bpf.h"
+#include "decide.bpf.h"
+#include "flow_table.bpf.h"
+#include "parse.bpf.h"
+#include "rewrite.bpf.h"
+#include "service_mode.bpf.h"
+#include "stats.bpf.h"
+
+/* TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). The key by the packet's own time, as on servers. */
+static __always_inline __u32 corrected_value(__u32 service, const struct packet *packet,
+					     const struct corrected_server *server, __u32 milliseconds)
+{
+	bool current = (__s32)(milliseconds - server->offset_ms - lb_state.keys.switch_ms) >= 0;
+	__u32 index = (current ? lb_state.keys.current : lb_state.keys.current ^ 1) & 1;
+	__u32 time = (milliseconds + correction_time_mask(service, packet)) & CORRECTION_TIME_MASK;
+	__u32 id = (server->server_id ^ correction_id_mask(index, packet)) & CORRECTION_ID_MASK;
+	__u32 value = time << CORRECTION_TIME_SHIFT | index * CORRECTION_KEY_BIT | id;
+
+	return value ? value : 1u << CORRECTION_TIME_SHIFT;
+}
+
+/* A connection of before with the same ports may have been plain. */
+static __always_inline void forget_flow(__u32 service, const struct packet *packet)
+{
+	struct flow_table_key key = flow_table_key_of(service, packet);
+
+	bpf_map_delete_elem(&flow_table, &key);
+}
+
+/* Whether the connection is stamped, by its SYN-ACK for ever (essay, 2). */
+static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+					     struct corrected_server *server, __u32 milliseconds)
+{
+	struct flow_table_entry entry = {.server_id = server->server_id, .before = NO_SERVER};
+
+	if (!(packet->flags & TCP_SYN))
+		return is_verified(server) && !find_flow(service, packet, &entry);
+	learn_clock(server, milliseconds);
+	if (is_verified(server))
+		forget_flow(service, packet);
+	else
+		insert_flow(ctx, service, packet, entry);
+	return is_verified(server);
+}
+
+/* An answer of the service `number`: `packet` has addresses and ports as the client's packets carry them. */
+static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 number, const struct packet *packet,
+						     __u64 source_mac)
+{
+	__u32 service = service_index(number), offset = packet->echo_offset - sizeof(__u32), milliseconds;
+	struct corrected_server *server;
+	__be32 value;
+
+	if (!packet->has_timestamp || bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value)))
+		return LB_COUNTER_REPLY_UNCHANGED;
+	server = corrected_server(service, source_mac);
+	if (!server)
+		return LB_COUNTER_REPLY_UNCHANGED;
+	milliseconds = bpf_ntohl(value);
+	if (!is_to_be_stamped(ctx, service, packet, server, milliseconds))
+		return LB_COUNTER_REPLY_UNCHANGED;
+	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset,
+			  corrected_value(service, packet, server, milliseconds));
+	return LB_COUNTER_REPLY_STAMPED;
+}
+
+/* A frame that is for no service: is it from one? Returns an XDP action, or -1. Global, as decide() is. */
+__noinline int forward_reply(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct packet packet = {};
+	enum lb_counter outcome;
+	__u64 source_mac;
+	__u32 number, vip;
+
+	if (parse_ethernet(data, data_end) || !sent_to_us(data) || parse_ipv4(data, data_end, &packet) ||
+	    packet.fragment || packet.protocol != IPPROTO_TCP ||
+	    parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, &packet))
+		return -1;
+	/* As the client's packets carry them. */
+	vip = packet.client_address;
+	packet.client_address = packet.vip_address;
+	packet.vip_address = vip;
+	packet.ports = packet.ports << 16 | packet.ports >> 16;
+	number = find_service_of(&packet);
+	if (!is_service(number) || !(number & SERVICE_TIMESTAMPS_LB))
+		return -1;
+	source_mac = PACKET_U32(data, ETH_ALEN) | (__u64)PACKET_U16(data, ETH_ALEN + 4) << 32;
+	/* A header that contradicts itself the kernel behind may look at. */
+	if (parse_tcp_header(ctx, data, data_end, &packet))
+		outcome = LB_COUNTER_REPLY_UNCHANGED;
+	else
+		outcome = correct_reply(ctx, number, &packet, source_mac);
+	count_packet(ctx, service_index(number), outcome, 0);
+	return XDP_PASS;
+}
+
+#endif

@@ -1,0 +1,276 @@
+//! `bpf/capture.bpf.h`: what came to the load balancer and what it decided, packet by packet, while it works.
+//!
+//! A variant of the program stands in the place of the one at the device as long as somebody watches.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::mem::offset_of;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use coreward_intf as intf;
+use coreward_model::{ServerId, ServiceAddress};
+use libbpf_rs::{MapHandle, PerfBuffer, PerfBufferBuilder, libbpf_sys};
+use zerocopy::FromBytes as _;
+
+use super::link::XdpLink;
+use super::program::{Maps, Watched};
+use super::servers::mac_in;
+use super::services::{names_of, services_of};
+use super::{COUNTER_NAMES, ServiceIndex, entry_at, program};
+use crate::mac::MacAddress;
+
+/// What to watch.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The load balancer's own: below a BPF file system.
+    pub pin_directory: PathBuf,
+    /// The service.
+    pub service: ServiceAddress,
+    /// At most so many bytes of a frame, at least 1.
+    pub capture_length: u32,
+}
+
+/// A packet and what was decided.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Captured {
+    /// When it came: CLOCK_MONOTONIC.
+    pub time: Duration,
+    /// Length of the frame; more than what was captured if it was cut.
+    pub length: u32,
+    /// The frame as it came.
+    pub arrived: Vec<u8>,
+    /// The frame as it left the program.
+    pub left: Vec<u8>,
+    /// The counter that counted it: one of [`COUNTER_NAMES`].
+    pub outcome: &'static str,
+    /// Where it went.
+    pub destination: Destination,
+}
+
+/// Where a packet went.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// To the load balancer's own kernel.
+    Kernel,
+    /// Nowhere.
+    Dropped,
+    /// To a server; several ids when several have this MAC address.
+    Server(MacAddress, Vec<ServerId>),
+    /// To the load balancer with this owner number.
+    LoadBalancer(u8),
+    /// To all servers.
+    AllServers,
+    /// To an address that no server has (any more).
+    Unknown(MacAddress),
+}
+
+/// A capture that runs until it is dropped.
+pub struct Capture {
+    options: Options,
+    maps: Maps,
+    link: XdpLink,
+    service: ServiceIndex,
+    attached: Attached,
+    checked: Instant,
+    servers: HashMap<MacAddress, Vec<ServerId>>,
+    records: Rc<RefCell<Records>>,
+}
+
+/// The variant at the device, and the program whose place it has taken.
+struct Attached {
+    replaced: OwnedFd,
+    /// The variant's id: another one at the device is the daemon's newest.
+    program: u32,
+    buffer: PerfBuffer<'static>,
+    /// The kernel takes the buffers out of the map when the descriptor is closed by which they came in.
+    _captured: MapHandle,
+}
+
+/// What came out of the perf buffer.
+#[derive(Default)]
+struct Records {
+    /// By CPU, packets whose decision is still to come.
+    arrived: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
+    whole: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
+    lost: u64,
+}
+
+/// Perf buffer per CPU.
+const BUFFER_PAGES: usize = 1024;
+/// How often the link is looked at for another program.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
+impl Capture {
+    /// Puts the variant that watches in the place of the program of the load balancer pinned there.
+    ///
+    /// # Errors
+    /// When none is at work there, it does not know the service, or was loaded by another version of coreward.
+    pub fn start(options: Options) -> anyhow::Result<Self> {
+        ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
+        let pins = program::pin_directory(&options.pin_directory)?;
+        let Some(link) = XdpLink::pinned(&pins.join("link"))? else {
+            bail!("{}: no load balancer is at work here", options.pin_directory.display());
+        };
+        let maps = Maps::take_over(&pins)?;
+        let services = services_of(&maps);
+        let Some(service) = services.get(&options.service).map(|service| service.index) else {
+            let known: Vec<String> = services.keys().map(ToString::to_string).collect();
+            bail!("no service {}: expected one of {}", options.service, known.join(", "));
+        };
+        let records = Rc::new(RefCell::new(Records::default()));
+        let attached = Attached::new(&options, &maps, &link, service, &records)?;
+        let mut capture =
+            Self { options, maps, link, service, attached, checked: Instant::now(), servers: HashMap::new(), records };
+        capture.read_servers();
+        Ok(capture)
+    }
+
+    /// Waits for packets, at most `timeout`, and hands each to `sink` in the order of its CPU.
+    ///
+    /// # Errors
+    /// When the load balancer was detached meanwhile.
+    pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(Captured)) -> anyhow::Result<()> {
+        if self.checked.elapsed() >= CHECK_INTERVAL {
+            self.checked = Instant::now();
+            if self.link.program()? != self.attached.program {
+                // The daemon may have put a connection table of another size in the place of the one before.
+                self.maps = Maps::take_over(&program::pin_directory(&self.options.pin_directory)?)?;
+                self.attached = Attached::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
+            }
+        }
+        self.attached.buffer.poll(timeout).context("reading what was captured")?;
+        let whole = std::mem::take(&mut self.records.borrow_mut().whole);
+        for (came, arrived, decided, left) in whole {
+            let destination = self.destination(decided.action, &left);
+            sink(Captured {
+                time: Duration::from_nanos(came.time_ns),
+                length: came.length,
+                outcome: COUNTER_NAMES.get(decided.outcome as usize).copied().unwrap_or("unknown"),
+                destination,
+                arrived,
+                left,
+            });
+        }
+        Ok(())
+    }
+
+    /// Records that did not fit the buffer.
+    pub fn lost(&self) -> u64 {
+        self.records.borrow().lost
+    }
+
+    fn destination(&mut self, action: u32, left: &[u8]) -> Destination {
+        match action {
+            libbpf_sys::XDP_PASS => return Destination::Kernel,
+            libbpf_sys::XDP_TX => {}
+            _ => return Destination::Dropped,
+        }
+        let Some(mac) = left.first_chunk().map(|octets| MacAddress(*octets)) else { return Destination::Dropped };
+        if mac.0 == [0xff; 6] {
+            return Destination::AllServers;
+        }
+        if !self.servers.contains_key(&mac) {
+            self.read_servers();
+        }
+        if let Some(ids) = self.servers.get(&mac) {
+            return Destination::Server(mac, ids.clone());
+        }
+        match self.owner_with(mac) {
+            Some(owner) => Destination::LoadBalancer(owner),
+            None => Destination::Unknown(mac),
+        }
+    }
+
+    fn read_servers(&mut self) {
+        self.servers.clear();
+        for id in 0..ServerId::COUNT as u64 {
+            let server = ServerId::try_from(id).expect("below the count");
+            let word = self.maps.servers.load(entry_at::<intf::server_entry>(self.service, server.get()));
+            if let Some(mac) = mac_in(word) {
+                self.servers.entry(mac).or_default().push(server);
+            }
+        }
+    }
+
+    fn owner_with(&self, mac: MacAddress) -> Option<u8> {
+        let at = |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
+        (0..intf::MAX_OWNERS as u8).find(|owner| mac_in(self.maps.state.load(at(*owner))) == Some(mac))
+    }
+}
+
+impl Attached {
+    fn new(
+        options: &Options,
+        maps: &Maps,
+        link: &XdpLink,
+        service: ServiceIndex,
+        records: &Rc<RefCell<Records>>,
+    ) -> anyhow::Result<Self> {
+        let SocketAddr::V4(vip) = options.service.socket else { bail!("{}: expected IPv4", options.service) };
+        let replaced = program_descriptor(link.program()?)?;
+        let protocol = options.service.protocol;
+        let watched = Watched { vip, protocol, service, length: options.capture_length };
+        let (variant, captured) = maps.load_capturing(replaced.as_fd(), &watched)?;
+        let (on_record, on_loss) = (records.clone(), records.clone());
+        let buffer = PerfBufferBuilder::new(&captured)
+            .pages(BUFFER_PAGES)
+            .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().take(cpu, data))
+            .lost_cb(move |_, count| on_loss.borrow_mut().lost += count)
+            .build()
+            .context("the perf buffer")?;
+        link.replace(variant.as_fd()).context("replacing the program at the device")?;
+        Ok(Self { replaced, program: link.program()?, buffer, _captured: captured })
+    }
+}
+
+/// The program that was there before stands there again, unless the daemon has put another one in the variant's place.
+impl Drop for Capture {
+    fn drop(&mut self) {
+        let put_back = || -> anyhow::Result<()> {
+            if self.link.program()? == self.attached.program {
+                self.link.replace(self.attached.replaced.as_fd())?;
+            }
+            Ok(())
+        };
+        if let Err(error) = put_back() {
+            tracing::warn!("the program that was at the device before could not be put back: {error:#}");
+        }
+    }
+}
+
+impl Records {
+    /// One record: a `struct captured_packet` and the bytes after it.
+    fn take(&mut self, cpu: i32, data: &[u8]) {
+        let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
+        let bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
+        if packet.action == intf::CAPTURE_ARRIVED {
+            self.arrived.insert(cpu, (packet, bytes));
+        } else if let Some((came, arrived)) = self.arrived.remove(&cpu)
+            && came.sequence == packet.sequence
+        {
+            self.whole.push((came, arrived, packet, bytes));
+        }
+    }
+}
+
+fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
+    // SAFETY: takes a number.
+    let result = unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) };
+    ensure!(result >= 0, "program {id}: {}", std::io::Error::from_raw_os_error(-result));
+    // SAFETY: a new descriptor that nobody else knows.
+    Ok(unsafe { OwnedFd::from_raw_fd(result) })
+}
+
+/// The services of the load balancer pinned there, with the names that its daemon gave them.
+///
+/// # Errors
+/// When none is at work there.
+pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
+    let maps = Maps::take_over(&program::pin_directory(pin_directory)?)?;
+    Ok(names_of(&maps))
+}

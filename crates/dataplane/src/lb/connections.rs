@@ -1,0 +1,307 @@
+//! The connection table of stateful services: read, freed from, taken over. `bpf/connection_table.bpf.h` says what packets
+//! do with it; what this side does to an entry is the code of [`coreward_model::connection_table::table`].
+
+use std::mem::offset_of;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_intf as intf;
+use coreward_model::connection_table::table::{ConnectionTable, Memory, Word};
+use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers};
+use coreward_model::cookie::CookieKey;
+use coreward_model::{ServerId, ServiceAddress};
+use rand::Rng as _;
+use rand::rand_core::UnwrapErr;
+use rand::rngs::SysRng;
+
+use super::program::{self, Maps, Servers};
+use super::services::{names_of, services_of};
+use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex, entry_at};
+use crate::mac::MacAddress;
+use crate::mapped::{Mapped, wait_for_programs};
+
+/// The memory that packets use, too.
+#[derive(Debug)]
+pub(super) struct SharedMemory {
+    entries: Mapped<[intf::connection]>,
+    stacks: Mapped<[intf::connection_stack]>,
+}
+
+/// The table that packets use, too.
+pub(super) type Table = ConnectionTable<SharedMemory>;
+
+impl SharedMemory {
+    fn words_of_entry(index: ConnectionIndex) -> usize {
+        index.get() as usize * size_of::<intf::connection>()
+    }
+
+    fn top_of(partition: u32) -> usize {
+        partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, top)
+    }
+}
+
+impl Memory for SharedMemory {
+    fn load(&self, word: Word) -> u64 {
+        match word {
+            Word::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
+            Word::Entry(index, field) => self.entries.load(Self::words_of_entry(index) + field),
+        }
+    }
+
+    fn store(&self, word: Word, value: u64) {
+        match word {
+            Word::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
+            Word::Entry(index, field) => self.entries.store(Self::words_of_entry(index) + field, value),
+        }
+    }
+
+    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
+        match word {
+            Word::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
+            Word::Entry(index, field) => self.entries.compare_exchange(Self::words_of_entry(index) + field, old, new),
+        }
+    }
+
+    fn publish(&self, word: Word, value: u64) {
+        self.store(word, value);
+    }
+}
+
+/// The table in two maps of that size.
+pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
+    let entries = Mapped::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
+    let stacks = Mapped::new_slice(stacks, size.partitions() as usize).context("mapping the free places")?;
+    Ok(ConnectionTable::new(SharedMemory { entries, stacks }, size))
+}
+
+const CLOCK: usize = offset_of!(intf::lb_state, clock);
+const OWNERS: usize = offset_of!(intf::lb_state, owners);
+
+/// Makes new maps ready: a key of their own, all places free, no owner number.
+pub(super) fn begin(maps: &Maps) {
+    maps.connections.initialise();
+    let mut random = UnwrapErr(SysRng);
+    let key = intf::cookie_key { k0: random.next_u64(), k1: random.next_u64() };
+    maps.state.write(offset_of!(intf::lb_state, connection_key), &key);
+    set_owner_word(maps, None);
+}
+
+/// How many entries are not free.
+pub(super) fn in_use(table: &Table) -> usize {
+    table.size().indexes().filter(|index| !table.is_free(*index)).count()
+}
+
+/// Pushes the places that a process before this one released but had no time to push.
+///
+/// # Errors
+/// When the kernel offers no grace period.
+pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
+    let mut missing = Vec::new();
+    for partition in 0..table.size().partitions() {
+        let mut on_stack = [false; intf::CONNECTIONS_PER_PARTITION as usize];
+        for index in table.free_places(partition) {
+            on_stack[index.place() as usize] = true;
+        }
+        let places = 0..intf::CONNECTIONS_PER_PARTITION;
+        let off_stack =
+            places.filter(|place| !on_stack[*place as usize]).map(|place| ConnectionIndex::new(partition, place));
+        missing.extend(off_stack.filter(|index| table.is_free(*index)));
+    }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    // Some were about to be filled by a packet: it is through after this.
+    wait_for_programs().context("waiting for an RCU grace period by membarrier(2)")?;
+    let lost: Vec<_> = missing.into_iter().filter(|index| table.is_free(*index)).collect();
+    lost.iter().for_each(|index| table.push(*index));
+    if !lost.is_empty() {
+        tracing::info!(
+            "{} places of the connection table were lost by a process before, and are free again",
+            lost.len()
+        );
+    }
+    Ok(())
+}
+
+/// Owner and clock share a word, which only user space writes.
+fn set_owner_word(maps: &Maps, owner: Option<OwnerNumber>) {
+    let number = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
+    let clock = maps.state.load(CLOCK) as u32;
+    maps.state.store(CLOCK, u64::from(number) << 32 | u64::from(clock));
+}
+
+const _: () = assert!(CLOCK.is_multiple_of(8) && offset_of!(intf::lb_state, owner) == CLOCK + 4);
+
+pub(super) fn clock(maps: &Maps) -> Clock {
+    Clock(maps.state.load(CLOCK) as u32)
+}
+
+fn owner_at(owner: OwnerNumber) -> usize {
+    OWNERS + usize::from(owner.get()) * size_of::<intf::server_entry>()
+}
+
+fn is_known(servers: &Mapped<Servers>, service: ServiceIndex, server: ServerId) -> bool {
+    let word = servers.load(entry_at::<intf::server_entry>(service, server.get()));
+    (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
+}
+
+/// The connections of one service.
+pub(super) fn of_service(table: &Table, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
+    let all = table.size().indexes().filter_map(|index| table.connection(index));
+    all.filter(move |connection| connection.identity.service == service.0)
+}
+
+/// The connection table of a load balancer at work, read while packets pass and without its daemon.
+#[derive(Debug)]
+pub struct Pinned {
+    maps: Maps,
+}
+
+impl Pinned {
+    /// # Errors
+    /// When none is at work there, or one of another version.
+    pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
+        Ok(Self { maps: Maps::take_over(&program::pin_directory(pin_directory)?)? })
+    }
+
+    /// The services, with the names that the daemon gave them.
+    pub fn services(&self) -> Vec<(ServiceAddress, String)> {
+        names_of(&self.maps)
+    }
+
+    /// How many entries the table has.
+    pub fn size(&self) -> TableSize {
+        self.maps.connections.size()
+    }
+
+    /// The time as packets see it.
+    pub fn clock(&self) -> Clock {
+        clock(&self.maps)
+    }
+
+    /// The connections of a service that have an entry; none if there is no such service.
+    pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
+        let index = services_of(&self.maps).get(&service).map(|service| service.index);
+        index.into_iter().flat_map(|index| of_service(&self.maps.connections, index))
+    }
+}
+
+impl LoadBalancer {
+    /// How many entries the connection table has.
+    pub fn connection_table_size(&self) -> TableSize {
+        self.maps.connections.size()
+    }
+
+    /// What places connections in the table: drawn when the maps were made.
+    pub fn connection_key(&self) -> CookieKey {
+        let key = self.maps.state.read::<intf::cookie_key>(offset_of!(intf::lb_state, connection_key));
+        CookieKey { k0: key.k0, k1: key.k1 }
+    }
+
+    /// Sets this load balancer's number among those with a connection table. With `None`, as at first, new connections of
+    /// stateful services get cookies of the stateless kind. Another number than before makes all entries another's.
+    pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
+        set_owner_word(&self.maps, owner);
+    }
+
+    /// This load balancer's number.
+    pub fn owner(&self) -> Option<OwnerNumber> {
+        OwnerNumber::try_from(self.maps.state.load(CLOCK) >> 32).ok()
+    }
+
+    /// Where packets go whose index is of another load balancer's table. `None`: that one is lost, and they go to all
+    /// servers, by a rate of their own ([`Options::owner_lost`](super::Options::owner_lost)).
+    pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
+        let flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
+        let word = mac.map_or(0, MacAddress::word) | u64::from(flags) << SERVER_FLAGS_SHIFT;
+        self.maps.state.store(owner_at(owner), word);
+    }
+
+    /// Where packets go whose index is of that load balancer's table: after a take-over as the process before left it.
+    pub fn owner_mac(&self, owner: OwnerNumber) -> Option<MacAddress> {
+        let word = self.maps.state.load(owner_at(owner));
+        let resolved = (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
+        resolved.then(|| MacAddress::from_word(word))
+    }
+
+    /// Nobody has that number, and nobody's connections do: indexes of it are forged, as far as packets can tell.
+    pub fn forget_owner(&mut self, owner: OwnerNumber) {
+        self.maps.state.store(owner_at(owner), 0);
+    }
+
+    /// Tells packets the time: tenths of a second of the machine's monotonic clock. To be called as often.
+    pub fn tick(&mut self, monotonic: Duration) {
+        let owner = self.maps.state.load(CLOCK) & !u64::from(u32::MAX);
+        self.maps.state.store(CLOCK, owner | u64::from(Clock::at(monotonic).0));
+    }
+
+    /// The time as packets see it.
+    pub fn clock(&self) -> Clock {
+        clock(&self.maps)
+    }
+
+    /// The connections of a service that have an entry, as they are while packets pass.
+    pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
+        of_service(&self.maps.connections, service)
+    }
+
+    /// How many connections of all services have an entry.
+    pub fn connections_in_use(&self) -> usize {
+        in_use(&self.maps.connections)
+    }
+
+    /// What may be freed, and why, in the next `partitions` partitions of the table: a few per call make no long pause.
+    /// After the last partition comes the first.
+    pub fn due_connections(&mut self, timers: &Timers, partitions: u32) -> Vec<(Connection, Due)> {
+        let all = self.maps.connections.size().partitions();
+        let (table, servers, now) = (&self.maps.connections, &self.maps.servers, self.clock());
+        let mut found = Vec::new();
+        for partition in (0..partitions.min(all)).map(|n| (self.next_swept + n) % all) {
+            for place in 0..intf::CONNECTIONS_PER_PARTITION {
+                let Some(connection) = table.connection(ConnectionIndex::new(partition, place)) else { continue };
+                let service = ServiceIndex(connection.identity.service);
+                let known = is_known(servers, service, connection.identity.server);
+                found.extend(timers.due(&connection, known, now).map(|due| (connection, due)));
+            }
+        }
+        self.next_swept = (self.next_swept + partitions) % all;
+        found
+    }
+
+    /// Frees entries that are still as given: one that changed hands, or whose client has sent another packet since, stays.
+    /// Returns how many were freed. Waits for an RCU grace period (some ms).
+    ///
+    /// # Errors
+    /// When the kernel offers no grace period: the places are lost until the next process takes over.
+    pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
+        let table = &self.maps.connections;
+        let unchanged = |connection: &&Connection| {
+            let now = table.connection(connection.index);
+            now.is_some_and(|now| (now.packets, now.last_seen) == (connection.packets, connection.last_seen))
+        };
+        let released: Vec<ConnectionIndex> = connections
+            .iter()
+            .filter(unchanged)
+            .filter(|connection| table.release(connection.index, connection.identity))
+            .map(|connection| connection.index)
+            .collect();
+        if !released.is_empty() {
+            // A packet that saw the connection may still be counting.
+            self.wait_since(self.grace_periods)?;
+        }
+        released.iter().for_each(|index| self.maps.connections.push(*index));
+        Ok(released.len())
+    }
+
+    /// Frees all entries of services that are gone or not stateful any more; to be called when no packet looks for them
+    /// there.
+    pub(super) fn forget_connections(&mut self, services: &[ServiceIndex]) -> anyhow::Result<()> {
+        for service in services {
+            let connections: Vec<Connection> = self.connections(*service).collect();
+            self.free_connections(&connections)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,53 @@
+//! What was done with packets.
+
+use std::mem::offset_of;
+
+use coreward_intf as intf;
+
+use super::{LoadBalancer, ServiceIndex};
+
+/// How many outcomes are counted; their names are [`COUNTER_NAMES`](super::COUNTER_NAMES).
+pub const COUNTERS: usize = intf::LB_COUNTER_COUNT as usize;
+
+/// How many events are counted; their names are [`EVENT_NAMES`](super::EVENT_NAMES).
+pub const EVENTS: usize = intf::LB_EVENT_COUNT as usize;
+
+/// What was done with packets, since the maps were made.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// In the order of [`COUNTER_NAMES`](super::COUNTER_NAMES): each packet once.
+    pub packets: [u64; COUNTERS],
+    /// In the order of [`EVENT_NAMES`](super::EVENT_NAMES): what else happened to some of them.
+    pub events: [u64; EVENTS],
+    /// Frame bytes of what was forwarded.
+    pub forwarded_bytes: u64,
+}
+
+impl LoadBalancer {
+    /// What was done with a service's packets.
+    pub fn counters(&self, service: ServiceIndex) -> Counters {
+        self.counters_at(usize::from(service.0))
+    }
+
+    /// What was done with packets of no service, or whose service could not be told.
+    pub fn counters_without_service(&self) -> Counters {
+        self.counters_at(intf::LB_COUNTERS_NO_SERVICE as usize)
+    }
+
+    fn counters_at(&self, position: usize) -> Counters {
+        let mut sum = Counters::default();
+        for row in 0..intf::LB_COUNTER_ROWS as usize {
+            let start = row * size_of::<intf::lb_counter_row>() + position * size_of::<intf::lb_counters>();
+            let packets = start + offset_of!(intf::lb_counters, packets);
+            for (counter, sum) in sum.packets.iter_mut().enumerate() {
+                *sum += self.maps.counters.load(packets + counter * size_of::<u64>());
+            }
+            let events = start + offset_of!(intf::lb_counters, events);
+            for (event, sum) in sum.events.iter_mut().enumerate() {
+                *sum += self.maps.counters.load(events + event * size_of::<u64>());
+            }
+            sum.forwarded_bytes += self.maps.counters.load(start + offset_of!(intf::lb_counters, forwarded_bytes));
+        }
+        sum
+    }
+}

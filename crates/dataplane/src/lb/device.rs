@@ -1,0 +1,107 @@
+//! The program at a device: attached, in the place of the one before it, at the device's own MAC address.
+
+use std::mem::offset_of;
+use std::os::fd::AsFd as _;
+
+use anyhow::{Context as _, bail};
+use coreward_intf as intf;
+
+use super::link::{self, XdpLink};
+use super::program::Variant;
+use super::{Attachment, LoadBalancer, XdpMode};
+use crate::mac::MacAddress;
+
+impl LoadBalancer {
+    /// Puts the program at the device `interface`: in the place of the pinned one if there is one.
+    ///
+    /// # Errors
+    /// When the interface does not exist, another XDP program is there, what was taken over is at another interface, or
+    /// the driver cannot run XDP and `mode` is [`XdpMode::Native`].
+    pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
+        let index = nix::net::if_::if_nametoindex(interface)
+            .map_err(|_| anyhow::anyhow!("interface {interface:?} does not exist"))?;
+        self.interface = Some(interface.to_string());
+        self.refresh_own_mac()?;
+        if let Some(link) = &self.link {
+            match link.interface_index()? {
+                0 => tracing::warn!("the device of the pinned link is gone: attaching anew"),
+                found if found == index => return self.replace_pinned(mode),
+                found => bail!(
+                    "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
+                     detach it first, or use another pin directory",
+                    self.pins.as_deref().unwrap_or(std::path::Path::new("")).display()
+                ),
+            }
+            self.link = None;
+        }
+        let attachment = self.attach_new(interface, index, mode)?;
+        if let (Some(pins), Some(link)) = (&self.pins, &self.link) {
+            link::unpin(&pins.join("link"))?;
+            link.pin(&pins.join("link"))?;
+        }
+        Ok(attachment)
+    }
+
+    fn replace_pinned(&mut self, mode: XdpMode) -> anyhow::Result<Attachment> {
+        let link = self.link.as_ref().expect("a pinned link");
+        link.replace(self.program.as_fd()).context("replacing the program at the device")?;
+        let attachment = if self.variant.counters_by_cpu { Attachment::Generic } else { Attachment::Native };
+        if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == Attachment::Generic) {
+            tracing::warn!("the program taken over stays {attachment:?}: detach it to change the mode");
+        }
+        Ok(attachment)
+    }
+
+    fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<Attachment> {
+        if mode != XdpMode::Generic {
+            match self.attach_in(Attachment::Native, interface, index) {
+                Err(error) if mode == XdpMode::Auto => {
+                    tracing::warn!("{error:#}; trying generic XDP, which is slower");
+                }
+                other => return other,
+            }
+        }
+        self.attach_in(Attachment::Generic, interface, index)
+    }
+
+    fn attach_in(&mut self, attachment: Attachment, interface: &str, index: u32) -> anyhow::Result<Attachment> {
+        let counters_by_cpu = attachment == Attachment::Generic;
+        self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
+        let link =
+            XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
+                Some(libc::EBUSY) => anyhow::anyhow!(
+                    "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
+                ),
+                _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
+            })?;
+        self.link = Some(link);
+        Ok(attachment)
+    }
+
+    /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, as somebody
+    /// may change it.
+    ///
+    /// # Errors
+    /// When the device is gone.
+    pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
+        let interface = self.interface.as_deref().context("not attached")?;
+        let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
+        self.set_own_mac(mac);
+        Ok(())
+    }
+
+    /// Frames to this address are taken, and leave with it as their source. Set by [`attach`](Self::attach).
+    pub fn set_own_mac(&mut self, mac: MacAddress) {
+        self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
+    }
+}
+
+/// The interface's MAC address. Not from /sys, which may show another network namespace.
+fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
+    let addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
+    let mac = addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {
+        let address = entry.address?;
+        address.as_link_addr()?.addr()
+    });
+    Ok(mac.map(MacAddress))
+}

@@ -1,0 +1,274 @@
+//! Which services there are: found by the programs in a directory with two halves, switched by one store.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::mem::offset_of;
+use std::net::Ipv4Addr;
+
+use anyhow::Context as _;
+use coreward_intf as intf;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, ServiceAddress};
+use zerocopy::FromBytes as _;
+
+use super::program::{InUse, Maps, Variant};
+use super::tables::{self, Half};
+use super::{LoadBalancer, ServiceIndex, entry_at, state_of, table_position};
+use crate::service_slots;
+
+/// What is known of a service.
+#[derive(Debug)]
+pub(super) struct Service {
+    pub index: ServiceIndex,
+    pub mode: ServiceMode,
+    /// Bit of the active table's rule; `None`: no members.
+    pub rule: Option<u32>,
+    pub halves: [Half; 2],
+}
+
+/// A mode that the service's packets do not allow.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ModeError {
+    /// A datagram carries no cookie, and a server cannot tell whose connection it is of.
+    #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
+    NeedsTcp(ServiceAddress, Consistency),
+    /// The load balancer's own cookie holds a server's id, and nothing else.
+    #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
+    NeedsStateless(ServiceAddress),
+}
+
+fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
+    let any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
+    if address.protocol == Protocol::Udp && !any_protocol {
+        return Err(ModeError::NeedsTcp(*address, mode.consistency));
+    }
+    let stateless = mode.consistency == Consistency::Stateless && address.protocol == Protocol::Tcp;
+    if mode.timestamps == Timestamps::LoadBalancer && !stateless {
+        return Err(ModeError::NeedsStateless(*address));
+    }
+    Ok(())
+}
+
+/// A slot's number: SERVICE_INDEX_MASK and so on of `bpf/intf.h`.
+fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
+    let timestamps = match mode.timestamps {
+        Timestamps::Server => 0,
+        Timestamps::Off => intf::SERVICE_TIMESTAMPS_OFF,
+        Timestamps::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
+    };
+    u32::from(index.0) | mode.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps
+}
+
+/// What [`number`] was made of; `None` for the number of anything but a service.
+fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
+    let index = u8::try_from(number & intf::SERVICE_INDEX_MASK).ok()?;
+    let consistency = number >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
+    let timestamps = match number & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
+        0 => Timestamps::Server,
+        intf::SERVICE_TIMESTAMPS_OFF => Timestamps::Off,
+        _ => Timestamps::LoadBalancer,
+    };
+    let consistency = *Consistency::ALL.get(consistency as usize)?;
+    let index = ServiceIndex(index);
+    let mode = ServiceMode { consistency, timestamps };
+    (u32::from(index.0) < intf::MAX_SERVICES && self::number(index, mode) == number).then_some((index, mode))
+}
+
+/// What the program must be able to do for these services and their tables.
+pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> InUse {
+    let of = |(address, service): (&ServiceAddress, &Service)| InUse {
+        rules: service.rule.unwrap_or(0),
+        modes: 1 << service.mode.consistency.number(),
+        timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
+        timestamps_lb: service.mode.timestamps == Timestamps::LoadBalancer,
+        udp: address.protocol == Protocol::Udp,
+    };
+    services.iter().map(of).fold(InUse::default(), InUse::and)
+}
+
+impl LoadBalancer {
+    /// Sets which services there are and how their packets find their servers, and returns the place of each. A service
+    /// that was there keeps its place, its servers and its table, and what was remembered of its connections; one that
+    /// is new has nothing of it.
+    ///
+    /// # Errors
+    /// When services have no place (too many, twice the same, IPv6), when a mode is not for the service's protocol
+    /// ([`ModeError`]), or the kernel refuses the program for the modes: nothing has changed then.
+    pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
+        let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
+        service_slots::directory(&unnumbered)?;
+        services.iter().try_for_each(|(address, mode)| check(address, mode))?;
+        let modes: BTreeMap<_, _> = services.iter().copied().collect();
+
+        // The program must know a mode before it meets a service of that mode.
+        let new_modes = modes.iter().map(|(address, mode)| {
+            let service = Service { index: ServiceIndex(0), mode: *mode, rule: None, halves: Default::default() };
+            (*address, service)
+        });
+        let wanted = in_use(&new_modes.collect());
+        self.change_variant(Variant { in_use: self.variant.in_use.and(wanted), ..self.variant })?;
+
+        let before = self.numbered();
+        let stateful = self.stateful_places();
+        let gone: Vec<(ServiceAddress, ServiceIndex)> =
+            self.services().filter(|(address, _)| !modes.contains_key(address)).collect();
+        self.services.retain(|address, _| modes.contains_key(address));
+        for (address, service) in &mut self.services {
+            service.mode = modes[address];
+        }
+        if self.numbered() != before {
+            self.switch_directory()?;
+        }
+        let still = self.stateful_places();
+        let not_any_more: Vec<_> = stateful.into_iter().filter(|index| !still.contains(index)).collect();
+        if !not_any_more.is_empty() {
+            self.wait_since(self.directory_retired_at)?;
+            self.forget_connections(&not_any_more)?;
+        }
+        // A later fragment finds the place by the first one, not by the directory.
+        gone.into_iter().for_each(|(_, index)| self.forget_servers(index));
+        let new: Vec<_> = services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
+        if !new.is_empty() {
+            // Programs that still look for a service removed before must have ended before its place is another's.
+            self.wait_since(self.directory_retired_at)?;
+            for (address, mode) in new {
+                let index = self.free_place();
+                self.clear(index)?;
+                let service = Service { index, mode: *mode, rule: None, halves: Default::default() };
+                self.services.insert(*address, service);
+            }
+            self.switch_directory()?;
+        }
+        self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })?;
+        Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
+    }
+
+    /// What people call a service: for commands that look at the pinned state without the daemon. More than
+    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes are cut.
+    pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
+        let mut bytes: ServiceName = [0; intf::SERVICE_NAME_BYTES as usize];
+        let end = (0..=bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
+        bytes[..end].copy_from_slice(&name.as_bytes()[..end]);
+        self.maps.state.write(name_of(service), &bytes);
+    }
+
+    fn free_place(&self) -> ServiceIndex {
+        let taken: BTreeSet<_> = self.services.values().map(|service| service.index).collect();
+        let mut places = (0..intf::MAX_SERVICES as u8).map(ServiceIndex);
+        places.find(|index| !taken.contains(index)).expect("checked by directory()")
+    }
+
+    fn stateful_places(&self) -> BTreeSet<ServiceIndex> {
+        let stateful = |service: &&Service| service.mode.consistency == Consistency::Stateful;
+        self.services.values().filter(stateful).map(|service| service.index).collect()
+    }
+
+    fn numbered(&self) -> Vec<(ServiceAddress, u32)> {
+        self.services.iter().map(|(address, service)| (*address, number(service.index, service.mode))).collect()
+    }
+
+    /// Puts the services as they are in `self` into the idle half of the directory, and switches.
+    fn switch_directory(&mut self) -> anyhow::Result<()> {
+        self.wait_since(self.directory_retired_at)?;
+        let directory = service_slots::directory(&self.numbered())?;
+        let active = DIRECTORIES + offset_of!(intf::service_directories, active);
+        let idle = self.maps.state.load(active) ^ 1;
+        let half = offset_of!(intf::service_directories, half) + idle as usize * size_of::<intf::service_directory>();
+        self.maps.state.write(DIRECTORIES + half, &*directory);
+        self.maps.state.store(active, idle);
+        self.directory_retired_at = self.grace_periods;
+        Ok(())
+    }
+
+    /// A place without servers, without a table, and of whose connections nothing is remembered.
+    fn clear(&mut self, index: ServiceIndex) -> anyhow::Result<()> {
+        self.forget_servers(index);
+        let traffic = vec![intf::server_traffic::default(); ServerId::COUNT];
+        self.maps.traffic.write(entry_at::<intf::server_traffic>(index, 0), traffic.as_slice());
+        for half in 0..2 {
+            tables::clear(&self.maps.tables, table_position(index, half));
+        }
+        self.maps.state.write(state_of(index), &intf::service_state::default());
+        self.forget_flows(index)
+    }
+
+    fn forget_servers(&self, index: ServiceIndex) {
+        self.maps.servers.write(entry_at::<intf::server_entry>(index, 0), vec![0u64; ServerId::COUNT].as_slice());
+    }
+
+    /// Removes a place's flows from the flow table.
+    fn forget_flows(&self, index: ServiceIndex) -> anyhow::Result<()> {
+        let flows = self.maps.flow_table()?;
+        let of_place = |key: &Vec<u8>| {
+            intf::flow_table_key::read_from_bytes(key).is_ok_and(|key| key.service == u16::from(index.0))
+        };
+        // All keys first: the kernel's iteration starts anew when the key it stands at is deleted.
+        let keys: Vec<Vec<u8>> = libbpf_rs::MapCore::keys(&flows).filter(of_place).collect();
+        for key in keys {
+            match libbpf_rs::MapCore::delete(&flows, &key) {
+                // Evicted meanwhile.
+                Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
+                result => result.context("removing a flow of a service that is gone")?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The services and their places.
+    pub fn services(&self) -> impl Iterator<Item = (ServiceAddress, ServiceIndex)> + '_ {
+        self.services.iter().map(|(address, service)| (*address, service.index))
+    }
+}
+
+type ServiceName = [u8; intf::SERVICE_NAME_BYTES as usize];
+
+fn name_of(service: ServiceIndex) -> usize {
+    offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceName>()
+}
+
+/// The services that stand in maps taken over, by the names that their daemon gave them.
+pub(super) fn names_of(maps: &Maps) -> Vec<(ServiceAddress, String)> {
+    let name = |index: ServiceIndex| {
+        let bytes = maps.state.read::<ServiceName>(name_of(index));
+        String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()
+    };
+    services_of(maps).into_iter().map(|(address, service)| (address, name(service.index))).collect()
+}
+
+const DIRECTORIES: usize = offset_of!(intf::lb_state, directories);
+
+/// The services that stand in maps taken over.
+pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
+    let directories = maps.state.read::<intf::service_directories>(DIRECTORIES);
+    let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
+        let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
+        let (index, mode) = parse_number(slot.number)?;
+        let vip = Ipv4Addr::from(slot.key.address[3].to_ne_bytes());
+        let address = ServiceAddress { socket: (vip, u16::from_be(slot.key.port)).into(), protocol };
+        Some((address, index, mode))
+    });
+    let with_rule = |(address, index, mode): (ServiceAddress, ServiceIndex, ServiceMode)| {
+        let state = maps.state.read::<intf::service_state>(state_of(index));
+        let rule = tables::rule_bit(&maps.tables, table_position(index, (state.active_half & 1) as usize));
+        (address, Service { index, mode, rule, halves: Default::default() })
+    };
+    named.map(with_rule).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_as_they_are_written() {
+        for consistency in Consistency::ALL {
+            for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
+                let (index, mode) = (ServiceIndex(63), ServiceMode { consistency, timestamps });
+                assert_eq!(parse_number(number(index, mode)), Some((index, mode)));
+            }
+        }
+        for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 64, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
+            assert_eq!(parse_number(none), None, "{none:#x}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! A TCP client made by hand, so that what it sends is what a test wants; the server is the kernel's.
+
+use std::net::Ipv4Addr;
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
+
+use super::network::{SERVER, VIP};
+use super::server_bed::{Bed, PORT, Sniffer, flags};
+use super::{ACK, SYN, Tcp, ones_complement_sum, tcp_offset, timestamp_offset, usual_timestamp, word};
+
+/// Nobody's address: the client's kernel keeps silent about what comes for it.
+const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
+
+pub struct HandClient<'bed> {
+    bed: &'bed Bed,
+    sniffer: Sniffer,
+    server_mac: MacAddress,
+    pub port: u16,
+    timestamps: bool,
+    sequence: u32,
+    acknowledgement: u32,
+    /// The TSval to echo.
+    pub recent: u32,
+    own_time: u32,
+}
+
+impl<'bed> HandClient<'bed> {
+    pub fn new(bed: &'bed Bed, port: u16, timestamps: bool) -> Self {
+        let mac = |host: &super::network::Host| host.within(|| super::network::mac_address("eth0"));
+        let neighbour = format!("neigh replace {ADDRESS} lladdr {} dev eth0", mac(&bed.pair.client));
+        bed.pair.server.ip(&neighbour);
+        bed.pair.server.ip(&format!("route replace {ADDRESS}/32 dev eth0 src {SERVER}"));
+        Self {
+            bed,
+            sniffer: Sniffer::new(bed),
+            server_mac: mac(&bed.pair.server),
+            port,
+            timestamps,
+            sequence: 1000,
+            acknowledgement: 0,
+            recent: 0,
+            own_time: 1,
+        }
+    }
+
+    pub fn address(&self) -> (Ipv4Addr, u16) {
+        (ADDRESS, self.port)
+    }
+
+    /// A frame as this client would send it now. `echo` only if it does timestamps.
+    pub fn frame(&self, flags: u8, echo: u32, payload: &[u8]) -> Vec<u8> {
+        let mut packet = Tcp::new(self.address(), (VIP, PORT));
+        packet.destination_mac = self.server_mac.0;
+        packet.flags = flags;
+        packet.payload = payload.to_vec();
+        if self.timestamps {
+            packet.options = usual_timestamp(self.own_time, echo);
+        }
+        packet.frame_with(self.sequence, self.acknowledgement)
+    }
+
+    pub fn send(&mut self, frame: &[u8]) {
+        self.own_time += 1;
+        self.sniffer.send(self.bed, frame);
+    }
+
+    /// Everything that the server sent until it kept silent for 50 ms; what this client would echo is taken from it.
+    pub fn receive(&mut self) -> Vec<Vec<u8>> {
+        let (mut frames, mut last) = (vec![], Instant::now());
+        while last.elapsed() < Duration::from_millis(50) {
+            let new: Vec<_> = self.sniffer.received_from_vip().into_iter().filter(|f| self.is_for_us(f)).collect();
+            if new.is_empty() {
+                std::thread::sleep(Duration::from_millis(2));
+            } else {
+                last = Instant::now();
+            }
+            frames.extend(new);
+        }
+        if let Some(frame) = frames.last() {
+            self.recent = timestamp_offset(frame).map_or(0, |at| word(frame, at));
+        }
+        frames
+    }
+
+    /// What came for others, or from others, since the last look.
+    pub fn overheard(&self) -> Vec<Vec<u8>> {
+        std::thread::sleep(Duration::from_millis(50));
+        self.sniffer.received()
+    }
+
+    fn is_for_us(&self, frame: &[u8]) -> bool {
+        let tcp = tcp_offset(frame);
+        frame[30..34] == ADDRESS.octets() && frame[tcp + 2..tcp + 4] == self.port.to_be_bytes()
+    }
+
+    /// Sends a SYN, with this in its TSecr; the SYN-ACK, or what comes in its place.
+    pub fn open(&mut self, echo: u32) -> Vec<u8> {
+        let syn = self.frame(SYN, echo, b"");
+        self.send(&syn);
+        let answer = self.receive().pop().expect("an answer to the SYN");
+        assert_eq!(flags(&answer), SYN | ACK);
+        self.sequence += 1;
+        self.acknowledgement = word(&answer, tcp_offset(&answer) + 4).wrapping_add(1);
+        answer
+    }
+
+    /// Ends the handshake.
+    pub fn acknowledge(&mut self) {
+        let ack = self.frame(ACK, self.recent, b"");
+        self.send(&ack);
+    }
+
+    /// Sends `payload`, in a packet changed by `change`; what the server sends upon it.
+    pub fn talk(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
+        let mut frame = self.frame(ACK, self.recent, payload);
+        change(&mut frame);
+        self.send(&frame);
+        let answers = self.receive();
+        if answers.iter().any(|answer| word(answer, tcp_offset(answer) + 8) != self.sequence) {
+            self.sequence += payload.len() as u32;
+        }
+        answers
+    }
+}
+
+/// Puts the server before into a frame's IP identification.
+pub fn set_identification(frame: &mut [u8], identification: u16) {
+    frame[18..20].copy_from_slice(&identification.to_be_bytes());
+    frame[24..26].fill(0);
+    let sum = !ones_complement_sum(&frame[14..34]);
+    frame[24..26].copy_from_slice(&sum.to_be_bytes());
+}
+
+/// As a load balancer sends what it cannot attribute.
+pub fn send_to_all(frame: &mut [u8]) {
+    frame[..6].fill(0xff);
+}
+
+/// What a load balancer writes into a SYN's TSecr for the entry `index` (owner and place).
+pub fn syn_echo(index: u16) -> u32 {
+    intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
+}

@@ -1,0 +1,174 @@
+//! A server with `bpf/server.bpf.c` at its device, and a client: two kernels' TCP.
+
+use std::io::{Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use socket2::{Domain, Socket, Type};
+
+use super::network::{CLIENT, Pair, PinDirectory, VIP};
+use super::{ACK, FIN, RST, SYN, now_ms, timestamp_offset, word};
+
+pub const PORT: u16 = 80;
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+pub fn keys() -> FleetKeys {
+    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::Second }
+}
+
+pub fn id() -> ServerId {
+    ServerId::try_from(0x1234).unwrap()
+}
+
+pub struct Bed {
+    // Taken off before the network goes.
+    pub programs: ServerPrograms,
+    pub pins: PinDirectory,
+    pub pair: Pair,
+}
+
+impl Bed {
+    pub fn new() -> Self {
+        Self::with(ServiceMode::default())
+    }
+
+    /// With one service of this mode.
+    pub fn with(mode: ServiceMode) -> Self {
+        let (pair, pins) = (Pair::new(), PinDirectory::new());
+        let mut programs = attach(&pair, &pins);
+        programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
+        let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
+        programs.set_services(&[(address, id(), mode)]).unwrap();
+        Self { programs, pins, pair }
+    }
+
+    pub fn counter(&self, counter: intf::server_counter) -> u64 {
+        self.programs.counter(counter)
+    }
+
+    pub fn listen(&self) -> TcpListener {
+        self.pair.server.within(|| TcpListener::bind((VIP, PORT)).unwrap())
+    }
+
+    pub fn connect(&self) -> TcpStream {
+        let address = SocketAddr::from((VIP, PORT));
+        let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// A connection: the client's and the server's end.
+    pub fn connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
+        let client = self.connect();
+        let (server, _) = listener.accept().unwrap();
+        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        (client, server)
+    }
+
+    /// What neither side may ever count. (Retransmissions are not among them: where CPUs are few, veth loses a packet now
+    /// and then, with programs and without.)
+    pub fn assert_nobody_noticed(&self) {
+        for host in [&self.pair.client, &self.pair.server] {
+            for counter in
+                ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"]
+            {
+                assert_eq!(host.kernel_counter(counter), 0, "{counter}");
+            }
+        }
+    }
+}
+
+pub fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
+    let options =
+        ServerOptions { interface_index: pair.server_interface(), pin_directory: pins.path(), sample_every_syn: false };
+    pair.server.within(|| ServerPrograms::attach(options)).unwrap()
+}
+
+/// Sees what arrives at the client.
+pub struct Sniffer(Socket);
+
+impl Sniffer {
+    pub fn new(bed: &Bed) -> Self {
+        let socket = bed.pair.client.within(|| {
+            let every_protocol = i32::from((libc::ETH_P_ALL as u16).to_be());
+            Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol.into())).unwrap()
+        });
+        socket.set_recv_buffer_size(16 << 20).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        Self(socket)
+    }
+
+    /// Sends a frame from the client's device.
+    pub fn send(&self, bed: &Bed, frame: &[u8]) {
+        bed.pair.client.within(|| {
+            let index = nix::net::if_::if_nametoindex("eth0").unwrap();
+            let mut address: libc::sockaddr_ll = unsafe_zeroed();
+            address.sll_family = libc::AF_PACKET as u16;
+            address.sll_ifindex = index as i32;
+            let length = size_of::<libc::sockaddr_ll>() as u32;
+            let mut storage = socket2::SockAddrStorage::zeroed();
+            // SAFETY: the storage is large enough for any address and holds nothing else.
+            unsafe { *storage.view_as::<libc::sockaddr_ll>() = address };
+            // SAFETY: a link-layer address of that length was just written.
+            let address = unsafe { socket2::SockAddr::new(storage, length) };
+            assert_eq!(self.0.send_to(frame, &address).unwrap(), frame.len());
+        });
+    }
+
+    /// The beginnings of all TCP packets that came from the VIP so far.
+    pub fn received_from_vip(&self) -> Vec<Vec<u8>> {
+        let from_vip = |frame: &Vec<u8>| frame.len() > 54 && frame[23] == 6 && frame[26..30] == VIP.octets();
+        self.received().into_iter().filter(from_vip).collect()
+    }
+
+    /// The beginnings of all IPv4 packets that came so far.
+    pub fn received(&self) -> Vec<Vec<u8>> {
+        let mut frames = vec![];
+        loop {
+            let mut buffer = [MaybeUninit::uninit(); 160];
+            let Ok(length) = self.0.recv(&mut buffer) else { return frames };
+            // SAFETY: recv() has filled this many bytes.
+            let frame: Vec<u8> = buffer[..length.min(160)].iter().map(|byte| unsafe { byte.assume_init() }).collect();
+            if frame.len() >= 34 && frame[12..14] == [8, 0] {
+                frames.push(frame);
+            }
+        }
+    }
+}
+
+fn unsafe_zeroed() -> libc::sockaddr_ll {
+    // SAFETY: a struct of integers.
+    unsafe { std::mem::zeroed() }
+}
+
+pub fn flags(frame: &[u8]) -> u8 {
+    frame[super::tcp_offset(frame) + 13] & (SYN | ACK | FIN | RST)
+}
+
+/// Whose cookie a packet to the client carries, as the load balancer will read its echo.
+pub fn cookie_of(frame: &[u8]) -> Cookie {
+    let tcp = super::tcp_offset(frame);
+    let port = u16::from_be_bytes([frame[tcp + 2], frame[tcp + 3]]);
+    let value = word(frame, timestamp_offset(frame).expect("a timestamp"));
+    cookie::recognise(&keys(), &FourTuple::ipv4((CLIENT, port), (VIP, PORT)), value)
+}
+
+pub fn pattern(length: usize) -> Vec<u8> {
+    (0..length).map(|i| (i * 7 + i / 251) as u8).collect()
+}
+
+pub fn send_and_receive(from: &mut TcpStream, to: &mut TcpStream, data: &[u8]) {
+    std::thread::scope(|scope| {
+        scope.spawn(|| from.write_all(data).unwrap());
+        let mut received = vec![0; data.len()];
+        to.read_exact(&mut received).unwrap();
+        assert!(received == data);
+    });
+}

@@ -1,0 +1,142 @@
+//! A load balancer with one stateful service, and what its packets look like.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+use coreward_dataplane::lb::Options;
+use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
+use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_place, syn_echo};
+use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::cookie::{self, Cookie, FleetKeys};
+use coreward_model::placement::Rule;
+use coreward_model::{FourTuple, ServerId};
+use rand::Rng;
+
+use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service};
+use super::{ACK, SYN, Tcp, timestamp, timestamp_offset, usual_timestamp, word};
+
+pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+pub const STATEFUL: ServiceMode =
+    ServiceMode { consistency: Consistency::Stateful, timestamps: coreward_model::consistency::Timestamps::Server };
+
+pub type Client = (Ipv4Addr, u16);
+
+pub fn client(rng: &mut impl Rng) -> Client {
+    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+}
+
+pub fn tuple(client: Client) -> FourTuple {
+    FourTuple::ipv4(client, VIP)
+}
+
+pub fn owner(number: u64) -> OwnerNumber {
+    OwnerNumber::try_from(number).unwrap()
+}
+
+/// The number of the load balancer under test.
+pub fn own() -> OwnerNumber {
+    owner(5)
+}
+
+/// One stateful service with nine servers and a table, on a connection table of that size.
+pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
+    let options = Options { connection_table: TableSize::try_from(entries).unwrap(), ..Options::default() };
+    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, rng);
+    let ids = balancer.replace_servers(0, 9, rng);
+    let table = random_table(Rule::RoundRobin, 1, 1, &ids, rng);
+    balancer.install(0, &table);
+    balancer.lb.set_owner(Some(own()));
+    (balancer, ids)
+}
+
+/// A SYN as Linux sends it, with that TSecr.
+pub fn syn_with_echo(client: Client, echo: u32) -> Tcp {
+    let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(77, echo), &[1, 3, 3, 7]].concat();
+    Tcp { flags: SYN, options, payload: vec![], ..Tcp::new(client, VIP) }
+}
+
+pub fn syn(client: Client) -> Vec<u8> {
+    syn_with_echo(client, 0).frame()
+}
+
+/// A later packet, whose cookie of kind 1 holds `number`.
+pub fn packet(keys: &FleetKeys, client: Client, number: u16, flags: u8) -> Tcp {
+    let echo = cookie::stamp(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
+    Tcp { flags, options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }
+}
+
+pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> {
+    packet(&balancer.keys, client, number, ACK).frame()
+}
+
+/// What a forwarded SYN's TSecr tells the server.
+pub fn echo_of(frame: &[u8]) -> u32 {
+    word(frame, timestamp_offset(frame).unwrap() + 4)
+}
+
+/// What the server will put into cookies, if the SYN told it.
+pub fn number_of(frame: &[u8]) -> Option<u16> {
+    let echo = echo_of(frame);
+    let number = (echo & intf::COOKIE_ID_MASK) as u16;
+    let (owner, place) = owner_and_place(number);
+    (echo != 0).then(|| {
+        assert_eq!(echo, syn_echo(owner, place));
+        number
+    })
+}
+
+/// A connection that has begun.
+#[derive(Debug, Clone, Copy)]
+pub struct Opened {
+    pub client: Client,
+    pub server: ServerId,
+    pub number: u16,
+}
+
+impl Balancer {
+    fn server_at(&self, mac: &[u8]) -> ServerId {
+        let mac = MacAddress(mac.try_into().unwrap());
+        self.macs.iter().find(|(_, of)| **of == mac).expect("a server's MAC address").0.1
+    }
+
+    /// Sends a SYN; `None` for the number: it got no entry.
+    pub fn open(&self, client: Client) -> (ServerId, Option<u16>) {
+        let (verdict, packet) = self.counted(&syn(client), Some(0), "first");
+        assert_eq!(verdict, XDP_TX);
+        (self.server_at(&packet[..6]), number_of(&packet))
+    }
+
+    /// Sends a SYN that must get an entry.
+    pub fn opened(&self, client: Client) -> Opened {
+        let (server, number) = self.open(client);
+        Opened { client, server, number: number.expect("an entry") }
+    }
+
+    /// Its entry, found by client.
+    pub fn entry(&self, client: Client) -> Option<Connection> {
+        let client = SocketAddrV4::new(client.0, client.1);
+        let mut found = self.lb.connections(self.services[0]).filter(|connection| connection.client == client);
+        let entry = found.next();
+        assert_eq!(found.next(), None, "{client} has two entries");
+        entry
+    }
+
+    pub fn hash(&self, client: Client) -> ConnectionHash {
+        ConnectionHash::new(&self.lb.connection_key(), &tuple(client))
+    }
+
+    /// A packet of the connection reaches its server by the connection table.
+    pub fn expect_by_index(&self, opened: &Opened) {
+        let frame = established(self, opened.client, opened.number);
+        self.expect_sent_to(0, &frame, opened.server, "connection");
+    }
+
+    /// `frame` leaves to that MAC address and is the same otherwise.
+    pub fn expect_to(&self, frame: &[u8], mac: MacAddress, name: &str) {
+        let (verdict, packet) = self.counted(frame, Some(0), name);
+        let mut expected = frame.to_vec();
+        expected[..6].copy_from_slice(&mac.0);
+        expected[6..12].copy_from_slice(&OWN_MAC.0);
+        assert_eq!((verdict, packet), (XDP_TX, expected), "{name}");
+    }
+}
