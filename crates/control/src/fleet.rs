@@ -1,19 +1,24 @@
 //! The configuration in force: the operator's file and the records put together.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_model::ServerId;
-use coreward_model::cookie::FleetKeys;
+use coreward_model::bucket_history::BucketHistory;
+use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
+use coreward_model::policy::{Capacity, TrafficWanted, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
-use coreward_wire::{AgentConfiguration, FleetConfiguration, Server, Service, ServiceIndex, StampedService};
+use coreward_model::{ServerId, policy};
+use coreward_wire::{
+    AgentConfiguration, FleetConfiguration, Peer, Server, ServerBefore, Service, ServiceIndex, StampedService,
+};
 
-use crate::config::{Config, ServerState};
-use crate::records::{Membership, Records};
+use crate::config::{Config, ServerConfig, ServerState};
+use crate::key_ring::KeyRing;
+use crate::records::{LoadBalancerRecord, Membership, Records, ServerRecord};
 
 /// Everything the controller decides by, apart from reports.
 #[derive(Debug, Clone)]
@@ -25,18 +30,24 @@ pub struct Fleet {
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// The cookie keys.
-    pub keys: FleetKeys,
+    pub key_ring: KeyRing,
+    /// How often they are rotated; `None`: when somebody says so.
+    pub key_rotation: Option<Duration>,
+    /// How long a cookie may live.
+    pub retire_after: Duration,
     /// What agents with `manage_rss = true` set.
     pub rss_key: RssKey,
     /// Those in the file, and those that left but may still have connections.
     pub servers: BTreeMap<ServerId, FleetServer>,
     /// In the order of the file.
     pub services: Vec<FleetService>,
+    /// Those that are connected or may come back, by name.
+    pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     ids: HashMap<String, ServerId>,
 }
 
 /// A server.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct FleetServer {
     /// Its name in the file.
     pub name: String,
@@ -44,6 +55,10 @@ pub struct FleetServer {
     pub address: IpAddr,
     /// Whether it takes new connections.
     pub standing: Standing,
+    /// Its part of new connections.
+    pub weight: Weight,
+    /// How much it can do; `None`: by its cores.
+    pub capacity: Option<Capacity>,
 }
 
 /// Whether a server takes new connections, as far as the operator decides.
@@ -66,32 +81,35 @@ pub struct FleetService {
     pub address: ServiceAddress,
     /// What names it in tables.
     pub index: ServiceIndex,
+    /// How packets find their server.
+    pub mode: ServiceMode,
     /// A name out of `coreward_model::policy::names()`.
     pub policy: &'static str,
+    /// What the policy wants to hear from load balancers.
+    pub traffic: TrafficWanted,
+    /// How long the share of a server that joins grows.
+    pub slow_start: Duration,
     /// Seeds the policy's hash keys.
     pub seed: u64,
     /// Number of buckets.
     pub buckets: BucketCount,
     /// Its pool, and those that left it.
     pub members: BTreeMap<ServerId, Membership>,
+    /// Whose its buckets were when that was last written down.
+    pub bucket_history: BucketHistory,
 }
 
 impl Fleet {
     /// `records` have taken in `config`.
     pub fn new(config: &Config, records: &Records) -> Self {
-        let states: HashMap<&str, ServerState> =
-            config.servers.iter().map(|server| (server.name.as_str(), server.state)).collect();
-        let standing = |name: &str, in_file: bool| match states.get(name) {
-            Some(ServerState::Active) if in_file => Standing::Active,
-            Some(ServerState::Draining) if in_file => Standing::Draining,
-            _ => Standing::Left,
-        };
+        let listed: HashMap<&str, &ServerConfig> =
+            config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
         let servers: BTreeMap<ServerId, FleetServer> = records
             .servers
             .iter()
             .map(|(id, record)| {
-                let standing = standing(&record.name, record.in_file);
-                (*id, FleetServer { name: record.name.clone(), address: record.address, standing })
+                let listed = listed.get(record.name.as_str()).filter(|_| record.in_file);
+                (*id, fleet_server(record, listed.copied()))
             })
             .collect();
         let mut ids: HashMap<String, ServerId> = HashMap::new();
@@ -105,10 +123,13 @@ impl Fleet {
             generation: records.generation,
             report_interval: config.report_interval,
             alpha: config.alpha,
-            keys: records.keys,
+            key_ring: records.key_ring.clone(),
+            key_rotation: config.key_rotation,
+            retire_after: config.retire_after,
             rss_key: config.rss_key.clone().unwrap_or_else(|| records.rss_key.clone()),
             servers,
             services: config.services.iter().map(|service| fleet_service(service, records)).collect(),
+            load_balancers: records.load_balancers.clone(),
             ids,
         }
     }
@@ -120,11 +141,20 @@ impl Fleet {
 
     /// Whether the server takes the service's new connections, as far as the operator decides.
     pub fn eligible(&self, service: &FleetService, id: ServerId) -> bool {
-        service.members.get(&id) == Some(&Membership::Present) && self.servers[&id].standing == Standing::Active
+        let server = &self.servers[&id];
+        service.members.get(&id) == Some(&Membership::Present)
+            && server.standing == Standing::Active
+            && server.weight.get() > 0
     }
 
-    /// What every load balancer must know.
-    pub fn for_load_balancers(&self) -> FleetConfiguration {
+    /// Whether the server puts cookies into timestamps.
+    pub fn stamps(&self, id: ServerId) -> bool {
+        let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
+        self.services.iter().filter(by_servers).any(|service| service.members.contains_key(&id))
+    }
+
+    /// What every load balancer must know. `alive`: which load balancers are, by name.
+    pub fn for_load_balancers(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];
             let eligible = self.eligible(service, id);
@@ -134,47 +164,80 @@ impl Fleet {
             name: service.name.clone(),
             address: service.address,
             index: service.index,
+            mode: service.mode,
             policy: service.policy.to_owned(),
+            traffic: service.traffic,
             servers: service.members.keys().map(|id| server(service, *id)).collect(),
+        };
+        let peer = |(name, record): (&String, &LoadBalancerRecord)| Peer {
+            name: name.clone(),
+            owner: record.owner,
+            address: record.address,
+            alive: alive(name),
         };
         FleetConfiguration {
             generation: self.generation,
-            keys: self.keys,
+            keys: self.key_ring.keys,
             services: self.services.iter().map(service).collect(),
+            load_balancers: self.load_balancers.iter().map(peer).collect(),
+            report_interval: self.report_interval,
         }
     }
 
-    /// What one server's agent must know. A server that left a service still stamps its connections there.
-    pub fn for_agent(&self, id: ServerId) -> AgentConfiguration {
+    /// What one server's agent must know; `before`: which servers had its buckets before it. A server that left a service
+    /// still stamps its connections there.
+    pub fn for_agent(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
         let services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let stamped = |service: &FleetService| StampedService {
             name: service.name.clone(),
             address: service.address,
             server_id: id,
+            mode: service.mode,
         };
+        let server_before = |id: &ServerId| Some(ServerBefore { id: *id, address: self.servers.get(id)?.address });
         AgentConfiguration {
             generation: self.generation,
             services: services.map(stamped).collect(),
-            keys: self.keys,
+            keys: self.key_ring.keys,
             report_interval: self.report_interval,
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
+            servers_before: before.iter().filter_map(server_before).collect(),
         }
+    }
+}
+
+/// `listed`: its entry in the file, when it has one.
+fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetServer {
+    FleetServer {
+        name: record.name.clone(),
+        address: record.address,
+        standing: match listed.map(|server| server.state) {
+            Some(ServerState::Active) => Standing::Active,
+            Some(ServerState::Draining) => Standing::Draining,
+            None => Standing::Left,
+        },
+        weight: listed.map_or(Weight::ONE, |server| server.weight),
+        capacity: listed.and_then(|server| server.capacity),
     }
 }
 
 fn fleet_service(service: &crate::config::ServiceConfig, records: &Records) -> FleetService {
     let record = &records.services[&service.name];
-    let membership = |(id, server): (&ServerId, &crate::records::ServerRecord)| {
+    let membership = |(id, server): (&ServerId, &ServerRecord)| {
         server.services.get(&service.name).map(|membership| (*id, *membership))
     };
     FleetService {
         name: service.name.clone(),
         address: service.address,
         index: record.index,
+        mode: service.mode,
         policy: service.policy,
+        traffic: policy::traffic_wanted(service.policy),
+        slow_start: service.slow_start,
         seed: record.seed,
         buckets: service.buckets,
         members: records.servers.iter().filter_map(membership).collect(),
+        bucket_history: record.buckets.clone(),
     }
 }

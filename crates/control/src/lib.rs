@@ -1,6 +1,7 @@
 //! The controller: reports in, tables out.
 //!
 //! * [`config`]: what the operator wrote
+//! * [`key_ring`]: the cookie keys and their rotation
 //! * [`records`]: what must survive, and [`store`]: where it does
 //! * [`fleet`]: the two put together, the configuration in force
 //! * [`controller`]: what is known and decided; pure
@@ -10,6 +11,7 @@
 pub mod config;
 pub mod controller;
 pub mod fleet;
+pub mod key_ring;
 pub mod records;
 pub mod server;
 pub mod show;

@@ -9,12 +9,14 @@ use std::time::Duration;
 
 use coreward_config::ConfigError;
 use coreward_model::ServerId;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::bucket_history::BucketHistory;
+use coreward_model::connection_table::OwnerNumber;
 use coreward_model::rss::{RssKey, uniform_below};
 use coreward_wire::ServiceIndex;
 use rand::Rng;
 
 use crate::config::{Config, Span};
+use crate::key_ring::KeyRing;
 
 /// Everything on record.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,13 +24,26 @@ pub struct Records {
     /// Grows with every change of anything here or in the configuration.
     pub generation: u64,
     /// The cookie keys.
-    pub keys: FleetKeys,
+    pub key_ring: KeyRing,
     /// The fleet's RSS key, unless the configuration names one.
     pub rss_key: RssKey,
     /// By name.
     pub services: BTreeMap<String, ServiceRecord>,
     /// By id.
     pub servers: BTreeMap<ServerId, ServerRecord>,
+    /// By name.
+    pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
+}
+
+/// What is kept of a load balancer. It needs no entry in the file: it is in the fleet from its first hello on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadBalancerRecord {
+    /// What cookies call its connection table; `None`: all numbers were taken.
+    pub owner: Option<OwnerNumber>,
+    /// Where others reach it, as it said last.
+    pub address: Option<IpAddr>,
+    /// When it disconnected (whole seconds since 1970); `None`: it is connected.
+    pub left_at: Option<Duration>,
 }
 
 /// What is kept of a service.
@@ -38,6 +53,8 @@ pub struct ServiceRecord {
     pub index: ServiceIndex,
     /// Seeds the hash keys of its policy.
     pub seed: u64,
+    /// Whose its buckets are, and were.
+    pub buckets: BucketHistory,
 }
 
 /// What is kept of a server.
@@ -64,11 +81,15 @@ pub enum Membership {
 
 impl Records {
     /// Of a fleet that has just been born: fresh secrets, nobody in it.
-    pub fn draw(random: &mut impl Rng) -> Self {
-        let mut key = || CookieKey { k0: random.next_u64(), k1: random.next_u64() };
-        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
-        let rss_key = RssKey::random(random);
-        Self { generation: 0, keys, rss_key, services: BTreeMap::new(), servers: BTreeMap::new() }
+    pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
+        Self {
+            generation: 0,
+            key_ring: KeyRing::draw(now, random),
+            rss_key: RssKey::random(random),
+            services: BTreeMap::new(),
+            servers: BTreeMap::new(),
+            load_balancers: BTreeMap::new(),
+        }
     }
 
     /// Takes the configuration in. On an error the records are as they were.
@@ -86,8 +107,30 @@ impl Records {
         Ok(())
     }
 
-    /// Forgets servers whose cookies are too old to be seen again. True when there was one.
+    /// A load balancer has connected, and said where others reach it. It has its number again, or gets the first that is
+    /// free. True when that changes the configuration.
+    pub fn enrol(&mut self, name: &str, address: Option<IpAddr>) -> bool {
+        if let Some(known) = self.load_balancers.get_mut(name) {
+            known.left_at = None;
+            return std::mem::replace(&mut known.address, address) != address;
+        }
+        let taken: HashSet<OwnerNumber> = self.load_balancers.values().filter_map(|known| known.owner).collect();
+        let owner = OwnerNumber::all().find(|number| !taken.contains(number));
+        self.load_balancers.insert(name.to_owned(), LoadBalancerRecord { owner, address, left_at: None });
+        true
+    }
+
+    /// A load balancer has disconnected.
+    pub fn departed(&mut self, name: &str, now: Duration) {
+        if let Some(known) = self.load_balancers.get_mut(name) {
+            known.left_at.get_or_insert(Duration::from_secs(now.as_secs()));
+        }
+    }
+
+    /// Forgets load balancers and servers whose cookies are too old to be seen again. True when there was one.
     pub fn retire(&mut self, retire_after: Duration, now: Duration) -> bool {
+        let load_balancers = self.load_balancers.len();
+        self.load_balancers.retain(|_, known| known.left_at.is_none_or(|left| now.saturating_sub(left) < retire_after));
         let before = self.servers.clone();
         for server in self.servers.values_mut() {
             server.services.retain(|_, membership| match membership {
@@ -96,7 +139,7 @@ impl Records {
             });
         }
         self.servers.retain(|_, server| server.is_needed());
-        self.servers != before
+        self.servers != before || self.load_balancers.len() != load_balancers
     }
 
     fn apply_services(&mut self, config: &Config, random: &mut impl Rng) {
@@ -112,7 +155,10 @@ impl Records {
                 .find(|index| !taken.contains(index))
                 .expect("the configuration has no more services than there are indexes");
             taken.insert(index);
-            self.services.insert(service.name.clone(), ServiceRecord { index, seed: random.next_u64() });
+            self.services.insert(
+                service.name.clone(),
+                ServiceRecord { index, seed: random.next_u64(), buckets: BucketHistory::default() },
+            );
         }
     }
 
@@ -243,7 +289,7 @@ mod tests {
     #[test]
     fn ids_stay_with_their_servers() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(random);
+        let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
         let before = ids(&records);
         assert_eq!(before["s3"], 7);
@@ -265,7 +311,7 @@ mod tests {
     #[test]
     fn ids_of_those_who_left_are_reserved_then_free() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(random);
+        let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
         records.apply(&config(&["s1"], &[]), at(100), random).unwrap();
         let taken = records.apply(&config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
@@ -284,7 +330,7 @@ mod tests {
     #[test]
     fn a_changed_id_leaves_the_old_one_reserved() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(random);
+        let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1=5"], &[]), at(0), random).unwrap();
         records.apply(&config(&["s1=6"], &[]), at(10), random).unwrap();
         let states: Vec<_> = records.servers.iter().map(|(id, s)| (id.get(), s.in_file, s.services["web"])).collect();
@@ -295,7 +341,7 @@ mod tests {
     #[test]
     fn a_server_leaves_one_service_and_stays_in_another() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(random);
+        let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
         records.apply(&config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
         let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
@@ -305,7 +351,7 @@ mod tests {
     #[test]
     fn when_no_id_is_free_the_server_is_named() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(random);
+        let mut records = Records::draw(at(0), random);
         for id in 0..ServerId::COUNT as u64 {
             let services = BTreeMap::from([("web".to_owned(), Membership::LeftAt(at(0)))]);
             let gone = ServerRecord { name: format!("g{id}"), address: [10, 0, 0, 1].into(), in_file: false, services };
@@ -315,12 +361,36 @@ mod tests {
         assert!(error.starts_with("controller.toml:3:1: key `server`: no server id is free for \"s1\""), "{error}");
     }
 
+    #[test]
+    fn load_balancers_keep_their_numbers() {
+        let mut records = Records::draw(at(0), &mut seeded_rng(1, 0));
+        let owner = |records: &Records, name: &str| records.load_balancers[name].owner.map(OwnerNumber::get);
+        assert!(records.enrol("lb1", None) && records.enrol("lb2", Some([10, 2, 0, 2].into())));
+        assert_eq!((owner(&records, "lb1"), owner(&records, "lb2")), (Some(0), Some(1)));
+        records.departed("lb1", at(10));
+        // It comes back, as it was and then with another address.
+        assert!(!records.enrol("lb1", None));
+        assert_eq!(records.load_balancers["lb1"].left_at, None);
+        assert!(records.enrol("lb1", Some([10, 2, 0, 1].into())));
+        // There are sixteen numbers.
+        for n in 3..=17 {
+            records.enrol(&format!("lb{n}"), None);
+        }
+        assert_eq!((owner(&records, "lb16"), owner(&records, "lb17")), (Some(15), None));
+        // Who has been away for a day is no more, and its number is another's.
+        records.departed("lb2", at(100));
+        assert!(!records.retire(at(86_400), at(86_499)));
+        assert!(records.retire(at(86_400), at(86_500)));
+        records.enrol("lb18", None);
+        assert_eq!((owner(&records, "lb18"), owner(&records, "lb1")), (Some(1), Some(0)));
+    }
+
     proptest! {
         /// Whatever comes and goes: an id never changes hands within the time that cookies live.
         #[test]
         fn no_id_changes_hands(seed: u64, pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12)) {
             let random = &mut seeded_rng(seed, 0);
-            let mut records = Records::draw(random);
+            let mut records = Records::draw(at(0), random);
             let mut owners: HashMap<ServerId, String> = HashMap::new();
             for (step, pool) in pools.iter().enumerate() {
                 let names: Vec<String> = pool.iter().map(|n| format!("s{n}")).collect();

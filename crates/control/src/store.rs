@@ -11,23 +11,29 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_model::ServerId;
+use coreward_model::bucket_history::BucketHistory;
+use coreward_model::connection_table::OwnerNumber;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_wire::ServiceIndex;
 use redb::{Database, ReadableDatabase as _, ReadableTable as _, TableDefinition};
 use serde::{Deserialize, Serialize};
 
-use crate::records::{Membership, Records, ServerRecord, ServiceRecord};
+use crate::key_ring::{KeyPhase, KeyRing};
+use crate::records::{LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
 const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
 const SERVERS: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
+const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
 
 /// The only row of [`FLEET`].
 const FLEET_ROW: &str = "fleet";
 
-/// Of the rows' layout. A file of another version is refused, not guessed at.
-const FORMAT: u32 = 1;
+/// Of the rows' layout. A file of another version is refused, not guessed at; but for the first one, to which this one
+/// only adds.
+const FORMAT: u32 = 2;
+const FIRST_FORMAT: u32 = 1;
 
 /// The open file.
 pub struct Store {
@@ -69,13 +75,32 @@ struct FleetRow {
     /// k0, k1 of both keys.
     cookie_keys: [[u64; 2]; 2],
     current_key: u8,
+    #[serde(default)]
+    keys_generation: u64,
+    /// Seconds since 1970.
+    #[serde(default)]
+    current_key_since: u64,
+    /// Absent: no rotation is under way; whether it was forced.
+    #[serde(default)]
+    announced: Option<bool>,
     rss_key: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct LoadBalancerRow {
+    owner: Option<u8>,
+    address: Option<IpAddr>,
+    /// Seconds since 1970.
+    left_at: Option<u64>,
 }
 
 #[derive(Serialize, Deserialize)]
 struct ServiceRow {
     index: u16,
     seed: u64,
+    /// By bucket: whose it is, and whose it was.
+    #[serde(default)]
+    buckets: Vec<(u16, Option<u16>)>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -142,6 +167,16 @@ impl Store {
             let id = ServerId::try_from(u64::from(id.value()))?;
             records.servers.insert(id, serde_json::from_slice::<ServerRow>(row.value())?.parse());
         }
+        match transaction.open_table(LOAD_BALANCERS) {
+            Err(redb::TableError::TableDoesNotExist(_)) => {}
+            opened => {
+                for row in opened?.iter()? {
+                    let (name, row) = row?;
+                    let parsed = serde_json::from_slice::<LoadBalancerRow>(row.value())?.parse()?;
+                    records.load_balancers.insert(name.value().to_owned(), parsed);
+                }
+            }
+        }
         Ok(Some(records))
     }
 
@@ -149,17 +184,21 @@ impl Store {
         let transaction = self.database.begin_write()?;
         transaction.delete_table(SERVICES)?;
         transaction.delete_table(SERVERS)?;
+        transaction.delete_table(LOAD_BALANCERS)?;
         {
             let mut fleet = transaction.open_table(FLEET)?;
             fleet.insert(FLEET_ROW, serde_json::to_vec(&FleetRow::from(records))?.as_slice())?;
             let mut services = transaction.open_table(SERVICES)?;
             for (name, service) in &records.services {
-                let row = ServiceRow { index: service.index.get(), seed: service.seed };
-                services.insert(name.as_str(), serde_json::to_vec(&row)?.as_slice())?;
+                services.insert(name.as_str(), serde_json::to_vec(&ServiceRow::from(service))?.as_slice())?;
             }
             let mut servers = transaction.open_table(SERVERS)?;
             for (id, server) in &records.servers {
                 servers.insert(id.get(), serde_json::to_vec(&ServerRow::from(server))?.as_slice())?;
+            }
+            let mut load_balancers = transaction.open_table(LOAD_BALANCERS)?;
+            for (name, known) in &records.load_balancers {
+                load_balancers.insert(name.as_str(), serde_json::to_vec(&LoadBalancerRow::from(known))?.as_slice())?;
             }
         }
         transaction.commit()?;
@@ -180,8 +219,14 @@ impl From<&Records> for FleetRow {
         Self {
             format: FORMAT,
             generation: records.generation,
-            cookie_keys: records.keys.keys.map(|key| [key.k0, key.k1]),
-            current_key: records.keys.current.get() as u8,
+            cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
+            current_key: records.key_ring.keys.current.get() as u8,
+            keys_generation: records.key_ring.generation,
+            current_key_since: records.key_ring.current_since.as_secs(),
+            announced: match records.key_ring.phase {
+                KeyPhase::Steady => None,
+                KeyPhase::Announced { forced } => Some(forced),
+            },
             rss_key: records.rss_key.to_string(),
         }
     }
@@ -189,21 +234,63 @@ impl From<&Records> for FleetRow {
 
 impl FleetRow {
     fn parse(self) -> anyhow::Result<Records> {
-        anyhow::ensure!(self.format == FORMAT, "format {}: expected {FORMAT}", self.format);
+        let known = [FIRST_FORMAT, FORMAT].contains(&self.format);
+        anyhow::ensure!(known, "format {}: expected {FORMAT}", self.format);
         let current = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
         Ok(Records {
             generation: self.generation,
-            keys: FleetKeys { keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }), current },
+            key_ring: KeyRing {
+                keys: FleetKeys { keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }), current },
+                generation: self.keys_generation,
+                current_since: Duration::from_secs(self.current_key_since),
+                phase: self.announced.map_or(KeyPhase::Steady, |forced| KeyPhase::Announced { forced }),
+            },
             rss_key: self.rss_key.parse::<RssKey>()?,
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
+            load_balancers: BTreeMap::new(),
         })
+    }
+}
+
+impl From<&ServiceRecord> for ServiceRow {
+    fn from(service: &ServiceRecord) -> Self {
+        let history = service.buckets.now().iter().zip(service.buckets.before());
+        let buckets = history.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
+        Self { index: service.index.get(), seed: service.seed, buckets }
     }
 }
 
 impl ServiceRow {
     fn parse(self) -> anyhow::Result<ServiceRecord> {
-        Ok(ServiceRecord { index: ServiceIndex::parse("index", self.index.into())?, seed: self.seed })
+        let id = |number: u16| ServerId::try_from(u64::from(number));
+        let now = self.buckets.iter().map(|(now, _)| id(*now)).collect::<Result<_, _>>()?;
+        let before = self.buckets.iter().map(|(_, before)| before.map(id).transpose()).collect::<Result<_, _>>()?;
+        Ok(ServiceRecord {
+            index: ServiceIndex::parse("index", self.index.into())?,
+            seed: self.seed,
+            buckets: BucketHistory::restored(now, before).unwrap_or_default(),
+        })
+    }
+}
+
+impl From<&LoadBalancerRecord> for LoadBalancerRow {
+    fn from(known: &LoadBalancerRecord) -> Self {
+        Self {
+            owner: known.owner.map(OwnerNumber::get),
+            address: known.address,
+            left_at: known.left_at.map(|moment| moment.as_secs()),
+        }
+    }
+}
+
+impl LoadBalancerRow {
+    fn parse(self) -> anyhow::Result<LoadBalancerRecord> {
+        Ok(LoadBalancerRecord {
+            owner: self.owner.map(|number| OwnerNumber::try_from(u64::from(number))).transpose()?,
+            address: self.address,
+            left_at: self.left_at.map(Duration::from_secs),
+        })
     }
 }
 
@@ -245,9 +332,17 @@ mod tests {
     use super::*;
 
     fn records() -> Records {
-        let mut records = Records::draw(&mut seeded_rng(3, 0));
+        let mut records = Records::draw(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
-        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX };
+        records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));
+        records.enrol("lb1", Some([10, 2, 0, 1].into()));
+        records.enrol("lb2", None);
+        records.departed("lb2", Duration::from_secs(1_700_000_000));
+        let mut buckets = BucketHistory::default();
+        for pool in [[1u64, 1], [1, 2]] {
+            buckets.follow(&pool.map(|id| ServerId::try_from(id).unwrap()));
+        }
+        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, buckets };
         records.services.insert("web".into(), service);
         for (id, left) in [(0u64, None), (16_383, Some(1_700_000_000))] {
             let membership = left.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
@@ -276,6 +371,31 @@ mod tests {
         drop(store);
         assert_eq!(Store::open(&path).unwrap().load().unwrap(), Some(changed));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    /// A fleet keeps its ids and keys when the controller becomes this version.
+    #[test]
+    fn the_first_format_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("controller.redb");
+        let store = Store::open(&path).unwrap();
+        let rss_key = RssKey::microsoft().to_string();
+        let rows = [
+            format!(
+                r#"{{"format":1,"generation":9,"cookie_keys":[[1,2],[3,4]],"current_key":1,"rss_key":"{rss_key}"}}"#
+            ),
+            r#"{"index":5,"seed":6}"#.to_owned(),
+        ];
+        let transaction = store.database.begin_write().unwrap();
+        transaction.open_table(FLEET).unwrap().insert(FLEET_ROW, rows[0].as_bytes()).unwrap();
+        transaction.open_table(SERVICES).unwrap().insert("web", rows[1].as_bytes()).unwrap();
+        transaction.open_table(SERVERS).unwrap();
+        transaction.commit().unwrap();
+        let records = store.load().unwrap().unwrap();
+        assert_eq!((records.generation, records.key_ring.keys.keys[1].k0, records.services["web"].seed), (9, 3, 6));
+        assert_eq!((records.key_ring.phase, records.key_ring.generation), (KeyPhase::Steady, 0));
+        store.save(&records).unwrap();
+        assert_eq!(store.load().unwrap(), Some(records));
     }
 
     #[test]

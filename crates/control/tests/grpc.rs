@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use coreward_control::server::Server;
 use coreward_model::placement::PlacementTable;
 use coreward_wire::v1::control_client::ControlClient;
-use coreward_wire::v1::{agent_message, dataplane_update, load_balancer_message};
-use coreward_wire::{FleetConfiguration, table, v1};
+use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
+use coreward_wire::{FleetConfiguration, SocketQuery, table, v1};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
@@ -52,7 +52,16 @@ impl Home {
     }
 
     async fn start(&self) -> Running {
-        let server = Server::bind(&self.config()).await.unwrap();
+        // A controller that was killed may still be writing: other than a process, a task is not gone at once.
+        let server = in_time("the store", async {
+            loop {
+                match Server::bind(&self.config()).await {
+                    Err(error) if error.to_string().contains("is in use") => tokio::task::yield_now().await,
+                    bound => break bound.unwrap(),
+                }
+            }
+        })
+        .await;
         let address = server.address();
         Running { address, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
     }
@@ -93,8 +102,12 @@ impl Running {
     }
 
     async fn load_balancer(&self, client: ControlClient<Channel>) -> LoadBalancer {
+        self.load_balancer_named("lb1", client).await
+    }
+
+    async fn load_balancer_named(&self, name: &str, client: ControlClient<Channel>) -> LoadBalancer {
         let (sender, receiver) = mpsc::channel(4);
-        let hello = v1::LoadBalancerHello { name: "lb1".into(), version: "test".into() };
+        let hello = v1::LoadBalancerHello { name: name.into(), version: "test".into(), address: vec![10, 2, 0, 200] };
         let message = Some(load_balancer_message::Message::Hello(hello));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
@@ -106,7 +119,7 @@ struct Agent {
     sender: mpsc::Sender<v1::AgentMessage>,
     sequence: u64,
     busy_ns: Vec<u64>,
-    answers: Option<Streaming<v1::AgentConfiguration>>,
+    answers: Option<Streaming<v1::AgentUpdate>>,
 }
 
 impl Agent {
@@ -114,9 +127,18 @@ impl Agent {
         self.sender.send(v1::AgentMessage { message: Some(message) }).await.unwrap();
     }
 
-    async fn configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
+    async fn update(&mut self) -> Result<agent_update::Update, tonic::Status> {
         let answers = self.answers.as_mut().unwrap();
-        in_time("an agent's configuration", answers.message()).await.map(|answer| answer.expect("the stream goes on"))
+        let update = in_time("an agent's update", answers.message()).await?.expect("the stream goes on");
+        Ok(update.update.expect("an update says something"))
+    }
+
+    async fn configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
+        loop {
+            if let agent_update::Update::Configuration(configuration) = self.update().await? {
+                return Ok(configuration);
+            }
+        }
     }
 
     /// Reports that the cores were busy to these parts since the last report.
@@ -242,6 +264,7 @@ async fn tables_follow_loads() {
         service: Some(v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() }),
         client_address: vec![10, 1, 0, 7],
         client_port: 40_312,
+        established: None,
     };
     let mut client = running.client().await;
     let explained = client.explain(request.clone()).await.unwrap().into_inner();
@@ -269,7 +292,8 @@ async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
         running.kill().await;
     }
     let (second, first) = (seen.pop().unwrap(), seen.pop().unwrap());
-    assert_eq!((first.0, second.0), (1, 2));
+    // One for the file, one for the load balancer that was new then; one for the restart.
+    assert_eq!((first.0, second.0), (2, 3));
     assert_eq!(first.1.keys, second.1.keys);
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
@@ -288,7 +312,7 @@ async fn after_a_restart_the_first_table_waits_for_the_agents() {
     let mut balancer = running.load_balancer(running.client().await).await;
     let configuration = balancer.configuration().await;
     let early = tokio::time::timeout(Duration::from_millis(300), balancer.table()).await;
-    assert!(early.is_err(), "a table before anybody reported: {early:?}");
+    assert!(early.is_err(), "a table before anybody reported");
     let mut agents = [running.agent("s1").await, running.agent("s2").await];
     for _ in 0..2 {
         for agent in &mut agents {
@@ -372,4 +396,100 @@ async fn a_slow_load_balancer_gets_the_newest_table() {
     }
     assert!(newest - first > 50, "{first} to {newest}");
     assert!(received < (newest - first) / 2, "{received} tables of generations {first} to {newest}");
+}
+
+#[tokio::test]
+async fn questions_for_sockets_reach_the_agent_and_answers_who_asked() {
+    let home = Home::new(&["s1", "s2"], WEB);
+    let running = home.start().await;
+    let mut balancer = running.load_balancer(running.client().await).await;
+    let configuration = balancer.configuration().await;
+    let server = configuration.services[0].servers.iter().find(|server| server.name == "s1").unwrap().id;
+    let mut agent = running.agent("s1").await;
+    agent.configuration().await.unwrap();
+    let query = SocketQuery {
+        number: 17,
+        asker: 99,
+        server,
+        service: configuration.services[0].address,
+        clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.7:40001".parse().unwrap()],
+    };
+    let message = Some(load_balancer_message::Message::SocketQuery((&query).into()));
+    balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    let asked = loop {
+        if let agent_update::Update::SocketQuery(asked) = agent.update().await.unwrap() {
+            break SocketQuery::try_from(&asked).unwrap();
+        }
+    };
+    assert_eq!((asked.number, &asked.clients), (query.number, &query.clients));
+    agent.send(agent_message::Message::SocketAnswer(asked.answer(vec![true, false]).into())).await;
+    let answer = loop {
+        if let dataplane_update::Update::SocketAnswer(answer) = balancer.update().await {
+            break answer;
+        }
+    };
+    assert_eq!((answer.number, answer.open), (17, vec![true, false]));
+}
+
+#[tokio::test]
+async fn load_balancers_know_each_other_and_are_told_who_is_gone() {
+    let home = Home::new(&["s1"], WEB);
+    let running = home.start().await;
+    let mut first = running.load_balancer_named("lb1", running.client().await).await;
+    let second = running.load_balancer_named("lb2", running.client().await).await;
+    let peers = async |balancer: &mut LoadBalancer, wanted: &[(&str, u8, bool)]| loop {
+        let peers = balancer.configuration().await.load_balancers;
+        let seen: Vec<_> = peers
+            .iter()
+            .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.alive))
+            .collect();
+        if seen == wanted {
+            break;
+        }
+    };
+    peers(&mut first, &[("lb1", 0, true), ("lb2", 1, true)]).await;
+    let mut twice = running.load_balancer_named("lb1", running.client().await).await;
+    let refused = in_time("a refusal", twice.updates.message()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::AlreadyExists);
+    drop(second);
+    peers(&mut first, &[("lb1", 0, true), ("lb2", 1, false)]).await;
+}
+
+#[tokio::test]
+async fn a_rotation_waits_for_everybody_and_outlives_the_controller() {
+    let _alone = SIGHUP_REACHES_ALL.lock().await;
+    let home = Home::new(&["s1"], WEB);
+    let rotate = async |running: &Running, force: bool| {
+        let mut client = running.client().await;
+        client.rotate_keys(v1::RotateKeysRequest { force }).await.map(tonic::Response::into_inner)
+    };
+    let running = home.start().await;
+    let refused = rotate(&running, false).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().starts_with("the key in force is"), "{}", refused.message());
+    let mut balancer = running.load_balancer(running.client().await).await;
+    let born = balancer.configuration().await.keys;
+    let announced = rotate(&running, true).await.unwrap();
+    assert_eq!((announced.phase.as_str(), announced.current), ("announced", 0));
+    assert!(announced.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced.waiting_for);
+    running.kill().await;
+
+    let running = home.start().await;
+    assert_eq!(running.status().await.keys.unwrap().phase, "announced");
+    let mut balancer = running.load_balancer(running.client().await).await;
+    let configuration = balancer.configuration().await;
+    assert_eq!(configuration.keys.keys[0], born.keys[0]);
+    assert_ne!(configuration.keys.keys[1], born.keys[1]);
+    assert_eq!(configuration.keys.current, born.current);
+    let state = v1::LoadBalancerState { configuration_generation: configuration.generation, ..Default::default() };
+    let message = Some(load_balancer_message::Message::State(state));
+    balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    let switched = loop {
+        let next = balancer.configuration().await;
+        if next.keys != configuration.keys {
+            break next.keys;
+        }
+    };
+    assert_eq!((switched.keys, switched.current), (configuration.keys.keys, born.current.other()));
+    assert_eq!(running.status().await.keys.unwrap().phase, "steady");
 }

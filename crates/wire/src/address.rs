@@ -26,6 +26,14 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
+/// The address, or none where there are no bytes.
+///
+/// # Errors
+/// When `bytes` are neither none, 4 nor 16.
+pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
+    if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
+}
+
 /// # Errors
 /// When `port` is 0 or above 65,535.
 pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
@@ -70,8 +78,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn service_addresses_come_back(ip: IpAddr, port in 1u16..) {
-            let address = ServiceAddress { socket: SocketAddr::new(ip, port), protocol: Protocol::Tcp };
+        fn service_addresses_come_back(ip: IpAddr, port in 1u16.., udp: bool) {
+            let protocol = if udp { Protocol::Udp } else { Protocol::Tcp };
+            let address = ServiceAddress { socket: SocketAddr::new(ip, port), protocol };
             prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(address)), Ok(address));
         }
     }
@@ -87,8 +96,8 @@ mod tests {
         assert_eq!(error(v1::ServiceAddress { port: 65_536, ..good.clone() }), "port: port 65536: expected 1 to 65535");
         assert_eq!(error(v1::ServiceAddress { port: 0, ..good.clone() }), "port: port 0: expected 1 to 65535");
         assert_eq!(
-            error(v1::ServiceAddress { protocol: "udp".into(), ..good }),
-            "protocol: protocol \"udp\" is not known: expected \"tcp\""
+            error(v1::ServiceAddress { protocol: "sctp".into(), ..good }),
+            "protocol: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\""
         );
     }
 }

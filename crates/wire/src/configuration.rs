@@ -4,12 +4,14 @@ use std::collections::HashSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_model::ServerId;
+use coreward_model::connection_table::OwnerNumber;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::FleetKeys;
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
+use coreward_model::{ServerId, policy::TrafficWanted};
 
-use crate::address::{address_bytes, parse_address, parse_server_id};
+use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
 /// What names a service in tables: 0 to 63. (Where in its arrays the data plane puts it is its own affair.)
@@ -41,13 +43,34 @@ impl ServiceIndex {
 /// What a load balancer must know to recognise established connections; tables for new ones come apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetConfiguration {
-    /// Grows with every change.
+    /// Grows with every change of anything but [`Peer::alive`].
     pub generation: u64,
     /// The cookie keys.
     pub keys: FleetKeys,
     /// Each with its own address and index.
     pub services: Vec<Service>,
+    /// All load balancers of the fleet, each with its own name and number.
+    pub load_balancers: Vec<Peer>,
+    /// Time between two messages of traffic.
+    pub report_interval: Duration,
 }
+
+/// A load balancer as the others, and it itself, know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// Its name in its own file.
+    pub name: String,
+    /// What cookies call its connection table; `None`: it has none.
+    pub owner: Option<OwnerNumber>,
+    /// Where it is reached in the servers' network; `None`: not known.
+    pub address: Option<IpAddr>,
+    /// False: the controller has not heard of it for [`LOST_AFTER`].
+    pub alive: bool,
+}
+
+/// A load balancer whose stream to the controller ended so long ago counts as lost. A daemon that is started again is
+/// back before.
+pub const LOST_AFTER: Duration = Duration::from_secs(3);
 
 /// A service and its pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,8 +81,12 @@ pub struct Service {
     pub address: ServiceAddress,
     /// What names it in tables.
     pub index: ServiceIndex,
+    /// How packets find their server.
+    pub mode: ServiceMode,
     /// The policy's name.
     pub policy: String,
+    /// What the policy wants to hear of every server.
+    pub traffic: TrafficWanted,
     /// Its pool, each with an id of its own.
     pub servers: Vec<Server>,
 }
@@ -80,7 +107,7 @@ pub struct Server {
 /// What an agent must know.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentConfiguration {
-    /// Grows with every change.
+    /// Grows with every change of anything but [`AgentConfiguration::servers_before`].
     pub generation: u64,
     /// The services that this server serves.
     pub services: Vec<StampedService>,
@@ -92,6 +119,18 @@ pub struct AgentConfiguration {
     pub fleet_rss_key: RssKey,
     /// Seeds this server's indirection table.
     pub server_id: ServerId,
+    /// To whom this server may have to hand packets of connections that are not its own: servers that had its buckets
+    /// before it. May change without a new generation.
+    pub servers_before: Vec<ServerBefore>,
+}
+
+/// A server that packets may be handed to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServerBefore {
+    /// What the packets carry.
+    pub id: ServerId,
+    /// Where it is reached, in the servers' network.
+    pub address: IpAddr,
 }
 
 /// A service as one of its servers knows it.
@@ -103,6 +142,8 @@ pub struct StampedService {
     pub address: ServiceAddress,
     /// What this server stamps into cookies.
     pub server_id: ServerId,
+    /// How packets find their server.
+    pub mode: ServiceMode,
 }
 
 impl From<&FleetConfiguration> for v1::FleetConfiguration {
@@ -111,6 +152,19 @@ impl From<&FleetConfiguration> for v1::FleetConfiguration {
             generation: configuration.generation,
             keys: Some((&configuration.keys).into()),
             services: configuration.services.iter().map(v1::Service::from).collect(),
+            load_balancers: configuration.load_balancers.iter().map(v1::LoadBalancer::from).collect(),
+            report_interval_ms: configuration.report_interval.as_millis() as u32,
+        }
+    }
+}
+
+impl From<&Peer> for v1::LoadBalancer {
+    fn from(peer: &Peer) -> Self {
+        Self {
+            name: peer.name.clone(),
+            owner: peer.owner.map(|owner| owner.get().into()),
+            address: peer.address.map(address_bytes).unwrap_or_default(),
+            alive: peer.alive,
         }
     }
 }
@@ -121,7 +175,9 @@ impl From<&Service> for v1::Service {
             name: service.name.clone(),
             address: Some(service.address.into()),
             index: service.index.get().into(),
+            mode: Some(service.mode.into()),
             policy: service.policy.clone(),
+            traffic: service.traffic.name().to_owned(),
             servers: service.servers.iter().map(v1::Server::from).collect(),
         }
     }
@@ -144,6 +200,11 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             name: service.name.clone(),
             address: Some(service.address.into()),
             server_id: service.server_id.get().into(),
+            mode: Some(service.mode.into()),
+        };
+        let before = |server: &ServerBefore| v1::ServerBefore {
+            id: server.id.get().into(),
+            address: address_bytes(server.address),
         };
         Self {
             generation: configuration.generation,
@@ -152,6 +213,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
             server_id: configuration.server_id.get().into(),
+            servers_before: configuration.servers_before.iter().map(before).collect(),
         }
     }
 }
@@ -162,6 +224,29 @@ fn parse_keys(keys: Option<&v1::FleetKeys>) -> Result<FleetKeys, WireError> {
 
 fn parse_service_address(address: Option<&v1::ServiceAddress>) -> Result<ServiceAddress, WireError> {
     address.ok_or_else(|| WireError::missing("address"))?.try_into().within("address")
+}
+
+fn parse_owner(field: &str, number: u32) -> Result<OwnerNumber, WireError> {
+    u64::from(number).try_into().map_err(|error| WireError::new(field, error))
+}
+
+fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> {
+    mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
+}
+
+fn parse_traffic(field: &str, name: &str) -> Result<TrafficWanted, WireError> {
+    let known = TrafficWanted::ALL.into_iter().find(|wanted| wanted.name() == name);
+    known.ok_or_else(|| {
+        let names = TrafficWanted::ALL.map(TrafficWanted::name);
+        WireError::new(field, format!("{name:?}: expected one of {}", names.join(", ")))
+    })
+}
+
+fn parse_interval(milliseconds: u32) -> Result<Duration, WireError> {
+    match milliseconds {
+        0 => Err(WireError::new("report_interval_ms", "0: expected at least 1")),
+        _ => Ok(Duration::from_millis(milliseconds.into())),
+    }
 }
 
 /// Parses every element and says at which position one is wrong.
@@ -190,7 +275,30 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
         let services: Vec<Service> = parse_each("services", &message.services)?;
         all_different("services", services.iter().map(|service| service.address))?;
         all_different("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
-        Ok(Self { generation: message.generation, keys: parse_keys(message.keys.as_ref())?, services })
+        let load_balancers: Vec<Peer> = parse_each("load_balancers", &message.load_balancers)?;
+        all_different("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
+        let numbers = load_balancers.iter().filter_map(|peer| peer.owner);
+        all_different("load_balancers", numbers.map(|owner| format!("owner number {}", owner.get())))?;
+        Ok(Self {
+            generation: message.generation,
+            keys: parse_keys(message.keys.as_ref())?,
+            services,
+            load_balancers,
+            report_interval: parse_interval(message.report_interval_ms)?,
+        })
+    }
+}
+
+impl TryFrom<&v1::LoadBalancer> for Peer {
+    type Error = WireError;
+
+    fn try_from(message: &v1::LoadBalancer) -> Result<Self, WireError> {
+        Ok(Self {
+            name: message.name.clone(),
+            owner: message.owner.map(|number| parse_owner("owner", number)).transpose()?,
+            address: parse_optional_address("address", &message.address)?,
+            alive: message.alive,
+        })
     }
 }
 
@@ -204,7 +312,9 @@ impl TryFrom<&v1::Service> for Service {
             name: message.name.clone(),
             address: parse_service_address(message.address.as_ref())?,
             index: ServiceIndex::parse("index", message.index)?,
+            mode: parse_mode(message.mode.as_ref())?,
             policy: message.policy.clone(),
+            traffic: parse_traffic("traffic", &message.traffic)?,
             servers,
         })
     }
@@ -231,7 +341,16 @@ impl TryFrom<&v1::StampedService> for StampedService {
             name: message.name.clone(),
             address: parse_service_address(message.address.as_ref())?,
             server_id: parse_server_id("server_id", message.server_id)?,
+            mode: parse_mode(message.mode.as_ref())?,
         })
+    }
+}
+
+impl TryFrom<&v1::ServerBefore> for ServerBefore {
+    type Error = WireError;
+
+    fn try_from(message: &v1::ServerBefore) -> Result<Self, WireError> {
+        Ok(Self { id: parse_server_id("id", message.id)?, address: parse_address("address", &message.address)? })
     }
 }
 
@@ -239,23 +358,22 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     type Error = WireError;
 
     fn try_from(message: &v1::AgentConfiguration) -> Result<Self, WireError> {
-        if message.report_interval_ms == 0 {
-            return Err(WireError::new("report_interval_ms", "0: expected at least 1"));
-        }
         Ok(Self {
             generation: message.generation,
             services: parse_each("services", &message.services)?,
             keys: parse_keys(message.keys.as_ref())?,
-            report_interval: Duration::from_millis(message.report_interval_ms.into()),
+            report_interval: parse_interval(message.report_interval_ms)?,
             fleet_rss_key: RssKey::new(&message.fleet_rss_key)
                 .map_err(|error| WireError::new("fleet_rss_key", error))?,
             server_id: parse_server_id("server_id", message.server_id)?,
+            servers_before: parse_each("servers_before", &message.servers_before)?,
         })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use coreward_model::consistency::{Consistency, Timestamps};
     use coreward_model::cookie::{CookieKey, KeyIndex};
     use coreward_model::tuple::Protocol;
 
@@ -279,10 +397,24 @@ mod tests {
                 protocol: Protocol::Tcp,
             },
             index: ServiceIndex::new(index).unwrap(),
-            policy: "crossrss".into(),
+            mode: ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server },
+            policy: "least".into(),
+            traffic: TrafficWanted::Connections,
             servers: vec![server(1), server(2)],
         };
-        FleetConfiguration { generation: 3, keys: keys(), services: vec![service(0), service(63)] }
+        let peer = |owner: Option<u32>, address: Option<[u8; 4]>| Peer {
+            name: format!("lb{owner:?}"),
+            owner: owner.map(|number| u64::from(number).try_into().unwrap()),
+            address: address.map(IpAddr::from),
+            alive: address.is_some(),
+        };
+        FleetConfiguration {
+            generation: 3,
+            keys: keys(),
+            services: vec![service(0), service(63)],
+            load_balancers: vec![peer(Some(15), Some([10, 2, 0, 1])), peer(Some(0), None), peer(None, None)],
+            report_interval: Duration::from_millis(100),
+        }
     }
 
     #[test]
@@ -294,11 +426,13 @@ mod tests {
                 name: "web".into(),
                 address: fleet().services[0].address,
                 server_id: 7.try_into().unwrap(),
+                mode: ServiceMode { consistency: Consistency::Beamer, timestamps: Timestamps::Off },
             }],
             keys: keys(),
             report_interval: Duration::from_millis(100),
             fleet_rss_key: RssKey::microsoft(),
             server_id: 7.try_into().unwrap(),
+            servers_before: vec![ServerBefore { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
         };
         assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
     }
@@ -327,5 +461,27 @@ mod tests {
             "services[1]: 10.200.0.0:80/tcp is used twice: expected each once"
         );
         assert_eq!(error(|m| m.keys = None), "keys: missing");
+        assert_eq!(error(|m| m.services[0].mode = None), "services[0].mode: missing");
+        assert_eq!(
+            error(|m| m.services[1].traffic = "some".into()),
+            "services[1].traffic: \"some\": expected one of nothing, connections, all"
+        );
+        assert_eq!(
+            error(|m| m.load_balancers[0].owner = Some(16)),
+            "load_balancers[0].owner: owner number 16 is out of range: expected 0 to 15"
+        );
+        assert_eq!(
+            error(|m| m.load_balancers[0].owner = Some(0)),
+            "load_balancers[1]: owner number 0 is used twice: expected each once"
+        );
+        assert_eq!(
+            error(|m| m.load_balancers[0].address = vec![1]),
+            "load_balancers[0].address: an address of 1 bytes: expected 4 (IPv4) or 16 (IPv6)"
+        );
+        assert_eq!(
+            error(|m| m.load_balancers[1].name = m.load_balancers[0].name.clone()),
+            "load_balancers[1]: lbSome(15) is used twice: expected each once"
+        );
+        assert_eq!(error(|m| m.report_interval_ms = 0), "report_interval_ms: 0: expected at least 1");
     }
 }

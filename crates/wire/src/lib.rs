@@ -3,23 +3,34 @@
 //!
 //! * [`address`]: addresses of servers and services
 //! * [`keys`]: the fleet's cookie keys
+//! * [`mode`]: how a service's packets find their server
 //! * [`rss`]: a server's RSS key and indirection table
 //! * [`report`]: what an agent says of its cores
 //! * [`configuration`]: what the controller tells load balancers and agents to know
 //! * [`table`]: placement tables
+//! * [`traffic`]: what load balancers count for policies
+//! * [`sockets`]: whether idle connections still have a socket
 
 pub mod address;
 pub mod configuration;
 mod error;
 pub mod keys;
+pub mod mode;
 pub mod report;
 pub mod rss;
+pub mod sockets;
 pub mod table;
+pub mod traffic;
 
-pub use configuration::{AgentConfiguration, FleetConfiguration, Server, Service, ServiceIndex, StampedService};
+pub use configuration::{
+    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, Server, ServerBefore, Service, ServiceIndex,
+    StampedService,
+};
 pub use error::{Context, WireError};
 pub use report::{Report, ReportError};
 pub use rss::ReportedRss;
+pub use sockets::{SocketAnswer, SocketQuery};
+pub use traffic::{ServerTraffic, TrafficMessage};
 
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]

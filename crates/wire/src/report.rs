@@ -29,6 +29,8 @@ pub struct Report {
     pub counters: Vec<(String, u64)>,
     /// What the agent found wrong, in words.
     pub warnings: Vec<String>,
+    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
+    pub configuration_generation: u64,
 }
 
 /// A report that cannot be understood.
@@ -66,6 +68,7 @@ impl TryFrom<v1::Report> for Report {
             rss_mismatched: message.rss_mismatched,
             counters: message.counters.into_iter().collect(),
             warnings: message.warnings,
+            configuration_generation: message.configuration_generation,
         })
     }
 }
@@ -85,6 +88,7 @@ impl From<Report> for v1::Report {
             rss_mismatched: report.rss_mismatched,
             counters: report.counters.into_iter().collect(),
             warnings: report.warnings,
+            configuration_generation: report.configuration_generation,
         }
     }
 }
@@ -107,6 +111,7 @@ mod tests {
             rss_mismatched: 1,
             counters: [("stamped".to_owned(), 12)].into(),
             warnings: vec!["aRFS is on".into()],
+            configuration_generation: 3,
         }
     }
 

@@ -39,6 +39,11 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
         member_load: table.members.iter().map(|member| member.load).collect(),
         consistent_server_id: table.consistent.iter().map(|server| server.get().into()).collect(),
+        consistent_before_id: table
+            .consistent_before
+            .iter()
+            .map(|before| before.map_or(intf::NO_SERVER, |server| server.get().into()))
+            .collect(),
         core_slot: table
             .core_slots
             .iter()
@@ -61,6 +66,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         core_slots: parse_core_slots(&message.core_slot)?,
         members: parse_members(message)?,
         consistent: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
+        consistent_before: parse_before(&message.consistent_before_id)?,
     };
     check_lengths(&table)?;
     Ok((service, table))
@@ -99,6 +105,14 @@ fn parse_groups(keys: &[Vec<u8>]) -> Result<Vec<RssKey>, WireError> {
 
 fn parse_server_ids(field: &str, ids: &[u32]) -> Result<Vec<ServerId>, WireError> {
     ids.iter().map(|id| parse_server_id(field, *id)).collect()
+}
+
+fn parse_before(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
+    let parse = |id: &u32| match *id {
+        intf::NO_SERVER => Ok(None),
+        id => parse_server_id("consistent_before_id", id).map(Some),
+    };
+    ids.iter().map(parse).collect()
 }
 
 fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, WireError> {
@@ -146,6 +160,9 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
         return length_is("consistent_server_id", table.consistent.len(), 0);
     }
     length_is("consistent_server_id", table.consistent.len(), buckets)?;
+    if !table.consistent_before.is_empty() {
+        length_is("consistent_before_id", table.consistent_before.len(), buckets)?;
+    }
     if table.groups.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
     }
@@ -166,14 +183,13 @@ mod tests {
 
     fn pool(servers: u64) -> Pool {
         let server = |n: u64| PoolServer {
-            id: (n * 31).try_into().unwrap(),
-            eligible: true,
             loads: Some(vec![n as f64 / 10.0; 4]),
             rss: Some(Rss {
                 key: RssKey::microsoft(),
                 indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
             }),
             open_connections: 3,
+            ..PoolServer::new((n * 31).try_into().unwrap())
         };
         Pool::new((0..servers).map(server).collect(), 1)
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::time::Duration;
 
 use coreward_config::{ConfigError, Source, Spanned};
 use coreward_model::ServerId;
@@ -11,23 +12,25 @@ use coreward_model::policy;
 use coreward_model::tuple::Protocol;
 use coreward_wire::ServiceIndex;
 
-use super::file::{File, Server, Service};
-use super::{Config, DEFAULT_REPORT_INTERVAL, DEFAULT_RETIRE_AFTER, ServerConfig, ServerState, ServiceConfig, Span};
+use super::file::{File, RotationInterval, Server, Service};
+use super::{
+    Config, DEFAULT_REPORT_INTERVAL, DEFAULT_RETIRE_AFTER, ServerConfig, ServerState, ServiceConfig, Span, mode,
+};
 
 pub fn check(source: Source) -> Result<Config, ConfigError> {
     let file: File = source.parse()?;
     let checker = Checker { source: &source };
     let servers = checker.servers(&file.servers)?;
     let services = checker.services(&file, &servers)?;
+    let retire_after = file.retire_after_s.map_or(DEFAULT_RETIRE_AFTER, |seconds| Duration::from_secs(seconds.into()));
     Ok(Config {
         listen: file.listen,
         store: file.store,
         report_interval: file.report_interval_ms.map_or(DEFAULT_REPORT_INTERVAL, |interval| interval.0),
         alpha: file.alpha.map_or(Alpha::PUBLISHED, |alpha| alpha.0),
         rss_key: file.rss_key.map(|key| key.0),
-        retire_after: file
-            .retire_after_s
-            .map_or(DEFAULT_RETIRE_AFTER, |seconds| std::time::Duration::from_secs(seconds.into())),
+        retire_after,
+        key_rotation: file.key_rotation_hours.map(|interval| checker.rotation(&interval, retire_after)).transpose()?,
         servers,
         services,
         source,
@@ -39,6 +42,20 @@ struct Checker<'a> {
 }
 
 impl Checker<'_> {
+    /// A second rotation overwrites the key of before the first: whoever still has a cookie of it must be gone.
+    fn rotation(&self, interval: &Spanned<RotationInterval>, retire_after: Duration) -> Result<Duration, ConfigError> {
+        let RotationInterval(wanted) = *interval.get_ref();
+        if wanted >= retire_after {
+            return Ok(wanted);
+        }
+        let message = format!(
+            "a key rotation every {} h, but a cookie may live {} s (`retire_after_s`): expected no less than that",
+            wanted.as_secs() / 3600,
+            retire_after.as_secs()
+        );
+        Err(self.source.error(interval.span(), &message))
+    }
+
     fn servers(&self, listed: &[Spanned<Server>]) -> Result<Vec<ServerConfig>, ConfigError> {
         if let Some(first_too_many) = listed.get(ServerId::COUNT) {
             let message =
@@ -63,6 +80,8 @@ impl Checker<'_> {
                 address,
                 id,
                 state: server.state.unwrap_or(ServerState::Active),
+                weight: server.weight.as_ref().map(|weight| weight.0).unwrap_or_default(),
+                capacity: server.capacity.as_ref().map(|capacity| capacity.0),
                 span: entry.span(),
             });
         }
@@ -89,7 +108,9 @@ impl Checker<'_> {
             services.push(ServiceConfig {
                 name: service.name.get_ref().0.clone(),
                 address,
-                policy: service.policy.as_ref().map_or(policy::DEFAULT, |policy| policy.0.0),
+                mode: mode::of(self.source, service, protocol)?,
+                policy: service.policy.as_ref().map_or(policy::DEFAULT, |policy| policy.get_ref().0.0),
+                slow_start: service.slow_start_s.as_ref().map_or(Duration::ZERO, |slow_start| slow_start.0),
                 buckets: service
                     .buckets
                     .as_ref()

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use coreward_config::Spanned;
 use coreward_model::ServerId;
+use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
+use coreward_model::policy::{Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde::de::{Deserialize, Deserializer, Error as _};
@@ -25,6 +27,7 @@ pub struct File {
     pub buckets: Option<Parsed<BucketCount>>,
     pub rss_key: Option<Parsed<RssKey>>,
     pub retire_after_s: Option<u32>,
+    pub key_rotation_hours: Option<Spanned<RotationInterval>>,
     #[serde(default, rename = "server")]
     pub servers: Vec<Spanned<Server>>,
     #[serde(default, rename = "service")]
@@ -38,6 +41,8 @@ pub struct Server {
     pub address: Spanned<Parsed<ServerAddress>>,
     pub id: Option<Spanned<Parsed<ServerId>>>,
     pub state: Option<ServerState>,
+    pub weight: Option<Parsed<Weight>>,
+    pub capacity: Option<Parsed<Capacity>>,
 }
 
 #[derive(serde::Deserialize)]
@@ -46,7 +51,11 @@ pub struct Service {
     pub name: Spanned<Name>,
     pub vip: Spanned<Parsed<Vip>>,
     pub protocol: Option<Parsed<Protocol>>,
-    pub policy: Option<Parsed<PolicyName>>,
+    pub consistency: Option<Spanned<Parsed<Consistency>>>,
+    pub timestamps: Option<Spanned<Parsed<Timestamps>>>,
+    pub udp: Option<Spanned<UdpMode>>,
+    pub policy: Option<Spanned<Parsed<PolicyName>>>,
+    pub slow_start_s: Option<SlowStart>,
     pub buckets: Option<Parsed<BucketCount>>,
     pub servers: Option<Vec<Spanned<String>>>,
 }
@@ -101,7 +110,46 @@ impl Written for Protocol {
     }
 }
 
+impl Written for Consistency {
+    type As = String;
+    fn parse(written: String) -> Result<Self, impl Display> {
+        written.parse::<Consistency>()
+    }
+}
+
+impl Written for Timestamps {
+    type As = String;
+    fn parse(written: String) -> Result<Self, impl Display> {
+        written.parse::<Timestamps>()
+    }
+}
+
+impl Written for Weight {
+    type As = u64;
+    fn parse(written: u64) -> Result<Self, impl Display> {
+        Weight::new(written)
+    }
+}
+
+impl Written for Capacity {
+    type As = f64;
+    fn parse(written: f64) -> Result<Self, impl Display> {
+        Capacity::new(written)
+    }
+}
+
+/// What one decision of a UDP service is for.
+#[derive(Clone, Copy, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum UdpMode {
+    /// All datagrams of one client's address and port.
+    Flow,
+    /// One datagram.
+    Packet,
+}
+
 /// The name of a policy that exists.
+#[derive(Clone, Copy)]
 pub struct PolicyName(pub &'static str);
 
 impl Written for PolicyName {
@@ -160,6 +208,33 @@ impl<'de> Deserialize<'de> for Name {
             return Err(D::Error::custom(format!("name {written:?}: expected 1 to 64 bytes without blanks")));
         }
         Ok(Self(written))
+    }
+}
+
+/// At most an hour: who needs longer drains and weighs by hand.
+pub struct SlowStart(pub Duration);
+
+impl<'de> Deserialize<'de> for SlowStart {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let seconds = u64::deserialize(deserializer)?;
+        if seconds > 3600 {
+            return Err(D::Error::custom(format!("a slow start of {seconds} s: expected 0 (none) to 3600")));
+        }
+        Ok(Self(Duration::from_secs(seconds)))
+    }
+}
+
+/// An hour to a year.
+#[derive(Clone, Copy)]
+pub struct RotationInterval(pub Duration);
+
+impl<'de> Deserialize<'de> for RotationInterval {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let hours = u64::deserialize(deserializer)?;
+        if !(1..=8760).contains(&hours) {
+            return Err(D::Error::custom(format!("a key rotation every {hours} h: expected 1 to 8760 (a year)")));
+        }
+        Ok(Self(Duration::from_secs(hours * 3600)))
     }
 }
 

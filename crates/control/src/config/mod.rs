@@ -1,10 +1,11 @@
 //! The controller's file: what an operator writes, parsed into a [`Config`] that holds together.
 //!
 //! docs/config.md is the reference for users. What one value must be is checked where it is read ([`file`]); what
-//! concerns several values is checked in [`check`]. Every error points at the line of the value that is wrong.
+//! concerns several values is checked in [`check`] and [`mode`]. Every error points at the line of the value that is wrong.
 
 mod check;
 mod file;
+mod mode;
 #[cfg(test)]
 mod tests;
 
@@ -15,8 +16,10 @@ use std::time::Duration;
 
 use coreward_config::{ConfigError, Source};
 use coreward_model::ServerId;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
+use coreward_model::policy::{Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 
@@ -39,8 +42,10 @@ pub struct Config {
     pub alpha: Alpha,
     /// The key that agents with `manage_rss = true` set; `None`: the one that the store drew.
     pub rss_key: Option<RssKey>,
-    /// How long the id of a server that left stays reserved.
+    /// How long a cookie may live: the id of a server that left, and a key that stamps no more, are kept that long.
     pub retire_after: Duration,
+    /// How often the cookie keys are rotated; `None`: when somebody says so.
+    pub key_rotation: Option<Duration>,
     /// Names, addresses and ids are each used once.
     pub servers: Vec<ServerConfig>,
     /// Names and VIPs are each used once.
@@ -59,6 +64,10 @@ pub struct ServerConfig {
     pub id: Option<(ServerId, Span)>,
     /// Whether it takes new connections.
     pub state: ServerState,
+    /// Its part of new connections.
+    pub weight: Weight,
+    /// How much it can do; `None`: by its cores.
+    pub capacity: Option<Capacity>,
     /// Where in the file it stands.
     pub span: Span,
 }
@@ -83,8 +92,12 @@ pub struct ServiceConfig {
     pub name: String,
     /// What clients connect to.
     pub address: ServiceAddress,
+    /// How packets find their server.
+    pub mode: ServiceMode,
     /// A name out of `coreward_model::policy::names()`.
     pub policy: &'static str,
+    /// How long the share of a server that joins grows.
+    pub slow_start: Duration,
     /// Number of buckets.
     pub buckets: BucketCount,
     /// Positions in [`Config::servers`].

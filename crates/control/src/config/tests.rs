@@ -83,7 +83,8 @@ fn single_values() {
             "alpha = 0.25",
             "alpah = 0.25",
             "controller.toml:4:1: key `alpah`: unknown field `alpah`, expected one of `listen`, `store`, \
-             `report_interval_ms`, `alpha`, `buckets`, `rss_key`, `retire_after_s`, `server`, `service`",
+             `report_interval_ms`, `alpha`, `buckets`, `rss_key`, `retire_after_s`, `key_rotation_hours`, `server`, \
+             `service`",
         ),
         (
             "report_interval_ms = 50",
@@ -142,12 +143,50 @@ fn single_values() {
             "policy = \"pow2\"",
             "policy = \"pow3\"",
             "controller.toml:24:10: key `service.policy`: policy \"pow3\" does not exist: expected one of hash, \
-             consistent-hash, maglev, rr, wrr, awrr, pow2, least, crossrss, crossrss-plus",
+             consistent-hash, maglev, rr, wrr, awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, \
+             least:bytes, least:cpu, crossrss, crossrss-plus",
         ),
         (
             "policy = \"pow2\"",
-            "protocol = \"udp\"",
-            "controller.toml:24:12: key `service.protocol`: protocol \"udp\" is not known: expected \"tcp\"",
+            "protocol = \"sctp\"",
+            "controller.toml:24:12: key `service.protocol`: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "consistency = \"sticky\"",
+            "controller.toml:24:15: key `service.consistency`: consistency \"sticky\" is not known: expected \"stateless\", \
+             \"stateful\", \"none\", \"hash-table\" or \"beamer\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "timestamps = \"client\"",
+            "controller.toml:24:14: key `service.timestamps`: timestamps by \"client\": expected \"server\", \"lb\" or \"off\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "protocol = \"udp\"\nudp = \"datagram\"",
+            "controller.toml:25:7: key `service.udp`: unknown variant `datagram`, expected `flow` or `packet`",
+        ),
+        (
+            "policy = \"pow2\"",
+            "slow_start_s = 3601",
+            "controller.toml:24:16: key `service.slow_start_s`: a slow start of 3601 s: expected 0 (none) to 3600",
+        ),
+        (
+            "id = 7",
+            "weight = 101",
+            "controller.toml:10:10: key `server.weight`: weight 101: expected 0 (no new connections) to 100",
+        ),
+        (
+            "id = 7",
+            "capacity = 0.0",
+            "controller.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000: cores of \
+             the usual speed",
+        ),
+        (
+            "buckets = 256",
+            "key_rotation_hours = 0",
+            "controller.toml:5:22: key `key_rotation_hours`: a key rotation every 0 h: expected 1 to 8760 (a year)",
         ),
         ("store = ", "# store = ", "controller.toml:1:1: missing field `store`"),
     ];
@@ -200,6 +239,61 @@ fn several_values() {
              26): expected each once",
         ),
         (
+            "buckets = 256",
+            "retire_after_s = 7201\nkey_rotation_hours = 2",
+            "controller.toml:6:22: key `key_rotation_hours`: a key rotation every 2 h, but a cookie may live 7201 s \
+             (`retire_after_s`): expected no less than that",
+        ),
+        (
+            "policy = \"pow2\"",
+            "udp = \"flow\"",
+            "controller.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` only",
+        ),
+        (
+            "policy = \"pow2\"",
+            "protocol = \"udp\"\nconsistency = \"none\"",
+            "controller.toml:25:15: key `service.consistency`: a UDP service has no `consistency`, as datagrams carry no \
+             cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
+        ),
+        (
+            "policy = \"pow2\"",
+            "protocol = \"udp\"\ntimestamps = \"off\"",
+            "controller.toml:25:14: key `service.timestamps`: a UDP service has no `timestamps`, as datagrams carry no \
+             cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
+        ),
+        (
+            "policy = \"pow2\"",
+            "consistency = \"beamer\"\ntimestamps = \"server\"",
+            "controller.toml:25:14: key `service.timestamps`: timestamps by \"server\" with consistency \"beamer\", which \
+             uses no cookie: expected \"off\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "timestamps = \"lb\"",
+            "controller.toml:24:14: key `service.timestamps`: timestamps by \"lb\" are not there yet: expected \"server\" or \
+             \"off\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "consistency = \"stateful\"\ntimestamps = \"off\"",
+            "controller.toml:25:14: key `service.timestamps`: timestamps by \"off\" with consistency \"stateful\": expected \
+             \"server\", who stamps the index",
+        ),
+        (
+            "policy = \"pow2\"",
+            "policy = \"pow2\"\nconsistency = \"none\"",
+            "controller.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
+             a connection's packets to several servers: expected a policy whose choice depends on the pool alone: hash, \
+             consistent-hash, maglev",
+        ),
+        (
+            "policy = \"pow2\"",
+            "consistency = \"none\"",
+            "controller.toml:24:15: key `service.consistency`: consistency \"none\" with policy \"crossrss-plus\", which \
+             would send a connection's packets to several servers: expected a policy whose choice depends on the pool \
+             alone: hash, consistent-hash, maglev",
+        ),
+        (
             "10.200.0.1:80",
             "10.2.0.12:80",
             "controller.toml:19:7: key `service.vip`: VIP 10.2.0.12 is also the address of server \"s2\": expected an \
@@ -209,6 +303,47 @@ fn several_values() {
     for (from, to, message) in cases {
         assert_eq!(error(from, to), message);
     }
+}
+
+#[test]
+fn modes_of_services() {
+    let mode = |keys: &str| {
+        let mode = parse(&GOOD.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].mode;
+        (mode.consistency.name(), mode.timestamps.name())
+    };
+    let cases = [
+        ("", "stateless", "server"),
+        ("timestamps = \"off\"", "stateless", "off"),
+        ("consistency = \"stateful\"", "stateful", "server"),
+        ("consistency = \"hash-table\"", "hash-table", "off"),
+        ("consistency = \"beamer\"\ntimestamps = \"off\"", "beamer", "off"),
+        ("consistency = \"none\"\npolicy = \"maglev\"", "none", "off"),
+        ("protocol = \"udp\"", "hash-table", "off"),
+        ("protocol = \"udp\"\nudp = \"flow\"", "hash-table", "off"),
+        ("protocol = \"udp\"\nudp = \"packet\"\npolicy = \"rr\"", "none", "off"),
+    ];
+    for (keys, consistency, timestamps) in cases {
+        assert_eq!(mode(keys), (consistency.to_owned(), timestamps), "{keys}");
+    }
+}
+
+#[test]
+fn one_vip_and_port_may_be_a_service_of_each_protocol() {
+    let text = GOOD.replace("10.200.0.1:443\"", "10.200.0.1:80\"\nprotocol = \"udp\"");
+    assert_eq!(parse(&text).unwrap().services[1].address.to_string(), "10.200.0.1:80/udp");
+}
+
+#[test]
+fn weights_and_times() {
+    let text = GOOD
+        .replace("id = 7", "weight = 0\ncapacity = 2.5")
+        .replace("buckets = 64", "slow_start_s = 30")
+        .replace("alpha = 0.25", "key_rotation_hours = 168");
+    let config = parse(&text).unwrap();
+    assert_eq!((config.servers[0].weight.get(), config.servers[0].capacity.map(|c| c.get())), (0, Some(2.5)));
+    assert_eq!((config.servers[1].weight.get(), config.servers[1].capacity), (1, None));
+    assert_eq!(config.services[1].slow_start, Duration::from_secs(30));
+    assert_eq!(config.key_rotation, Some(Duration::from_secs(7 * 86_400)));
 }
 
 #[test]

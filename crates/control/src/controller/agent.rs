@@ -8,6 +8,7 @@ use coreward_wire::{Report, ReportError, ReportedRss};
 
 use super::Now;
 use super::refused::{CLOCK_TOLERANCE, Refused};
+use super::traffic::Totals;
 
 /// What is known of a server.
 #[derive(Debug, Default)]
@@ -16,6 +17,11 @@ pub struct Agent {
     pub session: Option<LiveSession>,
     /// The newest report that was taken.
     pub newest: Option<Newest>,
+    /// The newest configuration that an agent has said to be in force. The server's programs keep what they have when the
+    /// agent ends.
+    pub confirmed: u64,
+    /// What load balancers had sent to it when the newest report was taken.
+    pub sent_at_report: Totals,
     /// What its NIC does.
     pub rss: KnownRss,
     tracker: LoadTracker,
@@ -72,6 +78,11 @@ impl Agent {
         if self.is_fresh(now) { self.tracker.loads() } else { None }
     }
 
+    /// How many cores its newest report had.
+    pub fn core_count(&self) -> Option<usize> {
+        self.tracker.loads().map(<[f64]>::len)
+    }
+
     /// Whether its newest report still holds.
     pub fn is_fresh(&self, now: Now) -> bool {
         self.newest.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
@@ -88,8 +99,14 @@ impl Agent {
         self.tracker.new_stream();
     }
 
-    /// Takes a report in.
-    pub fn report(&mut self, report: Result<Report, ReportError>, alpha: Alpha, now: Now) -> Result<(), Refused> {
+    /// Takes a report in. `generation`: of the configuration in force, beyond which nothing can be confirmed.
+    pub fn report(
+        &mut self,
+        report: Result<Report, ReportError>,
+        alpha: Alpha,
+        generation: u64,
+        now: Now,
+    ) -> Result<(), Refused> {
         let report = report.inspect_err(|error| {
             if let ReportError::Rss(problem) = error {
                 self.rss.forget(format!("its RSS was refused: {problem}"));
@@ -98,6 +115,9 @@ impl Agent {
         if let Some(session) = &mut self.session {
             session.heard = now.monotonic;
             session.time_to_live = report.time_to_live;
+        }
+        if report.configuration_generation <= generation {
+            self.confirmed = self.confirmed.max(report.configuration_generation);
         }
         let ahead = report.sent.saturating_sub(now.wall);
         if ahead > CLOCK_TOLERANCE {

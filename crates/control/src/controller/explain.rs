@@ -1,5 +1,7 @@
 //! What `coreward explain` shows: where a new connection would go, and why.
 
+mod established;
+
 use std::net::SocketAddr;
 
 use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
@@ -7,6 +9,8 @@ use coreward_model::policy::{Pool, PoolServer};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
 use coreward_model::{ServerId, load};
 use coreward_wire::v1;
+
+pub use established::ExplainedPacket;
 
 use super::service::Service;
 use super::{Controller, Now};
@@ -28,7 +32,8 @@ pub enum NotExplained {
 }
 
 impl Controller {
-    /// Where a new connection from `client` to the service would go by the table of the last tick.
+    /// Where a packet from `client` to the service goes: a first one by the table of the last tick, another one as far as it
+    /// can be known here.
     ///
     /// # Errors
     /// When there is no such service, or client and VIP are of different address families.
@@ -36,14 +41,15 @@ impl Controller {
         &self,
         address: ServiceAddress,
         client: SocketAddr,
+        packet: ExplainedPacket,
         now: Now,
     ) -> Result<v1::ExplainReply, NotExplained> {
         let tuple = FourTuple::new(client, address.socket)?;
         let service = self.services.iter().find(|service| service.fleet().address == address);
         let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
-        let pool = self.pool(service.fleet(), now);
+        let pool = self.pool(service, now);
         let case = Case { controller: self, service, pool: &pool, tuple, now };
-        Ok(case.reply())
+        Ok(case.reply(packet))
     }
 
     fn known_services(&self) -> String {
@@ -65,10 +71,13 @@ struct Case<'a> {
 type Verdict = (Option<ServerId>, String);
 
 impl Case<'_> {
-    fn reply(&self) -> v1::ExplainReply {
+    fn reply(&self, packet: ExplainedPacket) -> v1::ExplainReply {
         let table = self.service.table(self.now).map(|(table, _)| table);
-        let (chosen, reason) =
-            table.map_or_else(|| (None, "no table has been made yet".to_owned()), |t| self.verdict(t));
+        let (chosen, reason) = match (packet, table) {
+            (ExplainedPacket::Established { cookie, reset }, table) => self.established(table, cookie, reset),
+            (ExplainedPacket::First, Some(table)) => self.verdict(table),
+            (ExplainedPacket::First, None) => (None, "no table has been made yet".to_owned()),
+        };
         v1::ExplainReply {
             service: self.service.fleet().name.clone(),
             policy: self.service.fleet().policy.to_owned(),
@@ -191,7 +200,8 @@ impl Case<'_> {
         let (first, second) = two_draws(mix(hash), table.members.len() as u32);
         let drawn = [first, second].map(|position| table.members[position as usize]);
         let chosen = table.choose(&mut PlacementState::for_table(table), &self.tuple);
-        let words = |member: Member| format!("{} (mean load {:.3})", self.name(member.server), shown_load(member.load));
+        let what = if self.service.fleet().policy == "pow2" { "mean load" } else { "compared" };
+        let words = |member: Member| format!("{} ({what} {:.3})", self.name(member.server), shown_load(member.load));
         let reason = match (chosen, first == second) {
             (None, _) => "the table names no server".to_owned(),
             (Some(_), true) => format!("both draws by the connection's hash are {}", words(drawn[0])),

@@ -1,55 +1,139 @@
-//! The load balancers that are connected, and what they last said.
+//! The load balancers of the fleet, and what they last said.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use coreward_wire::v1;
+use coreward_model::ServerId;
+use coreward_model::load::Alpha;
+use coreward_model::policy::TrafficRates;
+use coreward_wire::{LOST_AFTER, TrafficMessage, v1};
 
 use super::Now;
+use super::refused::Refused;
+use super::traffic::{Totals, Traffic};
 
 /// A server that no load balancer can reach for so long gets no new connections. Shorter gaps are the data plane's: a
 /// first packet then goes to another member.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(3);
 
-/// Those that are connected, by session.
+/// After the controller's own start load balancers and agents have so long to come back before any counts as gone: they try
+/// every two seconds at the latest.
+pub const START_GRACE: Duration = Duration::from_secs(5);
+
+/// All of them by name: those on record, and those that are connected.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
-    connected: BTreeMap<u64, LoadBalancer>,
+    known: BTreeMap<String, LoadBalancer>,
     sessions: u64,
 }
 
 /// One of them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LoadBalancer {
-    /// Its name in its own file.
-    pub name: String,
+    /// Its stream, while it is connected.
+    session: Option<LiveSession>,
+    /// When its newest stream ended (since the controller's start).
+    ended: Duration,
     /// What it last said, and when (since the controller's start).
     pub state: Option<(v1::LoadBalancerState, Duration)>,
+    /// The newest configuration that it has said to be in force. Its data plane keeps what it has when the stream ends.
+    pub confirmed: u64,
     /// Since when it has not known a server's MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
+    /// What it sends to servers.
+    traffic: Traffic,
+}
+
+#[derive(Debug)]
+struct LiveSession {
+    number: u64,
+    /// When it last said something (since the controller's start).
+    heard: Duration,
 }
 
 impl LoadBalancers {
-    /// One has connected. The number names its session.
-    pub fn hello(&mut self, name: String) -> u64 {
-        self.sessions += 1;
-        self.connected.insert(self.sessions, LoadBalancer { name, state: None, unresolved_since: HashMap::new() });
-        self.sessions
-    }
-
-    /// It says what it sees.
-    pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
-        if let Some(connected) = self.connected.get_mut(&session) {
-            let since = |server: &String| connected.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
-            connected.unresolved_since =
-                state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
-            connected.state = Some((state, now.monotonic));
+    /// Knows these, and of the others only those that are connected.
+    pub fn on_record<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
+        let names: BTreeSet<&String> = names.collect();
+        self.known.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
+        for name in names {
+            self.known.entry(name.clone()).or_default();
         }
     }
 
-    /// It has disconnected.
-    pub fn goodbye(&mut self, session: u64) {
-        self.connected.remove(&session);
+    /// One has connected. The number names its session.
+    ///
+    /// # Errors
+    /// When one of that name is connected and has spoken lately.
+    pub fn hello(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+        let balancer = self.known.entry(name.to_owned()).or_default();
+        if let Some(live) = &balancer.session {
+            let silence = now.monotonic.saturating_sub(live.heard);
+            if silence <= LOST_AFTER {
+                return Err(Refused::DuplicateLoadBalancer { name: name.to_owned(), silence });
+            }
+        }
+        self.sessions += 1;
+        balancer.session = Some(LiveSession { number: self.sessions, heard: now.monotonic });
+        balancer.state = None;
+        balancer.unresolved_since.clear();
+        Ok(self.sessions)
+    }
+
+    /// The connected load balancer with this session; it has said something.
+    fn heard(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
+        let of_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
+        let balancer = self.known.values_mut().find(of_session)?;
+        balancer.session.as_mut()?.heard = now.monotonic;
+        Some(balancer)
+    }
+
+    /// It says what it sees. `newest`: generation of the configuration in force, beyond which nothing can be confirmed.
+    pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
+        if let Some(balancer) = self.heard(session, now) {
+            let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
+            balancer.unresolved_since =
+                state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
+            if state.configuration_generation <= newest {
+                balancer.confirmed = balancer.confirmed.max(state.configuration_generation);
+            }
+            balancer.state = Some((state, now.monotonic));
+        }
+    }
+
+    /// It says what it has sent to servers. `alpha`: weight of the newest rate.
+    pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) {
+        if let Some(balancer) = self.heard(session, now) {
+            balancer.traffic.take(message, alpha, now);
+        }
+    }
+
+    /// What all of them have sent to the server, by load balancer.
+    pub fn totals(&self, server: ServerId) -> Totals {
+        let of = |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.total(server)?));
+        Totals(self.known.iter().filter_map(of).collect())
+    }
+
+    /// What all of them send to the server now; `None`: nobody has said it twice.
+    pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
+        let rates = self.known.values().filter_map(|balancer| balancer.traffic.rates(server));
+        rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
+    }
+
+    /// It has disconnected. True when no newer session of that name is connected.
+    pub fn goodbye(&mut self, session: u64, now: Now) -> bool {
+        let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
+        let ended = balancer.map(|balancer| {
+            balancer.session = None;
+            balancer.ended = now.monotonic;
+            balancer.traffic.stop();
+        });
+        ended.is_some()
+    }
+
+    /// Whether its stream is open, or ended a short time ago.
+    pub fn is_alive(&self, name: &str, now: Now) -> bool {
+        self.known.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
     /// Whether none of those that said what they see has reached the server for [`UNREACHABLE_AFTER`].
@@ -58,17 +142,37 @@ impl LoadBalancers {
             let since = balancer.unresolved_since.get(server);
             since.is_some_and(|since| now.monotonic.saturating_sub(*since) >= UNREACHABLE_AFTER)
         };
-        let mut speaking = self.connected.values().filter(|balancer| balancer.state.is_some()).peekable();
-        speaking.peek().is_some() && speaking.all(for_long)
+        let mut speaking = self.connected().filter(|(_, balancer)| balancer.state.is_some()).peekable();
+        speaking.peek().is_some() && speaking.all(|(_, balancer)| for_long(balancer))
     }
 
     /// How many are connected: each gets its share of the new connections.
     pub fn count(&self) -> usize {
-        self.connected.len()
+        self.connected().count()
     }
 
-    /// All of them in the order in which they connected.
-    pub fn iter(&self) -> impl Iterator<Item = &LoadBalancer> {
-        self.connected.values()
+    fn connected(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
+        self.known.iter().filter(|(_, balancer)| balancer.is_connected())
+    }
+
+    /// All of them by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
+        self.known.iter()
+    }
+}
+
+impl LoadBalancer {
+    fn has_session(&self, number: u64) -> bool {
+        self.session.as_ref().is_some_and(|live| live.number == number)
+    }
+
+    /// Whether its stream is open.
+    pub fn is_connected(&self) -> bool {
+        self.session.is_some()
+    }
+
+    /// Whether its stream is open, or ended a short time ago.
+    pub fn is_alive(&self, now: Now) -> bool {
+        self.is_connected() || now.monotonic < START_GRACE.max(self.ended + LOST_AFTER)
     }
 }

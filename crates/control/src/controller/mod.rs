@@ -5,25 +5,34 @@
 //! * [`refused`]: why a report, or an agent, was not taken
 //! * [`service`]: a service, its policy and its newest table
 //! * [`load_balancers`]: who gets the tables
+//! * [`rotation`]: whether the cookie keys may be rotated now
+//! * [`traffic`]: what load balancers count
 //! * [`status`], [`explain`]: answers to people
 
 pub mod agent;
 pub mod explain;
 pub mod load_balancers;
+#[cfg(test)]
+mod pool_tests;
 pub mod refused;
+pub mod rotation;
+#[cfg(test)]
+mod rotation_tests;
 pub mod service;
 pub mod status;
 #[cfg(test)]
 mod tests;
+pub mod traffic;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_model::bucket_history::BucketHistory;
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::{Pool, PoolServer};
 use coreward_model::{ServerId, policy};
-use coreward_wire::{AgentConfiguration, Report, ReportError, ServiceIndex};
+use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError, ServiceIndex, TrafficMessage, v1};
 
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
@@ -51,6 +60,11 @@ impl Session {
     /// The server that it speaks for.
     pub fn server(&self) -> &str {
         &self.server
+    }
+
+    /// Different for every session.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 }
 
@@ -100,6 +114,7 @@ impl Controller {
     /// Puts another configuration in force. What is known of servers that are in both stays.
     pub fn configure(&mut self, fleet: Fleet) {
         self.agents.retain(|name, _| fleet.id(name).is_some());
+        self.load_balancers.on_record(fleet.load_balancers.keys());
         let mut old = std::mem::take(&mut self.services);
         let mut of_before = |new: &FleetService| {
             let same = old.iter().position(|service| service.continues_as(new))?;
@@ -150,7 +165,54 @@ impl Controller {
     /// When its server is in the fleet no more.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Refused> {
         let unknown = || Refused::UnknownServer(session.server().to_owned());
-        Ok(self.fleet.for_agent(self.fleet.id(session.server()).ok_or_else(unknown)?))
+        let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
+        let before = self.services.iter().filter_map(|service| service.predecessors(id));
+        Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
+    }
+
+    /// What every load balancer must know now.
+    pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
+        self.fleet.for_load_balancers(|name| self.load_balancers.is_alive(name, now))
+    }
+
+    /// Which load balancers are alive now, by name.
+    pub fn alive(&self, now: Now) -> BTreeSet<String> {
+        let alive = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
+        alive.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// A load balancer has connected. The number names its session.
+    ///
+    /// # Errors
+    /// When one of that name is connected and has spoken lately.
+    pub fn load_balancer_hello(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+        let outcome = self.load_balancers.hello(name, now);
+        self.count(outcome)
+    }
+
+    /// A load balancer says what it has sent to servers.
+    pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
+        self.load_balancers.traffic(session, message, self.fleet.alpha, now);
+    }
+
+    /// A load balancer says what it sees.
+    pub fn load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
+        self.load_balancers.state(session, state, self.fleet.generation, now);
+    }
+
+    /// The session of the agent that speaks for the server, if one does.
+    pub fn agent_session(&self, id: ServerId) -> Option<u64> {
+        Some(self.agent(id)?.session.as_ref()?.number)
+    }
+
+    /// Whose the buckets of each service are, where that has changed since the last call; for the records.
+    pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
+        self.services.iter_mut().filter_map(Service::changed_history).collect()
+    }
+
+    /// How often [`AgentConfiguration::servers_before`] of any agent has changed.
+    pub fn predecessor_changes(&self) -> u64 {
+        self.services.iter().map(Service::predecessor_changes).sum()
     }
 
     /// Takes a report, or the reason why it could not be parsed.
@@ -171,7 +233,11 @@ impl Controller {
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
             return Err(Refused::Superseded(server.to_owned()));
         }
-        agent.report(report, self.fleet.alpha, now)
+        agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
+        if let Some(id) = self.fleet.id(server) {
+            agent.sent_at_report = self.load_balancers.totals(id);
+        }
+        Ok(())
     }
 
     fn count<T>(&mut self, outcome: Result<T, Refused>) -> Result<T, Refused> {
@@ -199,7 +265,13 @@ impl Controller {
 
     /// Computes every service's table from what is known now.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
-        let pools: Vec<Pool> = self.services.iter().map(|service| self.pool(service.fleet(), now)).collect();
+        for position in 0..self.services.len() {
+            let service = self.services[position].fleet();
+            let eligible =
+                service.members.keys().copied().filter(|id| self.takes_connections(service, *id, now)).collect();
+            self.services[position].joined(eligible, now);
+        }
+        let pools: Vec<Pool> = self.services.iter().map(|service| self.pool(service, now)).collect();
         let services = self.services.iter_mut().zip(&pools);
         services.map(|(service, pool)| service.place(pool, now)).collect()
     }
@@ -210,11 +282,12 @@ impl Controller {
     }
 
     /// The service's pool as a policy sees it.
-    fn pool(&self, service: &FleetService, now: Now) -> Pool {
-        let servers = service.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
+    fn pool(&self, service: &Service, now: Now) -> Pool {
+        let members = &service.fleet().members;
+        let servers = members.keys().map(|id| self.pool_server(service, *id, now)).collect();
         let pool = Pool::new(servers, self.load_balancers.count() as u32);
         // Reports and ticks have the same interval, so what a server's newest report adds is what this tick adds.
-        let agents = service.members.keys().filter_map(|id| self.agent(*id)).filter(|agent| agent.is_fresh(now));
+        let agents = members.keys().filter_map(|id| self.agent(*id)).filter(|agent| agent.is_fresh(now));
         let opened = agents.filter_map(|agent| agent.newest.as_ref()?.opened_connections);
         match opened.reduce(|sum, connections| sum + connections) {
             Some(connections) => pool.with_opened_connections(connections),
@@ -222,16 +295,32 @@ impl Controller {
         }
     }
 
-    fn pool_server(&self, service: &FleetService, id: ServerId, now: Now) -> PoolServer {
-        let agent = self.agent(id);
+    fn takes_connections(&self, service: &FleetService, id: ServerId, now: Now) -> bool {
+        self.fleet.eligible(service, id) && !self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now)
+    }
+
+    fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
+        let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
         PoolServer {
             id,
-            eligible: self.fleet.eligible(service, id)
-                && !self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now),
+            eligible: self.takes_connections(service.fleet(), id, now),
             loads: agent.and_then(|agent| agent.loads(now)).map(<[f64]>::to_vec),
             rss: agent.and_then(Agent::rss).cloned(),
-            open_connections: agent.and_then(|agent| agent.newest.as_ref()).map_or(0, |newest| newest.open_connections),
+            open_connections: self.open_connections(id, agent),
+            weight: server.weight,
+            ramp: service.ramp(id, now),
+            capacity: server.capacity,
+            traffic: self.load_balancers.rates(id),
         }
+    }
+
+    /// What the server's agent last counted, and what load balancers have seen opened and closed since. A FIN that was sent
+    /// again counts again there; the next report puts that right.
+    fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
+        let Some(newest) = agent.and_then(|agent| agent.newest.as_ref()) else { return 0 };
+        let then = agent.map(|agent| &agent.sent_at_report);
+        let since = then.map_or(0, |then| self.load_balancers.totals(id).opened_since(then));
+        u32::try_from((i64::from(newest.open_connections) + since).max(0)).unwrap_or(u32::MAX)
     }
 
     fn agent(&self, id: ServerId) -> Option<&Agent> {

@@ -25,6 +25,17 @@ pub enum Refused {
         /// How long the other one has been silent.
         silence: Duration,
     },
+    /// Two load balancers have one name, and so one owner number.
+    #[error(
+        "load balancer {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
+        silence.as_millis()
+    )]
+    DuplicateLoadBalancer {
+        /// The name.
+        name: String,
+        /// How long the other one has been silent.
+        silence: Duration,
+    },
     /// A newer agent has taken the server over.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
@@ -48,9 +59,10 @@ pub enum Refused {
 
 impl Refused {
     /// All names that [`Refused::reason`] gives: the counters in `coreward status`.
-    pub const REASONS: [&'static str; 9] = [
+    pub const REASONS: [&'static str; 10] = [
         "unknown_server",
         "duplicate_session",
+        "duplicate_load_balancer",
         "superseded",
         "from_the_future",
         "out_of_order",
@@ -65,6 +77,7 @@ impl Refused {
         match self {
             Refused::UnknownServer(_) => "unknown_server",
             Refused::DuplicateSession { .. } => "duplicate_session",
+            Refused::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
             Refused::Superseded(_) => "superseded",
             Refused::FromTheFuture { .. } => "from_the_future",
             Refused::Readings(ReadingsRefused::OutOfOrder { .. }) => "out_of_order",
@@ -77,6 +90,12 @@ impl Refused {
 
     /// Whether the agent that sent it cannot go on: the stream ends.
     pub fn ends_session(&self) -> bool {
-        matches!(self, Refused::UnknownServer(_) | Refused::DuplicateSession { .. } | Refused::Superseded(_))
+        matches!(
+            self,
+            Refused::UnknownServer(_)
+                | Refused::DuplicateSession { .. }
+                | Refused::DuplicateLoadBalancer { .. }
+                | Refused::Superseded(_)
+        )
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::policy::{Pool, PoolServer, RssGroup, rss_groups};
+use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups};
 use coreward_model::rss::{Rss, RssKey};
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1;
@@ -25,23 +25,31 @@ impl Controller {
             load_balancers: self.load_balancer_status(now),
             refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
             accepted_reports: self.accepted,
+            keys: Some(self.keys_status(now)),
         }
     }
 
     fn load_balancer_status(&self, now: Now) -> Vec<v1::LoadBalancerStatus> {
         self.load_balancers
             .iter()
-            .map(|balancer| v1::LoadBalancerStatus {
-                name: balancer.name.clone(),
-                state: balancer.state.as_ref().map(|(state, _)| state.clone()),
-                state_age_ms: balancer.state.as_ref().map_or(0, |(_, at)| milliseconds_since(*at, now)),
+            .map(|(name, balancer)| {
+                let record = self.fleet.load_balancers.get(name);
+                v1::LoadBalancerStatus {
+                    name: name.clone(),
+                    state: balancer.state.as_ref().map(|(state, _)| state.clone()),
+                    state_age_ms: balancer.state.as_ref().map_or(0, |(_, at)| milliseconds_since(*at, now)),
+                    connected: balancer.is_connected(),
+                    alive: balancer.is_alive(now),
+                    owner: record.and_then(|record| record.owner).map(|owner| owner.get().into()),
+                    address: record.and_then(|record| record.address).map(address_bytes).unwrap_or_default(),
+                }
             })
             .collect()
     }
 
     fn service_status(&self, service: &Service, now: Now) -> v1::ServiceStatus {
         let fleet = service.fleet();
-        let pool = self.pool(fleet, now);
+        let pool = self.pool(service, now);
         let table = service.table(now);
         v1::ServiceStatus {
             name: fleet.name.clone(),
@@ -53,6 +61,7 @@ impl Controller {
             rss_groups: self.groups(&pool).into_iter().filter_map(|group| self.group_status(&group)).collect(),
             bucket_count: fleet.buckets.get(),
             warnings: self.service_warnings(service, &pool),
+            mode: Some(fleet.mode.into()),
         }
     }
 
@@ -111,6 +120,9 @@ impl Controller {
             core_load: agent.loads(now).unwrap_or_default().to_vec(),
             rss: agent.rss.reported.as_ref().map(v1::Rss::from),
             warnings: self.server_warnings(server, agent, now),
+            weight: server.weight.get(),
+            capacity: self.capacity(server, agent).unwrap_or(0.0),
+            configuration_generation: agent.confirmed,
             ..Default::default()
         };
         if let Some(newest) = &agent.newest {
@@ -121,6 +133,12 @@ impl Controller {
             status.counters = newest.counters.iter().cloned().collect();
         }
         status
+    }
+
+    /// What the operator says, or else the number of its cores.
+    fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
+        let cores = || agent.core_count().map(|cores| cores as f64);
+        server.capacity.map(Capacity::get).or_else(cores)
     }
 
     fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use coreward_config::Source;
+use coreward_model::cookie::{self, Cookie, CookieKey};
 use coreward_model::load::CoreReadings;
 use coreward_model::placement::PlacementState;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
@@ -10,6 +11,7 @@ use coreward_model::{FourTuple, ServiceAddress};
 use coreward_wire::{ReportedRss, WireError, v1};
 use proptest::prelude::*;
 
+use super::explain::ExplainedPacket;
 use super::*;
 use crate::config::Config;
 use crate::records::Records;
@@ -42,7 +44,7 @@ struct World {
 impl World {
     fn new(states: &[&str], policy: &str) -> Self {
         let random = &mut seeded_rng(5, 0);
-        let mut records = Records::draw(random);
+        let mut records = Records::draw(START, random);
         let config = config(states, policy);
         records.apply(&config, START, random).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
@@ -76,7 +78,11 @@ impl World {
     }
 
     fn explain(&self, port: u16, now: Now) -> v1::ExplainReply {
-        self.controller.explain(web(), client(port), now).unwrap()
+        self.explain_packet(port, ExplainedPacket::First, now)
+    }
+
+    fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> v1::ExplainReply {
+        self.controller.explain(web(), client(port), packet, now).unwrap()
     }
 }
 
@@ -108,6 +114,7 @@ fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
         rss_mismatched: 0,
         counters: Vec::new(),
         warnings: Vec::new(),
+        configuration_generation: 0,
     }
 }
 
@@ -269,7 +276,7 @@ fn who_drains_or_left_keeps_its_connections_only() {
     assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(1, 128)]));
     // s2 leaves. Its loads stay known, its agent stays welcome, load balancers still reach it.
     world.configure(&["draining", "active"], "crossrss", at(200));
-    let fleet = world.controller.fleet().for_load_balancers();
+    let fleet = world.controller.fleet_configuration(at(200));
     let seen: Vec<(&str, bool)> =
         fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
     assert_eq!(seen, [("s0", false), ("s1", true), ("s2", false)]);
@@ -310,22 +317,22 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
         unresolved_servers: names.iter().map(|name| (*name).to_owned()).collect(),
         ..Default::default()
     };
-    let balancers = &mut world.controller.load_balancers;
-    let (one, two) = (balancers.hello("lb1".into()), balancers.hello("lb2".into()));
-    balancers.state(one, unresolved(&["s0"]), at(0));
-    balancers.state(two, unresolved(&[]), at(0));
-    balancers.state(one, unresolved(&["s0"]), at(4_000));
+    let controller = &mut world.controller;
+    let (one, two) = ["lb1", "lb2"].map(|name| controller.load_balancer_hello(name, at(0)).unwrap()).into();
+    controller.load_balancer_state(one, unresolved(&["s0"]), at(0));
+    controller.load_balancer_state(two, unresolved(&[]), at(0));
+    controller.load_balancer_state(one, unresolved(&["s0"]), at(4_000));
     // The other one reaches it.
-    assert!(!balancers.cannot_reach("s0", at(4_000)));
-    balancers.state(two, unresolved(&["s0"]), at(5_000));
-    assert!(!balancers.cannot_reach("s0", at(7_999)));
-    assert!(balancers.cannot_reach("s0", at(8_000)));
+    assert!(!controller.load_balancers.cannot_reach("s0", at(4_000)));
+    controller.load_balancer_state(two, unresolved(&["s0"]), at(5_000));
+    assert!(!controller.load_balancers.cannot_reach("s0", at(7_999)));
+    assert!(controller.load_balancers.cannot_reach("s0", at(8_000)));
     assert_eq!(world.table(at(8_000)).members.len(), 2);
     assert_eq!(
         world.status_of("s0", at(8_000)).warnings,
         ["no load balancer can find its MAC address: it takes no new connections"]
     );
-    world.controller.load_balancers.state(one, unresolved(&[]), at(9_000));
+    world.controller.load_balancer_state(one, unresolved(&[]), at(9_000));
     assert_eq!(world.table(at(9_000)).members.len(), 3);
 }
 
@@ -448,7 +455,7 @@ fn explanations() {
 
     let unknown = ServiceAddress { socket: "10.200.0.9:80".parse().unwrap(), ..web() };
     assert_eq!(
-        world.controller.explain(unknown, client(1), at(100)).unwrap_err().to_string(),
+        world.controller.explain(unknown, client(1), ExplainedPacket::First, at(100)).unwrap_err().to_string(),
         "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp"
     );
 }
@@ -492,4 +499,34 @@ proptest! {
         prop_assert_eq!(status.accepted_reports, taken);
         prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
     }
+}
+
+#[test]
+fn packets_of_established_connections_are_explained_by_their_cookie() {
+    let mut world = World::new(&["active", "draining"], "rr");
+    world.table(at(0));
+    let keys = world.controller.fleet().key_ring.keys;
+    let tuple = FourTuple::new(client(7), web().socket).unwrap();
+    let established = |cookie| ExplainedPacket::Established { cookie: Some(cookie), reset: false };
+    let time_key = CookieKey { k0: 1, k1: 2 };
+    // Draining servers keep what they have.
+    for name in ["s0", "s1"] {
+        let id = world.controller.fleet().id(name).unwrap();
+        let echo = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
+        let reply = world.explain_packet(7, established(echo), at(0));
+        assert_eq!(reply.chosen_server, name);
+        assert_eq!(reply.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
+        // The same echo from another port is another server's, or nobody's.
+        assert_ne!(world.explain_packet(8, established(echo), at(0)).chosen_server, name);
+    }
+    let entry = cookie::stamp(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
+    let reason = world.explain_packet(7, established(entry), at(0)).reason;
+    assert!(reason.contains("an entry of a connection table, which this service does not have"), "{reason}");
+
+    let bare = |reset| ExplainedPacket::Established { cookie: None, reset };
+    let reply = world.explain_packet(7, bare(false), at(0));
+    assert_eq!(reply.chosen_server, "s0", "the only one that takes connections has all buckets");
+    assert!(reply.reason.starts_with("without a cookie it goes where the load balancer's flow table says, or"));
+    let reply = world.explain_packet(7, bare(true), at(0));
+    assert!(reply.chosen_server.is_empty() && reply.reason.contains("to all servers"), "{}", reply.reason);
 }

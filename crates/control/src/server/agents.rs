@@ -1,8 +1,8 @@
-//! One agent's stream: a hello, then reports in; its configuration out, now and at every change.
+//! One agent's stream: a hello, then reports and answers in; out its configuration, now and at every change, and questions.
 
 use std::sync::Arc;
 
-use coreward_wire::{Report, v1};
+use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
@@ -10,7 +10,7 @@ use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 use crate::controller::Session;
 
-type Answers = mpsc::Sender<Result<v1::AgentConfiguration, Status>>;
+type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// Serves the stream until it ends.
 pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::AgentMessage>, answers: Answers) {
@@ -24,6 +24,7 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::AgentMessage
     };
     tracing::info!("the agent of {} has connected", session.server());
     let outcome = converse(&shared, &session, &mut messages, &answers).await;
+    shared.sockets.forget_agent(session.number());
     shared.controller().goodbye(&session);
     match outcome {
         Ok(()) => tracing::info!("the agent of {} has disconnected", session.server()),
@@ -50,26 +51,37 @@ async fn converse(
     messages: &mut Streaming<v1::AgentMessage>,
     answers: &Answers,
 ) -> Result<(), Status> {
-    let mut generation = shared.generation();
-    generation.mark_changed();
+    use v1::agent_update::Update;
+    let mut configurations = shared.agent_configurations();
+    configurations.mark_changed();
+    let mut questions = shared.sockets.expect_questions(session.number());
+    let send = async |update: Update| answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok();
     let mut log = RefusalLog::default();
     loop {
         tokio::select! {
             message = messages.message() => match message?.and_then(|message| message.message) {
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
+                Some(v1::agent_message::Message::SocketAnswer(answer)) => {
+                    shared.sockets.answer(SocketAnswer::try_from(answer)?);
+                }
                 Some(v1::agent_message::Message::Hello(_)) => {
                     return Err(Status::invalid_argument("a second hello: expected reports"));
                 }
                 None => return Ok(()),
             },
-            changed = generation.changed() => {
+            changed = configurations.changed() => {
                 if changed.is_err() {
                     return Ok(());
                 }
-                generation.mark_unchanged();
+                configurations.mark_unchanged();
                 let configuration = shared.controller().agent_configuration(session);
                 let configuration = configuration.map_err(|refused| refused_status(&refused))?;
-                if answers.send(Ok((&configuration).into())).await.is_err() {
+                if !send(Update::Configuration((&configuration).into())).await {
+                    return Ok(());
+                }
+            }
+            Some(query) = questions.recv() => {
+                if !send(Update::SocketQuery((&query).into())).await {
                     return Ok(());
                 }
             }

@@ -1,80 +1,135 @@
-//! One load balancer's stream: a hello, then what it sees, in; configuration and tables out.
+//! One load balancer's stream: a hello, then what it sees, in; configuration, tables and answers of agents out.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
-use coreward_wire::v1;
+use coreward_wire::address::parse_optional_address;
+use coreward_wire::{SocketAnswer, SocketQuery, TrafficMessage, v1};
 use tokio::sync::{mpsc, watch};
 use tonic::{Status, Streaming};
 
-use super::HELLO_TIMEOUT;
+use super::keeper::Change;
 use super::shared::{Newest, Shared};
+use super::{HELLO_TIMEOUT, refused_status};
 
 type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
 /// Serves the stream until it ends.
 pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::LoadBalancerMessage>, updates: Updates) {
-    let name = match hello(&mut messages).await {
-        Ok(name) => name,
+    let (name, session) = match introduce(&shared, &mut messages).await {
+        Ok(introduced) => introduced,
         Err(status) => {
             tracing::warn!("a load balancer was refused: {}", status.message());
             let _ = updates.send(Err(status)).await;
             return;
         }
     };
-    if shared.controller().load_balancers.iter().any(|connected| connected.name == name) {
-        tracing::warn!("load balancer {name} is connected already: expected a name of its own for each");
-    }
-    let session = shared.controller().load_balancers.hello(name.clone());
     tracing::info!("load balancer {name} has connected");
+    let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
-        () = tell(shared.newest(), &updates) => {}
+        () = tell(shared.newest(), answers, &updates) => {}
     }
-    shared.controller().load_balancers.goodbye(session);
-    tracing::info!("load balancer {name} has disconnected");
+    shared.sockets.forget_asker(session);
+    leave(&shared, name, session).await;
 }
 
-async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<String, Status> {
+async fn leave(shared: &Shared, name: String, session: u64) {
+    let now = shared.now();
+    if shared.controller().load_balancers.goodbye(session, now) {
+        tracing::info!("load balancer {name} has disconnected");
+        if let Err(error) = shared.change(Change::Departed { name }).await {
+            tracing::error!("{error:#}");
+        }
+    }
+}
+
+/// Who it is. From then on it is in the fleet: others know its number and its address.
+async fn introduce(
+    shared: &Shared,
+    messages: &mut Streaming<v1::LoadBalancerMessage>,
+) -> Result<(String, u64), Status> {
+    let (name, address) = hello(messages).await?;
+    let now = shared.now();
+    let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
+    if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {
+        leave(shared, name, session).await;
+        return Err(Status::unavailable(format!("{error:#}")));
+    }
+    Ok((name, session))
+}
+
+async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<(String, Option<IpAddr>), Status> {
     let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
     match message {
-        Some(v1::load_balancer_message::Message::Hello(hello)) => Ok(hello.name),
+        Some(v1::load_balancer_message::Message::Hello(hello)) => {
+            let address = parse_optional_address("address", &hello.address)?;
+            Ok((hello.name, address))
+        }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
     }
 }
 
-/// What it sees, until it disconnects.
+/// What it sees and asks, until it disconnects.
 async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::LoadBalancerMessage>) {
+    use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
-        if let Some(v1::load_balancer_message::Message::State(state)) = message.message {
-            let now = shared.now();
-            shared.controller().load_balancers.state(session, state, now);
+        let now = shared.now();
+        match message.message {
+            Some(Message::State(state)) => shared.controller().load_balancer_state(session, state, now),
+            Some(Message::Traffic(traffic)) => match TrafficMessage::try_from(&traffic) {
+                Ok(traffic) => shared.controller().load_balancer_traffic(session, &traffic, now),
+                Err(error) => tracing::warn!("a load balancer's traffic cannot be used: {error}"),
+            },
+            Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
+                Ok(query) => ask(shared, session, query),
+                Err(error) => tracing::warn!("a load balancer's question cannot be used: {error}"),
+            },
+            Some(Message::Hello(_)) | None => {}
         }
+    }
+}
+
+/// Hands the question to the server's agent. When that is away there is no answer; who asks, asks again later.
+fn ask(shared: &Shared, session: u64, query: SocketQuery) {
+    let agent = shared.controller().agent_session(query.server);
+    if let Some(agent) = agent {
+        shared.sockets.ask(agent, SocketQuery { asker: session, ..query });
     }
 }
 
 /// The newest configuration, then the newest tables, each time there is something new and room for it. Who is slow
 /// misses tables, and gets the newest.
-async fn tell(mut newest: watch::Receiver<Newest>, updates: &Updates) {
+async fn tell(mut newest: watch::Receiver<Newest>, mut answers: mpsc::Receiver<SocketAnswer>, updates: &Updates) {
     use v1::dataplane_update::Update;
-    let mut generation = None;
+    let send = async |update: Update| updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok();
+    let mut told: Option<Arc<v1::FleetConfiguration>> = None;
+    newest.mark_changed();
     loop {
-        let Newest { configuration, tables } = newest.borrow_and_update().clone();
-        if generation != Some(configuration.generation) {
-            generation = Some(configuration.generation);
-            let update = Update::Configuration((*configuration).clone());
-            if updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_err() {
-                return;
+        tokio::select! {
+            changed = newest.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                let Newest { configuration, tables } = newest.borrow_and_update().clone();
+                if told.as_ref().is_none_or(|told| !Arc::ptr_eq(told, &configuration)) {
+                    if !send(Update::Configuration((*configuration).clone())).await {
+                        return;
+                    }
+                    told = Some(configuration);
+                }
+                for table in tables.iter() {
+                    if !send(Update::Table(table.clone())).await {
+                        return;
+                    }
+                }
             }
-        }
-        for table in tables.iter() {
-            let update = Update::Table(table.clone());
-            if updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_err() {
-                return;
+            Some(answer) = answers.recv() => {
+                if !send(Update::SocketAnswer(answer.into())).await {
+                    return;
+                }
             }
-        }
-        if newest.changed().await.is_err() {
-            return;
         }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! * [`shared`]: what all callers share
 //! * [`keeper`]: configuration and records; the only one that writes the store
+//! * [`sockets`]: questions and answers between the two
 //! * [`agents`], [`load_balancers`], [`people`]: one kind of caller each
 
 mod agents;
@@ -9,6 +10,7 @@ mod keeper;
 mod load_balancers;
 mod people;
 mod shared;
+mod sockets;
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -21,15 +23,15 @@ use coreward_wire::v1::control_server::{Control, ControlServer};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, MissedTickBehavior, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::controller::Controller;
 use crate::controller::refused::Refused;
-use keeper::Keeper;
-use shared::Shared;
+use keeper::{Change, Keeper};
+use shared::{Shared, WantedChange};
 
 /// How often a silent peer is pinged (HTTP/2).
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -43,6 +45,8 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_LOOK: Duration = Duration::from_millis(10);
 /// How often ids of servers that left are looked over.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
+/// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the file again.
 ///
@@ -107,7 +111,8 @@ impl Server {
     /// # Errors
     /// When the listening socket fails.
     pub async fn serve(self) -> anyhow::Result<()> {
-        let shared = Arc::new(Shared::new(Controller::new(self.keeper.fleet())));
+        let (shared, changes) = Shared::new(Controller::new(self.keeper.fleet()));
+        let shared = Arc::new(shared);
         let service = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
@@ -116,7 +121,8 @@ impl Server {
         tokio::select! {
             outcome = service => outcome.context("the controller's socket failed"),
             () = tick(&shared, self.keeper.restarted()) => Ok(()),
-            outcome = keep(self.keeper, &shared) => outcome,
+            outcome = keep(self.keeper, &shared, changes) => outcome,
+            () = look(&shared) => Ok(()),
         }
     }
 }
@@ -127,6 +133,7 @@ async fn tick(shared: &Shared, restarted: bool) {
     while Instant::now() < limit && !shared.all_report() {
         tokio::time::sleep(SETTLE_LOOK).await;
     }
+    shared.settle();
     let mut due = Instant::now();
     loop {
         sleep_until(due).await;
@@ -135,28 +142,65 @@ async fn tick(shared: &Shared, restarted: bool) {
     }
 }
 
-/// Changes of the configuration, for ever.
-async fn keep(mut keeper: Keeper, shared: &Shared) -> anyhow::Result<()> {
+/// Changes of configuration and records, one after the other, for ever.
+async fn keep(mut keeper: Keeper, shared: &Shared, mut changes: mpsc::Receiver<WantedChange>) -> anyhow::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
+    let mut retire = tokio::time::interval(RETIRE_INTERVAL);
     loop {
-        let reload = tokio::select! {
-            _ = hangup.recv() => true,
-            () = tokio::time::sleep(RETIRE_INTERVAL) => false,
+        let (change, waiting) = tokio::select! {
+            _ = hangup.recv() => (Change::Reload, None),
+            _ = retire.tick() => (Change::Retire, None),
+            Some(WantedChange { change, done }) = changes.recv() => (change, Some(done)),
         };
         // The disk may take its time: tables and reports go on.
         let (back, outcome) = tokio::task::spawn_blocking(move || {
-            let outcome = if reload { keeper.reload().map(Some) } else { keeper.retire() };
+            let outcome = keeper.make(change);
             (keeper, outcome)
         })
         .await?;
         keeper = back;
-        match outcome {
-            Ok(Some(fleet)) => {
+        let outcome = outcome.map(|fleet| {
+            if let Some(fleet) = fleet {
                 tracing::info!("configuration generation {} is in force", fleet.generation);
                 shared.configure(fleet);
             }
-            Ok(None) => {}
-            Err(error) => tracing::error!("the old configuration stays in force: {error:#}"),
+        });
+        match (waiting, outcome) {
+            // Who has hung up meanwhile does not want to know.
+            (Some(done), outcome) => drop(done.send(outcome)),
+            (None, Err(error)) => tracing::error!("the old configuration stays in force: {error:#}"),
+            (None, Ok(())) => {}
+        }
+    }
+}
+
+/// Looks after what is to be written down by itself, for ever: buckets that changed hands, and keys.
+async fn look(shared: &Shared) {
+    let mut due = tokio::time::interval(LOOK_INTERVAL);
+    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut not_rotated = None;
+    loop {
+        due.tick().await;
+        let now = shared.now();
+        let histories = shared.controller().changed_histories();
+        if !histories.is_empty()
+            && let Err(error) = shared.change(Change::Buckets(histories)).await
+        {
+            tracing::error!("after a restart servers will not know whose buckets were before: {error:#}");
+        }
+        let step = shared.controller().due_key_step(now);
+        match step {
+            Ok(None) => not_rotated = None,
+            Ok(Some(step)) => match shared.change(Change::Keys(step)).await {
+                Ok(()) => tracing::info!("cookie keys: {}", step.words()),
+                Err(error) => tracing::error!("cookie keys: {error:#}"),
+            },
+            Err(reason) => {
+                if not_rotated.as_ref() != Some(&reason) {
+                    tracing::warn!("the rotation of the cookie keys that is due waits: {reason}");
+                }
+                not_rotated = Some(reason);
+            }
         }
     }
 }
@@ -166,7 +210,9 @@ fn refused_status(refused: &Refused) -> Status {
     let message = refused.to_string();
     match refused {
         Refused::UnknownServer(_) => Status::not_found(message),
-        Refused::DuplicateSession { .. } | Refused::Superseded(_) => Status::already_exists(message),
+        Refused::DuplicateSession { .. } | Refused::DuplicateLoadBalancer { .. } | Refused::Superseded(_) => {
+            Status::already_exists(message)
+        }
         _ => Status::invalid_argument(message),
     }
 }
@@ -177,7 +223,7 @@ struct Service {
 
 #[tonic::async_trait]
 impl Control for Service {
-    type AgentStream = ReceiverStream<Result<v1::AgentConfiguration, Status>>;
+    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
     type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
 
     async fn agent(
@@ -204,5 +250,9 @@ impl Control for Service {
 
     async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
         people::explain(&self.shared, request.get_ref()).map(Response::new)
+    }
+
+    async fn rotate_keys(&self, request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
+        people::rotate_keys(&self.shared, request.get_ref().force).await.map(Response::new)
     }
 }

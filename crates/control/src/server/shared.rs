@@ -1,23 +1,54 @@
 //! What all callers share.
 
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use anyhow::Context as _;
 use coreward_wire::{table, v1};
 use prost::bytes::Bytes;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use crate::controller::{Controller, Now};
 use crate::fleet::Fleet;
 
+use super::keeper::Change;
+use super::sockets::Sockets;
+
 /// The controller's decisions, and what they say now.
 pub struct Shared {
     controller: Mutex<Controller>,
     newest: watch::Sender<Newest>,
-    /// Generation of the configuration in force: what agents wait for.
-    generation: watch::Sender<u64>,
+    /// Counts configurations of agents: what they wait for.
+    agent_configurations: watch::Sender<u64>,
+    /// Who is asked for sockets, and who asks.
+    pub sockets: Sockets,
+    /// To the keeper.
+    changes: mpsc::Sender<WantedChange>,
+    /// Whether tables are made: after a restart not at once.
+    settled: AtomicBool,
+    /// What the newest configurations were made of, beside the fleet.
+    told: Mutex<Told>,
     started: Instant,
+}
+
+/// A change of the records, and who waits for it.
+pub struct WantedChange {
+    /// What is to be changed.
+    pub change: Change,
+    /// Told when it is in force, or why it is not.
+    pub done: oneshot::Sender<anyhow::Result<()>>,
+}
+
+/// Changes that wait for the keeper.
+const CHANGES: usize = 64;
+
+#[derive(Default)]
+struct Told {
+    alive: BTreeSet<String>,
+    predecessor_changes: u64,
 }
 
 /// What every load balancer is to have now, encoded once for all of them. Whoever is slow finds the newest here when it
@@ -31,20 +62,37 @@ pub struct Newest {
 }
 
 impl Shared {
-    pub fn new(controller: Controller) -> Self {
-        let configuration = Arc::new((&controller.fleet().for_load_balancers()).into());
-        Self {
+    /// Changes that callers want come out of the receiver.
+    pub fn new(controller: Controller) -> (Self, mpsc::Receiver<WantedChange>) {
+        let start = Now { monotonic: Duration::ZERO, wall: unix_now() };
+        let configuration = Arc::new((&controller.fleet_configuration(start)).into());
+        let (changes, receiver) = mpsc::channel(CHANGES);
+        let shared = Self {
             newest: watch::Sender::new(Newest { configuration, tables: Arc::new([]) }),
-            generation: watch::Sender::new(controller.fleet().generation),
+            agent_configurations: watch::Sender::new(0),
+            sockets: Sockets::default(),
+            changes,
+            settled: AtomicBool::new(false),
+            told: Mutex::new(Told { alive: controller.alive(start), ..Told::default() }),
             controller: Mutex::new(controller),
             started: Instant::now(),
-        }
+        };
+        (shared, receiver)
+    }
+
+    /// Has the keeper change the records; returns when that is in force.
+    ///
+    /// # Errors
+    /// When it cannot be written down.
+    pub async fn change(&self, change: Change) -> anyhow::Result<()> {
+        let (done, outcome) = oneshot::channel();
+        self.changes.send(WantedChange { change, done }).await.context("the controller is ending")?;
+        outcome.await.context("the controller is ending")?
     }
 
     /// The moment.
     pub fn now(&self) -> Now {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Now { monotonic: self.started.elapsed(), wall }
+        Now { monotonic: self.started.elapsed(), wall: unix_now() }
     }
 
     /// Held for microseconds; never across an await.
@@ -61,24 +109,46 @@ impl Shared {
 
     /// New tables to all load balancers. Gives the time until the next tick.
     pub fn tick(&self) -> Duration {
-        let (tables, interval) = {
+        let now = self.now();
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let (tables, interval, configuration, predecessor_changes) = {
             let mut controller = self.controller();
-            (controller.tick(self.now()), controller.fleet().report_interval)
+            let tables = controller.tick(now);
+            let alive = controller.alive(now);
+            let configuration = (told.alive != alive).then(|| Arc::new((&controller.fleet_configuration(now)).into()));
+            told.alive = alive;
+            (tables, controller.fleet().report_interval, configuration, controller.predecessor_changes())
         };
         let tables: Arc<[Bytes]> = tables.iter().map(|new| table::encode(new.service, &new.table)).collect();
-        self.newest.send_modify(|newest| newest.tables = tables);
+        self.newest.send_modify(|newest| {
+            newest.tables = tables;
+            newest.configuration = configuration.unwrap_or_else(|| newest.configuration.clone());
+        });
+        if std::mem::replace(&mut told.predecessor_changes, predecessor_changes) != predecessor_changes {
+            self.agent_configurations.send_modify(|count| *count += 1);
+        }
         interval
     }
 
     /// Puts another configuration in force.
     pub fn configure(&self, fleet: Fleet) {
-        let configuration = Arc::new((&fleet.for_load_balancers()).into());
-        let generation = fleet.generation;
-        self.controller().configure(fleet);
+        let now = self.now();
+        let configuration = {
+            let mut controller = self.controller();
+            controller.configure(fleet);
+            Arc::new((&controller.fleet_configuration(now)).into())
+        };
         // Tables of before may name services and servers that are no more: they go first.
         self.newest.send_replace(Newest { configuration, tables: Arc::new([]) });
-        self.generation.send_replace(generation);
-        self.tick();
+        self.agent_configurations.send_modify(|count| *count += 1);
+        if self.settled.load(Ordering::Relaxed) {
+            self.tick();
+        }
+    }
+
+    /// From now on tables are made.
+    pub fn settle(&self) {
+        self.settled.store(true, Ordering::Relaxed);
     }
 
     /// Changes with every tick and configuration.
@@ -86,8 +156,12 @@ impl Shared {
         self.newest.subscribe()
     }
 
-    /// Changes with every configuration.
-    pub fn generation(&self) -> watch::Receiver<u64> {
-        self.generation.subscribe()
+    /// Changes with every configuration of agents.
+    pub fn agent_configurations(&self) -> watch::Receiver<u64> {
+        self.agent_configurations.subscribe()
     }
+}
+
+fn unix_now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -27,6 +27,7 @@ pub fn status(reply: &v1::StatusReply) -> Value {
         "services": reply.services.iter().map(service).collect::<Vec<_>>(),
         "servers": reply.servers.iter().map(server).collect::<Vec<_>>(),
         "load_balancers": reply.load_balancers.iter().map(load_balancer).collect::<Vec<_>>(),
+        "keys": reply.keys.as_ref().map(keys),
     })
 }
 
@@ -36,6 +37,8 @@ fn service(service: &v1::ServiceStatus) -> Value {
         "name": service.name,
         "address": shown_service(service.address.as_ref()),
         "policy": service.policy,
+        "consistency": service.mode.as_ref().map(|mode| &mode.consistency),
+        "timestamps": service.mode.as_ref().map(|mode| &mode.timestamps),
         "bucket_count": service.bucket_count,
         "table_generation": service.table_generation,
         "table_age_ms": service.table_age_ms,
@@ -61,6 +64,9 @@ fn server(server: &v1::ServerStatus) -> Value {
         "rss_matched": server.rss_matched,
         "rss_mismatched": server.rss_mismatched,
         "warnings": server.warnings,
+        "weight": server.weight,
+        "capacity": server.capacity,
+        "configuration_generation": server.configuration_generation,
         "counters": sorted(&server.counters),
     })
 }
@@ -72,9 +78,34 @@ fn load_balancer(balancer: &v1::LoadBalancerStatus) -> Value {
             "unresolved_servers": state.unresolved_servers,
             "counters": sorted(&state.counters),
             "xdp_mode": state.xdp_mode,
+            "configuration_generation": state.configuration_generation,
+            "events": sorted(&state.events),
+            "connections": state.connections,
+            "unresolved_load_balancers": state.unresolved_load_balancers,
         })
     });
-    json!({ "name": balancer.name, "state": state, "state_age_ms": balancer.state_age_ms })
+    json!({
+        "name": balancer.name,
+        "state": state,
+        "state_age_ms": balancer.state_age_ms,
+        "connected": balancer.connected,
+        "alive": balancer.alive,
+        "owner": balancer.owner,
+        "address": (!balancer.address.is_empty()).then(|| shown_ip(&balancer.address)),
+    })
+}
+
+/// Without the secrets: those never leave the controller but to those who need them.
+pub fn keys(keys: &v1::KeysStatus) -> Value {
+    json!({
+        "current": keys.current,
+        "current_since_unix_s": keys.current_since_unix_s,
+        "phase": keys.phase,
+        "generation": keys.generation,
+        "waiting_for": keys.waiting_for,
+        "shortest_life_s": keys.shortest_life_s,
+        "rotation_interval_s": keys.rotation_interval_s,
+    })
 }
 
 pub fn explain(reply: &v1::ExplainReply) -> Value {

@@ -1,13 +1,16 @@
-//! `coreward status` and `coreward explain`: asks a controller and puts its answer into words.
+//! `coreward status`, `coreward explain` and `coreward keys`: asks a controller and puts its answer into words.
 
 mod explain;
+mod explain_pcap;
 mod json;
+mod keys;
+mod packets;
 mod status;
 #[cfg(test)]
 mod tests;
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::anyhow;
 use coreward_model::rss::RssKey;
@@ -16,6 +19,8 @@ use coreward_wire::address::{address_bytes, parse_address};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
 use tonic::transport::{Channel, Endpoint};
+
+pub use explain_pcap::explain_pcap;
 
 /// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -38,7 +43,7 @@ pub enum Format {
 pub fn status(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
     let reply = ask(controller, async |client| client.status(v1::StatusRequest {}).await)?;
     Ok(match format {
-        Format::Text => status::text(&reply),
+        Format::Text => status::text(&reply, unix_now()),
         Format::Json => json::pretty(&json::status(&reply)),
     })
 }
@@ -51,18 +56,50 @@ pub fn explain(
     controller: SocketAddr,
     service: ServiceAddress,
     client: SocketAddr,
+    established: Option<v1::EstablishedPacket>,
     format: Format,
 ) -> anyhow::Result<String> {
     let request = v1::ExplainRequest {
         service: Some(service.into()),
         client_address: address_bytes(client.ip()),
         client_port: client.port().into(),
+        established,
     };
     let reply = ask(controller, async |stub| stub.explain(request).await)?;
     Ok(match format {
         Format::Text => explain::text(&reply, service, client),
         Format::Json => json::pretty(&json::explain(&reply)),
     })
+}
+
+/// What `coreward keys show` prints.
+///
+/// # Errors
+/// When the controller cannot be reached.
+pub fn keys(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
+    let reply = ask(controller, async |client| client.status(v1::StatusRequest {}).await)?;
+    Ok(shown_keys(&reply.keys.unwrap_or_default(), format))
+}
+
+/// What `coreward keys rotate` prints: begins a rotation, or goes on with the one under way.
+///
+/// # Errors
+/// When the controller cannot be reached, or a rotation is not safe now and not forced.
+pub fn rotate_keys(controller: SocketAddr, force: bool, format: Format) -> anyhow::Result<String> {
+    let request = v1::RotateKeysRequest { force };
+    let reply = ask(controller, async |client| client.rotate_keys(request).await)?;
+    Ok(shown_keys(&reply, format))
+}
+
+fn unix_now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+fn shown_keys(keys: &v1::KeysStatus, format: Format) -> String {
+    match format {
+        Format::Text => keys::text(keys, unix_now()),
+        Format::Json => json::pretty(&json::keys(keys)),
+    }
 }
 
 /// One question to the controller.
@@ -82,12 +119,16 @@ fn ask<T>(
         let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
         match question(&mut client).await {
             Ok(reply) => Ok(reply.into_inner()),
-            Err(status) if matches!(status.code(), tonic::Code::NotFound | tonic::Code::InvalidArgument) => {
-                Err(anyhow!("{}", status.message()))
-            }
+            Err(status) if is_an_answer(status.code()) => Err(anyhow!("{}", status.message())),
             Err(status) => Err(unreachable(&status.message())),
         }
     })
+}
+
+/// Whether the controller itself says so, and not the network.
+fn is_an_answer(code: tonic::Code) -> bool {
+    use tonic::Code::{FailedPrecondition, Internal, InvalidArgument, NotFound};
+    matches!(code, NotFound | InvalidArgument | FailedPrecondition | Internal)
 }
 
 /// An address out of an answer.

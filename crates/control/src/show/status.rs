@@ -2,14 +2,16 @@
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_model::statistics::mean;
 use coreward_wire::v1;
 
-use super::{shown_ip, shown_key, shown_service};
+use super::{keys, shown_ip, shown_key, shown_service};
 
-pub fn text(reply: &v1::StatusReply) -> String {
+/// `now`: since 1970.
+pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
         reply.configuration_generation,
@@ -25,8 +27,12 @@ pub fn text(reply: &v1::StatusReply) -> String {
     for balancer in &reply.load_balancers {
         text += &load_balancer_text(balancer);
     }
-    if reply.load_balancers.is_empty() {
+    if !reply.load_balancers.iter().any(|balancer| balancer.connected) {
         text += "\nno load balancer is connected\n";
+    }
+    if let Some(keys) = &reply.keys {
+        text += "\ncookie keys: ";
+        text += &keys::text(keys, now);
     }
     text
 }
@@ -53,11 +59,12 @@ fn warnings(text: &mut String, warnings: &[String]) {
 
 fn service_text(service: &v1::ServiceStatus) -> String {
     let mut text = format!(
-        "\nservice {} at {}: {}, {} buckets\n",
+        "\nservice {} at {}: {}, {} buckets{}\n",
         service.name,
         shown_service(service.address.as_ref()),
         service.policy,
-        service.bucket_count
+        service.bucket_count,
+        service.mode.as_ref().map_or_else(String::new, mode_text)
     );
     let table = match service.table_generation {
         0 => "none yet".to_owned(),
@@ -70,6 +77,16 @@ fn service_text(service: &v1::ServiceStatus) -> String {
     }
     warnings(&mut text, &service.warnings);
     text
+}
+
+/// ", stateless, timestamps by servers".
+fn mode_text(mode: &v1::ServiceMode) -> String {
+    let timestamps = match mode.timestamps.as_str() {
+        "server" => "timestamps by servers",
+        "lb" => "timestamps by load balancers",
+        _ => "no timestamps",
+    };
+    format!(", {}, {timestamps}", mode.consistency)
 }
 
 /// The ends of a key, enough to tell keys apart.
@@ -89,6 +106,7 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
         "state",
         "report",
         "open",
+        "weight",
         "RSS as predicted",
         "mean",
         "max",
@@ -97,7 +115,7 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
     for server in servers {
         table.add_row(server_row(server));
     }
-    for column in [1, 4, 5, 6, 7, 8] {
+    for column in [1, 4, 5, 6, 7, 8, 9] {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }
@@ -122,6 +140,7 @@ fn server_row(server: &v1::ServerStatus) -> Vec<String> {
         server.state.clone(),
         or_dash(reported, format!("{} ms", server.report_age_ms)),
         or_dash(reported, server.open_connections.to_string()),
+        server.weight.to_string(),
         predicted(server.rss_matched, server.rss_mismatched),
         or_dash(!loads.is_empty(), format!("{:.2}", mean(loads).unwrap_or(0.0))),
         or_dash(!loads.is_empty(), format!("{highest:.2}")),
@@ -144,17 +163,36 @@ fn bar(load: f64) -> char {
 }
 
 fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
-    let Some(state) = &balancer.state else {
-        return format!("\nload balancer {}: connected, has not said what it sees\n", balancer.name);
+    let name = &balancer.name;
+    let mut text = match (&balancer.state, balancer.connected, balancer.alive) {
+        (_, false, true) => format!("\nload balancer {name}: disconnected a moment ago\n"),
+        (_, false, false) => format!("\nload balancer {name}: lost\n"),
+        (None, true, _) => format!("\nload balancer {name}: connected, has not said what it sees\n"),
+        (Some(state), true, _) => {
+            format!("\nload balancer {name}: XDP {}, as of {} ms ago\n", state.xdp_mode, balancer.state_age_ms)
+        }
     };
-    let mut text =
-        format!("\nload balancer {}: XDP {}, as of {} ms ago\n", balancer.name, state.xdp_mode, balancer.state_age_ms);
+    let address = if balancer.address.is_empty() { "no address".to_owned() } else { shown_ip(&balancer.address) };
+    let owner = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
+    let _ = writeln!(text, "  owner      {owner}, at {address}");
+    let Some(state) = balancer.state.as_ref().filter(|_| balancer.connected) else { return text };
     let mut tables: Vec<String> =
         state.table_generations.iter().map(|(service, generation)| format!("{service} {generation}")).collect();
     tables.sort();
     let _ =
         writeln!(text, "  tables     {}", if tables.is_empty() { "none yet".to_owned() } else { tables.join(", ") });
     let _ = writeln!(text, "  packets    {}", listed(&state.counters));
+    let events = listed(&state.events);
+    if !events.is_empty() {
+        let _ = writeln!(text, "  events     {events}");
+    }
+    if state.connections > 0 {
+        let _ = writeln!(text, "  table      {} connections", state.connections);
+    }
+    if !state.unresolved_load_balancers.is_empty() {
+        let _ =
+            writeln!(text, "  ! no MAC address known of load balancer {}", state.unresolved_load_balancers.join(", "));
+    }
     if !state.unresolved_servers.is_empty() {
         let _ = writeln!(text, "  ! no MAC address known of {}", state.unresolved_servers.join(", "));
     }

@@ -14,6 +14,7 @@ fn reply() -> v1::StatusReply {
         core_load: core_load.to_vec(),
         report_age_ms: 40,
         open_connections: 12,
+        weight: n,
         ..Default::default()
     };
     v1::StatusReply {
@@ -31,7 +32,14 @@ fn reply() -> v1::StatusReply {
             rss_groups: vec![v1::RssGroupStatus { key: vec![0x6d; 40], servers: vec!["s1".into()] }],
             bucket_count: 128,
             warnings: vec!["look".into()],
+            mode: Some(v1::ServiceMode { consistency: "stateful".into(), timestamps: "server".into() }),
         }],
+        keys: Some(v1::KeysStatus {
+            current: 1,
+            current_since_unix_s: 1_000_000,
+            phase: "steady".into(),
+            ..Default::default()
+        }),
         servers: vec![
             v1::ServerStatus {
                 rss_matched: 97,
@@ -41,16 +49,27 @@ fn reply() -> v1::StatusReply {
             },
             server(2, "never reported", &[]),
         ],
-        load_balancers: vec![v1::LoadBalancerStatus {
-            name: "lb1".into(),
-            state: Some(v1::LoadBalancerState {
-                table_generations: HashMap::from([("web".into(), 76)]),
-                unresolved_servers: vec!["s2".into()],
-                counters: HashMap::from([("established".into(), 900), ("first".into(), 12), ("to_all".into(), 0)]),
-                xdp_mode: "native".into(),
-            }),
-            state_age_ms: 300,
-        }],
+        load_balancers: vec![
+            v1::LoadBalancerStatus {
+                name: "lb1".into(),
+                state: Some(v1::LoadBalancerState {
+                    table_generations: HashMap::from([("web".into(), 76)]),
+                    unresolved_servers: vec!["s2".into()],
+                    counters: HashMap::from([("established".into(), 900), ("first".into(), 12), ("to_all".into(), 0)]),
+                    xdp_mode: "native".into(),
+                    events: HashMap::from([("connection_unknown".into(), 3)]),
+                    connections: 40,
+                    unresolved_load_balancers: vec!["lb2".into()],
+                    ..Default::default()
+                }),
+                state_age_ms: 300,
+                connected: true,
+                alive: true,
+                owner: Some(0),
+                address: vec![10, 2, 0, 1],
+            },
+            v1::LoadBalancerStatus { name: "lb2".into(), owner: Some(1), ..Default::default() },
+        ],
     }
 }
 
@@ -59,23 +78,33 @@ fn status_for_people() {
     let expected = "\
 configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) refused
 
-service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets
+service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets, stateful, timestamps by servers
   table      generation 77, 30 ms old
   servers    s1 s2
   RSS group  6d:6d:6d:6d..6d:6d: s1
   ! look
 
- server    id  address    state           report  open  RSS as predicted  mean   max  cores
- s1      1000  10.2.0.11  reporting        40 ms    12         97 of 100  0.51  1.20  ▁▃▅█
- s2      2000  10.2.0.12  never reported       -     -                 -     -     -
+ server    id  address    state           report  open  weight  RSS as predicted  mean   max  cores
+ s1      1000  10.2.0.11  reporting        40 ms    12       1         97 of 100  0.51  1.20  ▁▃▅█
+ s2      2000  10.2.0.12  never reported       -     -       2                 -     -     -
   ! s1: aRFS is on
 
 load balancer lb1: XDP native, as of 300 ms ago
+  owner      0, at 10.2.0.1
   tables     web 76
   packets    established 900, first 12
+  events     connection_unknown 3
+  table      40 connections
+  ! no MAC address known of load balancer lb2
   ! no MAC address known of s2
+
+load balancer lb2: lost
+  owner      1, at no address
+
+cookie keys: key 1 stamps, for 1 h 0 min now
+  rotation   when `coreward keys rotate` says so
 ";
-    assert_eq!(status::text(&reply()), expected);
+    assert_eq!(status::text(&reply(), Duration::from_secs(1_003_600)), expected);
 }
 
 #[test]
@@ -86,6 +115,8 @@ fn status_for_programs() {
     assert_eq!(json["load_balancers"][0]["state"]["table_generations"]["web"], 76);
     assert_eq!(json["refused_reports"]["no_cores"], 0);
     assert!(json["servers"][1]["rss"].is_null());
+    assert_eq!((&json["services"][0]["consistency"], &json["keys"]["phase"]), (&"stateful".into(), &"steady".into()));
+    assert_eq!((&json["load_balancers"][0]["owner"], &json["load_balancers"][1]["alive"]), (&0.into(), &false.into()));
 }
 
 #[test]

@@ -1,0 +1,120 @@
+//! Where a packet that opens no connection goes: what a load balancer makes of it, as far as the controller can know.
+
+use coreward_model::ServerId;
+use coreward_model::connection_table::owner_and_place;
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::cookie::{self, Cookie};
+use coreward_model::placement::PlacementTable;
+use coreward_model::tuple::Protocol;
+
+use super::{Case, Verdict};
+
+/// What `coreward explain` is asked about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExplainedPacket {
+    /// The packet that opens the connection.
+    First,
+    /// Any other.
+    Established {
+        /// The cookie as the packet carries it (TSecr); `None`: no timestamps.
+        cookie: Option<u32>,
+        /// RST.
+        reset: bool,
+    },
+}
+
+impl Case<'_> {
+    /// The verdict on a packet that opens no connection.
+    pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
+        let mode = self.service.fleet().mode;
+        match mode.consistency {
+            Consistency::None => self.by_rule_again(table),
+            Consistency::HashTable => (None, self.hash_table_words()),
+            Consistency::Beamer => self.by_bucket(table, "every packet goes by its bucket"),
+            Consistency::Stateless | Consistency::Stateful => match cookie {
+                Some(echo) if mode.timestamps != Timestamps::Off => self.by_cookie(echo),
+                _ if reset => {
+                    let reason = "a reset without timestamps goes where the load balancer's flow table says, and if it \
+                                  says nothing to all servers, of which the one with the connection takes it";
+                    (None, reason.to_owned())
+                }
+                _ => self.by_bucket(table, "without a cookie it goes where the load balancer's flow table says, or"),
+            },
+        }
+    }
+
+    fn by_rule_again(&self, table: Option<&PlacementTable>) -> Verdict {
+        let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
+        let (chosen, reason) = self.verdict(table);
+        (chosen, format!("nothing is remembered (consistency \"none\"), so it goes as a first packet would: {reason}"))
+    }
+
+    fn hash_table_words(&self) -> String {
+        let unknown = match self.service.fleet().address.protocol {
+            Protocol::Tcp => "what it does not know goes as a first packet would",
+            Protocol::Udp => "what it does not know is placed as the first datagram of its flow",
+        };
+        format!("the flow table of the load balancer that it comes to decides; {unknown}")
+    }
+
+    fn by_bucket(&self, table: Option<&PlacementTable>, first: &str) -> Verdict {
+        let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
+        let Some(key) = table.groups.first() else { return (None, "no server takes connections".to_owned()) };
+        let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes())) as usize;
+        let Some(server) = table.consistent.get(bucket).copied() else {
+            return (None, "no server takes connections".to_owned());
+        };
+        let name = self.name(server);
+        let before = match table.consistent_before.get(bucket).copied().flatten() {
+            Some(before) if before != server => {
+                format!(
+                    "; {name} hands it to {}, which had the bucket before, if it has no such connection",
+                    self.name(before)
+                )
+            }
+            _ => String::new(),
+        };
+        (Some(server), format!("{first} bucket {bucket} of {} to {name}{before}", table.bucket_count.get()))
+    }
+
+    fn by_cookie(&self, echo: u32) -> Verdict {
+        let keys = self.controller.fleet.key_ring.keys;
+        let key = if echo & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
+        match cookie::recognise(&keys, &self.tuple, echo) {
+            Cookie::Server(id) if self.service.fleet().members.contains_key(&id) => {
+                (Some(id), format!("its cookie, made with key {key}, names server id {}, {}", id.get(), self.name(id)))
+            }
+            Cookie::Server(id) => (None, self.unknown_words(key, id)),
+            Cookie::TableIndex(number) => (None, self.entry_words(key, number)),
+        }
+    }
+
+    fn unknown_words(&self, key: u32, id: ServerId) -> String {
+        format!(
+            "its cookie, read with key {key}, names server id {}, which is in no use: it is forged, damaged, or of a key \
+             that was replaced; it goes to all servers, at a limited rate, and the one with the connection takes it",
+            id.get()
+        )
+    }
+
+    fn entry_words(&self, key: u32, number: u16) -> String {
+        if self.service.fleet().mode.consistency != Consistency::Stateful {
+            return format!(
+                "its cookie, read with key {key}, names an entry of a connection table, which this service does not have: \
+                 it goes to all servers, at a limited rate"
+            );
+        }
+        let (owner, place) = owner_and_place(number);
+        let name = self.controller.fleet.load_balancers.iter().find(|(_, known)| known.owner == Some(owner));
+        match name {
+            Some((name, _)) => format!(
+                "its cookie, made with key {key}, names place {place} in the connection table of load balancer {name} \
+                 (`coreward connections` there shows the server)"
+            ),
+            None => format!(
+                "its cookie, read with key {key}, names place {place} in the connection table of owner {owner}, which no \
+                 load balancer is: it goes to all servers, and the one with the connection takes it"
+            ),
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! What becomes of weights, slow starts, counts of load balancers and changes of the pool, in virtual time.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::ServerId;
+use coreward_model::load::CoreReadings;
+use coreward_model::placement::PlacementTable;
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{LOST_AFTER, Report, ServerTraffic, ServiceIndex, TrafficMessage};
+
+use super::{Controller, Now, Session};
+use crate::config::Config;
+use crate::fleet::Fleet;
+use crate::records::Records;
+
+fn at(seconds: u64) -> Now {
+    let monotonic = Duration::from_secs(seconds);
+    Now { monotonic, wall: Duration::from_secs(1_700_000_000) + monotonic }
+}
+
+/// Servers s0, s1 ... with ids 0, 1 ... and these keys; one service with those keys.
+fn config(servers: &[&str], service: &str) -> Config {
+    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    for (n, keys) in servers.iter().enumerate() {
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{keys}\n", n + 1);
+    }
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
+    Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+}
+
+struct World {
+    records: Records,
+    controller: Controller,
+}
+
+impl World {
+    fn new(servers: &[&str], service: &str) -> Self {
+        let config = config(servers, service);
+        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let controller = Controller::new(Fleet::new(&config, &records));
+        Self { records, controller }
+    }
+
+    fn configure(&mut self, servers: &[&str], service: &str, now: Now) {
+        let config = config(servers, service);
+        self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
+        self.controller.configure(Fleet::new(&config, &self.records));
+    }
+
+    fn table(&mut self, now: Now) -> PlacementTable {
+        (*self.controller.tick(now).remove(0).table).clone()
+    }
+
+    fn agent(&mut self, n: usize, open_connections: u32, now: Now) -> Session {
+        let session = self.controller.hello(&format!("s{n}"), "test", now).unwrap();
+        self.report(&session, 1, open_connections, now);
+        session
+    }
+
+    fn report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
+        let report = Report {
+            sent: now.wall,
+            time_to_live: Duration::from_secs(60),
+            readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: vec![0; 2] },
+            open_connections,
+            rss_generation: 0,
+            rss: None,
+            rss_matched: 0,
+            rss_mismatched: 0,
+            counters: Vec::new(),
+            warnings: Vec::new(),
+            configuration_generation: 0,
+        };
+        self.controller.report(session, Ok(report), now).unwrap();
+    }
+
+    /// Open connections of every server, as policies see them.
+    fn open(&self, now: Now) -> Vec<u32> {
+        let pool = self.controller.pool(&self.controller.services[0], now);
+        pool.servers().iter().map(|server| server.open_connections).collect()
+    }
+}
+
+fn id(number: u64) -> ServerId {
+    number.try_into().unwrap()
+}
+
+fn counts(counts: &[(u64, u64, u64)]) -> TrafficMessage {
+    let of = |(server, opened, closed): &(u64, u64, u64)| {
+        let traffic = ServerTraffic { opened: *opened, closed: *closed, packets: opened * 10, bytes: opened * 1000 };
+        (ServiceIndex::new(0).unwrap(), id(*server), traffic)
+    };
+    TrafficMessage { counts: counts.iter().map(of).collect() }
+}
+
+fn shares(table: &PlacementTable) -> BTreeMap<u16, usize> {
+    let mut shares = BTreeMap::new();
+    for bucket in 0..table.bucket_count.get() {
+        *shares.entry(table.candidates_of(0, bucket)[0].server.get()).or_default() += 1;
+    }
+    shares
+}
+
+#[test]
+fn weights_share_out_buckets_and_weight_0_gets_none() {
+    let mut world = World::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
+    let table = world.table(at(0));
+    assert_eq!(shares(&table), BTreeMap::from([(0, 96), (1, 32)]));
+    assert!(table.consistent.iter().all(|server| *server != id(2)));
+    let told = world.controller.fleet_configuration(at(0)).services.remove(0).servers;
+    assert_eq!(told.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
+    // All of weight 0: nobody is eligible.
+    world.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
+    assert!(world.table(at(1)).members.is_empty());
+}
+
+#[test]
+fn who_joins_begins_slowly_and_who_was_there_does_not() {
+    let service = "policy = \"maglev\"\nslow_start_s = 100\nbuckets = 1024\n";
+    let mut world = World::new(&["", ""], service);
+    assert_eq!(shares(&world.table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
+    world.configure(&["", "", ""], service, at(10));
+    let of_new = |world: &mut World, now: u64| shares(&world.table(at(now))).get(&2).copied().unwrap_or(0);
+    let (first, half, whole) = (of_new(&mut world, 10), of_new(&mut world, 60), of_new(&mut world, 110));
+    // Of 2 + 1/64, 2.5 and 3 shares.
+    assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
+    // It drains and comes back: it joins anew.
+    world.configure(&["", "", "state = \"draining\""], service, at(200));
+    assert_eq!(of_new(&mut world, 200), 0);
+    world.configure(&["", "", ""], service, at(300));
+    assert!(of_new(&mut world, 300) <= 10 && of_new(&mut world, 400) >= 340);
+    // The choice for connections without a cookie is the whole one at once.
+    world.configure(&["", "", "", ""], service, at(500));
+    assert!(world.table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
+}
+
+#[test]
+fn connections_are_those_of_the_report_and_what_came_since() {
+    let mut world = World::new(&["", ""], "policy = \"least\"\n");
+    let one = world.controller.load_balancer_hello("lb1", at(0)).unwrap();
+    let two = world.controller.load_balancer_hello("lb2", at(0)).unwrap();
+    world.controller.load_balancer_traffic(one, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
+    world.controller.load_balancer_traffic(two, &counts(&[(0, 10, 0)]), at(0));
+    let session = world.agent(0, 100, at(1));
+    world.agent(1, 7, at(1));
+    assert_eq!(world.open(at(1)), [100, 7]);
+    world.controller.load_balancer_traffic(one, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
+    world.controller.load_balancer_traffic(two, &counts(&[(0, 15, 0)]), at(2));
+    // More were closed than were open: a FIN that was sent again.
+    assert_eq!(world.open(at(2)), [125, 0]);
+    world.report(&session, 2, 124, at(3));
+    assert_eq!(world.open(at(3)), [124, 0]);
+    // Both report rates: 30 and 5 connections in two seconds, ten packets each.
+    let pool = world.controller.pool(&world.controller.services[0], at(3));
+    assert_eq!(pool.servers()[0].traffic.unwrap().packets, 175.0);
+}
+
+#[test]
+fn buckets_remember_whose_they_were_and_agents_are_told() {
+    let mut world = World::new(&["", "", ""], "");
+    let sessions: Vec<Session> = (0..2).map(|n| world.agent(n, 0, at(0))).collect();
+    let before = world.table(at(0)).consistent;
+    assert!(world.table(at(0)).consistent_before.is_empty());
+    assert_eq!(world.controller.changed_histories().len(), 1);
+    assert!(world.controller.changed_histories().is_empty());
+    let changes = world.controller.predecessor_changes();
+    world.configure(&["", "", "state = \"draining\""], "", at(1));
+    let table = world.table(at(1));
+    for (bucket, (old, new)) in before.iter().zip(&table.consistent).enumerate() {
+        assert_eq!(table.consistent_before[bucket], (old != new).then_some(*old));
+    }
+    assert!(world.controller.predecessor_changes() > changes);
+    for session in &sessions {
+        let told = world.controller.agent_configuration(session).unwrap().servers_before;
+        assert_eq!(told.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
+    }
+    // Another process goes on where this one was.
+    let (name, history) = world.controller.changed_histories().remove(0);
+    world.records.services.get_mut(&name).unwrap().buckets = history;
+    world.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &world.records));
+    assert_eq!(world.table(at(2)).consistent_before, table.consistent_before);
+    // Nobody hands anything on where packets do not go by the bucket.
+    world.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
+    let session = world.agent(0, 0, at(3));
+    world.table(at(3));
+    assert!(world.controller.agent_configuration(&session).unwrap().servers_before.is_empty());
+}
+
+#[test]
+fn load_balancers_are_lost_three_seconds_after_their_stream() {
+    let mut world = World::new(&[""], "");
+    let session = world.controller.load_balancer_hello("lb1", at(10)).unwrap();
+    let refused = world.controller.load_balancer_hello("lb1", at(12)).unwrap_err();
+    assert!(refused.ends_session());
+    assert_eq!(
+        refused.to_string(),
+        "load balancer \"lb1\" is connected already, last heard of 2000 ms ago: expected a name of its own for each"
+    );
+    // One that is silent is taken over.
+    let newer = world.controller.load_balancer_hello("lb1", at(20)).unwrap();
+    assert!(!world.controller.load_balancers.goodbye(session, at(20)), "it is another's by now");
+    assert!(world.controller.load_balancers.goodbye(newer, at(21)));
+    let alive = |world: &World, now: Duration| !world.controller.alive(Now { monotonic: now, wall: now }).is_empty();
+    let ended = Duration::from_secs(21);
+    assert!(alive(&world, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&world, ended + LOST_AFTER));
+    // After the controller's start those on record have time to come back.
+    world.records.enrol("lb1", None);
+    let controller = Controller::new(Fleet::new(&config(&[""], ""), &world.records));
+    assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));
+}

@@ -1,0 +1,167 @@
+//! Whether the cookie keys may be rotated now ([`crate::key_ring`]): who has confirmed what.
+
+use std::time::Duration;
+
+use coreward_wire::v1;
+
+use super::load_balancers::START_GRACE;
+use super::{Controller, Now};
+use crate::fleet::{FleetServer, Standing};
+use crate::key_ring::KeyPhase;
+
+/// Why a rotation cannot begin, or go on, now.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotRotated {
+    /// Cookies of the key that would be overwritten may still be about.
+    #[error(
+        "the key in force is {} s old: expected at least {} s (`retire_after_s`), as connections that have been silent since \
+         before it would break (--force does it all the same)",
+        age.as_secs(),
+        expected.as_secs()
+    )]
+    TooYoung {
+        /// How old it is.
+        age: Duration,
+        /// How old it has to be.
+        expected: Duration,
+    },
+    /// Somebody may not hold the keys in force, or stamp with the other one.
+    #[error(
+        "{} not confirmed configuration {generation}, which brought the keys in force: expected everybody to (--force goes on \
+         without those that are not connected: their connections may break)",
+        have(who)
+    )]
+    Unconfirmed {
+        /// Everybody who has not.
+        who: Vec<String>,
+        /// What they have not confirmed.
+        generation: u64,
+    },
+    /// The next key is on its way.
+    #[error("a rotation is under way: {} not confirmed the next key (configuration {generation})", have(who))]
+    UnderWay {
+        /// Everybody who has not confirmed it.
+        who: Vec<String>,
+        /// What they have not confirmed.
+        generation: u64,
+    },
+}
+
+fn have(who: &[String]) -> String {
+    format!("{} {}", who.join(", "), if who.len() == 1 { "has" } else { "have" })
+}
+
+/// What is to be done about the keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyStep {
+    /// The next key goes to everybody.
+    Announce {
+        /// Without those that are not connected.
+        forced: bool,
+    },
+    /// The next key begins to stamp.
+    Switch,
+}
+
+impl KeyStep {
+    /// What happens, in words for a log.
+    pub fn words(self) -> &'static str {
+        match self {
+            KeyStep::Announce { forced: false } => "the next key is on its way to everybody",
+            KeyStep::Announce { forced: true } => "the next key is on its way to everybody who is connected",
+            KeyStep::Switch => "the next key stamps from now on",
+        }
+    }
+}
+
+impl Controller {
+    /// What is due by itself: the switch when everybody holds the next key, a rotation when the schedule says so.
+    ///
+    /// # Errors
+    /// Why the scheduled rotation cannot begin.
+    pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, NotRotated> {
+        let ring = &self.fleet.key_ring;
+        match ring.phase {
+            KeyPhase::Announced { forced } => Ok(self.unconfirmed(forced, now).is_empty().then_some(KeyStep::Switch)),
+            KeyPhase::Steady => {
+                let age = now.wall.saturating_sub(ring.current_since);
+                let due = self.fleet.key_rotation.is_some_and(|interval| age >= interval);
+                if due { self.may_announce(false, now).map(Some) } else { Ok(None) }
+            }
+        }
+    }
+
+    /// What is to be done when somebody wants a rotation now.
+    ///
+    /// # Errors
+    /// When it would break connections, and is not forced; or when one is under way.
+    pub fn wanted_key_step(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
+        let ring = &self.fleet.key_ring;
+        if ring.phase == KeyPhase::Steady {
+            return self.may_announce(force, now);
+        }
+        let who = self.unconfirmed(force, now);
+        if who.is_empty() {
+            return Ok(KeyStep::Switch);
+        }
+        // Those that are connected will confirm; forced, the rest is not waited for.
+        if force && ring.phase == (KeyPhase::Announced { forced: false }) {
+            return Ok(KeyStep::Announce { forced: true });
+        }
+        Err(NotRotated::UnderWay { who, generation: ring.generation })
+    }
+
+    fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
+        let ring = &self.fleet.key_ring;
+        let age = now.wall.saturating_sub(ring.current_since);
+        let expected = self.fleet.retire_after;
+        if age < expected && !force {
+            return Err(NotRotated::TooYoung { age, expected });
+        }
+        let who = self.unconfirmed(force, now);
+        if who.is_empty() {
+            Ok(KeyStep::Announce { forced: force })
+        } else {
+            Err(NotRotated::Unconfirmed { who, generation: ring.generation })
+        }
+    }
+
+    /// Who has not confirmed the keys as they are: of the load balancers on record and of the servers that stamp, or only of
+    /// those that are connected (just after the controller's start: that may be connected in a moment). A server that left may
+    /// have been switched off, so it is waited for only while its agent is connected.
+    fn unconfirmed(&self, connected_only: bool, now: Now) -> Vec<String> {
+        let generation = self.fleet.key_ring.generation;
+        let starting = now.monotonic < START_GRACE;
+        let load_balancers = self
+            .load_balancers
+            .iter()
+            .filter(|(_, balancer)| balancer.confirmed < generation && (balancer.is_alive(now) || !connected_only))
+            .map(|(name, _)| format!("load balancer {name}"));
+        let agents = self.fleet.servers.iter().filter(|(id, _)| self.fleet.stamps(**id)).filter_map(|(id, server)| {
+            let agent = self.agent(*id);
+            let connected = agent.is_some_and(|agent| agent.session.is_some()) || starting;
+            let waited_for = connected || !(connected_only || server.standing == Standing::Left);
+            let confirmed = agent.map_or(0, |agent| agent.confirmed);
+            (waited_for && confirmed < generation).then(|| agent_of(server))
+        });
+        load_balancers.chain(agents).collect()
+    }
+
+    /// What people are told of the keys.
+    pub fn keys_status(&self, now: Now) -> v1::KeysStatus {
+        let ring = &self.fleet.key_ring;
+        v1::KeysStatus {
+            current: ring.keys.current.get() as u32,
+            current_since_unix_s: ring.current_since.as_secs(),
+            phase: ring.phase.name().to_owned(),
+            generation: ring.generation,
+            waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),
+            shortest_life_s: self.fleet.retire_after.as_secs(),
+            rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
+        }
+    }
+}
+
+fn agent_of(server: &FleetServer) -> String {
+    format!("the agent of {}", server.name)
+}

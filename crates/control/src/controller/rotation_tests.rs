@@ -1,0 +1,423 @@
+//! The order of a rotation's roll-out, in virtual time: load balancers, agents and the controller itself come, go and are
+//! late in any order, and at no moment does a server stamp with a key that some load balancer does not hold.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::cookie::FleetKeys;
+use coreward_model::load::CoreReadings;
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{Report, v1};
+use proptest::prelude::*;
+
+use super::rotation::{KeyStep, NotRotated};
+use super::{Controller, Now, Session};
+use crate::config::Config;
+use crate::fleet::Fleet;
+use crate::key_ring::KeyPhase;
+use crate::records::Records;
+
+const SERVERS: usize = 3;
+const RETIRE_AFTER: Duration = Duration::from_secs(1000);
+
+fn config(more: &str, service: &str) -> Config {
+    let mut text = format!("listen = \"127.0.0.1:1\"\nstore = \"s\"\nretire_after_s = 1000\n{more}");
+    for n in 0..SERVERS {
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
+    }
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
+    Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+}
+
+/// A load balancer or an agent: what its data plane holds outlives its stream.
+struct Peer<S> {
+    keys: Option<FleetKeys>,
+    stream: Option<Stream<S>>,
+}
+
+struct Stream<S> {
+    session: S,
+    /// Configurations on their way to it.
+    inbox: VecDeque<(u64, FleetKeys)>,
+    confirmed: u64,
+}
+
+impl<S> Peer<S> {
+    fn new() -> Self {
+        Self { keys: None, stream: None }
+    }
+
+    /// The next configuration arrives, and is in force.
+    fn receive(&mut self) {
+        if let Some(stream) = &mut self.stream
+            && let Some((generation, keys)) = stream.inbox.pop_front()
+        {
+            stream.confirmed = generation;
+            self.keys = Some(keys);
+        }
+    }
+
+    fn send(&mut self, configuration: (u64, FleetKeys)) {
+        if let Some(stream) = &mut self.stream {
+            stream.inbox.push_back(configuration);
+        }
+    }
+}
+
+struct World {
+    config: Config,
+    records: Records,
+    controller: Controller,
+    now: Duration,
+    balancers: Vec<Peer<u64>>,
+    agents: Vec<Peer<Session>>,
+    sequence: u64,
+    rotations: u64,
+}
+
+impl World {
+    fn new(config: Config) -> Self {
+        let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(5, 0));
+        records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
+        let controller = Controller::new(Fleet::new(&config, &records));
+        let agents = (0..SERVERS).map(|_| Peer::new()).collect();
+        let balancers = vec![Peer::new(), Peer::new()];
+        Self { config, records, controller, now: Duration::ZERO, balancers, agents, sequence: 0, rotations: 0 }
+    }
+
+    fn now(&self) -> Now {
+        Now { monotonic: self.now, wall: self.now }
+    }
+
+    fn newest(&self) -> (u64, FleetKeys) {
+        (self.records.generation, self.records.key_ring.keys)
+    }
+
+    /// The records have changed: everybody who is connected is told, sooner or later.
+    fn configure(&mut self) {
+        self.records.generation += 1;
+        self.controller.configure(Fleet::new(&self.config, &self.records));
+        let newest = self.newest();
+        self.balancers.iter_mut().for_each(|balancer| balancer.send(newest));
+        self.agents.iter_mut().for_each(|agent| agent.send(newest));
+    }
+
+    fn step(&mut self, step: KeyStep) {
+        let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.rotations, 9));
+        match step {
+            KeyStep::Announce { forced } => {
+                self.rotations += u64::from(self.records.key_ring.phase == KeyPhase::Steady);
+                self.records.key_ring.announce(forced, generation, random);
+            }
+            KeyStep::Switch => self.records.key_ring.switch(self.now, generation),
+        }
+        self.configure();
+    }
+
+    fn connect_balancer(&mut self, n: usize) {
+        if self.balancers[n].stream.is_some() {
+            return;
+        }
+        let name = format!("lb{n}");
+        let session = self.controller.load_balancer_hello(&name, self.now()).unwrap();
+        let inbox = VecDeque::new();
+        self.balancers[n].stream = Some(Stream { session, inbox, confirmed: 0 });
+        if self.records.enrol(&name, None) {
+            self.configure();
+        } else {
+            let newest = self.newest();
+            self.balancers[n].send(newest);
+        }
+    }
+
+    fn disconnect_balancer(&mut self, n: usize) {
+        if let Some(stream) = self.balancers[n].stream.take() {
+            self.controller.load_balancers.goodbye(stream.session, self.now());
+            self.records.departed(&format!("lb{n}"), self.now);
+        }
+    }
+
+    fn connect_agent(&mut self, n: usize) {
+        if self.agents[n].stream.is_some() {
+            return;
+        }
+        let session = self.controller.hello(&format!("s{n}"), "test", self.now()).unwrap();
+        let inbox = VecDeque::from([self.newest()]);
+        self.agents[n].stream = Some(Stream { session, inbox, confirmed: 0 });
+    }
+
+    fn disconnect_agent(&mut self, n: usize) {
+        if let Some(stream) = self.agents[n].stream.take() {
+            self.controller.goodbye(&stream.session);
+        }
+    }
+
+    fn confirm(&mut self) {
+        self.now += Duration::from_millis(100);
+        self.sequence += 1;
+        let now = self.now();
+        for balancer in &self.balancers {
+            if let Some(stream) = &balancer.stream {
+                let state = v1::LoadBalancerState { configuration_generation: stream.confirmed, ..Default::default() };
+                self.controller.load_balancer_state(stream.session, state, now);
+            }
+        }
+        for agent in &self.agents {
+            if let Some(stream) = &agent.stream {
+                let report = report(self.sequence, now, stream.confirmed);
+                self.controller.report(&stream.session, Ok(report), now).unwrap();
+            }
+        }
+    }
+
+    /// Another process takes over: it knows what is on record, and nobody is connected to it.
+    fn restart_controller(&mut self) {
+        (0..self.balancers.len()).for_each(|n| self.disconnect_balancer(n));
+        (0..SERVERS).for_each(|n| self.disconnect_agent(n));
+        self.records.generation += 1;
+        self.controller = Controller::new(Fleet::new(&self.config, &self.records));
+    }
+
+    fn connect_all(&mut self) {
+        (0..self.balancers.len()).for_each(|n| self.connect_balancer(n));
+        (0..SERVERS).for_each(|n| self.connect_agent(n));
+    }
+
+    /// Everybody receives everything and confirms it.
+    fn settle(&mut self) {
+        self.connect_all();
+        for _ in 0..100 {
+            self.balancers.iter_mut().for_each(Peer::receive);
+            self.agents.iter_mut().for_each(Peer::receive);
+        }
+        self.confirm();
+    }
+
+    /// Whatever any server stamps with, every load balancer that has ever been configured holds.
+    fn every_stamp_is_read(&self) -> bool {
+        let stamps = self.agents.iter().filter_map(|agent| agent.keys).map(|keys| keys.current.get());
+        let stamping = self.agents.iter().filter_map(|agent| agent.keys).zip(stamps);
+        let holds = |balancer: &Peer<u64>, slot: usize, keys: &FleetKeys| {
+            balancer.keys.is_none_or(|held| held.keys[slot] == keys.keys[slot])
+        };
+        stamping.into_iter().all(|(keys, slot)| self.balancers.iter().all(|balancer| holds(balancer, slot, &keys)))
+    }
+
+    /// One event out of all that can happen.
+    fn happen(&mut self, event: u8, n: usize) {
+        let (balancer, agent) = (n % self.balancers.len(), n % SERVERS);
+        match event {
+            0..3 => self.balancers[balancer].receive(),
+            3..6 => self.agents[agent].receive(),
+            6..9 => self.confirm(),
+            9 => self.disconnect_balancer(balancer),
+            10 => self.connect_balancer(balancer),
+            11 => self.disconnect_agent(agent),
+            12 => self.connect_agent(agent),
+            13 => {
+                if let Ok(step) = self.controller.wanted_key_step(false, self.now()) {
+                    self.step(step);
+                }
+            }
+            14 | 15 => {
+                if let Ok(Some(step)) = self.controller.due_key_step(self.now()) {
+                    self.step(step);
+                }
+            }
+            16 => self.now += RETIRE_AFTER,
+            17 if self.balancers.len() < 4 => self.balancers.push(Peer::new()),
+            18 if n.is_multiple_of(8) => self.restart_controller(),
+            _ => self.connect_all(),
+        }
+    }
+}
+
+fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
+    let readings = CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: vec![0] };
+    Report {
+        sent: now.wall,
+        time_to_live: Duration::from_millis(1),
+        readings,
+        open_connections: 0,
+        rss_generation: 0,
+        rss: None,
+        rss_matched: 0,
+        rss_mismatched: 0,
+        counters: Vec::new(),
+        warnings: Vec::new(),
+        configuration_generation,
+    }
+}
+
+/// A world in which everybody is connected and has what there is, and the key is old enough.
+fn settled(more: &str, service: &str) -> World {
+    let mut world = World::new(config(more, service));
+    world.settle();
+    world.now += RETIRE_AFTER;
+    world
+}
+
+/// The same after a first rotation: the keys that a fleet is born with need no confirmation, as nobody has had others.
+fn rotated(more: &str) -> World {
+    let mut world = settled(more, "");
+    world.step(KeyStep::Announce { forced: false });
+    world.settle();
+    world.step(KeyStep::Switch);
+    world.settle();
+    world.now += RETIRE_AFTER;
+    world
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    #[test]
+    fn no_server_stamps_with_a_key_that_a_load_balancer_lacks(
+        events in prop::collection::vec((0u8..20, any::<u8>()), 1..400),
+    ) {
+        let mut world = World::new(config("key_rotation_hours = 1\n", ""));
+        for (event, n) in events {
+            world.happen(event, n.into());
+            prop_assert!(world.every_stamp_is_read(), "after event {event} of {n}");
+        }
+        // Whatever has happened: when everybody is back, a rotation comes to its end.
+        let before = world.rotations;
+        for _ in 0..4 {
+            world.settle();
+            prop_assert!(world.every_stamp_is_read());
+            world.now += RETIRE_AFTER;
+            if let Ok(step) = world.controller.wanted_key_step(false, world.now()) {
+                world.step(step);
+            }
+        }
+        prop_assert!(world.rotations > before);
+    }
+}
+
+#[test]
+fn a_rotation_has_two_phases_and_changes_what_stamps() {
+    let mut world = settled("", "");
+    let first = world.records.key_ring.clone();
+    let step = world.controller.wanted_key_step(false, world.now()).unwrap();
+    assert_eq!(step, KeyStep::Announce { forced: false });
+    world.step(step);
+    let announced = world.records.key_ring.clone();
+    assert_eq!(announced.keys.keys[0], first.keys.keys[0]);
+    assert_ne!(announced.keys.keys[1], first.keys.keys[1]);
+    assert_eq!(announced.keys.current, first.keys.current);
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(None), "nobody has confirmed it");
+    let status = world.controller.keys_status(world.now());
+    assert_eq!((status.phase.as_str(), status.waiting_for.len()), ("announced", 2 + SERVERS));
+    world.settle();
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(Some(KeyStep::Switch)));
+    world.step(KeyStep::Switch);
+    let switched = world.records.key_ring.clone();
+    assert_eq!((switched.keys.keys, switched.keys.current.get()), (announced.keys.keys, 1));
+    assert_eq!(world.controller.keys_status(world.now()).phase, "steady");
+    assert!(world.every_stamp_is_read());
+}
+
+#[test]
+fn a_rotation_survives_the_controller_in_both_phases() {
+    let mut world = settled("", "");
+    world.step(KeyStep::Announce { forced: false });
+    let announced = world.records.key_ring.keys;
+    world.restart_controller();
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(None));
+    world.settle();
+    world.restart_controller();
+    // What was confirmed to the process before is not known to this one.
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(None));
+    world.settle();
+    let step = world.controller.due_key_step(world.now()).unwrap().unwrap();
+    world.step(step);
+    world.restart_controller();
+    assert_eq!(world.controller.fleet().key_ring.keys.keys, announced.keys);
+    assert_eq!(world.controller.fleet().key_ring.phase, KeyPhase::Steady);
+}
+
+#[test]
+fn who_is_missing_is_named() {
+    let mut world = rotated("");
+    world.disconnect_balancer(1);
+    world.disconnect_agent(2);
+    // They have confirmed, and keep what they have.
+    assert!(world.controller.wanted_key_step(false, world.now()).is_ok());
+    world.restart_controller();
+    world.connect_balancer(0);
+    world.connect_agent(0);
+    world.connect_agent(1);
+    (0..10).for_each(|_| world.balancers[0].receive());
+    (0..2).for_each(|n| world.agents[n].receive());
+    world.confirm();
+    let refused = world.controller.wanted_key_step(false, world.now()).unwrap_err();
+    let generation = world.records.key_ring.generation;
+    assert_eq!(
+        refused.to_string(),
+        format!(
+            "load balancer lb1, the agent of s2 have not confirmed configuration {generation}, which brought the keys in \
+             force: expected everybody to (--force goes on without those that are not connected: their connections may \
+             break)"
+        )
+    );
+    assert_eq!(world.controller.wanted_key_step(true, world.now()), Ok(KeyStep::Announce { forced: true }));
+    // Forced later: the first try waits for the two.
+    world.step(KeyStep::Announce { forced: false });
+    (0..10).for_each(|_| world.balancers[0].receive());
+    (0..2).for_each(|n| (0..10).for_each(|_| world.agents[n].receive()));
+    world.confirm();
+    let refused = world.controller.wanted_key_step(false, world.now()).unwrap_err();
+    assert!(matches!(&refused, NotRotated::UnderWay { who, .. } if who.len() == 2), "{refused}");
+    assert!(refused.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(None));
+    assert_eq!(world.controller.wanted_key_step(true, world.now()), Ok(KeyStep::Switch));
+}
+
+#[test]
+fn a_young_key_stays_unless_forced() {
+    let mut world = settled("", "");
+    world.step(KeyStep::Announce { forced: false });
+    world.settle();
+    world.step(KeyStep::Switch);
+    world.settle();
+    world.now += Duration::from_secs(100);
+    let refused = world.controller.wanted_key_step(false, world.now()).unwrap_err();
+    assert!(matches!(refused, NotRotated::TooYoung { expected: RETIRE_AFTER, .. }));
+    assert_eq!(
+        refused.to_string(),
+        "the key in force is 100 s old: expected at least 1000 s (`retire_after_s`), as connections that have been silent \
+         since before it would break (--force does it all the same)"
+    );
+    assert!(world.controller.wanted_key_step(true, world.now()).is_ok());
+}
+
+#[test]
+fn the_schedule_begins_a_rotation() {
+    let mut world = rotated("key_rotation_hours = 1\n");
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(None), "1000 s are no hour");
+    world.now += Duration::from_secs(2600);
+    assert_eq!(world.controller.due_key_step(world.now()), Ok(Some(KeyStep::Announce { forced: false })));
+    world.restart_controller();
+    assert!(matches!(world.controller.due_key_step(world.now()), Err(NotRotated::Unconfirmed { .. })));
+}
+
+#[test]
+fn servers_that_stamp_nothing_are_not_waited_for() {
+    let mut world = World::new(config("", "timestamps = \"off\"\n"));
+    world.connect_balancer(0);
+    world.balancers[0].receive();
+    world.now += RETIRE_AFTER;
+    world.confirm();
+    assert_eq!(world.controller.wanted_key_step(false, world.now()), Ok(KeyStep::Announce { forced: false }));
+}
+
+#[test]
+fn a_forced_rotation_waits_for_those_that_come_back_to_a_new_controller() {
+    let mut world = rotated("");
+    world.step(KeyStep::Announce { forced: true });
+    world.restart_controller();
+    let started = |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: world.now };
+    assert_eq!(world.controller.due_key_step(started(4)), Ok(None));
+    assert_eq!(world.controller.due_key_step(started(5)), Ok(Some(KeyStep::Switch)));
+}

@@ -1,0 +1,146 @@
+//! What load balancers count, by server: connections opened and closed since its agent's newest report, and the rates of
+//! packets and bytes.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use coreward_model::ServerId;
+use coreward_model::load::Alpha;
+use coreward_model::policy::TrafficRates;
+use coreward_wire::{ServerTraffic, TrafficMessage};
+
+use super::Now;
+
+/// What one load balancer sends to servers.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    /// When it last said so (since the controller's start).
+    said: Option<Duration>,
+    /// Of all services together, since its maps were made.
+    totals: HashMap<ServerId, ServerTraffic>,
+    rates: HashMap<ServerId, TrafficRates>,
+}
+
+impl Traffic {
+    /// Takes in what it says. A count that went back is of maps that were made anew: its rate begins anew, too.
+    pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
+        let mut totals: HashMap<ServerId, ServerTraffic> = HashMap::new();
+        for (_, server, traffic) in &message.counts {
+            let total = totals.entry(*server).or_default();
+            total.opened += traffic.opened;
+            total.closed += traffic.closed;
+            total.packets += traffic.packets;
+            total.bytes += traffic.bytes;
+        }
+        let elapsed = self.said.map(|said| now.monotonic.saturating_sub(said).as_secs_f64());
+        if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
+            self.rates =
+                totals.iter().filter_map(|(id, new)| Some((*id, self.rate(*id, new, elapsed, alpha)?))).collect();
+        }
+        self.totals = totals;
+        self.said = Some(now.monotonic);
+    }
+
+    fn rate(&self, server: ServerId, new: &ServerTraffic, elapsed: f64, alpha: Alpha) -> Option<TrafficRates> {
+        let old = self.totals.get(&server)?;
+        let newest = TrafficRates {
+            packets: new.packets.checked_sub(old.packets)? as f64 / elapsed,
+            bytes: new.bytes.checked_sub(old.bytes)? as f64 / elapsed,
+        };
+        let smoothed = |new: f64, old: f64| alpha.get() * new + (1.0 - alpha.get()) * old;
+        Some(self.rates.get(&server).map_or(newest, |before| TrafficRates {
+            packets: smoothed(newest.packets, before.packets),
+            bytes: smoothed(newest.bytes, before.bytes),
+        }))
+    }
+
+    /// It has disconnected: what it sends is not known. (Its data plane may go on.)
+    pub fn stop(&mut self) {
+        self.rates.clear();
+        self.said = None;
+    }
+
+    /// What it has sent to the server.
+    pub fn total(&self, server: ServerId) -> Option<ServerTraffic> {
+        self.totals.get(&server).copied()
+    }
+
+    /// What it sends to the server now.
+    pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
+        self.rates.get(&server).copied()
+    }
+}
+
+/// What was sent to one server, by load balancer.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Totals(pub BTreeMap<String, ServerTraffic>);
+
+impl Totals {
+    /// How many more connections are open than at `then`, by what load balancers saw. A load balancer that was not there
+    /// then, or counts anew, adds nothing: what it opened may be in the report already.
+    pub fn opened_since(&self, then: &Totals) -> i64 {
+        let of = |(name, now): (&String, &ServerTraffic)| {
+            let then = then.0.get(name)?;
+            let opened = now.opened.checked_sub(then.opened)?;
+            let closed = now.closed.checked_sub(then.closed)?;
+            Some(opened as i64 - closed as i64)
+        };
+        self.0.iter().filter_map(of).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_wire::ServiceIndex;
+
+    use super::*;
+
+    fn at(milliseconds: u64) -> Now {
+        let monotonic = Duration::from_millis(milliseconds);
+        Now { monotonic, wall: monotonic }
+    }
+
+    fn id(number: u64) -> ServerId {
+        number.try_into().unwrap()
+    }
+
+    fn message(counts: &[(u32, u64, u64)]) -> TrafficMessage {
+        let entry = |(service, server, packets): &(u32, u64, u64)| {
+            let traffic = ServerTraffic { packets: *packets, bytes: packets * 100, ..Default::default() };
+            (ServiceIndex::new(*service).unwrap(), id(*server), traffic)
+        };
+        TrafficMessage { counts: counts.iter().map(entry).collect() }
+    }
+
+    #[test]
+    fn rates_are_of_all_services_and_smoothed() {
+        let mut traffic = Traffic::default();
+        traffic.take(&message(&[(0, 1, 100), (1, 1, 50), (0, 2, 7)]), Alpha::PUBLISHED, at(0));
+        assert_eq!(traffic.rates(id(1)), None);
+        traffic.take(&message(&[(0, 1, 110), (1, 1, 60), (0, 2, 7)]), Alpha::PUBLISHED, at(100));
+        assert_eq!(traffic.rates(id(1)), Some(TrafficRates { packets: 200.0, bytes: 20_000.0 }));
+        assert_eq!(traffic.rates(id(2)), Some(TrafficRates { packets: 0.0, bytes: 0.0 }));
+        traffic.take(&message(&[(0, 1, 110), (1, 1, 60)]), Alpha::PUBLISHED, at(200));
+        assert_eq!(traffic.rates(id(1)).unwrap().packets, 100.0);
+        assert_eq!(traffic.rates(id(2)), None);
+        // Its maps were made anew.
+        traffic.take(&message(&[(0, 1, 3)]), Alpha::PUBLISHED, at(300));
+        assert_eq!(traffic.rates(id(1)), None);
+        traffic.stop();
+        assert_eq!(traffic.total(id(1)).unwrap().packets, 3);
+    }
+
+    #[test]
+    fn only_who_was_there_at_the_report_adds_to_it() {
+        let totals = |counts: &[(&str, u64, u64)]| {
+            let of = |(name, opened, closed): &(&str, u64, u64)| {
+                ((*name).to_owned(), ServerTraffic { opened: *opened, closed: *closed, ..Default::default() })
+            };
+            Totals(counts.iter().map(of).collect())
+        };
+        let then = totals(&[("lb1", 100, 90), ("lb2", 50, 50)]);
+        let now = totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);
+        assert_eq!(now.opened_since(&then), 7 - 4);
+        assert_eq!(totals(&[("lb1", 5, 0)]).opened_since(&then), 0, "it counts anew");
+    }
+}

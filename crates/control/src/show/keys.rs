@@ -1,0 +1,107 @@
+//! `coreward keys` for people.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use coreward_wire::v1;
+
+/// `now`: since 1970.
+pub fn text(keys: &v1::KeysStatus, now: Duration) -> String {
+    let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
+    let mut text = format!("key {} stamps, for {} now\n", keys.current, duration(age));
+    let waiting = keys.waiting_for.join(", ");
+    if keys.phase == "announced" {
+        let _ = match waiting.as_str() {
+            "" => writeln!(text, "  rotation   the next key is everywhere, and about to stamp"),
+            _ => writeln!(text, "  rotation   the next key (configuration {}) waits for {waiting}", keys.generation),
+        };
+        return text;
+    }
+    let left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(age);
+    let next = match (keys.rotation_interval_s, left(keys.shortest_life_s)) {
+        (0, Duration::ZERO) => "when `coreward keys rotate` says so".to_owned(),
+        (0, young) => format!("when `coreward keys rotate` says so, not within {}", duration(young)),
+        (interval, _) => match left(interval) {
+            Duration::ZERO => "due now".to_owned(),
+            left => format!("in {}", duration(left)),
+        },
+    };
+    let _ = writeln!(text, "  rotation   {next}");
+    if !waiting.is_empty() {
+        let _ = writeln!(
+            text,
+            "  ! configuration {}, which brought the keys, is not confirmed by {waiting}",
+            keys.generation
+        );
+    }
+    text
+}
+
+/// The two largest units.
+fn duration(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds} s"),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, _, _) => format!("{hours} h {} min", minutes % 60),
+        _ => format!("{days} d {} h", hours % 24),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys() -> v1::KeysStatus {
+        v1::KeysStatus {
+            current: 1,
+            current_since_unix_s: 1_000_000,
+            phase: "steady".into(),
+            generation: 7,
+            waiting_for: Vec::new(),
+            shortest_life_s: 86_400,
+            rotation_interval_s: 0,
+        }
+    }
+
+    fn shown(keys: &v1::KeysStatus, age: u64) -> String {
+        text(keys, Duration::from_secs(1_000_000 + age))
+    }
+
+    #[test]
+    fn steady_keys() {
+        assert_eq!(
+            shown(&keys(), 59),
+            "key 1 stamps, for 59 s now\n  rotation   when `coreward keys rotate` says so, not within 23 h 59 min\n"
+        );
+        assert_eq!(
+            shown(&keys(), 90_000),
+            "key 1 stamps, for 1 d 1 h now\n  rotation   when `coreward keys rotate` says so\n"
+        );
+        let scheduled = v1::KeysStatus { rotation_interval_s: 604_800, ..keys() };
+        assert_eq!(shown(&scheduled, 604_700), "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n");
+        let waiting = v1::KeysStatus { waiting_for: vec!["the agent of s3".into()], ..scheduled };
+        assert_eq!(
+            shown(&waiting, 604_801),
+            "key 1 stamps, for 7 d 0 h now\n  rotation   due now\n  ! configuration 7, which brought the keys, is not \
+             confirmed by the agent of s3\n"
+        );
+    }
+
+    #[test]
+    fn a_rotation_under_way() {
+        let announced = v1::KeysStatus {
+            phase: "announced".into(),
+            waiting_for: vec!["load balancer lb2".into(), "the agent of s3".into()],
+            ..keys()
+        };
+        assert_eq!(
+            shown(&announced, 7200),
+            "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, the \
+             agent of s3\n"
+        );
+        let ready = v1::KeysStatus { waiting_for: Vec::new(), ..announced };
+        assert!(shown(&ready, 0).ends_with("the next key is everywhere, and about to stamp\n"));
+    }
+}

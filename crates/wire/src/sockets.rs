@@ -1,0 +1,147 @@
+//! Whether idle connections still have a socket: a load balancer asks, the agent of the server answers, the controller
+//! carries both.
+
+use std::net::SocketAddr;
+
+use coreward_model::{ServerId, ServiceAddress};
+
+use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
+use crate::{Context as _, WireError, v1};
+
+/// How many connections one question may be about.
+pub const MAX_CLIENTS: usize = 256;
+
+/// Which connections of these clients to a service still have a socket at the server?
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SocketQuery {
+    /// Names the question for who asked.
+    pub number: u64,
+    /// Names who asked for the controller.
+    pub asker: u64,
+    /// Whose sockets.
+    pub server: ServerId,
+    /// To which service.
+    pub service: ServiceAddress,
+    /// From where; at most [`MAX_CLIENTS`].
+    pub clients: Vec<SocketAddr>,
+}
+
+/// The answer to a [`SocketQuery`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SocketAnswer {
+    /// As in the question.
+    pub number: u64,
+    /// As in the question.
+    pub asker: u64,
+    /// For each client of the question whether there is a socket; at most [`MAX_CLIENTS`].
+    pub open: Vec<bool>,
+}
+
+impl SocketQuery {
+    /// The answer to this question.
+    pub fn answer(&self, open: Vec<bool>) -> SocketAnswer {
+        SocketAnswer { number: self.number, asker: self.asker, open }
+    }
+}
+
+impl From<&SocketQuery> for v1::SocketQuery {
+    fn from(query: &SocketQuery) -> Self {
+        let client =
+            |client: &SocketAddr| v1::Client { address: address_bytes(client.ip()), port: client.port().into() };
+        Self {
+            number: query.number,
+            asker: query.asker,
+            server_id: query.server.get().into(),
+            service: Some(query.service.into()),
+            clients: query.clients.iter().map(client).collect(),
+        }
+    }
+}
+
+impl TryFrom<&v1::SocketQuery> for SocketQuery {
+    type Error = WireError;
+
+    fn try_from(message: &v1::SocketQuery) -> Result<Self, WireError> {
+        at_most("clients", message.clients.len())?;
+        let service = message.service.as_ref().ok_or_else(|| WireError::missing("service"))?;
+        let client = |(position, client): (usize, &v1::Client)| {
+            let ip = parse_address("address", &client.address);
+            let socket = ip.and_then(|ip| Ok(SocketAddr::new(ip, parse_port("port", client.port)?)));
+            socket.within(format!("clients[{position}]"))
+        };
+        Ok(Self {
+            number: message.number,
+            asker: message.asker,
+            server: parse_server_id("server_id", message.server_id)?,
+            service: service.try_into().within("service")?,
+            clients: message.clients.iter().enumerate().map(client).collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+impl From<SocketAnswer> for v1::SocketAnswer {
+    fn from(answer: SocketAnswer) -> Self {
+        Self { number: answer.number, asker: answer.asker, open: answer.open }
+    }
+}
+
+impl TryFrom<v1::SocketAnswer> for SocketAnswer {
+    type Error = WireError;
+
+    fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
+        at_most("open", message.open.len())?;
+        Ok(Self { number: message.number, asker: message.asker, open: message.open })
+    }
+}
+
+fn at_most(field: &str, length: usize) -> Result<(), WireError> {
+    if length <= MAX_CLIENTS {
+        return Ok(());
+    }
+    Err(WireError::new(field, format!("{length} entries: expected at most {MAX_CLIENTS}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::tuple::Protocol;
+
+    use super::*;
+
+    fn query() -> SocketQuery {
+        SocketQuery {
+            number: 5,
+            asker: 7,
+            server: 9.try_into().unwrap(),
+            service: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp },
+            clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.8:1".parse().unwrap()],
+        }
+    }
+
+    #[test]
+    fn questions_and_answers_come_back() {
+        assert_eq!(SocketQuery::try_from(&v1::SocketQuery::from(&query())), Ok(query()));
+        let answer = query().answer(vec![true, false]);
+        assert_eq!(SocketAnswer::try_from(v1::SocketAnswer::from(answer.clone())), Ok(answer));
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let error = |change: fn(&mut v1::SocketQuery)| {
+            let mut message = v1::SocketQuery::from(&query());
+            change(&mut message);
+            SocketQuery::try_from(&message).unwrap_err().to_string()
+        };
+        assert_eq!(error(|m| m.clients[1].port = 0), "clients[1].port: port 0: expected 1 to 65535");
+        assert_eq!(
+            error(|m| m.clients[0].address = vec![]),
+            "clients[0].address: an address of 0 bytes: expected 4 (IPv4) or 16 (IPv6)"
+        );
+        assert_eq!(error(|m| m.service = None), "service: missing");
+        assert_eq!(
+            error(|m| m.clients = vec![m.clients[0].clone(); 257]),
+            "clients: 257 entries: expected at most 256"
+        );
+        let answer = v1::SocketAnswer { open: vec![true; 257], ..Default::default() };
+        assert_eq!(SocketAnswer::try_from(answer).unwrap_err().to_string(), "open: 257 entries: expected at most 256");
+    }
+}
