@@ -5,22 +5,28 @@ use std::fs;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
+use coreward_dataplane::sockets::open_sockets;
 use coreward_intf as intf;
+use coreward_model::FourTuple;
+use coreward_model::key_switch;
 use coreward_model::load::CoreReadings;
-use coreward_wire::{AgentConfiguration, Report, ReportedRss, v1};
+use coreward_model::tuple::Protocol;
+use coreward_wire::{AgentConfiguration, Report, ReportedRss, SocketAnswer, SocketQuery, v1};
 
+use crate::chain::Chain;
 use crate::config::{self, Config};
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
-use crate::load::{LoadSource, monotonic_ns, queues};
+use crate::load::{LoadSource, monotonic_ms, monotonic_ns, queues};
 use crate::remembered::Memory;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::manager::{RssManager, Wanted};
 use crate::rss::testbed::TestbedRss;
 use crate::rss::verdict::{Judge, Verdict};
+use crate::stall::{Counts, StallJudge};
 use crate::steering::{self, Steering};
 use crate::{connections, hazards, timestamps};
 
@@ -41,8 +47,12 @@ pub struct Agent {
     judge: Judge,
     load: Box<dyn LoadSource>,
     steering: Steering,
+    chain: Chain,
+    stalls: StallJudge,
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
+    /// Generation of the newest configuration of this stream that was taken; 0: none yet.
+    confirmed: u64,
     sequence: u64,
     readings: Vec<u64>,
     load_problem: Option<String>,
@@ -71,10 +81,7 @@ impl Agent {
     /// When the interface does not exist or the kernel refuses something.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
-        let mut memory = Memory::open(&config.pin_directory)?;
-        if config.manage_timestamps {
-            timestamps::manage(&mut memory)?;
-        }
+        let memory = Memory::open(&config.pin_directory)?;
         let programs = ServerPrograms::attach(ServerOptions {
             interface_index,
             pin_directory: config.pin_directory.clone(),
@@ -88,6 +95,8 @@ impl Agent {
         };
         let mut agent = Self {
             steering: Steering::new(config.steer, &config.pin_directory),
+            chain: Chain::new(&config.interface),
+            stalls: StallJudge::from(stall_counts(&programs)),
             rss: RssManager::new(rss_device(&config)),
             config,
             memory,
@@ -96,6 +105,7 @@ impl Agent {
             load,
             cpu_of_queue: vec![],
             configuration: None,
+            confirmed: 0,
             sequence: 0,
             readings: vec![],
             load_problem: None,
@@ -128,6 +138,20 @@ impl Agent {
         self.configuration.as_ref().map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
+    /// A new stream to a controller has begun. What an earlier one said says nothing about this one's configurations: it
+    /// may be another controller's.
+    pub fn begin_stream(&mut self) {
+        self.confirmed = 0;
+    }
+
+    /// A configuration is confirmed when its keys are in force, and no sooner: until then packets are stamped with the other
+    /// one, which the controller may overwrite once everybody has confirmed.
+    fn confirmed(&self) -> u64 {
+        let (_, switch_ms) = self.programs.keys();
+        let switched = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
+        if switched { self.confirmed } else { 0 }
+    }
+
     /// Does what the controller says. What cannot be done is logged, and what was in force stays.
     pub fn configure(&mut self, configuration: AgentConfiguration) {
         if let Err(error) = self.try_configure(&configuration) {
@@ -136,6 +160,7 @@ impl Agent {
         }
         let names: Vec<&str> = configuration.services.iter().map(|service| service.name.as_str()).collect();
         tracing::info!("configuration {}: serves {}", configuration.generation, names.join(", "));
+        self.confirmed = configuration.generation;
         self.configuration = Some(configuration);
         self.look_after();
     }
@@ -143,12 +168,22 @@ impl Agent {
     fn try_configure(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
         let old = self.configuration.as_ref();
         if old.is_none_or(|old| old.keys != new.keys) {
-            self.programs.set_keys(&new.keys);
+            let switch_ms = key_switch::switch_ms(&self.programs.keys(), &new.keys, monotonic_ms());
+            self.programs.set_keys(&new.keys, switch_ms);
+        }
+        if old.is_none_or(|old| old.servers_before != new.servers_before) {
+            self.chain.set(&new.servers_before, &mut self.programs)?;
         }
         if old.is_none_or(|old| old.services != new.services) {
-            let services: Vec<_> = new.services.iter().map(|service| (service.address, service.server_id)).collect();
+            if self.config.manage_timestamps && is_stamped(new) {
+                timestamps::manage(&mut self.memory)?;
+            }
+            let services: Vec<_> =
+                new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
             self.programs.set_services(&services)?;
-            let addresses: Vec<_> = new.services.iter().map(|service| service.address).collect();
+            // Workers are listening sockets.
+            let of_tcp = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+            let addresses: Vec<_> = of_tcp.map(|service| service.address).collect();
             self.steering.set_services(&addresses, self.programs.rss_map())?;
         }
         if self.config.manage_rss {
@@ -166,9 +201,15 @@ impl Agent {
         }
         self.cpu_of_queue = queues::cpus(&self.config.interface, self.rss.receive_queues());
         self.load.refresh(&self.cpu_of_queue);
+        self.keep_times_near();
+        self.chain.follow(&mut self.programs);
         let not_in_force = self.judge_rss();
         self.warnings.clear();
-        self.warnings.extend(timestamps::warning());
+        if self.configuration.as_ref().is_some_and(is_stamped) {
+            self.warnings.extend(timestamps::warning());
+        }
+        self.warnings.extend(self.chain.warning());
+        self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(not_in_force);
         self.warnings.extend(self.load.warnings());
@@ -178,6 +219,16 @@ impl Agent {
             self.hazards_at = Some(Instant::now());
         }
         self.warnings.extend(self.hazards.iter().cloned());
+    }
+
+    /// 32-bit times are compared by their difference, and so must not grow old.
+    fn keep_times_near(&mut self) {
+        let (keys, switch_ms) = self.programs.keys();
+        let renewed = key_switch::renewed(switch_ms, monotonic_ms());
+        if renewed != switch_ms {
+            self.programs.set_keys(&keys, renewed);
+        }
+        self.programs.keep_last_hold_near(monotonic_ms());
     }
 
     fn rss_changed(&mut self) {
@@ -203,6 +254,17 @@ impl Agent {
         })
     }
 
+    /// Which of these connections still have a socket here.
+    ///
+    /// # Errors
+    /// When the service is not of TCP, or the kernel does not say.
+    pub fn answer(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
+        ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
+        let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
+        let tuples: Vec<FourTuple> = query.clients.iter().map(tuple).collect::<Result<_, _>>()?;
+        Ok(query.answer(open_sockets(&tuples)?))
+    }
+
     /// What to say now; `None` while the cores' load is not known. RSS is said where it is not `rss_generation_told`.
     pub fn report(&mut self, rss_generation_told: u64) -> Option<v1::Report> {
         self.readings.clear();
@@ -219,6 +281,8 @@ impl Agent {
             return None;
         }
         self.sequence += 1;
+        // Sooner than the next look: until then packets for a server that is new are kept.
+        self.chain.follow(&mut self.programs);
         let generation = self.rss.generation();
         let rss = (generation != rss_generation_told)
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
@@ -234,6 +298,7 @@ impl Agent {
             rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
             counters: named(&counters, &self.steering),
             warnings: self.warnings.clone(),
+            configuration_generation: self.confirmed(),
         };
         Some(report.into())
     }
@@ -262,6 +327,20 @@ impl Agent {
         self.memory.remove()?;
         let directory = &self.config.pin_directory;
         fs::remove_dir(directory).with_context(|| directory.display().to_string())
+    }
+}
+
+/// Whether any service needs TSvals without an offset per connection.
+fn is_stamped(configuration: &AgentConfiguration) -> bool {
+    configuration.services.iter().any(|service| service.mode.is_stamped())
+}
+
+fn stall_counts(programs: &ServerPrograms) -> Counts {
+    let counters = programs.counters();
+    Counts {
+        handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE as usize],
+        stalled_handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE_STALLED as usize],
+        stalled_connections: counters[intf::SERVER_COUNTER_CONNECTION_STALLED as usize],
     }
 }
 

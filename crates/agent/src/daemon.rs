@@ -6,8 +6,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::agent_update::Update;
 use coreward_wire::v1::control_client::ControlClient;
-use coreward_wire::{AgentConfiguration, v1};
+use coreward_wire::{AgentConfiguration, SocketQuery, v1};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior};
@@ -139,18 +140,28 @@ async fn follow(endpoint: &Endpoint, agent: &mut Agent, look: &mut Interval, hea
     let (messages, receiver) = mpsc::channel(4);
     let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(message(Message::Hello(hello))).await?;
-    let mut configurations = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    agent.begin_stream();
     tracing::info!("connected to controller {}", endpoint.uri());
     let mut tick = every(agent.report_interval());
     let mut rss_generation_told = 0;
     loop {
         tokio::select! {
-            configuration = configurations.message() => {
-                let Some(configuration) = configuration? else { return Ok(()) };
+            update = updates.message() => {
+                let Some(update) = update? else { return Ok(()) };
                 *heard = true;
-                match AgentConfiguration::try_from(&configuration) {
-                    Ok(configuration) => agent.configure(configuration),
-                    Err(error) => tracing::error!("the controller's configuration cannot be used: {error}"),
+                match update.update {
+                    Some(Update::Configuration(configuration)) => match AgentConfiguration::try_from(&configuration) {
+                        Ok(configuration) => agent.configure(configuration),
+                        Err(error) => tracing::error!("the controller's configuration cannot be used: {error}"),
+                    },
+                    Some(Update::SocketQuery(query)) => {
+                        // A controller that does not read gets no answer; who asked, asks again.
+                        if let Some(answer) = answer(agent, &query) {
+                            let _ = messages.try_send(message(Message::SocketAnswer(answer)));
+                        }
+                    }
+                    None => tracing::error!("the controller's update is of a kind that this version does not know"),
                 }
                 if tick.period() != agent.report_interval() {
                     tick = every(agent.report_interval());
@@ -165,6 +176,17 @@ async fn follow(endpoint: &Endpoint, agent: &mut Agent, look: &mut Interval, hea
                 }
             }
             _ = look.tick() => agent.look_after(),
+        }
+    }
+}
+
+fn answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
+    let answer = SocketQuery::try_from(query).map_err(anyhow::Error::from).and_then(|query| agent.answer(&query));
+    match answer {
+        Ok(answer) => Some(answer.into()),
+        Err(error) => {
+            tracing::error!("a question for sockets cannot be answered: {error:#}");
+            None
         }
     }
 }

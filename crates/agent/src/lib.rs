@@ -7,11 +7,14 @@
 //! * [`rss`]: the NIC's key and indirection table: read, set, put back, checked
 //! * [`steering`]: connections of core k to the worker of core k
 //! * [`timestamps`]: the sysctl that the cookie needs
+//! * [`chain`]: where servers are that packets may be handed to
+//! * [`stall`]: whether stamped connections get on
 //! * [`hazards`]: what on this host overrides RSS
 //! * [`rss_command`]: `coreward agent rss`
 //! * [`remembered`]: original settings, to be put back
 
 pub mod agent;
+pub mod chain;
 pub mod config;
 pub mod connections;
 pub mod daemon;
@@ -20,6 +23,7 @@ pub mod load;
 pub mod remembered;
 pub mod rss;
 pub mod rss_command;
+pub mod stall;
 pub mod steering;
 mod sysfs;
 pub mod timestamps;

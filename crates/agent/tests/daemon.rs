@@ -2,20 +2,22 @@
 
 mod support;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use coreward_agent::agent::Agent;
 use coreward_agent::daemon;
+use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::tuple::{Protocol, ServiceAddress};
 use coreward_testbed::nginx::WHO;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
-use coreward_testbed::topology::{Testbed, skip_without_privilege};
+use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::{Control, ControlServer};
-use coreward_wire::{Report, v1};
-use support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed};
+use coreward_wire::{AgentConfiguration, Report, ServerBefore, SocketAnswer, SocketQuery, v1};
+use support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -31,7 +33,7 @@ struct Listener {
 
 #[tonic::async_trait]
 impl Control for Listener {
-    type AgentStream = ReceiverStream<Result<v1::AgentConfiguration, Status>>;
+    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
     type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
 
     async fn agent(
@@ -43,7 +45,8 @@ impl Control for Listener {
         }
         let (sender, receiver) = mpsc::channel(1);
         let (heard, mut messages) = (self.heard.clone(), request.into_inner());
-        sender.try_send(Ok((&configuration()).into())).expect("an empty channel");
+        let update = Some(v1::agent_update::Update::Configuration((&configuration()).into()));
+        sender.try_send(Ok(v1::AgentUpdate { update })).expect("an empty channel");
         tokio::spawn(async move {
             while let Ok(Some(message)) = messages.message().await {
                 heard.lock().unwrap().push(message);
@@ -65,6 +68,10 @@ impl Control for Listener {
     }
 
     async fn explain(&self, _: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn rotate_keys(&self, _: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
         Err(Status::unimplemented("not here"))
     }
 }
@@ -111,9 +118,10 @@ fn it_says_hello_reports_and_does_what_it_is_told() -> anyhow::Result<()> {
         let original = read_registers(&testbed.emulated_rss(1))?;
         assert_eq!(sysctl(), "1");
         let mut agent = Agent::start(config(&testbed))?;
-        assert_eq!(sysctl(), "2");
+        assert_eq!(sysctl(), "1", "nothing is stamped yet");
         std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let heard = follow(&mut agent, Listener::default(), Duration::from_secs(2))?;
+        assert_eq!(sysctl(), "2");
 
         match &heard[0].message {
             Some(Message::Hello(hello)) => assert_eq!(hello.server, "s1"),
@@ -245,4 +253,42 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
     }
     drop(nginx);
     Ok(())
+}
+
+#[test]
+fn it_finds_other_servers_and_says_which_sockets_are_open() -> anyhow::Result<()> {
+    if skip_without_privilege("it_finds_other_servers_and_says_which_sockets_are_open") {
+        return Ok(());
+    }
+    let testbed = testbed("tchain")?;
+    // The client stands for a server that is there, and an address that nobody has for one that is not.
+    let there = IpAddr::V4(testbed.client_address(0));
+    let missing = IpAddr::V4(testbed.client_address(200));
+    testbed.server(1)?.within(|| {
+        let mut agent = Agent::start(config(&testbed))?;
+        let server_before = |id, address| ServerBefore { id: ServerId::try_from(id).unwrap(), address };
+        let servers_before = vec![server_before(1, there), server_before(2, missing)];
+        agent.configure(AgentConfiguration { servers_before, ..configuration() });
+        wait_until("one of two servers is found", || {
+            agent.look_after();
+            let missing = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
+            Ok(missing.is_some_and(|warning| !warning.contains(&format!("{there}"))))
+        })?;
+        let both = agent.warnings().iter().any(|warning| warning.contains(&missing.to_string()));
+        assert!(both, "{:?}", agent.warnings());
+        agent.configure(AgentConfiguration { servers_before: vec![], ..configuration() });
+        assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
+
+        let listener = TcpListener::bind(SERVICE)?;
+        let client = TcpStream::connect(SERVICE)?;
+        let open = client.local_addr()?;
+        let nobody = SocketAddr::new(open.ip(), open.port() ^ 1);
+        let service = configuration().services[0].address;
+        let query = SocketQuery { number: 7, asker: 8, server: server_id(), service, clients: vec![nobody, open] };
+        assert_eq!(agent.answer(&query)?, SocketAnswer { number: 7, asker: 8, open: vec![false, true] });
+        let udp = ServiceAddress { protocol: Protocol::Udp, ..service };
+        assert!(agent.answer(&SocketQuery { service: udp, ..query }).is_err());
+        drop(listener);
+        agent.detach()
+    })
 }

@@ -2,28 +2,36 @@
 //! without the daemon and without the controller; whoever comes back finds it where it was.
 
 use std::path::Path;
-use std::time::Duration;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_dataplane::lb::{self, LoadBalancer};
-use coreward_dataplane::neighbour::{Change, Resolver};
+use coreward_dataplane::neighbour::{self, Change, Resolver};
+use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
-use coreward_wire::{FleetConfiguration, table, v1};
+use coreward_wire::{FleetConfiguration, SocketAnswer, table, v1};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Endpoint;
 
 use crate::config::{Config, XdpMode};
 use crate::forwarder::Forwarder;
+use crate::sweeper::Sweeper;
 
 /// The controller hears this often how things are.
 const STATE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to reach the controller: doubles from the first to the second.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+/// How often packets are told the time, and a part of the connection table is looked through.
+const BEAT_INTERVAL: Duration = Duration::from_millis(100);
+/// Messages that wait for the controller to read: a state, counts and questions for sockets.
+const MESSAGES: usize = 64;
+const UNRESOLVED: &str = "MAC addresses are not resolved";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
@@ -39,7 +47,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let verb = if balancer.taken_over() { "taken over" } else { "attached" };
     tracing::info!("{} {verb} at {} ({attachment:?})", config.name, config.interface);
     let (resolver, changes) = Resolver::start(&config.interface)?;
-    let forwarder = Forwarder::new(balancer, attachment, resolver);
+    let forwarder = Forwarder::new(config.name.clone(), balancer, attachment, resolver);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
@@ -59,7 +67,12 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
 }
 
 fn options(config: &Config) -> lb::Options {
-    lb::Options { pin_directory: Some(config.pin_directory.clone()), ..Default::default() }
+    lb::Options {
+        pin_directory: Some(config.pin_directory.clone()),
+        flow_table_entries: config.flow_table.0,
+        connection_table: config.connection_table.0,
+        ..Default::default()
+    }
 }
 
 impl From<XdpMode> for lb::XdpMode {
@@ -78,9 +91,11 @@ async fn serve(
     changes: std::sync::mpsc::Receiver<Change>,
 ) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let mut neighbours = into_async(changes);
+    let mut beat = tokio::time::interval(BEAT_INTERVAL);
+    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut around = Around { neighbours: into_async(changes), beat };
     tokio::select! {
-        outcome = follow_for_ever(&config, &mut forwarder, &mut neighbours) => outcome,
+        outcome = follow_for_ever(&config, &mut forwarder, &mut around) => outcome,
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
     }
@@ -93,13 +108,27 @@ fn into_async(changes: std::sync::mpsc::Receiver<Change>) -> mpsc::UnboundedRece
     receiver
 }
 
-type Neighbours = mpsc::UnboundedReceiver<Change>;
+/// What happens whether there is a controller or not.
+struct Around {
+    neighbours: mpsc::UnboundedReceiver<Change>,
+    beat: Interval,
+}
 
-async fn follow_for_ever(
-    config: &Config,
-    forwarder: &mut Forwarder,
-    neighbours: &mut Neighbours,
-) -> anyhow::Result<()> {
+impl Around {
+    /// Waits for something else, and looks after the forwarder meanwhile.
+    async fn meanwhile<T>(&mut self, forwarder: &mut Forwarder, other: impl Future<Output = T>) -> anyhow::Result<T> {
+        tokio::pin!(other);
+        loop {
+            tokio::select! {
+                outcome = &mut other => return Ok(outcome),
+                change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
+                _ = self.beat.tick() => forwarder.beat(),
+            }
+        }
+    }
+}
+
+async fn follow_for_ever(config: &Config, forwarder: &mut Forwarder, around: &mut Around) -> anyhow::Result<()> {
     let endpoint = Endpoint::from_shared(format!("http://{}", config.controller))?
         .connect_timeout(CONNECT_TIMEOUT)
         .tcp_nodelay(true)
@@ -109,20 +138,13 @@ async fn follow_for_ever(
     let mut pause = RETRY_INTERVALS.0;
     loop {
         let mut heard = false;
-        let error = follow(config, &endpoint, forwarder, neighbours, &mut heard).await.err();
+        let error = follow(config, &endpoint, forwarder, around, &mut heard).await.err();
         if heard {
             pause = RETRY_INTERVALS.0;
         }
         let reason = error.map_or_else(|| "it ended the stream".to_owned(), |error| format!("{error:#}"));
         tracing::warn!("controller {}: {reason}; trying again, what is in force stays", config.controller);
-        let retry = tokio::time::sleep(pause);
-        tokio::pin!(retry);
-        loop {
-            tokio::select! {
-                () = &mut retry => break,
-                change = neighbours.recv() => forwarder.neighbour(change.context("MAC addresses are not resolved")?),
-            }
-        }
+        around.meanwhile(forwarder, tokio::time::sleep(pause)).await?;
         forwarder.look_after()?;
         pause = (pause * 2).min(RETRY_INTERVALS.1);
     }
@@ -133,41 +155,84 @@ async fn follow(
     config: &Config,
     endpoint: &Endpoint,
     forwarder: &mut Forwarder,
-    neighbours: &mut Neighbours,
+    around: &mut Around,
     heard: &mut bool,
 ) -> anyhow::Result<()> {
-    let mut client = ControlClient::new(endpoint.connect().await?).max_decoding_message_size(64 << 20);
-    let (messages, receiver) = mpsc::channel(4);
-    let hello = v1::LoadBalancerHello { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
-    messages.send(message(Message::Hello(hello))).await?;
-    let mut updates = client.load_balancer(ReceiverStream::new(receiver)).await?.into_inner();
+    let channel = around.meanwhile(forwarder, endpoint.connect()).await??;
+    let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
+    let (messages, receiver) = mpsc::channel(MESSAGES);
+    messages.send(message(Message::Hello(hello(config)))).await?;
+    let stream = client.load_balancer(ReceiverStream::new(receiver));
+    let mut updates = around.meanwhile(forwarder, stream).await??.into_inner();
     tracing::info!("connected to controller {}", config.controller);
+    forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut told_tables = 0;
+    let mut traffic = every(forwarder.report_interval());
+    let mut sweeper = Sweeper::default();
+    let mut told = (0, 0);
     loop {
-        // Told once a second, and at once when a service got its first table or a server was found or lost.
+        // Told once a second, and at once when a service got its first table, a server was found or lost, or another
+        // configuration is in force.
         let due = tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 *heard = true;
-                apply(forwarder, update);
-                forwarder.tables() != told_tables
+                apply(forwarder, &mut sweeper, update);
+                if traffic.period() != forwarder.report_interval() {
+                    traffic = every(forwarder.report_interval());
+                }
+                told != (forwarder.tables(), forwarder.confirmed())
             }
-            change = neighbours.recv() => {
-                forwarder.neighbour(change.context("MAC addresses are not resolved")?);
+            change = around.neighbours.recv() => {
+                forwarder.neighbour(change.context(UNRESOLVED)?);
                 true
             }
             _ = tick.tick() => {
                 forwarder.look_after()?;
                 true
             }
+            _ = traffic.tick() => {
+                // Counts are absolute: a controller that does not read misses one, and the next one has it all.
+                if let Some(counts) = forwarder.traffic() {
+                    let _ = messages.try_send(message(Message::Traffic((&counts).into())));
+                }
+                false
+            }
+            _ = around.beat.tick() => {
+                forwarder.beat();
+                for query in sweeper.ask(&forwarder.sweep()?, since_start()) {
+                    let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
+                }
+                false
+            }
         };
         if due {
-            told_tables = forwarder.tables();
+            told = (forwarder.tables(), forwarder.confirmed());
             // A controller that does not read misses a state; the next one has it all.
             let _ = messages.try_send(message(Message::State(forwarder.state())));
         }
+    }
+}
+
+fn every(period: Duration) -> Interval {
+    let mut interval = tokio::time::interval(period);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    interval
+}
+
+/// For measuring how long ago something was.
+fn since_start() -> Duration {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed()
+}
+
+fn hello(config: &Config) -> v1::LoadBalancerHello {
+    let address = config.address.or_else(|| neighbour::own_address(&config.interface));
+    v1::LoadBalancerHello {
+        name: config.name.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        address: address.map(|address| address_bytes(address.into())).unwrap_or_default(),
     }
 }
 
@@ -176,7 +241,7 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
 }
 
 /// An update that cannot be used is logged; what is in force stays.
-fn apply(forwarder: &mut Forwarder, update: v1::DataplaneUpdate) {
+fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) {
     let applied = match update.update {
         Some(Update::Configuration(configuration)) => FleetConfiguration::try_from(&configuration)
             .map_err(anyhow::Error::from)
@@ -184,6 +249,9 @@ fn apply(forwarder: &mut Forwarder, update: v1::DataplaneUpdate) {
         Some(Update::Table(bytes)) => table::decode(bytes)
             .map_err(anyhow::Error::from)
             .and_then(|(service, table)| forwarder.install(service, &table)),
+        Some(Update::SocketAnswer(answer)) => SocketAnswer::try_from(answer)
+            .map_err(anyhow::Error::from)
+            .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start()))),
         None => Err(anyhow::anyhow!("an update of a kind that this version does not know")),
     };
     if let Err(error) = applied {

@@ -2,12 +2,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
 
-use coreward_dataplane::lb::{self, COUNTER_NAMES, LoadBalancer};
+use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
+use coreward_model::ServiceAddress;
+use coreward_model::connection_table::{Connection, OwnerNumber, Timers};
+use coreward_model::consistency::Consistency;
 use coreward_model::placement::PlacementTable;
-use coreward_wire::{FleetConfiguration, Service, ServiceIndex, v1};
+use coreward_model::policy::TrafficWanted;
+use coreward_wire::{FleetConfiguration, Peer, ServerTraffic, Service, ServiceIndex, TrafficMessage, v1};
+
+/// Until a configuration says otherwise.
+const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
+/// In so many calls of [`Forwarder::sweep`] the whole connection table is looked through.
+pub const SWEEP_BEATS: u32 = 100;
+/// Counting connections reads the whole table.
+const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The load balancer's program and what is known for it.
 pub struct Forwarder {
@@ -16,12 +28,46 @@ pub struct Forwarder {
     resolver: Resolver,
     macs: BTreeMap<Ipv4Addr, MacAddress>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
+    /// Its own name.
+    name: String,
+    /// All load balancers, itself among them.
+    peers: Vec<Peer>,
+    /// Time between two messages of traffic.
+    report_interval: Duration,
+    timers: Timers,
+    /// Connections in the table, and when they were counted.
+    counted: (u64, Duration),
+    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
+    confirmed: u64,
 }
 
 impl Forwarder {
     /// Around a program that is attached.
-    pub fn new(balancer: LoadBalancer, attachment: lb::Attachment, resolver: Resolver) -> Self {
-        Self { balancer, attachment, resolver, macs: BTreeMap::new(), services: BTreeMap::new() }
+    pub fn new(name: String, balancer: LoadBalancer, attachment: lb::Attachment, resolver: Resolver) -> Self {
+        Self {
+            balancer,
+            attachment,
+            resolver,
+            macs: BTreeMap::new(),
+            services: BTreeMap::new(),
+            name,
+            peers: Vec::new(),
+            report_interval: DEFAULT_REPORT_INTERVAL,
+            timers: Timers::default(),
+            counted: (0, Duration::ZERO),
+            confirmed: 0,
+        }
+    }
+
+    /// A new stream to a controller has begun. What an earlier one said says nothing about this one's configurations: it
+    /// may be another controller's.
+    pub fn begin_stream(&mut self) {
+        self.confirmed = 0;
+    }
+
+    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
+    pub fn confirmed(&self) -> u64 {
+        self.confirmed
     }
 
     /// Puts a configuration in force: keys, services, servers. Tables follow.
@@ -29,8 +75,12 @@ impl Forwarder {
     /// # Errors
     /// When the data plane cannot hold its services: nothing has changed then.
     pub fn configure(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
-        let addresses: Vec<_> = configuration.services.iter().map(|service| service.address).collect();
-        let indexes = self.balancer.set_services(&addresses)?;
+        let with_mode = |service: &Service| (service.address, service.mode);
+        let services: Vec<_> = configuration.services.iter().map(with_mode).collect();
+        let indexes = self.balancer.set_services(&services)?;
+        for (service, index) in configuration.services.iter().zip(&indexes) {
+            self.balancer.set_service_name(*index, &service.name);
+        }
         self.balancer.set_keys(&configuration.keys);
         self.services = configuration
             .services
@@ -38,11 +88,18 @@ impl Forwarder {
             .zip(indexes)
             .map(|(service, index)| (service.index, (service, index)))
             .collect();
-        let servers = self.services.values().flat_map(|(service, _)| &service.servers);
-        let followed: BTreeSet<Ipv4Addr> = servers.filter_map(|server| ipv4(server.address)).collect();
+        let wanted = self.services.values().map(|(service, _)| service.traffic).max().unwrap_or_default();
+        self.balancer.count_traffic(wanted == TrafficWanted::All)?;
+        self.peers = configuration.load_balancers;
+        self.report_interval = configuration.report_interval;
+        let servers = self.services.values().flat_map(|(service, _)| &service.servers).map(|server| server.address);
+        let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
+        let followed: BTreeSet<Ipv4Addr> = servers.chain(peers).filter_map(ipv4).collect();
         self.macs.retain(|address, _| followed.contains(address));
         self.resolver.follow(followed.into_iter().collect());
         self.set_servers();
+        self.set_owners();
+        self.confirmed = configuration.generation;
         Ok(())
     }
 
@@ -62,12 +119,104 @@ impl Forwarder {
         }
     }
 
+    /// The numbers of all load balancers with a connection table, and where they are. One whose MAC address this process does
+    /// not know yet keeps the one that a process before it left, as servers do.
+    fn set_owners(&mut self) {
+        let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
+        if self.balancer.owner() != own {
+            self.balancer.set_owner(own);
+        }
+        for owner in OwnerNumber::all() {
+            let peer = self.peers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.name);
+            match peer {
+                None => self.balancer.forget_owner(owner),
+                Some(peer) if !peer.alive => self.balancer.set_owner_mac(owner, None),
+                Some(peer) => {
+                    let mac = self.mac_of(peer).or_else(|| self.balancer.owner_mac(owner));
+                    self.balancer.set_owner_mac(owner, mac);
+                }
+            }
+        }
+    }
+
+    fn mac_of(&self, peer: &Peer) -> Option<MacAddress> {
+        self.macs.get(&ipv4(peer.address?)?).copied()
+    }
+
+    fn peer_moved(&mut self, change: Change) {
+        let moved = |peer: &&Peer| peer.address == Some(change.address.into()) && peer.name != self.name;
+        for peer in self.peers.iter().filter(moved) {
+            match change.mac {
+                Some(mac) => tracing::info!("load balancer {} is at {mac}", peer.name),
+                None => tracing::warn!("load balancer {} ({}) does not answer ARP", peer.name, change.address),
+            }
+            if let Some(owner) = peer.owner.filter(|_| peer.alive) {
+                self.balancer.set_owner_mac(owner, change.mac);
+            }
+        }
+    }
+
+    /// Tells packets the time; to be called ten times a second.
+    pub fn beat(&mut self) {
+        self.balancer.tick(monotonic());
+    }
+
+    /// Looks through the next part of the connection table: frees what may be freed at once, and returns what may be freed if
+    /// it has no socket. The whole table within [`SWEEP_BEATS`] calls.
+    ///
+    /// # Errors
+    /// When the kernel offers no grace period.
+    pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
+        if !self.services.values().any(|(service, _)| service.mode.consistency == Consistency::Stateful) {
+            return Ok(Vec::new());
+        }
+        let partitions = self.balancer.connection_table_size().partitions().div_ceil(SWEEP_BEATS);
+        let due = self.balancer.due_connections(&self.timers, partitions);
+        let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.must_ask());
+        self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
+        let services: BTreeMap<u8, ServiceAddress> =
+            self.services.values().map(|(service, index)| (index.get(), service.address)).collect();
+        let with_service = |(connection, _): (Connection, _)| {
+            services.get(&connection.identity.service).map(|service| (connection, *service))
+        };
+        Ok(ask.into_iter().filter_map(with_service).collect())
+    }
+
+    /// Frees these entries, as far as nothing has happened to them since.
+    ///
+    /// # Errors
+    /// When the kernel offers no grace period.
+    pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
+        let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
+        tracing::debug!("{freed} of {} connections freed", connections.len());
+        Ok(())
+    }
+
+    /// Time between two messages of traffic.
+    pub fn report_interval(&self) -> Duration {
+        self.report_interval
+    }
+
+    /// What was sent to servers; `None`: no policy wants to know.
+    pub fn traffic(&self) -> Option<TrafficMessage> {
+        let wanted = self.services.values().filter(|(service, _)| service.traffic != TrafficWanted::Nothing);
+        let counts: Vec<_> = wanted
+            .flat_map(|(service, index)| service.servers.iter().map(move |server| (service.index, *index, server.id)))
+            .map(|(service, index, server)| {
+                let lb::Traffic { opened, closed, packets, bytes } = self.balancer.traffic(index, server);
+                (service, server, ServerTraffic { opened, closed, packets, bytes })
+            })
+            .collect();
+        (!counts.is_empty()).then_some(TrafficMessage { counts })
+    }
+
     /// A neighbour's MAC address became known, changed or was lost.
     pub fn neighbour(&mut self, change: Change) {
         match change.mac {
             Some(mac) => self.macs.insert(change.address, mac),
             None => self.macs.remove(&change.address),
         };
+        self.peer_moved(change);
         for (service, index) in self.services.values() {
             for server in service.servers.iter().filter(|server| server.address == change.address) {
                 match change.mac {
@@ -97,6 +246,10 @@ impl Forwarder {
     /// When the device is gone.
     pub fn look_after(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolver.is_alive(), "the thread that resolves MAC addresses has ended");
+        let now = monotonic();
+        if now.saturating_sub(self.counted.1) >= COUNT_INTERVAL {
+            self.counted = (self.balancer.connections_in_use() as u64, now);
+        }
         self.balancer.refresh_own_mac()
     }
 
@@ -122,12 +275,14 @@ impl Forwarder {
             let generation = self.balancer.table_generation(*index)?;
             Some((service.name.clone(), generation))
         });
-        let mut packets = self.balancer.counters_without_service().packets;
+        let Counters { mut packets, mut events, .. } = self.balancer.counters_without_service();
         for (_, index) in self.services.values() {
-            for (sum, count) in packets.iter_mut().zip(self.balancer.counters(*index).packets) {
-                *sum += count;
-            }
+            let of_service = self.balancer.counters(*index);
+            packets.iter_mut().zip(of_service.packets).for_each(|(sum, count)| *sum += count);
+            events.iter_mut().zip(of_service.events).for_each(|(sum, count)| *sum += count);
         }
+        let unresolved = |peer: &&Peer| peer.name != self.name && peer.owner.is_some() && self.mac_of(peer).is_none();
+        let unresolved_load_balancers = self.peers.iter().filter(unresolved).map(|peer| peer.name.clone()).collect();
         let mode = match self.attachment {
             lb::Attachment::Native => "native",
             lb::Attachment::Generic => "generic",
@@ -137,8 +292,17 @@ impl Forwarder {
             unresolved_servers: self.unresolved().into_iter().collect(),
             counters: COUNTER_NAMES.iter().map(|name| (*name).to_owned()).zip(packets).collect(),
             xdp_mode: mode.to_owned(),
+            configuration_generation: self.confirmed,
+            events: EVENT_NAMES.iter().map(|name| (*name).to_owned()).zip(events).collect(),
+            connections: self.counted.0,
+            unresolved_load_balancers,
         }
     }
+}
+
+/// The machine's monotonic clock, as BPF programs and other processes read it.
+fn monotonic() -> Duration {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every Linux has this clock").into()
 }
 
 /// IPv6 servers cannot be configured yet: the data plane refuses their services.

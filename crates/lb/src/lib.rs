@@ -1,9 +1,15 @@
 //! The load balancer's daemon.
 //!
+//! * [`capture_command`]: `coreward capture`
 //! * [`config`]: its file
+//! * [`connections_command`]: `coreward connections`
 //! * [`daemon`]: follows the controller
 //! * [`forwarder`]: what the controller says, put into the data plane
+//! * [`sweeper`]: which entries of the connection table may be freed
 
+pub mod capture_command;
 pub mod config;
+pub mod connections_command;
 pub mod daemon;
 pub mod forwarder;
+pub mod sweeper;

@@ -25,6 +25,11 @@ pub trait LoadSource: Send {
     }
 }
 
+/// CLOCK_MONOTONIC in ms, modulo 2^32: the server's own TSval with `tcp_timestamps=2`.
+pub fn monotonic_ms() -> u32 {
+    (monotonic_ns() / 1_000_000) as u32
+}
+
 /// CLOCK_MONOTONIC in ns, the clock of BPF programs.
 pub fn monotonic_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every Linux has this clock");

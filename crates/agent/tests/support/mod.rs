@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{Config, Load, Rss, Steer};
 use coreward_model::ServerId;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
@@ -65,11 +66,13 @@ pub fn configuration() -> AgentConfiguration {
             name: "web".to_owned(),
             address: ServiceAddress { socket: SERVICE.into(), protocol: Protocol::Tcp },
             server_id: server_id(),
+            mode: ServiceMode::default(),
         }],
         keys: FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First },
         report_interval: Duration::from_millis(50),
         fleet_rss_key: RssKey::microsoft(),
         server_id: server_id(),
+        servers_before: Vec::new(),
     }
 }
 

@@ -1,0 +1,85 @@
+//! The servers to which packets of connections that are not here may be handed (bpf/server.bpf.c, section 8): who they
+//! are the controller says, at which MAC address they are ARP says.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::mpsc::Receiver;
+
+use anyhow::Context as _;
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::neighbour::{Change, Resolver};
+use coreward_dataplane::server::ServerPrograms;
+use coreward_model::ServerId;
+use coreward_wire::ServerBefore;
+
+/// Keeps the programs' MAC addresses up to date.
+#[derive(Debug)]
+pub struct Chain {
+    interface: String,
+    /// Runs from the first server on that is to be found.
+    resolver: Option<(Resolver, Receiver<Change>)>,
+    ids: BTreeMap<Ipv4Addr, Vec<ServerId>>,
+    found: HashMap<Ipv4Addr, MacAddress>,
+}
+
+impl Chain {
+    /// Follows nobody yet; servers are found at `interface`.
+    pub fn new(interface: &str) -> Self {
+        Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), found: HashMap::new() }
+    }
+
+    /// These servers and no others. What an earlier process knew of them stays until ARP says something else.
+    ///
+    /// # Errors
+    /// When packet sockets are not allowed.
+    pub fn set(&mut self, servers: &[ServerBefore], programs: &mut ServerPrograms) -> anyhow::Result<()> {
+        self.ids.clear();
+        for server in servers {
+            match server.address {
+                IpAddr::V4(address) => self.ids.entry(address).or_default().push(server.id),
+                IpAddr::V6(address) => {
+                    tracing::warn!("server {} at {address}: packets are handed on by IPv4", server.id)
+                }
+            }
+        }
+        self.found.retain(|address, _| self.ids.contains_key(address));
+        let wanted: BTreeSet<ServerId> = self.ids.values().flatten().copied().collect();
+        let all = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
+        all.filter(|id| !wanted.contains(id)).for_each(|id| programs.set_server_mac(id, None));
+        for (address, mac) in &self.found {
+            self.ids[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
+        }
+        if self.resolver.is_none() && !self.ids.is_empty() {
+            self.resolver = Some(Resolver::start(&self.interface).context("finding other servers")?);
+        }
+        if let Some((resolver, _)) = &self.resolver {
+            resolver.follow(self.ids.keys().copied().collect());
+        }
+        Ok(())
+    }
+
+    /// Takes over what ARP has said meanwhile.
+    pub fn follow(&mut self, programs: &mut ServerPrograms) {
+        let Some((_, changes)) = &self.resolver else { return };
+        for Change { address, mac } in changes.try_iter() {
+            let Some(ids) = self.ids.get(&address) else { continue };
+            ids.iter().for_each(|id| programs.set_server_mac(*id, mac));
+            match mac {
+                Some(mac) => self.found.insert(address, mac),
+                None => self.found.remove(&address),
+            };
+        }
+    }
+
+    /// Servers that nobody has found, in words for `coreward status`.
+    pub fn warning(&self) -> Option<String> {
+        let missing = self.ids.keys().filter(|address| !self.found.contains_key(address));
+        let missing: Vec<String> = missing.map(Ipv4Addr::to_string).collect();
+        (!missing.is_empty()).then(|| {
+            format!(
+                "no MAC address of {}: packets of connections that may be there are not handed on",
+                missing.join(", ")
+            )
+        })
+    }
+}

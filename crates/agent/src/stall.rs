@@ -1,0 +1,74 @@
+//! Whether stamped connections get on: something on the path may drop timestamps that run faster than a clock.
+
+/// Handshakes over which a verdict is made.
+const HANDSHAKES: u64 = 200;
+/// That part of them may stall: clients go away all the time.
+const TOLERATED: f64 = 0.01;
+
+/// Counters of server.bpf.c, absolute.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Stamped SYN-ACKs that were sent for the first time.
+    pub handshakes: u64,
+    /// Those that were sent for the fourth time.
+    pub stalled_handshakes: u64,
+    /// Stamped connections of which a segment was sent for the fifth time.
+    pub stalled_connections: u64,
+}
+
+/// Compares stalls with handshakes, window by window.
+#[derive(Debug, Default)]
+pub struct StallJudge {
+    /// When the window began.
+    began: Counts,
+    warning: Option<String>,
+}
+
+impl StallJudge {
+    /// Counting begins here: what an earlier process has seen is over.
+    pub fn from(counts: Counts) -> Self {
+        Self { began: counts, warning: None }
+    }
+
+    /// What the last whole window says, in words for `coreward status`.
+    pub fn observe(&mut self, counts: Counts) -> Option<&str> {
+        let handshakes = counts.handshakes.saturating_sub(self.began.handshakes);
+        if handshakes >= HANDSHAKES {
+            let shaking = counts.stalled_handshakes.saturating_sub(self.began.stalled_handshakes);
+            let talking = counts.stalled_connections.saturating_sub(self.began.stalled_connections);
+            self.warning = ((shaking + talking) as f64 > TOLERATED * handshakes as f64).then(|| {
+                format!(
+                    "of {handshakes} stamped connections {shaking} got no answer to four SYN-ACKs and {talking} none to \
+                     a segment sent five times: a firewall on the way may drop their timestamps (the service's \
+                     timestamps = \"off\" shows whether), or somebody floods with SYNs"
+                )
+            });
+            self.began = counts;
+        }
+        self.warning.as_deref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_one_in_a_hundred_is_said_until_a_better_window() {
+        let counts = |handshakes, stalled_handshakes, stalled_connections| Counts {
+            handshakes,
+            stalled_handshakes,
+            stalled_connections,
+        };
+        let mut judge = StallJudge::from(counts(1000, 500, 500));
+        assert_eq!(judge.observe(counts(1100, 600, 500)), None, "the window is not over");
+        assert_eq!(judge.observe(counts(1200, 501, 501)), None, "one in a hundred");
+        let warning = judge.observe(counts(1400, 503, 502)).unwrap().to_owned();
+        assert!(
+            warning.starts_with("of 200 stamped connections 2 got no answer to four SYN-ACKs and 1 none"),
+            "{warning}"
+        );
+        assert_eq!(judge.observe(counts(1500, 503, 502)), Some(&warning[..]));
+        assert_eq!(judge.observe(counts(1700, 503, 502)), None);
+    }
+}

@@ -1,0 +1,193 @@
+//! `coreward capture`: what came to the load balancer and what it decided, as text or as a pcapng file.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, bail};
+use coreward_dataplane::lb::capture::{self, Capture, Captured, Destination, Options};
+use coreward_model::ServiceAddress;
+use nix::time::{ClockId, clock_gettime};
+use pcap_file::DataLink;
+use pcap_file::pcapng::PcapNgWriter;
+use pcap_file::pcapng::blocks::enhanced_packet::{EnhancedPacketBlock, EnhancedPacketOption};
+use pcap_file::pcapng::blocks::interface_description::{InterfaceDescriptionBlock, InterfaceDescriptionOption};
+
+use crate::config::Config;
+
+/// Options of `coreward capture`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CaptureArgs {
+    /// The load balancer's file (docs/config.md): it names the directory of the pins
+    #[arg(long, value_name = "FILE")]
+    pub config: PathBuf,
+    /// The service: its name, or VIP and port with "/udp" behind if it is UDP
+    #[arg(long, value_name = "SERVICE")]
+    pub service: String,
+    /// Write the packets, as they came, to this pcapng file; without it each decision is printed
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// With --out: what was decided stands as a comment beside each packet
+    #[arg(long, requires = "out")]
+    pub verdict: bool,
+    /// At most so many bytes of each packet
+    #[arg(long, value_name = "BYTES", default_value_t = 65_535, value_parser = clap::value_parser!(u32).range(34..=65_535))]
+    pub length: u32,
+    /// End after so many packets
+    #[arg(long, value_name = "PACKETS")]
+    pub count: Option<u64>,
+    /// End after so many seconds
+    #[arg(long)]
+    pub seconds: Option<u64>,
+}
+
+/// How long one wait for packets lasts at most.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Captures until the count or the time is reached or SIGINT comes; says at the end how many packets there were.
+///
+/// # Errors
+/// When no load balancer is at work, it does not have the service, or the file cannot be written.
+pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
+    let config = Config::load(&args.config)?;
+    let service = service_named(&args.service, &capture::services(&config.pin_directory)?)?;
+    let options = Options { pin_directory: config.pin_directory, service, capture_length: args.length };
+    let mut sink = match &args.out {
+        Some(path) => Sink::File(PcapNg::create(path, args.verdict)?),
+        None => Sink::Text,
+    };
+    let mut capture = Capture::start(options)?;
+    eprintln!("capturing {service}");
+    let stop = stop_on_signal()?;
+    let since_epoch = epoch_of_monotonic_clock()?;
+    let started = Instant::now();
+    let (mut packets, mut failure) = (0, None);
+    while !stop.load(Ordering::Relaxed)
+        && failure.is_none()
+        && args.count.is_none_or(|count| packets < count)
+        && args.seconds.is_none_or(|seconds| started.elapsed() < Duration::from_secs(seconds))
+    {
+        capture.poll(POLL_INTERVAL, &mut |packet| {
+            if failure.is_none() && args.count.is_none_or(|count| packets < count) {
+                packets += 1;
+                failure = sink.take(since_epoch + packet.time, &packet).err();
+            }
+        })?;
+    }
+    eprintln!("{packets} packets captured, {} records lost", capture.lost());
+    failure.map_or_else(|| sink.finish(), Err)
+}
+
+/// The service with that name or that address.
+pub(crate) fn service_named(wanted: &str, known: &[(ServiceAddress, String)]) -> anyhow::Result<ServiceAddress> {
+    let is_it = |(address, name): &&(ServiceAddress, String)| {
+        let written = address.to_string();
+        name == wanted || written == wanted || written.strip_suffix("/tcp") == Some(wanted)
+    };
+    let Some((address, _)) = known.iter().find(is_it) else {
+        let shown: Vec<String> = known.iter().map(|(address, name)| format!("{name} ({address})")).collect();
+        bail!("service {wanted:?}: expected one of {}", shown.join(", "));
+    };
+    Ok(*address)
+}
+
+fn stop_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let told = stop.clone();
+    ctrlc::set_handler(move || told.store(true, Ordering::Relaxed)).context("waiting for SIGINT")?;
+    Ok(stop)
+}
+
+/// What to add to a time of CLOCK_MONOTONIC to get one since 1970.
+fn epoch_of_monotonic_clock() -> anyhow::Result<Duration> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock stands before 1970")?;
+    Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
+}
+
+enum Sink {
+    Text,
+    File(PcapNg),
+}
+
+impl Sink {
+    fn take(&mut self, time: Duration, packet: &Captured) -> anyhow::Result<()> {
+        match self {
+            Sink::Text => {
+                let verdict = Verdict(packet);
+                println!("{}.{:06} {} bytes: {verdict}", time.as_secs(), time.subsec_micros(), packet.length);
+                Ok(())
+            }
+            Sink::File(file) => file.write(time, packet),
+        }
+    }
+}
+
+impl Sink {
+    /// What is still in memory must be in the file, or the caller hears why it is not.
+    fn finish(self) -> anyhow::Result<()> {
+        match self {
+            Sink::Text => Ok(()),
+            Sink::File(file) => file.writer.into_inner().flush().context("writing the capture"),
+        }
+    }
+}
+
+/// A pcapng file (draft-ietf-opsawg-pcapng) with one Ethernet interface.
+struct PcapNg {
+    writer: PcapNgWriter<BufWriter<File>>,
+    verdict: bool,
+}
+
+impl PcapNg {
+    fn create(path: &std::path::Path, verdict: bool) -> anyhow::Result<Self> {
+        let file = File::create(path).with_context(|| path.display().to_string())?;
+        let mut writer = PcapNgWriter::new(BufWriter::new(file))?;
+        let interface = InterfaceDescriptionBlock {
+            linktype: DataLink::ETHERNET,
+            snaplen: 0,
+            // Nanoseconds.
+            options: vec![InterfaceDescriptionOption::IfTsResol(9)],
+        };
+        writer.write_pcapng_block(interface)?;
+        Ok(Self { writer, verdict })
+    }
+
+    fn write(&mut self, time: Duration, packet: &Captured) -> anyhow::Result<()> {
+        let mut options = Vec::new();
+        if self.verdict {
+            options.push(EnhancedPacketOption::Comment(Verdict(packet).to_string().into()));
+        }
+        self.writer.write_pcapng_block(EnhancedPacketBlock {
+            interface_id: 0,
+            timestamp: time,
+            original_len: packet.length,
+            data: packet.arrived.as_slice().into(),
+            options,
+        })?;
+        Ok(())
+    }
+}
+
+/// What was decided, in words.
+struct Verdict<'a>(&'a Captured);
+
+impl fmt::Display for Verdict<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.0.outcome)?;
+        match &self.0.destination {
+            Destination::Kernel => f.write_str("passed to the kernel"),
+            Destination::Dropped => f.write_str("dropped"),
+            Destination::AllServers => f.write_str("to all servers"),
+            Destination::LoadBalancer(owner) => write!(f, "to the load balancer with owner number {owner}"),
+            Destination::Unknown(mac) => write!(f, "to {mac}, which is no server's now"),
+            Destination::Server(mac, ids) => {
+                let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
+                write!(f, "to server {} ({mac})", ids.join(" or "))
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `coreward connections`: the heaviest connections of a stateful service, read from the load balancer's pinned table while
+//! packets pass.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use comfy_table::{CellAlignment, Table, presets};
+use coreward_dataplane::lb::connections::Pinned;
+use coreward_model::connection_table::{Clock, Connection, heaviest};
+
+use crate::capture_command::service_named;
+
+/// Options of `coreward connections`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ConnectionsArgs {
+    /// The service: its name, or VIP and port
+    #[arg(long, value_name = "SERVICE")]
+    pub service: String,
+    /// How many
+    #[arg(long, value_name = "COUNT", default_value_t = 20)]
+    pub top: usize,
+    /// What makes a connection heavy
+    #[arg(long, value_enum, default_value_t = By::Packets)]
+    pub by: By,
+    /// The load balancer's `pin_directory`; not needed where there is one below /sys/fs/bpf/coreward
+    #[arg(long, value_name = "DIRECTORY")]
+    pub pin_directory: Option<PathBuf>,
+}
+
+/// What makes a connection heavy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum By {
+    /// Packets from the client
+    Packets,
+    /// Their bytes
+    Bytes,
+}
+
+impl By {
+    fn weight(self, connection: &Connection) -> u64 {
+        match self {
+            By::Packets => connection.packets,
+            By::Bytes => connection.bytes,
+        }
+    }
+}
+
+/// Where load balancers are looked for.
+const PIN_DIRECTORIES: &str = "/sys/fs/bpf/coreward";
+
+/// What to print.
+///
+/// # Errors
+/// When no load balancer, or more than one, is at work where it is looked for, or it does not have the service.
+pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
+    let directory = match &args.pin_directory {
+        Some(directory) => directory.clone(),
+        None => only_load_balancer(Path::new(PIN_DIRECTORIES))?,
+    };
+    let pinned = Pinned::open(&directory)?;
+    let service = service_named(&args.service, &pinned.services())?;
+    let mut count = 0;
+    let counted = pinned.connections(service).inspect(|_| count += 1);
+    let top = heaviest(counted, args.top, |connection| args.by.weight(connection));
+    let entries = pinned.size().entries();
+    let head = format!("{service}: {count} connections in a table of {entries} entries");
+    Ok(format!("{head}\n{}", table(&top, pinned.clock())))
+}
+
+/// The only directory below `root` where a load balancer has pinned its maps.
+fn only_load_balancer(root: &Path) -> anyhow::Result<PathBuf> {
+    let listed = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
+    let has_table = |directory: &PathBuf| directory.join("lb/connections").exists();
+    let found: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).filter(has_table).collect();
+    match found.as_slice() {
+        [one] => Ok(one.clone()),
+        [] => bail!("no load balancer has pinned its maps below {}: give --pin-directory", root.display()),
+        several => {
+            let shown: Vec<String> = several.iter().map(|directory| directory.display().to_string()).collect();
+            bail!("several load balancers: give --pin-directory, one of {}", shown.join(", "))
+        }
+    }
+}
+
+fn table(connections: &[Connection], now: Clock) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header(["client", "server", "packets", "bytes", "age, s", "idle, s", "state"]);
+    for connection in connections {
+        table.add_row([
+            connection.client.to_string(),
+            connection.identity.server.to_string(),
+            connection.packets.to_string(),
+            connection.bytes.to_string(),
+            seconds(now.since(connection.opened)),
+            seconds(now.since(connection.last_seen)),
+            state(connection).to_owned(),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(1).take(5) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.1}", time.as_secs_f64())
+}
+
+fn state(connection: &Connection) -> &'static str {
+    match connection {
+        Connection { packets: 0..=1, .. } => "half-open",
+        Connection { closing: true, .. } => "closing",
+        _ => "open",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::ServerId;
+    use coreward_model::connection_table::{ConnectionIndex, Identity};
+
+    use super::*;
+
+    #[test]
+    fn a_connection_is_shown_with_its_age_and_what_was_seen_of_it() {
+        let server = ServerId::try_from(77).unwrap();
+        let connection = Connection {
+            index: ConnectionIndex::new(0, 5),
+            identity: Identity { tag: 1, generation: 2, service: 0, server },
+            client: "10.1.0.7:40312".parse().unwrap(),
+            packets: 12,
+            bytes: 3456,
+            opened: Clock(100),
+            last_seen: Clock(225),
+            closing: true,
+        };
+        let half_open = Connection { packets: 1, ..connection };
+        let shown = table(&[connection, half_open], Clock(230)).to_string();
+        let words: Vec<Vec<&str>> = shown.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(words[0], ["10.1.0.7:40312", "77", "12", "3456", "13.0", "0.5", "closing"]);
+        assert_eq!(words[1][6], "half-open");
+    }
+
+    #[test]
+    fn without_a_directory_there_must_be_one_load_balancer() {
+        let root = tempfile::tempdir().unwrap();
+        let refused = |root: &Path| only_load_balancer(root).unwrap_err().to_string();
+        assert!(refused(root.path()).starts_with("no load balancer has pinned its maps below "));
+        let pinned = ["lb1", "lb2"].map(|name| {
+            std::fs::create_dir_all(root.path().join(name).join("lb/connections")).unwrap();
+            only_load_balancer(root.path())
+        });
+        assert_eq!(pinned[0].as_ref().unwrap(), &root.path().join("lb1"));
+        assert!(pinned[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));
+        assert!(refused(&root.path().join("none")).ends_with("give --pin-directory"));
+    }
+}
