@@ -30,7 +30,7 @@
 #define PACKETS (1 << 20)
 
 /* What differs between packets, as it stands in the frame. 16 bytes, four to a cache line. */
-struct packet {
+struct variation {
 	__u32 client_address;
 	__u32 ports;
 	/* TSecr, where NOP NOP TIMESTAMP comes first. */
@@ -38,7 +38,7 @@ struct packet {
 	__u32 reserved;
 };
 
-struct packet packets[PACKETS] SEC(".bss.packets");
+struct variation packets[PACKETS] SEC(".bss.packets");
 __u64 next_packet;
 
 /* Packets 0 .. mask are taken in turn. */
@@ -60,7 +60,7 @@ int fresh_packet(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	const struct packet *packet = &packets[next_packet++ & mask & (PACKETS - 1)];
+	const struct variation *packet = &packets[next_packet++ & mask & (PACKETS - 1)];
 	__u64 ahead;
 
 	/* Touches what is 256 packets (one page of memory) ahead: hardware prefetching stops at the end of a page. */

@@ -250,7 +250,7 @@ async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result
 
 async fn subscribe(controller: &mut Controller, balancer: u32) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
     let (sender, receiver) = mpsc::channel(1);
-    let hello = v1::LoadBalancerHello { name: format!("lb{balancer}"), version: "bench".into() };
+    let hello = v1::LoadBalancerHello { name: format!("lb{balancer}"), version: "bench".into(), address: Vec::new() };
     let message = Some(load_balancer_message::Message::Hello(hello));
     sender.send(v1::LoadBalancerMessage { message }).await?;
     let updates = controller.connect().await?.load_balancer(ReceiverStream::new(receiver)).await?.into_inner();
@@ -337,6 +337,7 @@ impl PretendedServer {
             rss_mismatched: 0,
             counters,
             warnings: Vec::new(),
+            configuration_generation: 1,
         }
     }
 }

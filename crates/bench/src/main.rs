@@ -3,14 +3,13 @@
 mod agent;
 mod controller;
 mod placement;
-mod report;
 mod sim;
-mod xdp;
 
 use std::path::PathBuf;
 
 use clap::Parser;
-use report::Report;
+use coreward_bench::report::{self, Report};
+use coreward_bench::xdp;
 
 #[derive(Parser)]
 #[command(name = "coreward-bench", version, about = "Measures coreward on this machine")]

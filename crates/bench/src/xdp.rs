@@ -7,12 +7,14 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::lb::COUNTER_NAMES;
+use coreward_model::consistency::Consistency;
 use coreward_model::statistics::median;
 
 use crate::report::{Report, Table};
 use runner::{PACKETS, Runner};
 use workload::{Balancer, Case};
 
+/// How long to measure.
 #[derive(clap::Args)]
 pub struct Args {
     /// Rounds; in each, all programs of a case run one after the other
@@ -29,6 +31,39 @@ impl Default for Args {
     }
 }
 
+impl Args {
+    /// So many rounds, each as long as usual.
+    pub fn of_rounds(rounds: u32) -> Self {
+        Self { rounds, ..Self::default() }
+    }
+}
+
+/// What packets of open connections cost.
+pub struct Cost {
+    /// How their server is remembered.
+    pub consistency: Consistency,
+    /// How many connections there are.
+    pub connections: usize,
+    /// Above the empty program, round by round.
+    pub above_empty_ns: Vec<f64>,
+}
+
+/// Measures the cases whose packets are of open connections.
+///
+/// # Errors
+/// As [`run`].
+pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<Cost>> {
+    let cases: Vec<(Case, Consistency, usize)> = Case::all()
+        .filter_map(|case| case.open_connections().map(|(consistency, connections)| (case, consistency, connections)))
+        .collect();
+    let cost = |(done, (case, consistency, connections)): (usize, &(Case, Consistency, usize))| {
+        progress(done, cases.len());
+        let above_empty_ns = measure(*case, args)?.above_empty_by_round;
+        Ok(Cost { consistency: *consistency, connections: *connections, above_empty_ns })
+    };
+    cases.iter().enumerate().map(cost).collect()
+}
+
 /// One case, measured.
 struct Measured {
     case: Case,
@@ -36,9 +71,13 @@ struct Measured {
     medians: [f64; 3],
     /// lb above the empty program, ns: median, and the quartiles over the rounds.
     above_empty: [f64; 3],
+    /// The same, round by round.
+    above_empty_by_round: Vec<f64>,
     verifier_instructions: u32,
 }
 
+/// Measures every case.
+///
 /// # Errors
 /// Without the right to load BPF programs, or when a program does not do what the case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
@@ -48,7 +87,11 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(case: Case, args: &Args) -> anyhow::Result<Measured> {
     let balancer = Balancer::new(&case).with_context(|| case.to_string())?;
-    let runner = Runner::new(balancer.frame(), &balancer.packets(), case.has_echo())?;
+    let packets = balancer.packets();
+    if let Some(frame) = balancer.opening_frame() {
+        Runner::new(frame, &packets, false)?.run(balancer.program(), packets.len() as u32)?;
+    }
+    let runner = Runner::new(balancer.frame(), &packets, case.has_echo())?;
     let programs = [runner.empty.as_fd(), runner.parse_and_swap_macs.as_fd(), balancer.program()];
     let before = balancer.counted();
     let mut rounds: Vec<[f64; 3]> = Vec::new();
@@ -75,6 +118,7 @@ fn measure(case: Case, args: &Args) -> anyhow::Result<Measured> {
     Ok(Measured {
         medians: [0, 1, 2].map(|program| column(program).expect("at least one round")),
         above_empty: [0.5, 0.25, 0.75].map(|part| quantile(&above, part)),
+        above_empty_by_round: above,
         verifier_instructions: verifier_instructions(balancer.program())?,
         case,
     })

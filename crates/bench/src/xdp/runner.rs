@@ -21,7 +21,7 @@ use skeleton::FreshPacketsSkelBuilder;
 /// Packets in the memory that `fresh_packet` reads.
 pub const PACKETS: usize = 1 << 20;
 
-/// What differs between packets: `struct packet` of fresh_packets.bpf.c.
+/// What differs between packets: `struct variation` of fresh_packets.bpf.c.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct Packet {

@@ -7,6 +7,7 @@ use std::os::fd::BorrowedFd;
 use coreward_dataplane::lb::{LoadBalancer, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
+use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
 use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
@@ -30,11 +31,16 @@ const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 const SERVERS: u64 = 64;
 const CORES: u16 = 16;
 
+/// Room for all connections: the LRU hash evicts a little before it is full.
+const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 / 4 * 5;
+
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Case {
     /// Packets with a valid cookie, of that many connections.
     Established(usize),
+    /// The same at a service of consistency "hash-table": each is in the flow table.
+    HashTable(usize),
     /// SYNs of different connections, by a rule, with that many RSS groups.
     First(Rule, usize),
     /// TCP to a port that is no service.
@@ -44,11 +50,12 @@ pub enum Case {
 impl Case {
     /// All, in the order of the report.
     pub fn all() -> impl Iterator<Item = Case> {
-        let established = [1, 1 << 14, PACKETS].map(Case::Established);
+        let connections = [1, 1 << 14, 1 << 17, PACKETS];
+        let established = connections.map(Case::Established).into_iter().chain(connections.map(Case::HashTable));
         let first = Rule::ALL.map(|rule| Case::First(rule, 1));
         let most = intf::MAX_RSS_GROUPS as usize;
         let four_groups = [Case::First(Rule::Table, most), Case::First(Rule::LeastAssigned, most)];
-        established.into_iter().chain(first).chain(four_groups).chain([Case::NotForAVip])
+        established.chain(first).chain(four_groups).chain([Case::NotForAVip])
     }
 
     /// What the program returns for the packets.
@@ -60,6 +67,7 @@ impl Case {
     pub fn counter(self) -> usize {
         let counter = match self {
             Case::Established(_) => intf::LB_COUNTER_ESTABLISHED,
+            Case::HashTable(_) => intf::LB_COUNTER_FLOW,
             Case::First(..) => intf::LB_COUNTER_FIRST,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
@@ -71,8 +79,19 @@ impl Case {
         !matches!(self, Case::First(..))
     }
 
+    /// For packets of open connections: how their server is remembered, and how many connections there are.
+    pub fn open_connections(self) -> Option<(Consistency, usize)> {
+        match self {
+            Case::Established(connections) => Some((Consistency::Stateless, connections)),
+            _ => None,
+        }
+    }
+
     fn connections(self) -> usize {
-        if let Case::Established(connections) = self { connections } else { PACKETS }
+        match self {
+            Case::Established(connections) | Case::HashTable(connections) => connections,
+            Case::First(..) | Case::NotForAVip => PACKETS,
+        }
     }
 }
 
@@ -81,6 +100,8 @@ impl fmt::Display for Case {
         match self {
             Case::Established(1) => f.write_str("established, 1 connection"),
             Case::Established(connections) => write!(f, "established, {connections} connections"),
+            Case::HashTable(1) => f.write_str("hash-table, 1 connection"),
+            Case::HashTable(connections) => write!(f, "hash-table, {connections} connections"),
             Case::First(rule, 1) => write!(f, "first, {}", rule.name()),
             Case::First(rule, groups) => write!(f, "first, {}, {groups} RSS groups", rule.name()),
             Case::NotForAVip => f.write_str("not for a VIP"),
@@ -102,9 +123,14 @@ impl Balancer {
     /// Without the right to load BPF programs.
     pub fn new(case: &Case) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
-        let mut lb = LoadBalancer::load(Options::default())?;
+        let mut lb = LoadBalancer::load(Options { flow_table_entries: FLOW_TABLE_ENTRIES, ..Options::default() })?;
         lb.set_own_mac(OWN_MAC);
-        let service = lb.set_services(&[ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp }])?[0];
+        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        let consistency = match case {
+            Case::HashTable(_) => Consistency::HashTable,
+            _ => Consistency::Stateless,
+        };
+        let service = lb.set_services(&[(address, ServiceMode { consistency, ..ServiceMode::default() })])?[0];
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
         lb.set_keys(&keys);
@@ -117,8 +143,10 @@ impl Balancer {
             let mac = MacAddress([2, 0, 0, 1, (n >> 8) as u8, n as u8]);
             lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
         }
-        if let Case::First(rule, groups) = *case {
-            lb.install_table(service, &table(rule, groups, &servers, &mut rng))?;
+        match *case {
+            Case::First(rule, groups) => lb.install_table(service, &table(rule, groups, &servers, &mut rng))?,
+            Case::HashTable(_) => lb.install_table(service, &table(Rule::Table, 1, &servers, &mut rng))?,
+            Case::Established(_) | Case::NotForAVip => {}
         }
         Ok(Self { case: *case, lb, service, keys, servers })
     }
@@ -140,12 +168,25 @@ impl Balancer {
         if self.case == Case::NotForAVip { (VIP.0, OTHER_PORT) } else { VIP }
     }
 
-    /// The frame that [`packets`](Self::packets) vary: a bare ACK, or Linux's SYN.
+    /// The frame that [`packets`](Self::packets) vary: a bare ACK, or a SYN.
     pub fn frame(&self) -> Vec<u8> {
-        let (flags, options): (u8, &[u8]) = match self.case {
-            Case::First(..) => (0x02, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7]),
-            _ => (0x10, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0]),
-        };
+        match self.case {
+            Case::First(..) => self.syn(),
+            _ => self.frame_with(0x10, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0]),
+        }
+    }
+
+    /// The frame with which each connection must have begun before it is measured; `None`: nothing remembers it.
+    pub fn opening_frame(&self) -> Option<Vec<u8>> {
+        matches!(self.case, Case::HashTable(_)).then(|| self.syn())
+    }
+
+    /// As Linux sends it.
+    fn syn(&self) -> Vec<u8> {
+        self.frame_with(0x02, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7])
+    }
+
+    fn frame_with(&self, flags: u8, options: &[u8]) -> Vec<u8> {
         let (vip, port) = self.destination();
         let tcp_header = 20 + options.len();
         let mut frame = [&OWN_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
@@ -166,7 +207,7 @@ impl Balancer {
             let client = (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
             let server = self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize];
             let tuple = FourTuple::ipv4(client, destination);
-            let echo = cookie::stamp(&self.keys, &tuple, Cookie::Server(server), rng.next_u32());
+            let echo = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, Cookie::Server(server), rng.next_u32());
             let ports = [client.1.to_be_bytes(), destination.1.to_be_bytes()].concat();
             Packet {
                 client_address: u32::from_ne_bytes(client.0.octets()),
@@ -205,5 +246,6 @@ fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256Pl
         core_slots,
         members,
         consistent: rendezvous(servers, buckets),
+        consistent_before: Vec::new(),
     }
 }

@@ -1,0 +1,27 @@
+//! `coreward figure cheetah-5-live`: what the packet path costs, by how connections are remembered and how many there are.
+
+use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::scenario::Scenario;
+
+use crate::xdp::{self, Args};
+
+/// Measures every case of the bench that is a point of the figure. A run is a round of the bench: the program and the empty
+/// one, one after the other, on the same packets.
+///
+/// # Errors
+/// Without the right to load BPF programs, or when a program does not do what is expected of it.
+pub fn cheetah_5(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+    let args = Args::of_rounds(*scenario.seeds.get_ref() as u32);
+    let panel = scenario.panel[0].title.get_ref();
+    let costs = xdp::costs_by_connections(&args, progress)?;
+    let samples = costs.iter().flat_map(|cost| {
+        (1..).zip(&cost.above_empty_ns).map(|(run, y)| Sample {
+            panel: panel.clone(),
+            series: cost.consistency.name(),
+            x: cost.connections as f64,
+            run,
+            y: *y,
+        })
+    });
+    Ok(samples.collect())
+}

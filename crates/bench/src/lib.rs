@@ -1,0 +1,5 @@
+//! What the benches and the live figures share: measuring the packet path, and what was found.
+
+pub mod figure;
+pub mod report;
+pub mod xdp;

@@ -1,0 +1,146 @@
+//! Many epochs on several threads, until enough packets have been compared or two differ.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_intf as intf;
+use coreward_model::rss::seeded_rng;
+use rand::Rng as _;
+
+use crate::epoch::{self, Epoch};
+use crate::world::Difference;
+
+/// How long to go on.
+#[derive(Debug, Clone, Copy)]
+pub enum Until {
+    /// So many packets.
+    Packets(u64),
+    /// So long; the epochs at work then are ended.
+    Elapsed(Duration),
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy)]
+pub struct Campaign {
+    /// Determines every epoch, whatever the number of threads.
+    pub seed: u64,
+    /// The first epoch's number.
+    pub first_epoch: u64,
+    /// When to end.
+    pub until: Until,
+    /// Each has a load balancer of its own.
+    pub threads: usize,
+}
+
+/// Where the two differ.
+#[derive(Debug)]
+pub struct Failure {
+    /// Number of the epoch.
+    pub epoch: u64,
+    /// Its packets up to the one that differs.
+    pub packets: u64,
+    /// What differs.
+    pub difference: Difference,
+}
+
+/// What was done.
+#[derive(Debug)]
+pub struct Summary {
+    /// Packets compared.
+    pub packets: u64,
+    /// Epochs begun.
+    pub epochs: u64,
+    /// From start to end.
+    pub elapsed: Duration,
+    /// How often each counter of `enum lb_counter` grew.
+    pub outcomes: Vec<u64>,
+    /// The first difference.
+    pub failure: Option<Failure>,
+}
+
+impl Campaign {
+    /// The seed of epoch `number`.
+    pub fn epoch_seed(&self, number: u64) -> u64 {
+        seeded_rng(self.seed, number).next_u64()
+    }
+
+    /// Does it. `progress` is called after each epoch with the packets so far.
+    ///
+    /// # Errors
+    /// When the kernel refuses something.
+    pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<Summary> {
+        let start = Instant::now();
+        let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));
+        let summary = Mutex::new(Summary {
+            packets: 0,
+            epochs: 0,
+            elapsed: Duration::ZERO,
+            outcomes: vec![0; intf::LB_COUNTER_COUNT as usize],
+            failure: None,
+        });
+        let work = || -> anyhow::Result<()> {
+            while !ended.load(Ordering::Relaxed) {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                let Some(packets) = self.packets_of(number, start) else { break };
+                let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
+                let (given, found) = self.epoch(number, packets, start, &ended, &mut outcomes)?;
+                let mut summary = summary.lock().expect("no thread panicked");
+                summary.packets += given;
+                summary.epochs += 1;
+                summary.outcomes.iter_mut().zip(&outcomes).for_each(|(sum, count)| *sum += count);
+                progress(summary.packets);
+                if let Some(found) = found {
+                    ended.store(true, Ordering::Relaxed);
+                    let epoch = self.first_epoch + number;
+                    let failure = Failure { epoch, packets: found.packets, difference: found.difference };
+                    summary.failure.get_or_insert(failure);
+                }
+            }
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..self.threads).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().try_for_each(|thread| thread.join().expect("no thread panicked"))
+        })?;
+        let mut summary = summary.into_inner().expect("no thread panicked");
+        summary.elapsed = start.elapsed();
+        Ok(summary)
+    }
+
+    /// How many packets the epoch has in this campaign; `None`: it has no such epoch.
+    fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
+        match self.until {
+            Until::Packets(total) => {
+                let before = number * epoch::PACKETS;
+                (before < total).then(|| epoch::PACKETS.min(total - before))
+            }
+            Until::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKETS),
+        }
+    }
+
+    /// Runs one epoch in parts, so that it ends in time.
+    fn epoch(
+        &self,
+        number: u64,
+        packets: u64,
+        start: Instant,
+        ended: &AtomicBool,
+        outcomes: &mut [u64],
+    ) -> anyhow::Result<(u64, Option<epoch::Found>)> {
+        const PART: u64 = 8192;
+        let mut epoch = Epoch::new(self.epoch_seed(self.first_epoch + number), true)?;
+        let mut given = 0;
+        while given < packets && !ended.load(Ordering::Relaxed) {
+            given = packets.min(given + PART);
+            let found = epoch.run(given, |outcome| outcomes[outcome.counter as usize] += 1)?;
+            if let Some(found) = found {
+                return Ok((found.packets, Some(found)));
+            }
+            if matches!(self.until, Until::Elapsed(time) if start.elapsed() >= time) {
+                break;
+            }
+        }
+        Ok((given, epoch.end()?))
+    }
+}

@@ -1,0 +1,374 @@
+//! Clients and their connections, and the way of their packets.
+
+use std::net::Ipv4Addr;
+
+use coreward_intf as intf;
+use coreward_model::cookie::{self, Cookie};
+use coreward_model::lb::Mac;
+use coreward_model::{FourTuple, ServerId};
+
+use super::server::{self, Life, Socket};
+use super::{Event, LONGEST_IDLE_MS, Simulation, load_balancer_mac};
+use crate::frame::{self, ETHERNET, Ip, Tcp, timestamp};
+
+/// The only service.
+pub(super) const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+
+const FIN: u8 = 0x01;
+const SYN: u8 = 0x02;
+const RST: u8 = 0x04;
+const ACK: u8 = 0x10;
+
+/// Where TSecr of a SYN stands: its timestamp comes behind two options of 6 bytes.
+const SYN_ECHO: usize = ETHERNET + 20 + 20 + 6 + 6;
+const BROADCAST: Mac = [0xff; 6];
+/// A packet that is not answered is sent again so often, then the client gives up.
+const ATTEMPTS: u32 = 25;
+/// One packet in so many takes another load balancer than the connection's others; one answer in so many is lost.
+const ASTRAY: usize = 50;
+/// One connection in so many has no timestamps.
+const WITHOUT_TIMESTAMPS: usize = 30;
+
+/// Where a connection is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// SYNs are sent.
+    Opening,
+    /// So many packets are to come, and then the end.
+    Open(u32),
+}
+
+/// A client's end.
+#[derive(Debug)]
+pub(super) struct Connection {
+    client: (Ipv4Addr, u16),
+    timestamps: bool,
+    stage: Stage,
+    attempts: u32,
+    /// The newest TSval from the server.
+    echo: u32,
+    /// Whose SYN-ACK came first.
+    server: Option<usize>,
+    /// Servers' ends; a SYN sent twice may have made two.
+    sockets: Vec<Socket>,
+    /// Spreads connections over load balancers.
+    hash: u32,
+}
+
+/// What became of one packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Delivery {
+    /// By the server at that position of the list.
+    Accepted(usize),
+    /// Dropped on the way, or nobody wanted it.
+    Lost,
+    /// A server without the connection got it, and resets.
+    Refused,
+}
+
+impl Simulation {
+    pub(super) fn arrival(&mut self) -> anyhow::Result<()> {
+        let number = self.opened;
+        if number == self.config.connections {
+            return Ok(());
+        }
+        self.opened += 1;
+        // Half a day's clients; now and then one takes a port again that it had before.
+        let client = if self.dice.chance(1, 50) && !self.ended.is_empty() {
+            let position = self.dice.below(self.ended.len());
+            self.ended.swap_remove(position)
+        } else {
+            (Ipv4Addr::from(0x0b00_0000 + number / 50_000), 1_024 + (number % 50_000) as u16)
+        };
+        let timestamps = !self.dice.chance(1, WITHOUT_TIMESTAMPS);
+        self.connections[number as usize] = Some(Connection {
+            client,
+            timestamps,
+            stage: Stage::Opening,
+            attempts: 0,
+            echo: 0,
+            server: None,
+            sockets: Vec::new(),
+            hash: self.dice.u32(),
+        });
+        self.open.insert(client);
+        self.report.connections += 1;
+        self.report.without_timestamps += u64::from(!timestamps);
+        let next = u64::from(self.opened) * self.end_ms() / u64::from(self.config.connections);
+        self.at(next.saturating_sub(self.now), Event::Arrival);
+        self.next_packet(number)
+    }
+
+    fn connection(&self, number: u32) -> &Connection {
+        self.connections[number as usize].as_ref().expect("an open connection")
+    }
+
+    fn connection_mut(&mut self, number: u32) -> &mut Connection {
+        self.connections[number as usize].as_mut().expect("an open connection")
+    }
+
+    /// Time until the next packet: mostly soon, now and then nearly as long as keys live.
+    fn gap(&mut self) -> u64 {
+        let most = match self.dice.below(200) {
+            0 => LONGEST_IDLE_MS as usize,
+            1..10 => 8_000,
+            10..80 => 1_000,
+            _ => 50,
+        };
+        1 + self.dice.below(most) as u64
+    }
+
+    pub(super) fn next_packet(&mut self, number: u32) -> anyhow::Result<()> {
+        let connection = self.connection(number);
+        if connection.server.is_some_and(|server| self.servers[server].life == Life::Gone) {
+            self.report.lost_with_server += 1;
+            self.close(number);
+            return Ok(());
+        }
+        match connection.stage {
+            Stage::Opening => self.open(number),
+            Stage::Open(left) => self.go_on(number, left),
+        }
+    }
+
+    fn open(&mut self, number: u32) -> anyhow::Result<()> {
+        let delivery = self.send(number, SYN)?;
+        let again = self.dice.chance(1, 50);
+        let most = if self.dice.chance(1, 20) { 40 } else { 8 };
+        let packets = 2 + self.dice.below(most) as u32;
+        let gap = self.gap();
+        let connection = self.connection_mut(number);
+        connection.attempts += 1;
+        if connection.server.is_none() {
+            match delivery {
+                Delivery::Accepted(server) => connection.server = Some(server),
+                _ if connection.attempts < ATTEMPTS => {
+                    self.at(1_000, Event::Packet(number));
+                    return Ok(());
+                }
+                _ => return self.give_up(number),
+            }
+            self.report.established += 1;
+            if again {
+                // The SYN-ACK was late: another SYN is on its way.
+                self.at(1_000, Event::Packet(number));
+                return Ok(());
+            }
+        } else if let Delivery::Accepted(server) = delivery
+            && connection.server != Some(server)
+        {
+            self.report.syn_elsewhere += 1;
+        }
+        let connection = self.connection_mut(number);
+        connection.stage = Stage::Open(packets);
+        connection.attempts = 0;
+        self.at(gap, Event::Packet(number));
+        Ok(())
+    }
+
+    fn go_on(&mut self, number: u32, left: u32) -> anyhow::Result<()> {
+        let flags = match left {
+            0 if self.dice.chance(1, 10) => RST,
+            0 => ACK | FIN,
+            _ => ACK,
+        };
+        let delivery = self.send(number, flags)?;
+        let timestamps = self.connection(number).timestamps;
+        let server = self.connection(number).server;
+        match delivery {
+            Delivery::Accepted(by) => {
+                if Some(by) != server && timestamps {
+                    self.report.accepted_elsewhere += 1;
+                }
+                let Some(left) = left.checked_sub(1) else {
+                    self.report.completed += 1;
+                    self.close(number);
+                    return Ok(());
+                };
+                let connection = self.connection_mut(number);
+                connection.stage = Stage::Open(left);
+                connection.attempts = 0;
+                let gap = self.gap();
+                self.at(gap, Event::Packet(number));
+            }
+            Delivery::Refused => {
+                if flags == RST {
+                    self.report.resets_astray += 1;
+                } else if timestamps {
+                    self.report.misdelivered += 1;
+                } else {
+                    self.report.broken_without_timestamps += 1;
+                }
+                self.close(number);
+            }
+            Delivery::Lost => {
+                let connection = self.connection_mut(number);
+                connection.attempts += 1;
+                if connection.attempts == ATTEMPTS {
+                    return self.give_up(number);
+                }
+                self.at(400, Event::Packet(number));
+            }
+        }
+        Ok(())
+    }
+
+    fn give_up(&mut self, number: u32) -> anyhow::Result<()> {
+        self.report.gave_up += 1;
+        self.close(number);
+        Ok(())
+    }
+
+    fn close(&mut self, number: u32) {
+        let connection = self.connections[number as usize].take().expect("an open connection");
+        for socket in &connection.sockets {
+            self.servers[socket.server].connections -= 1;
+            self.leave_if_empty(socket.server);
+        }
+        self.open.remove(&connection.client);
+        if self.ended.len() < 10_000 {
+            self.ended.push(connection.client);
+        }
+    }
+
+    fn frame(&mut self, number: u32, to: Mac, flags: u8) -> Vec<u8> {
+        let value = self.now as u32;
+        let connection = self.connection(number);
+        let options = match flags {
+            _ if !connection.timestamps || flags == RST => Vec::new(),
+            SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(value, 0), &[1, 3, 3, 7]].concat(),
+            _ => [&[1, 1][..], &timestamp(value, connection.echo)].concat(),
+        };
+        let ip = Ip {
+            mac: to,
+            source: connection.client.0,
+            destination: VIP.0,
+            protocol: frame::TCP,
+            identification: value as u16,
+            fragment: 0x4000,
+            option_words: 0,
+            service_and_life: [0, 64],
+        };
+        let segment = Tcp { ports: (connection.client.1, VIP.1), flags, options };
+        let mut packet = Vec::new();
+        ip.packet(&mut packet, |packet| segment.segment(packet, (number, number), 0));
+        packet
+    }
+
+    /// Sends a packet through one of the load balancers.
+    fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<Delivery> {
+        let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
+        let astray = self.dice.chance(1, ASTRAY);
+        let choice = self.connection(number).hash as usize + usize::from(astray);
+        let first = alive[choice % alive.len()];
+        self.report.packets += 1;
+        let frame = self.frame(number, load_balancer_mac(first), flags);
+        let delivery = self.forward(number, flags, first, &frame)?;
+        if let Delivery::Accepted(server) = delivery {
+            self.report.accepted += 1;
+            self.answer(number, server);
+        }
+        Ok(delivery)
+    }
+
+    fn forward(&mut self, number: u32, flags: u8, through: usize, frame: &[u8]) -> anyhow::Result<Delivery> {
+        let (counter, frame) = self.through(through, frame)?;
+        if counter >= intf::LB_COUNTER_DROP_MALFORMED_IPV4 || counter == intf::LB_COUNTER_PASSED_NOT_SERVICE {
+            return Ok(Delivery::Lost);
+        }
+        let to = &frame[..6];
+        if to == BROADCAST {
+            return Ok(self.deliver_to_all(number));
+        }
+        let owner = (0..self.load_balancers.len()).find(|other| load_balancer_mac(*other) == to);
+        if let Some(owner) = owner {
+            self.report.to_owner += 1;
+            anyhow::ensure!(owner != through, "load balancer {owner} sends to itself");
+            if !self.load_balancers[owner].alive {
+                return Ok(Delivery::Lost);
+            }
+            return self.forward(number, flags, owner, &frame);
+        }
+        let server = server::position(to).expect("a server's MAC address");
+        Ok(self.deliver(number, flags, server, &frame))
+    }
+
+    /// Who has the connection takes it; the others do nothing.
+    fn deliver_to_all(&mut self, number: u32) -> Delivery {
+        let Some(server) = self.connection(number).server else { return Delivery::Lost };
+        if self.servers[server].life == Life::Gone {
+            return Delivery::Lost;
+        }
+        let connection = self.connection(number);
+        let tuple = FourTuple::ipv4(connection.client, VIP);
+        let echoed = cookie::recognise(&self.servers[server].keys, &tuple, connection.echo);
+        let id = self.servers[server].id;
+        // Its load balancer has lost the entry: from now on the server's id.
+        if let Cookie::TableIndex(_) = echoed
+            && let Some(socket) = self.connection_mut(number).sockets.iter_mut().find(|socket| socket.server == server)
+        {
+            socket.cookie = Cookie::Server(id);
+        }
+        Delivery::Accepted(server)
+    }
+
+    fn deliver(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> Delivery {
+        if self.servers[server].life == Life::Gone {
+            return Delivery::Lost;
+        }
+        if flags == SYN {
+            let echo = frame.get(SYN_ECHO..SYN_ECHO + 4).filter(|_| self.connection(number).timestamps);
+            let echo = echo.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
+            let socket = self.servers[server].socket(server, echo);
+            let sockets = &mut self.connection_mut(number).sockets;
+            match sockets.iter_mut().find(|socket| socket.server == server) {
+                Some(half_open) => *half_open = socket,
+                None => {
+                    sockets.push(socket);
+                    self.servers[server].connections += 1;
+                }
+            }
+            return Delivery::Accepted(server);
+        }
+        let connection = self.connection(number);
+        if connection.server == Some(server) {
+            return Delivery::Accepted(server);
+        }
+        // A SYN sent twice: this server has a half-open connection, but not this one.
+        if connection.timestamps || connection.sockets.iter().any(|socket| socket.server == server) {
+            return Delivery::Refused;
+        }
+        self.hand_to_the_one_before(number, server, frame)
+    }
+
+    /// A server that does not know a packet without a cookie hands it to the one that the load balancer named.
+    fn hand_to_the_one_before(&mut self, number: u32, server: usize, frame: &[u8]) -> Delivery {
+        let named = u16::from_be_bytes([frame[ETHERNET + 4], frame[ETHERNET + 5]]);
+        let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
+        let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {
+            return Delivery::Refused;
+        };
+        self.report.chained += 1;
+        match self.servers[before].life {
+            Life::Gone => Delivery::Lost,
+            _ if self.connection(number).server == Some(before) => Delivery::Accepted(before),
+            _ => Delivery::Refused,
+        }
+    }
+
+    /// The server's answer, which may be lost.
+    fn answer(&mut self, number: u32, server: usize) {
+        let lost = self.dice.chance(1, ASTRAY);
+        let now = self.now;
+        let connection = self.connection(number);
+        // An answer to a second SYN by another server is not of this connection.
+        let from_another = connection.server.is_some_and(|first| first != server);
+        let Some(socket) = connection.sockets.iter().find(|socket| socket.server == server) else { return };
+        let tuple = FourTuple::ipv4(connection.client, VIP);
+        let value = self.servers[server].stamp(&tuple, socket, now);
+        // The first answer is what opens the connection.
+        if !from_another && (!lost || connection.echo == 0) {
+            self.connection_mut(number).echo = value;
+        }
+    }
+}

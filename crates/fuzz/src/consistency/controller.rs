@@ -1,0 +1,408 @@
+//! The controller: what there should be, and how it reaches load balancers and servers.
+
+use std::net::SocketAddrV4;
+use std::time::Duration;
+
+use coreward_model::connection_table::{Clock, OwnerNumber};
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::lb::{self as model, Owner};
+use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
+use coreward_model::rss::RssKey;
+use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, ServiceAddress};
+
+use super::client::VIP;
+use super::report::Report;
+use super::server::{self, Life, Server};
+use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac, mode};
+use crate::dice::Dice;
+use crate::world::{Change, Setup, World};
+
+/// Servers at the start, and about as many later on.
+const SERVERS: usize = 48;
+/// News arrives within that time (ms).
+const DELAY_MS: usize = 1_000;
+/// A failed server is found out within that time (ms).
+const FAILURE_MS: usize = 3_000;
+/// Between a new key and its use: everybody has it by then.
+const KEY_SWITCH_MS: u64 = 2 * DELAY_MS as u64 + 500;
+/// Between two looks for entries that can be freed.
+const SWEEP_MS: u64 = 10_000;
+const CORES: u16 = 4;
+
+/// What there should be.
+pub(super) struct Controller {
+    pub keys: FleetKeys,
+    pub table: PlacementTable,
+}
+
+impl Simulation {
+    pub(super) fn new(config: Config) -> anyhow::Result<Self> {
+        let mut dice = Dice::new(config.seed, 2);
+        let keys = FleetKeys {
+            keys: [CookieKey::random(&mut dice.0), CookieKey::random(&mut dice.0)],
+            current: KeyIndex::First,
+        };
+        let mut table = PlacementTable::empty(BucketCount::PUBLISHED);
+        table.groups = vec![RssKey::random(&mut dice.0)];
+        let mut simulation = Self {
+            config,
+            dice,
+            now: 0,
+            events: Default::default(),
+            scheduled: 0,
+            controller: Controller { keys, table },
+            servers: Vec::new(),
+            load_balancers: Vec::new(),
+            connections: (0..config.connections).map(|_| None).collect(),
+            opened: 0,
+            open: Default::default(),
+            ended: Vec::new(),
+            report: Report::new(),
+        };
+        for _ in 0..SERVERS {
+            simulation.add_server();
+        }
+        simulation.new_table();
+        for number in 0..config.load_balancers {
+            let load_balancer = simulation.new_load_balancer(number)?;
+            simulation.load_balancers.push(load_balancer);
+        }
+        for number in 0..config.load_balancers {
+            simulation.tell_owner_to_all(number, 1);
+            simulation.at(SWEEP_MS, Event::Sweep(number));
+        }
+        simulation.at(0, Event::Arrival);
+        simulation.at(0, Event::Change);
+        simulation.at(config.key_rotation_ms / 2, Event::NewKey);
+        Ok(simulation)
+    }
+
+    fn delay(&mut self) -> u64 {
+        self.dice.below(DELAY_MS) as u64
+    }
+
+    // ---- servers ----
+
+    fn add_server(&mut self) -> usize {
+        let position = self.servers.len();
+        // An id is not used again: who had it may still have connections.
+        let id = loop {
+            let id = ServerId::try_from(self.dice.below(ServerId::COUNT) as u64).expect("in range");
+            if !self.servers.iter().any(|server| server.id == id) {
+                break id;
+            }
+        };
+        let uptime = self.dice.u32();
+        self.servers.push(Server {
+            id,
+            mac: server::mac(position),
+            life: Life::Serving,
+            healthy: true,
+            connections: 0,
+            keys: self.controller.keys,
+            switch_ms: uptime.wrapping_add(self.now as u32),
+            uptime,
+        });
+        position
+    }
+
+    /// Servers that take connections.
+    fn eligible(&self) -> Vec<ServerId> {
+        let takes = |server: &&Server| server.life == Life::Serving && server.healthy;
+        let mut ids: Vec<ServerId> = self.servers.iter().filter(takes).map(|server| server.id).collect();
+        ids.sort();
+        ids
+    }
+
+    fn pick_server(&mut self, life: Life) -> Option<usize> {
+        let those: Vec<usize> = (0..self.servers.len()).filter(|at| self.servers[*at].life == life).collect();
+        (!those.is_empty()).then(|| self.dice.pick(&those))
+    }
+
+    // ---- tables ----
+
+    /// A table of those that take connections; buckets that change hands remember whose they were.
+    fn new_table(&mut self) {
+        let servers = self.eligible();
+        let before = &self.controller.table;
+        let buckets = before.bucket_count;
+        let consistent = rendezvous(&servers, buckets);
+        let of_bucket = |bucket: usize| match before.consistent.get(bucket) {
+            Some(old) if *old != consistent[bucket] => Some(*old),
+            _ => before.consistent_before.get(bucket).copied().flatten(),
+        };
+        let consistent_before = (0..consistent.len()).map(of_bucket).collect();
+        let core_slots: Vec<Core> =
+            servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
+        let dice = &mut self.dice;
+        let mut candidate = || {
+            let core_slot = dice.below(core_slots.len());
+            let server = core_slots[core_slot].server;
+            Candidate { server, load: dice.below(1 << 20) as u32, core_slot: core_slot as u16 }
+        };
+        let candidates_per_bucket = 4;
+        let candidates = (0..buckets.get() * candidates_per_bucket).map(|_| candidate()).collect();
+        self.controller.table = PlacementTable {
+            generation: before.generation + 1,
+            // Two load balancers never agree on it, which is the point.
+            rule: Rule::LeastAssigned,
+            bucket_count: buckets,
+            groups: before.groups.clone(),
+            candidates_per_bucket,
+            candidates,
+            assignment_cost: 1 << 14,
+            members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
+            core_slots,
+            consistent,
+            consistent_before,
+        };
+        self.report.tables += 1;
+    }
+
+    fn tell_new_table(&mut self) {
+        self.new_table();
+        for number in 0..self.load_balancers.len() {
+            // After what the load balancer hears of servers.
+            let delay = DELAY_MS as u64 + self.delay();
+            self.at(delay, Event::TellTable(number));
+        }
+    }
+
+    pub(super) fn tell_table(&mut self, number: usize) -> anyhow::Result<()> {
+        let LoadBalancer { world, place, alive } = &mut self.load_balancers[number];
+        if *alive {
+            world.change(&Change::Table(*place, self.controller.table.clone()))?;
+        }
+        Ok(())
+    }
+
+    // ---- load balancers ----
+
+    fn new_load_balancer(&mut self, number: usize) -> anyhow::Result<LoadBalancer> {
+        let setup = Setup::new(load_balancer_mac(number), self.controller.keys);
+        let mut world = World::new(setup, self.config.with_program)?;
+        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        let place = world.change(&Change::Services(vec![(address, mode(self.config.consistency))]))?[0];
+        for server in self.servers.iter().filter(|server| server.life != Life::Gone) {
+            world.change(&Change::Server(place, server.id, Some(known(server))))?;
+        }
+        world.change(&Change::Table(place, self.controller.table.clone()))?;
+        world.change(&Change::Number(Some(owner_number(number))))?;
+        Ok(LoadBalancer { world, place, alive: true })
+    }
+
+    pub(super) fn start_load_balancer(&mut self, number: usize) -> anyhow::Result<()> {
+        self.load_balancers[number] = self.new_load_balancer(number)?;
+        self.tell_owner_to_all(number, DELAY_MS);
+        for other in 0..self.load_balancers.len() {
+            self.tell_owner(number, other)?;
+        }
+        Ok(())
+    }
+
+    /// All hear whether load balancer `number` is there.
+    fn tell_owner_to_all(&mut self, number: usize, within_ms: usize) {
+        for other in 0..self.config.load_balancers {
+            let delay = self.dice.below(within_ms) as u64;
+            self.at(delay, Event::TellOwner(other, number));
+        }
+    }
+
+    pub(super) fn tell_owner(&mut self, number: usize, other: usize) -> anyhow::Result<()> {
+        let there = self.load_balancers[other].alive;
+        let LoadBalancer { world, alive, .. } = &mut self.load_balancers[number];
+        if *alive && number != other {
+            let owner = if there { Owner::At(load_balancer_mac(other)) } else { Owner::Lost };
+            world.change(&Change::Owner(owner_number(other), owner))?;
+        }
+        Ok(())
+    }
+
+    /// The daemon's timers, simpler: a connection that its server does not have any more has no entry for long.
+    pub(super) fn sweep(&mut self, number: usize) -> anyhow::Result<()> {
+        let LoadBalancer { world, alive, .. } = &mut self.load_balancers[number];
+        if *alive {
+            world.change(&Change::Clock(Clock::at(Duration::from_millis(self.now))))?;
+            let open = &self.open;
+            let ended = |client: SocketAddrV4| !open.contains(&(*client.ip(), client.port()));
+            let ended: Vec<_> =
+                world.twin.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
+            world.change(&Change::Free(ended))?;
+        }
+        if self.now < self.end_ms() {
+            self.at(SWEEP_MS, Event::Sweep(number));
+        }
+        Ok(())
+    }
+
+    fn tell_all_of(&mut self, server: usize, within_ms: usize) {
+        for number in 0..self.load_balancers.len() {
+            let delay = self.dice.below(within_ms) as u64;
+            self.at(delay, Event::TellServer(number, server));
+        }
+    }
+
+    pub(super) fn tell_server(&mut self, number: usize, server: usize) -> anyhow::Result<()> {
+        let LoadBalancer { world, place, alive } = &mut self.load_balancers[number];
+        let server = &self.servers[server];
+        if *alive {
+            let known = (server.life != Life::Gone).then(|| known(server));
+            world.change(&Change::Server(*place, server.id, known))?;
+        }
+        Ok(())
+    }
+
+    // ---- keys ----
+
+    pub(super) fn new_key(&mut self) -> anyhow::Result<()> {
+        let idle = self.controller.keys.current.other().get();
+        self.controller.keys.keys[idle] = CookieKey::random(&mut self.dice.0);
+        self.tell_keys_to_all();
+        self.at(KEY_SWITCH_MS, Event::SwitchKey);
+        Ok(())
+    }
+
+    pub(super) fn switch_key(&mut self) -> anyhow::Result<()> {
+        let keys = &mut self.controller.keys;
+        keys.current = keys.current.other();
+        self.tell_keys_to_all();
+        self.report.key_switches += 1;
+        if self.now < self.end_ms() {
+            self.at(self.config.key_rotation_ms, Event::NewKey);
+        }
+        Ok(())
+    }
+
+    fn tell_keys_to_all(&mut self) {
+        for number in 0..self.load_balancers.len() {
+            let delay = self.delay();
+            self.at(delay, Event::TellKeys(number));
+        }
+        for server in 0..self.servers.len() {
+            let delay = self.delay() + self.delay();
+            self.at(delay, Event::TellServerKeys(server));
+        }
+    }
+
+    pub(super) fn tell_keys(&mut self, number: usize) -> anyhow::Result<()> {
+        let LoadBalancer { world, alive, .. } = &mut self.load_balancers[number];
+        if *alive {
+            world.change(&Change::Keys(self.controller.keys))?;
+        }
+        Ok(())
+    }
+
+    // ---- changes ----
+
+    pub(super) fn change(&mut self) -> anyhow::Result<()> {
+        if self.now >= self.end_ms() {
+            return Ok(());
+        }
+        while !self.one_change()? {}
+        // A minute's share, each at a random moment of its part of the minute.
+        let part = 60_000 / u64::from(self.config.changes_per_minute);
+        let next = self.report.changes() * part + self.dice.below(part as usize) as u64;
+        self.at(next.saturating_sub(self.now), Event::Change);
+        Ok(())
+    }
+
+    /// Whether what was drawn could be done.
+    fn one_change(&mut self) -> anyhow::Result<bool> {
+        let serving = self.servers.iter().filter(|server| server.life == Life::Serving).count();
+        match self.dice.below(20) {
+            0..6 if serving < 2 * SERVERS => {
+                let server = self.add_server();
+                self.report.servers_joined += 1;
+                self.tell_all_of(server, DELAY_MS);
+                self.tell_new_table();
+                Ok(true)
+            }
+            6..9 if serving > SERVERS / 2 => Ok(self.drain()),
+            9..12 if serving > SERVERS / 2 => Ok(self.fail()),
+            12..14 => Ok(self.restart_load_balancer()),
+            14..17 => Ok(self.change_health()),
+            17..20 => self.lose_mac(),
+            _ => Ok(false),
+        }
+    }
+
+    fn drain(&mut self) -> bool {
+        let Some(server) = self.pick_server(Life::Serving) else { return false };
+        self.servers[server].life = Life::Draining;
+        self.tell_all_of(server, DELAY_MS);
+        self.tell_new_table();
+        self.report.servers_drained += 1;
+        self.leave_if_empty(server);
+        true
+    }
+
+    /// A draining server leaves when its last connection has ended. First packets that are under way to it by an old
+    /// table are refused by its flags.
+    pub(super) fn leave_if_empty(&mut self, server: usize) {
+        if self.servers[server].life == Life::Draining && self.servers[server].connections == 0 {
+            self.servers[server].life = Life::Gone;
+            self.tell_all_of(server, DELAY_MS);
+        }
+    }
+
+    fn fail(&mut self) -> bool {
+        let Some(server) = self.pick_server(Life::Serving) else { return false };
+        self.servers[server].life = Life::Gone;
+        self.report.servers_failed += 1;
+        self.tell_all_of(server, FAILURE_MS);
+        self.tell_new_table();
+        true
+    }
+
+    fn change_health(&mut self) -> bool {
+        let Some(server) = self.pick_server(Life::Serving) else { return false };
+        let ill = self.servers.iter().filter(|server| !server.healthy).count();
+        self.servers[server].healthy = !self.servers[server].healthy || ill > SERVERS / 4;
+        self.report.other_changes += 1;
+        self.tell_all_of(server, DELAY_MS);
+        self.tell_new_table();
+        true
+    }
+
+    /// One load balancer does not know a server's MAC address for a moment.
+    fn lose_mac(&mut self) -> anyhow::Result<bool> {
+        let Some(server) = self.pick_server(Life::Serving) else { return Ok(false) };
+        let number = self.dice.below(self.load_balancers.len());
+        let LoadBalancer { world, place, alive } = &mut self.load_balancers[number];
+        let told = *alive;
+        if told {
+            let unresolved = model::Server { mac: None, ..known(&self.servers[server]) };
+            world.change(&Change::Server(*place, self.servers[server].id, Some(unresolved)))?;
+            self.report.other_changes += 1;
+            let delay = 100 + self.delay();
+            self.at(delay, Event::TellServer(number, server));
+        }
+        Ok(told)
+    }
+
+    /// Goes away with all it remembers, and comes back empty; never the last one.
+    fn restart_load_balancer(&mut self) -> bool {
+        let alive: Vec<usize> =
+            (0..self.load_balancers.len()).filter(|number| self.load_balancers[*number].alive).collect();
+        if alive.len() < 2 {
+            return false;
+        }
+        let number = self.dice.pick(&alive);
+        self.load_balancers[number].alive = false;
+        self.tell_owner_to_all(number, FAILURE_MS);
+        let away = 2_000 + self.dice.below(20_000) as u64;
+        self.report.load_balancers_restarted += 1;
+        self.at(away, Event::Return(number));
+        true
+    }
+}
+
+fn owner_number(load_balancer: usize) -> OwnerNumber {
+    OwnerNumber::try_from(load_balancer as u64).expect("at most 16 load balancers")
+}
+
+/// What a load balancer is told of a server.
+fn known(server: &Server) -> model::Server {
+    model::Server { mac: Some(server.mac), eligible: server.life == Life::Serving && server.healthy }
+}

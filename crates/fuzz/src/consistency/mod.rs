@@ -1,0 +1,192 @@
+//! Does every packet of a connection reach the server that its first packet found, whatever changes? Many connections in
+//! virtual time, through several load balancers, while servers, load balancers and keys come and go.
+//!
+//! Real here: the load balancers, each a BPF program of its own (by test runs) beside its twin, and everything that is
+//! said to them: servers, tables, keys. Modelled: clients ([`client`]), servers that stamp and restore as
+//! `bpf/server.bpf.c` does ([`server`]), the network between them (which loses answers, and spreads packets over the load
+//! balancers by a hash of the connection and, now and then, against it), and a controller whose word arrives at each load
+//! balancer and server at another moment ([`controller`]).
+//!
+//! What must hold for connections with timestamps: no packet but a SYN (or a bare reset) is delivered to a server that does not
+//! have the connection, and all that are accepted are accepted by one server. A packet may be dropped, or go to all servers; then
+//! the client sends it again, as TCP does. A SYN sent twice may reach two servers (the client answers one of them); that
+//! is counted. Connections without timestamps have no such guarantee when the pool changes; those that break are counted.
+
+mod client;
+mod controller;
+mod report;
+mod server;
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashSet};
+
+use coreward_intf as intf;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::lb::Mac;
+
+use crate::dice::Dice;
+use crate::world::World;
+use client::Connection;
+use controller::Controller;
+pub use report::Report;
+use server::Server;
+
+/// No connection is silent for longer than that.
+pub const LONGEST_IDLE_MS: u64 = 60_000;
+
+/// What is simulated.
+#[derive(Debug, Clone, Copy)]
+pub struct Config {
+    /// Connections opened, evenly over the time.
+    pub connections: u32,
+    /// Virtual time during which connections are opened (minutes).
+    pub minutes: u32,
+    /// Changes per minute: servers and load balancers that come and go, health, addresses, tables.
+    pub changes_per_minute: u32,
+    /// From one new key to the next. Longer than a connection may be idle ([`LONGEST_IDLE_MS`]), or its cookie is read by
+    /// another key than it was made with.
+    pub key_rotation_ms: u64,
+    /// Load balancers.
+    pub load_balancers: usize,
+    /// Stateless or stateful.
+    pub consistency: Consistency,
+    /// Determines everything.
+    pub seed: u64,
+    /// The BPF programs beside their twins.
+    pub with_program: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            connections: 1_000_000,
+            minutes: 10,
+            changes_per_minute: 80,
+            key_rotation_ms: 2 * LONGEST_IDLE_MS,
+            load_balancers: 2,
+            consistency: Consistency::Stateless,
+            seed: 1,
+            with_program: true,
+        }
+    }
+}
+
+/// What happens at a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// The next connection is opened.
+    Arrival,
+    /// A connection's next packet.
+    Packet(u32),
+    /// Something about the fleet changes.
+    Change,
+    /// A load balancer hears what there is to say of a server, or of all.
+    TellServer(usize, usize),
+    /// A load balancer gets the newest table.
+    TellTable(usize),
+    /// A load balancer gets the newest keys.
+    TellKeys(usize),
+    /// A server gets the newest keys.
+    TellServerKeys(usize),
+    /// A new key, in the slot that is not in use.
+    NewKey,
+    /// Everybody has it: it is used from now on.
+    SwitchKey,
+    /// A load balancer comes back, with empty tables.
+    Return(usize),
+    /// A load balancer hears whether another one is there.
+    TellOwner(usize, usize),
+    /// A load balancer frees entries of connections that their server does not have any more.
+    Sweep(usize),
+}
+
+/// A load balancer.
+struct LoadBalancer {
+    world: World,
+    /// Place of the service.
+    place: usize,
+    alive: bool,
+}
+
+/// Everything.
+struct Simulation {
+    config: Config,
+    dice: Dice,
+    /// Milliseconds.
+    now: u64,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    scheduled: u64,
+    controller: Controller,
+    servers: Vec<Server>,
+    load_balancers: Vec<LoadBalancer>,
+    connections: Vec<Option<Connection>>,
+    opened: u32,
+    /// Clients of open connections.
+    open: HashSet<(std::net::Ipv4Addr, u16)>,
+    /// Clients of connections that ended: some ports are used again.
+    ended: Vec<(std::net::Ipv4Addr, u16)>,
+    report: Report,
+}
+
+fn load_balancer_mac(number: usize) -> Mac {
+    [2, 0, 0, 0, 0, number as u8]
+}
+
+fn mode(consistency: Consistency) -> ServiceMode {
+    ServiceMode { consistency, timestamps: Timestamps::Server }
+}
+
+/// Simulates.
+///
+/// # Errors
+/// When a BPF program and its twin differ, or the kernel refuses something.
+pub fn run(config: Config) -> anyhow::Result<Report> {
+    let mut simulation = Simulation::new(config)?;
+    while let Some(Reverse((time, _, event))) = simulation.events.pop() {
+        simulation.now = time;
+        simulation.happen(event)?;
+    }
+    Ok(simulation.report)
+}
+
+impl Simulation {
+    fn at(&mut self, delay_ms: u64, event: Event) {
+        self.scheduled += 1;
+        self.events.push(Reverse((self.now + delay_ms, self.scheduled, event)));
+    }
+
+    fn end_ms(&self) -> u64 {
+        u64::from(self.config.minutes) * 60_000
+    }
+
+    fn happen(&mut self, event: Event) -> anyhow::Result<()> {
+        match event {
+            Event::Arrival => self.arrival(),
+            Event::Packet(connection) => self.next_packet(connection),
+            Event::Change => self.change(),
+            Event::TellServer(number, server) => self.tell_server(number, server),
+            Event::TellTable(number) => self.tell_table(number),
+            Event::TellKeys(number) => self.tell_keys(number),
+            Event::TellServerKeys(server) => {
+                self.servers[server].set_keys(self.controller.keys, self.now);
+                Ok(())
+            }
+            Event::NewKey => self.new_key(),
+            Event::SwitchKey => self.switch_key(),
+            Event::Return(number) => self.start_load_balancer(number),
+            Event::TellOwner(number, other) => self.tell_owner(number, other),
+            Event::Sweep(number) => self.sweep(number),
+        }
+    }
+
+    /// Gives a frame to a load balancer: the counter of its outcome, and the frame as it leaves.
+    fn through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
+        let world = &mut self.load_balancers[number].world;
+        let (outcome, difference) = world.packet(frame)?;
+        if let Some(difference) = difference {
+            anyhow::bail!("load balancer {number}, BPF program and twin differ in {difference}");
+        }
+        self.report.outcomes[outcome.counter as usize] += 1;
+        Ok((outcome.counter, world.frame_after().to_vec()))
+    }
+}

@@ -1,0 +1,114 @@
+//! What the simulation counted.
+
+use std::fmt;
+
+use coreward_intf as intf;
+
+/// Counts of one run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Connections opened.
+    pub connections: u64,
+    /// Those that a server accepted.
+    pub established: u64,
+    /// Those that ended as they should.
+    pub completed: u64,
+    /// Those whose server failed.
+    pub lost_with_server: u64,
+    /// Those that gave up: packets were dropped again and again.
+    pub gave_up: u64,
+    /// Packets from clients.
+    pub packets: u64,
+    /// Those accepted by a server.
+    pub accepted: u64,
+    /// With timestamps, delivered to a server that does not have the connection and resets it. Must be 0.
+    pub misdelivered: u64,
+    /// With timestamps, accepted by another server than the first one. Must be 0.
+    pub accepted_elsewhere: u64,
+    /// SYNs sent again that reached another server than the first one.
+    pub syn_elsewhere: u64,
+    /// Resets without timestamps that reached a server without the connection, which says nothing to them: the flow table
+    /// still had an earlier connection without timestamps of the same client port.
+    pub resets_astray: u64,
+    /// Connections without timestamps.
+    pub without_timestamps: u64,
+    /// Of these, packets handed on by the bucket's server to the one before.
+    pub chained: u64,
+    /// Of these, those that reached a server that does not have them.
+    pub broken_without_timestamps: u64,
+    /// Packets handed from one load balancer to the owner of the connection's entry.
+    pub to_owner: u64,
+    /// By value of `enum lb_counter`: what load balancers did with packets.
+    pub outcomes: Vec<u64>,
+    /// Servers that came.
+    pub servers_joined: u64,
+    /// Servers that take no new connections and leave after their last one.
+    pub servers_drained: u64,
+    /// Servers that failed.
+    pub servers_failed: u64,
+    /// Load balancers that went away and came back with empty tables.
+    pub load_balancers_restarted: u64,
+    /// Changes of health and of MAC addresses.
+    pub other_changes: u64,
+    /// Keys that came into use.
+    pub key_switches: u64,
+    /// Tables computed.
+    pub tables: u64,
+}
+
+impl Report {
+    pub(super) fn new() -> Self {
+        Self { outcomes: vec![0; intf::LB_COUNTER_COUNT as usize], ..Self::default() }
+    }
+
+    /// Changes of servers and load balancers.
+    pub fn changes(&self) -> u64 {
+        self.servers_joined
+            + self.servers_drained
+            + self.servers_failed
+            + self.load_balancers_restarted
+            + self.other_changes
+    }
+
+    /// Whether what must hold did.
+    pub fn holds(&self) -> bool {
+        self.misdelivered == 0 && self.accepted_elsewhere == 0
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{} connections, {} established, {} completed, {} lost with their server, {} gave up",
+            self.connections, self.established, self.completed, self.lost_with_server, self.gave_up
+        )?;
+        writeln!(
+            f,
+            "{} changes: {} servers joined, {} drained, {} failed; {} load balancers restarted; {} of health or \
+             address; {} key switches, {} tables",
+            self.changes(),
+            self.servers_joined,
+            self.servers_drained,
+            self.servers_failed,
+            self.load_balancers_restarted,
+            self.other_changes,
+            self.key_switches,
+            self.tables
+        )?;
+        writeln!(f, "{} packets, {} accepted; by the load balancers:", self.packets, self.accepted)?;
+        for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&self.outcomes).filter(|(_, count)| **count > 0) {
+            writeln!(f, "  {name:28}{count:12}")?;
+        }
+        writeln!(f, "to the owner of an entry first: {}", self.to_owner)?;
+        writeln!(f, "bare resets that reached a server without the connection: {}", self.resets_astray)?;
+        writeln!(f, "SYNs sent again that reached another server: {}", self.syn_elsewhere)?;
+        writeln!(
+            f,
+            "without timestamps: {} connections, {} packets handed to the server before, {} connections broken",
+            self.without_timestamps, self.chained, self.broken_without_timestamps
+        )?;
+        writeln!(f, "with timestamps, packets to a server without the connection: {}", self.misdelivered)?;
+        write!(f, "with timestamps, packets accepted by a second server: {}", self.accepted_elsewhere)
+    }
+}

@@ -1,0 +1,210 @@
+//! What a client gains by echoing something else than it was sent: nothing beyond what the space of ids gives.
+//!
+//! A cookie holds 15 bits (kind and id) XORed with 15 bits of a keyed hash of the 4-tuple. So, precisely:
+//!
+//! * A random echo names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
+//!   server that is not known.
+//! * A cookie taken to another connection (another 4-tuple) is a random echo there.
+//! * Of one's own valid cookie, flipping bit k of the low 14 names the id XOR 2^k: a known server or not, as the ids were
+//!   drawn. Ids are drawn at random among 16,384, so that a pool of s servers has a neighbour at a given bit with
+//!   probability (s-1)/16,383: no more than a guess. Flipping the kind bit names a place in a connection table, flipping
+//!   the key bit is a random echo under the other key, and flipping the upper 16 bits (the time) changes nothing.
+//!
+//! What is not claimed: that a client who tries all 2^14 values of one connection does not reach every server. He does,
+//! one packet each, as with any 14 bits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+
+use anyhow::ensure;
+use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::lb::Server;
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+
+use crate::dice::Dice;
+use crate::frame::{self, Ip, Tcp, timestamp};
+use crate::world::{Change, OWN_MAC, Setup, TIME_KEY, World};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const ACK: u8 = 0x10;
+
+/// How often each server was reached, and how often that should be.
+#[derive(Debug, Clone)]
+pub struct Spread {
+    /// Echoes tried.
+    pub tried: u64,
+    /// By server.
+    pub reached: BTreeMap<ServerId, u64>,
+}
+
+impl Spread {
+    /// By how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is off its mean, if each
+    /// server is reached with probability 2^-15. (With thousands of servers its distribution is nearly normal.)
+    pub fn deviations(&self) -> f64 {
+        let servers = self.reached.len() as f64;
+        let each = self.tried as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
+        let hits: u64 = self.reached.values().sum();
+        let none = (self.tried as f64 - each * servers, (self.tried - hits) as f64);
+        let cells = self.reached.values().map(|count| (each, *count as f64)).chain([none]);
+        let chi_square: f64 = cells.map(|(expected, found)| (found - expected).powi(2) / expected).sum();
+        (chi_square - servers) / (2.0 * servers).sqrt()
+    }
+}
+
+/// What single flipped bits of valid cookies named.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Flips {
+    /// Valid cookies tried.
+    pub cookies: u64,
+    /// By bit of the echo: how often another server was reached.
+    pub elsewhere: [u64; 32],
+    /// By bit: how often the same server was.
+    pub same: [u64; 32],
+    /// By bit: how often the pool has a server whose id differs in that bit alone.
+    pub neighbours: [u64; 14],
+}
+
+/// A load balancer with one service.
+pub struct Cookies {
+    world: World,
+    keys: FleetKeys,
+    servers: Vec<ServerId>,
+    known: BTreeSet<ServerId>,
+    place: usize,
+    dice: Dice,
+    packet: Vec<u8>,
+}
+
+impl Cookies {
+    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its twin.
+    ///
+    /// # Errors
+    /// When `with_program`, without the right to load it.
+    pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
+        let mut dice = Dice::new(seed, 1);
+        let mut key = || CookieKey { k0: dice.u64(), k1: dice.u64() };
+        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
+        let mut world = World::new(Setup::new(OWN_MAC, keys), with_program)?;
+        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        let place = world.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
+        let mut known = BTreeSet::new();
+        while known.len() < servers {
+            let id = ServerId::try_from(dice.below(ServerId::COUNT) as u64)?;
+            if known.insert(id) {
+                let [high, low] = id.get().to_be_bytes();
+                let server = Server { mac: Some([2, 0, 0, 0, high, low]), eligible: true };
+                world.change(&Change::Server(place, id, Some(server)))?;
+            }
+        }
+        let servers = known.iter().copied().collect();
+        Ok(Self { world, keys, servers, known, place, dice, packet: Vec::new() })
+    }
+
+    fn client(&mut self) -> (Ipv4Addr, u16) {
+        (Ipv4Addr::from(self.dice.u32()), self.dice.u16())
+    }
+
+    /// A valid cookie of a random server under a random key.
+    fn valid(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
+        let server = self.dice.pick(&self.servers);
+        let current = self.dice.pick(&[KeyIndex::First, KeyIndex::Second]);
+        let keys = FleetKeys { current, ..self.keys };
+        let echo =
+            cookie::stamp(&keys, &TIME_KEY, &FourTuple::ipv4(client, VIP), Cookie::Server(server), self.dice.u32());
+        (server, echo)
+    }
+
+    /// The server that a packet with that echo reaches; `None`: it goes to all or is dropped.
+    fn reached(&mut self, client: (Ipv4Addr, u16), echo: u32) -> anyhow::Result<Option<ServerId>> {
+        self.world.change(&Change::Tokens(self.place, true))?;
+        let ip = Ip {
+            mac: OWN_MAC,
+            source: client.0,
+            destination: VIP.0,
+            protocol: frame::TCP,
+            identification: 0,
+            fragment: 0x4000,
+            option_words: 0,
+            service_and_life: [0, 64],
+        };
+        let options = [&[1, 1][..], &timestamp(1, echo)].concat();
+        let segment = Tcp { ports: (client.1, VIP.1), flags: ACK, options };
+        self.packet.clear();
+        ip.packet(&mut self.packet, |packet| segment.segment(packet, (1, 1), 0));
+        let (outcome, difference) = self.world.packet(&self.packet)?;
+        if let Some(difference) = difference {
+            anyhow::bail!("BPF program and twin differ in {difference}");
+        }
+        let to = &self.world.frame_after()[..6];
+        match outcome.server {
+            Some(id) => {
+                ensure!(self.known.contains(&id), "an echo reached {id}, which is not known");
+                ensure!(to == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(), "sent to {to:x?}, not to {id}");
+            }
+            None => ensure!(outcome.counter == intf::LB_COUNTER_TO_ALL && to == [0xff; 6], "{outcome:?}"),
+        }
+        Ok(outcome.server)
+    }
+
+    fn spread(
+        &mut self,
+        echoes: u64,
+        mut echo: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
+    ) -> anyhow::Result<Spread> {
+        let mut reached: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
+        for _ in 0..echoes {
+            let (client, echo) = echo(self);
+            if let Some(id) = self.reached(client, echo)? {
+                *reached.get_mut(&id).expect("a known server") += 1;
+            }
+        }
+        Ok(Spread { tried: echoes, reached })
+    }
+
+    /// Random echoes from random clients.
+    ///
+    /// # Errors
+    /// When an echo reaches a server that is not known, or BPF program and twin differ.
+    pub fn random(&mut self, echoes: u64) -> anyhow::Result<Spread> {
+        self.spread(echoes, |cookies| (cookies.client(), cookies.dice.u32()))
+    }
+
+    /// Valid cookies of one connection, echoed by another.
+    ///
+    /// # Errors
+    /// As [`random`](Self::random).
+    pub fn replayed(&mut self, echoes: u64) -> anyhow::Result<Spread> {
+        self.spread(echoes, |cookies| {
+            let (client, other) = (cookies.client(), cookies.client());
+            (other, cookies.valid(client).1)
+        })
+    }
+
+    /// Each single bit of `cookies` valid cookies flipped.
+    ///
+    /// # Errors
+    /// As [`random`](Self::random); and when a valid cookie does not reach its server.
+    pub fn flipped(&mut self, cookies: u64) -> anyhow::Result<Flips> {
+        let mut flips = Flips { cookies, ..Flips::default() };
+        for _ in 0..cookies {
+            let client = self.client();
+            let (server, echo) = self.valid(client);
+            ensure!(self.reached(client, echo)? == Some(server), "a valid cookie of {server} went astray");
+            for bit in 0..14 {
+                let neighbour = ServerId::try_from(u64::from(server.get()) ^ 1 << bit)?;
+                flips.neighbours[bit] += u64::from(self.known.contains(&neighbour));
+            }
+            for bit in 0..32 {
+                match self.reached(client, echo ^ 1 << bit)? {
+                    Some(id) if id == server => flips.same[bit] += 1,
+                    Some(_) => flips.elsewhere[bit] += 1,
+                    None => {}
+                }
+            }
+        }
+        Ok(flips)
+    }
+}

@@ -1,0 +1,165 @@
+//! One epoch: a fresh load balancer, and some hundred thousand packets and changes that one seed determines.
+
+use coreward_model::connection_table::OwnerNumber;
+use coreward_model::lb::Outcome;
+
+use crate::dice::Dice;
+use crate::generate;
+use crate::plan::Plan;
+use crate::world::{Change, Difference, Setup, World};
+
+/// Packets of a whole epoch.
+pub const PACKETS: u64 = 200_000;
+/// Packets between two comparisons of the whole state.
+const STATE_EVERY: u64 = 4096;
+
+/// What happened.
+#[derive(Debug, Clone)]
+pub enum Step {
+    /// A change of the state.
+    Change(Change),
+    /// A packet.
+    Packet(Vec<u8>),
+}
+
+/// The random numbers of an epoch, and what has been made of them.
+pub struct Epoch {
+    dice: Dice,
+    plan: Plan,
+    /// Both load balancers, or only the twin.
+    pub world: World,
+    /// Changes that are due before the next packet.
+    due: Vec<Change>,
+    packet: Vec<u8>,
+    packets: u64,
+}
+
+/// A difference, and after how many packets of the epoch.
+#[derive(Debug)]
+pub struct Found {
+    /// The packets given, the one that differs included.
+    pub packets: u64,
+    /// What differs.
+    pub difference: Difference,
+}
+
+impl Epoch {
+    /// The epoch of a seed, at its start.
+    ///
+    /// # Errors
+    /// When `with_program`, without the right to load it.
+    pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
+        let mut dice = Dice::new(seed, 0);
+        let mut plan = Plan::new(&mut dice);
+        let world = World::new(plan.setup, with_program)?;
+        let number = OwnerNumber::try_from(1).expect("in range");
+        let due = vec![plan.new_services(&mut dice), Change::Number(Some(number))];
+        Ok(Self { dice, plan, world, due, packet: Vec::new(), packets: 0 })
+    }
+
+    fn draw_changes(&mut self) {
+        match self.dice.below(20_000) {
+            0 => self.due.push(self.plan.new_services(&mut self.dice)),
+            1 => self.due.extend(self.plan.table_change(&mut self.dice)),
+            2..100 => self.due.push(self.plan.small_change(&mut self.dice)),
+            100..110 => {
+                let free = self.free();
+                self.due.push(free);
+            }
+            _ => {}
+        }
+    }
+
+    /// Some of the connection table's entries are freed, in any order.
+    fn free(&mut self) -> Change {
+        let mut indexes: Vec<_> = self.world.twin.connections().map(|connection| connection.index).collect();
+        let share = self.dice.below(4);
+        indexes.retain(|_| self.dice.below(4) < share);
+        if self.dice.chance(1, 2) {
+            indexes.reverse();
+        }
+        Change::Free(indexes)
+    }
+
+    fn apply(&mut self, change: &Change) -> anyhow::Result<()> {
+        let places = self.world.change(change)?;
+        if let Change::Services(services) = change {
+            self.plan.services_placed(services, &places);
+            for service in 0..services.len() {
+                // Those that were there keep what they have.
+                if self.plan.services[service].servers.is_empty() {
+                    let mut filling = self.plan.fill_service(service, &mut self.dice);
+                    filling.reverse();
+                    self.due.splice(0..0, filling);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies the changes that are due; `record` is given them.
+    fn change(&mut self, mut record: impl FnMut(Change)) -> anyhow::Result<()> {
+        if self.due.is_empty() {
+            self.draw_changes();
+        }
+        while let Some(change) = self.due.pop() {
+            self.apply(&change)?;
+            record(change);
+        }
+        Ok(())
+    }
+
+    /// Gives the next packet, which then stands in `self.packet`, to the world.
+    fn packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
+        generate::packet(&self.plan, &mut self.dice, &mut self.packet);
+        self.packets += 1;
+        let (outcome, difference) = self.world.packet(&self.packet)?;
+        self.plan.observe(&outcome, self.world.frame_after());
+        Ok((outcome, difference))
+    }
+
+    /// Gives packets up to number `packets` and compares. Every outcome goes to `seen`.
+    ///
+    /// # Errors
+    /// When the kernel refuses something.
+    pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Found>> {
+        while self.packets < packets {
+            self.change(|_| ())?;
+            let (outcome, difference) = self.packet()?;
+            seen(outcome);
+            let difference = difference.or_else(|| {
+                let due = self.packets.is_multiple_of(STATE_EVERY) || self.packets == packets;
+                due.then(|| self.world.compare_state()).flatten()
+            });
+            if let Some(difference) = difference {
+                return Ok(Some(Found { packets: self.packets, difference }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Compares what is too large to be compared now and then.
+    ///
+    /// # Errors
+    /// When the kernel refuses something.
+    pub fn end(&self) -> anyhow::Result<Option<Found>> {
+        let flows = self.world.compare_tables()?;
+        Ok(flows.map(|difference| Found { packets: self.packets, difference }))
+    }
+
+    /// How the epoch of `seed` starts, and its steps up to packet number `packets`.
+    ///
+    /// # Errors
+    /// None that the twin alone could meet.
+    pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(Setup, Vec<Step>)> {
+        let mut epoch = Epoch::new(seed, false)?;
+        let setup = epoch.plan.setup;
+        let mut steps = Vec::new();
+        while epoch.packets < packets {
+            epoch.change(|change| steps.push(Step::Change(change)))?;
+            epoch.packet()?;
+            steps.push(Step::Packet(epoch.packet.clone()));
+        }
+        Ok((setup, steps))
+    }
+}

@@ -1,0 +1,182 @@
+//! Frames with right lengths and checksums, built by code that shares nothing with the BPF programs or their twin.
+
+use std::net::Ipv4Addr;
+
+/// Where the IP header begins.
+pub const ETHERNET: usize = 14;
+/// The protocols that are built here.
+pub const ICMP: u8 = 1;
+/// TCP.
+pub const TCP: u8 = 6;
+/// UDP.
+pub const UDP: u8 = 17;
+
+/// What goes into Ethernet and IP header.
+#[derive(Debug, Clone)]
+pub struct Ip {
+    /// Destination MAC address.
+    pub mac: [u8; 6],
+    /// Source address.
+    pub source: Ipv4Addr,
+    /// Destination address.
+    pub destination: Ipv4Addr,
+    /// Of what follows the header.
+    pub protocol: u8,
+    /// Identification.
+    pub identification: u16,
+    /// Flags and fragment offset.
+    pub fragment: u16,
+    /// Words of NOPs behind the fixed header, 0 to 10.
+    pub option_words: usize,
+    /// Type of service and time to live.
+    pub service_and_life: [u8; 2],
+}
+
+/// A TCP header.
+#[derive(Debug, Clone)]
+pub struct Tcp {
+    /// Source and destination port.
+    pub ports: (u16, u16),
+    /// The flags' byte.
+    pub flags: u8,
+    /// Padded with zeros to whole words; at most 40 bytes.
+    pub options: Vec<u8>,
+}
+
+/// Sum of 16-bit words with end-around carry (RFC 1071).
+pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
+    let mut sum = start;
+    for pair in bytes.chunks(2) {
+        sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
+    }
+    while sum >> 16 != 0 {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+/// The sum over pseudo-header and `segment`: 0xffff when the checksum in it is right.
+pub fn transport_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
+    let pseudo = u32::from(ones_complement_sum(&ip[12..20], 0)) + u32::from(protocol) + segment.len() as u32;
+    ones_complement_sum(segment, pseudo)
+}
+
+fn put(frame: &mut [u8], offset: usize, value: u16) {
+    frame[offset..offset + 2].copy_from_slice(&value.to_be_bytes());
+}
+
+impl Ip {
+    /// Appends Ethernet and IP header with what `payload` appends behind them.
+    pub fn packet(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+        frame.extend(self.mac);
+        frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
+        self.datagram(frame, payload);
+    }
+
+    /// Appends the IP header alone with what `payload` appends behind it.
+    pub fn datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+        let start = frame.len();
+        frame.extend([0x45 + self.option_words as u8, self.service_and_life[0], 0, 0]);
+        frame.extend(self.identification.to_be_bytes());
+        frame.extend(self.fragment.to_be_bytes());
+        frame.extend([self.service_and_life[1], self.protocol, 0, 0]);
+        frame.extend(self.source.octets());
+        frame.extend(self.destination.octets());
+        frame.extend(std::iter::repeat_n(1, 4 * self.option_words));
+        let behind = frame.len();
+        payload(frame);
+        let total = (frame.len() - start) as u16;
+        put(frame, start + 2, total);
+        let sum = !ones_complement_sum(&frame[start..behind], 0);
+        put(frame, start + 10, sum);
+        self.checksum_payload(frame, start, behind);
+    }
+
+    fn checksum_payload(&self, frame: &mut [u8], start: usize, behind: usize) {
+        let (header, payload) = frame.split_at_mut(behind);
+        let (at, first) = match self.protocol {
+            TCP => (16, 20),
+            UDP => (6, 8),
+            ICMP => (2, 8),
+            _ => return,
+        };
+        // A later fragment has no transport header.
+        if payload.len() < first || self.fragment & 0x1fff != 0 {
+            return;
+        }
+        put(payload, at, 0);
+        let sum = match self.protocol {
+            ICMP => ones_complement_sum(payload, 0),
+            _ => transport_sum(&header[start..], self.protocol, payload),
+        };
+        // 0 in UDP says that there is none (RFC 768).
+        let sum = if self.protocol == UDP && sum == 0xffff { 0xffff } else { !sum };
+        put(payload, at, sum);
+    }
+}
+
+impl Tcp {
+    /// Appends header and `payload` bytes of data.
+    pub fn segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
+        let options = self.options.len().next_multiple_of(4);
+        frame.extend(self.ports.0.to_be_bytes());
+        frame.extend(self.ports.1.to_be_bytes());
+        frame.extend(numbers.0.to_be_bytes());
+        frame.extend(numbers.1.to_be_bytes());
+        frame.extend([((20 + options) as u8) << 2, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
+        frame.extend(&self.options);
+        frame.extend(std::iter::repeat_n(0, options - self.options.len()));
+        frame.extend(std::iter::repeat_n(0x5a, payload));
+    }
+}
+
+/// Appends a UDP header and `payload` bytes of data.
+pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
+    frame.extend(ports.0.to_be_bytes());
+    frame.extend(ports.1.to_be_bytes());
+    frame.extend((8 + payload as u16).to_be_bytes());
+    frame.extend([0, 0]);
+    frame.extend(std::iter::repeat_n(0xa5, payload));
+}
+
+/// A timestamp option.
+pub fn timestamp(value: u32, echo: u32) -> [u8; 10] {
+    let mut option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
+    option[2..6].copy_from_slice(&value.to_be_bytes());
+    option[6..].copy_from_slice(&echo.to_be_bytes());
+    option
+}
+
+/// Bytes in hexadecimal, 16 to a line.
+pub fn hex(bytes: &[u8]) -> String {
+    let line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
+    bytes.chunks(16).map(line).collect::<Vec<_>>().join("\n    ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_are_right() {
+        let ip = |protocol| Ip {
+            mac: [0; 6],
+            source: Ipv4Addr::new(10, 1, 0, 7),
+            destination: Ipv4Addr::new(10, 200, 0, 1),
+            protocol,
+            identification: 0x1234,
+            fragment: 0x4000,
+            option_words: 2,
+            service_and_life: [0, 64],
+        };
+        let mut frame = Vec::new();
+        let tcp = Tcp { ports: (40312, 80), flags: 0x10, options: timestamp(1, 2).to_vec() };
+        ip(TCP).packet(&mut frame, |frame| tcp.segment(frame, (1, 2), 7));
+        assert_eq!(frame.len(), 14 + 28 + 32 + 7);
+        assert_eq!(ones_complement_sum(&frame[14..42], 0), 0xffff);
+        assert_eq!(transport_sum(&frame[14..], TCP, &frame[42..]), 0xffff);
+        let mut frame = Vec::new();
+        ip(UDP).packet(&mut frame, |frame| udp(frame, (40312, 53), 5));
+        assert_eq!(transport_sum(&frame[14..], UDP, &frame[42..]), 0xffff);
+    }
+}

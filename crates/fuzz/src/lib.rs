@@ -1,0 +1,24 @@
+//! `bpf/lb.bpf.c` against its twin in Rust (`coreward_model::lb`), packet by packet.
+//!
+//! * [`campaign`]: many epochs on several threads
+//! * [`epoch`]: packets and changes from one seed
+//! * [`plan`]: the state as the generator knows it, and changes of it
+//! * [`generate`], [`mutate`], [`frame`]: packets
+//! * [`world`]: both load balancers side by side
+//! * [`consistency`]: whether connections stay with their server while everything changes
+//! * [`cookies`]: what a client gains by other echoes than it was sent
+//! * [`memory`]: the BPF program's maps
+//! * [`shrink`]: the least that shows a difference
+
+pub mod campaign;
+pub mod consistency;
+pub mod cookies;
+pub mod dice;
+pub mod epoch;
+pub mod frame;
+pub mod generate;
+pub mod memory;
+pub mod mutate;
+pub mod plan;
+pub mod shrink;
+pub mod world;

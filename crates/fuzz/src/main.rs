@@ -1,0 +1,167 @@
+//! `coreward-fuzz`: the load balancer's BPF program against its twin.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::Parser;
+use coreward_fuzz::campaign::{Campaign, Failure, Summary, Until};
+use coreward_fuzz::consistency;
+use coreward_fuzz::epoch::Step;
+use coreward_fuzz::frame::hex;
+use coreward_fuzz::shrink::shrink;
+use coreward_intf as intf;
+
+#[derive(Parser)]
+#[command(
+    name = "coreward-fuzz",
+    version,
+    about = "Compares the load balancer's BPF program with its twin (needs root)"
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Generated packets, a changing state: every verdict, byte, counter and map entry
+    Packets(Packets),
+    /// Whether connections stay with their server while servers, load balancers and keys come and go
+    Consistency(Consistency),
+}
+
+#[derive(clap::Args)]
+struct Packets {
+    /// How many packets [default: as many as fit into --seconds]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    packets: Option<u64>,
+    /// How long, unless --packets is given
+    #[arg(long, default_value_t = 60)]
+    seconds: u64,
+    /// Determines all packets and changes [default: from the clock, and printed]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// The first epoch's number: a difference is found again at once by the one it was found in
+    #[arg(long, default_value_t = 0)]
+    epoch: u64,
+    /// Threads, each with a load balancer of its own [default: as many as there are CPUs]
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+#[derive(clap::Args)]
+struct Consistency {
+    /// How many connections
+    #[arg(long, default_value_t = consistency::Config::default().connections)]
+    connections: u32,
+    /// Virtual time in which they are opened
+    #[arg(long, default_value_t = consistency::Config::default().minutes)]
+    minutes: u32,
+    /// Changes per minute of virtual time
+    #[arg(long, default_value_t = consistency::Config::default().changes_per_minute)]
+    changes: u32,
+    /// Load balancers
+    #[arg(long, default_value_t = consistency::Config::default().load_balancers)]
+    load_balancers: usize,
+    /// How packets find their server: stateless or stateful
+    #[arg(long, default_value = "stateless")]
+    mode: String,
+    /// Determines everything
+    #[arg(long, default_value_t = consistency::Config::default().seed)]
+    seed: u64,
+    /// Without the BPF programs: needs no root
+    #[arg(long)]
+    twin_only: bool,
+}
+
+fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
+    let config = consistency::Config {
+        connections: arguments.connections,
+        minutes: arguments.minutes,
+        changes_per_minute: arguments.changes,
+        key_rotation_ms: consistency::Config::default().key_rotation_ms,
+        load_balancers: arguments.load_balancers,
+        consistency: arguments.mode.parse()?,
+        seed: arguments.seed,
+        with_program: !arguments.twin_only,
+    };
+    let start = std::time::Instant::now();
+    let report = consistency::run(config)?;
+    println!("{report}");
+    println!("{:.1} s", start.elapsed().as_secs_f64());
+    anyhow::ensure!(report.holds(), "packets of one connection reached two servers");
+    Ok(())
+}
+
+fn main() -> anyhow::Result<()> {
+    match Arguments::parse().command {
+        Command::Packets(arguments) => packets(&arguments),
+        Command::Consistency(arguments) => consistency(&arguments),
+    }
+}
+
+fn packets(arguments: &Packets) -> anyhow::Result<()> {
+    let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let campaign = Campaign {
+        seed: arguments.seed.unwrap_or_else(clock),
+        first_epoch: arguments.epoch,
+        until: arguments.packets.map_or(Until::Elapsed(Duration::from_secs(arguments.seconds)), Until::Packets),
+        threads: match arguments.threads {
+            Some(threads) => threads,
+            None => std::thread::available_parallelism()?.get(),
+        },
+    };
+    println!("seed {}, {} threads", campaign.seed, campaign.threads);
+    let start = std::time::Instant::now();
+    let summary = campaign.run(|packets| {
+        // Not after every epoch of a long run: at most some dozen lines.
+        if packets.is_multiple_of(4_000_000) {
+            println!("{packets} packets after {:.0} s", start.elapsed().as_secs_f64());
+        }
+    })?;
+    show(&summary);
+    match &summary.failure {
+        Some(failure) => Err(explain(&campaign, failure)),
+        None => Ok(()),
+    }
+}
+
+fn show(summary: &Summary) {
+    let seconds = summary.elapsed.as_secs_f64();
+    println!(
+        "{} packets in {} epochs compared in {seconds:.1} s: {:.0} a second",
+        summary.packets,
+        summary.epochs,
+        summary.packets as f64 / seconds
+    );
+    for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&summary.outcomes) {
+        println!("  {name:28}{count:12}");
+    }
+}
+
+/// Prints a difference, shrunk if it shows again.
+fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
+    println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packets, failure.epoch, failure.difference);
+    println!("again: coreward-fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
+    println!("shrinking ...");
+    match shrink(campaign.epoch_seed(failure.epoch), failure.packets) {
+        Ok(Some(shrunk)) => {
+            println!("the least that shows it: {} steps", shrunk.steps.len());
+            shrunk.steps.iter().for_each(print_step);
+            println!("then the two differ in {}", shrunk.difference);
+        }
+        Ok(None) => println!("the same packets on a new load balancer show no difference"),
+        Err(error) => println!("shrinking: {error:#}"),
+    }
+    anyhow::anyhow!("BPF program and twin differ")
+}
+
+fn print_step(step: &Step) {
+    match step {
+        Step::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), hex(frame)),
+        Step::Change(change) => {
+            // Tables are long.
+            let text = format!("{change:?}");
+            println!("  {}", text.chars().take(400).collect::<String>());
+        }
+    }
+}

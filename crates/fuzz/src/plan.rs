@@ -1,0 +1,281 @@
+//! What the fuzzer knows of a world's state, and the changes that it makes to it.
+
+use std::net::Ipv4Addr;
+
+use coreward_intf as intf;
+use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::lb::{Mac, Outcome, Owner, Server};
+use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, ServiceAddress};
+
+use crate::dice::Dice;
+use crate::frame::ETHERNET;
+use crate::world::{Change, OWN_MAC, Setup};
+
+/// Addresses that may be VIPs.
+const VIPS: [Ipv4Addr; 3] = [Ipv4Addr::new(10, 200, 0, 1), Ipv4Addr::new(10, 200, 0, 2), Ipv4Addr::new(192, 0, 2, 255)];
+/// Ports of services. Few, so that packets to a VIP's other ports are often another one's.
+const PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
+
+/// Modes that services are given; the most complicated ones more often.
+const MODES: [Consistency; 7] = [
+    Consistency::Stateless,
+    Consistency::Stateless,
+    Consistency::Stateful,
+    Consistency::Stateful,
+    Consistency::None,
+    Consistency::HashTable,
+    Consistency::Beamer,
+];
+/// First packets that are remembered because they were told an entry.
+const INDEXED: usize = 2048;
+
+/// A connection that was given an entry of the connection table.
+#[derive(Debug, Clone, Copy)]
+pub struct Indexed {
+    /// The service's place.
+    pub place: usize,
+    /// Address and port.
+    pub client: (Ipv4Addr, u16),
+    /// What its cookies of kind 1 hold.
+    pub number: u16,
+}
+
+/// A service as the generator sees it.
+#[derive(Debug, Clone)]
+pub struct Planned {
+    /// VIP, port, protocol.
+    pub address: ServiceAddress,
+    /// VIP and port.
+    pub vip: (Ipv4Addr, u16),
+    /// How its packets find their servers.
+    pub mode: ServiceMode,
+    /// Its place in the tables.
+    pub place: usize,
+    /// Ids that are or were known.
+    pub servers: Vec<ServerId>,
+}
+
+/// The state as far as packets are made by it.
+pub struct Plan {
+    /// What is fixed, and the keys of now.
+    pub setup: Setup,
+    /// The services there are.
+    pub services: Vec<Planned>,
+    /// Connections that packets come back to.
+    pub clients: Vec<(Ipv4Addr, u16)>,
+    /// Connections with an entry, or that had one.
+    pub indexed: Vec<Indexed>,
+    /// MAC addresses of other load balancers.
+    pub owners: Vec<Mac>,
+    rules: Vec<Rule>,
+    modes: Vec<Consistency>,
+    protocols: Vec<Protocol>,
+    generation: u64,
+}
+
+impl Plan {
+    /// Keys and clients, but no service.
+    pub fn new(dice: &mut Dice) -> Self {
+        let clients = (0..512).map(|_| (Ipv4Addr::from(dice.u32()), dice.u16())).collect();
+        let size = TableSize::try_from(dice.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
+        let setup = Setup {
+            count_traffic: dice.chance(1, 2),
+            connection_table: size,
+            connection_key: CookieKey::random(&mut dice.0),
+            ..Setup::new(OWN_MAC, keys(dice))
+        };
+        let (rules, modes) = (some(&Rule::ALL, dice), some(&MODES, dice));
+        let protocols = dice.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
+        Self {
+            setup,
+            services: Vec::new(),
+            clients,
+            indexed: Vec::new(),
+            owners: vec![[2, 0, 0, 2, 0, 1]],
+            rules,
+            modes,
+            protocols,
+            generation: 0,
+        }
+    }
+
+    /// Other services: some stay, perhaps in another mode, some are new.
+    pub fn new_services(&mut self, dice: &mut Dice) -> Change {
+        let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
+        for planned in &self.services {
+            if dice.chance(2, 3) {
+                let protocol = planned.address.protocol;
+                let mode = if dice.chance(1, 4) { self.mode(protocol, dice) } else { planned.mode };
+                services.push((planned.address, mode));
+            }
+        }
+        let wanted = 1 + dice.below(5);
+        while services.len() < wanted {
+            let socket = (dice.pick(&VIPS), dice.pick(&PORTS)).into();
+            let address = ServiceAddress { socket, protocol: dice.pick(&self.protocols) };
+            if !services.iter().any(|(other, _)| *other == address) {
+                services.push((address, self.mode(address.protocol, dice)));
+            }
+        }
+        Change::Services(services)
+    }
+
+    fn mode(&self, protocol: Protocol, dice: &mut Dice) -> ServiceMode {
+        if protocol == Protocol::Udp {
+            let consistency = dice.pick(&[Consistency::HashTable, Consistency::None]);
+            return ServiceMode { consistency, timestamps: Timestamps::Off };
+        }
+        let timestamps = if dice.chance(1, 5) { Timestamps::Off } else { Timestamps::Server };
+        ServiceMode { consistency: dice.pick(&self.modes), timestamps }
+    }
+
+    /// Takes note of where the services of a [`Change::Services`] were put.
+    pub fn services_placed(&mut self, services: &[(ServiceAddress, ServiceMode)], places: &[usize]) {
+        let before = std::mem::take(&mut self.services);
+        let placed = services.iter().zip(places).map(|((address, mode), place)| {
+            let kept = before.iter().find(|service| service.address == *address);
+            let std::net::SocketAddr::V4(vip) = address.socket else { unreachable!("IPv4 only") };
+            let servers = kept.map_or(Vec::new(), |service| service.servers.clone());
+            Planned { address: *address, vip: (*vip.ip(), vip.port()), mode: *mode, place: *place, servers }
+        });
+        self.services = placed.collect();
+    }
+
+    /// What must be done to a new service: servers, a table, tokens.
+    pub fn fill_service(&mut self, service: usize, dice: &mut Dice) -> Vec<Change> {
+        // Now and then one without servers, one with thousands, and the very first and last id.
+        let count = match dice.below(20) {
+            0 => 0,
+            1 => 1 + dice.below(5000),
+            _ => 1 + dice.below(40),
+        };
+        let mut changes: Vec<Change> = (0..count).map(|_| self.new_server(service, dice)).collect();
+        if !dice.chance(1, 16) {
+            changes.extend(self.new_table(service, dice));
+        }
+        changes
+    }
+
+    /// Another server or another state of one, of a random service.
+    fn new_server(&mut self, service: usize, dice: &mut Dice) -> Change {
+        let planned = &mut self.services[service];
+        let number = match dice.below(40) {
+            0 => 0,
+            1 => intf::SERVER_ID_COUNT as usize - 1,
+            _ => dice.below(intf::SERVER_ID_COUNT as usize),
+        };
+        let id = ServerId::try_from(number as u64).expect("in range");
+        planned.servers.push(id);
+        Change::Server(planned.place, id, Some(server(dice)))
+    }
+
+    fn new_table(&mut self, service: usize, dice: &mut Dice) -> Option<Change> {
+        self.generation += 1 + dice.below(3) as u64 * 0x7ff;
+        let planned = &self.services[service];
+        let mut servers = planned.servers.clone();
+        servers.sort();
+        servers.dedup();
+        servers.truncate(400);
+        if servers.is_empty() {
+            return None;
+        }
+        let groups = 1 + dice.below(intf::MAX_RSS_GROUPS as usize);
+        let rule = dice.pick(&self.rules);
+        let mut table = PlacementTable::random(rule, self.generation, groups, &servers, &mut dice.0);
+        if dice.chance(1, 20) {
+            // A pool of which nobody can take a connection.
+            table.members.clear();
+            table.consistent.clear();
+            table.consistent_before.clear();
+        }
+        Some(Change::Table(planned.place, table))
+    }
+
+    /// Takes note of an entry that a first packet was given. `frame`: as it left.
+    pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
+        let (Some(told), Some(place)) = (outcome.told, outcome.service) else { return };
+        let transport = ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;
+        let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
+        let client = Ipv4Addr::from(bytes(ETHERNET + 12));
+        let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
+        let new = Indexed { place, client: (client, port), number: (told & intf::COOKIE_ID_MASK) as u16 };
+        // The oldest goes, roughly.
+        if self.indexed.len() == INDEXED {
+            self.indexed.swap_remove(told as usize % INDEXED);
+        }
+        self.indexed.push(new);
+    }
+
+    fn owner_change(&mut self, dice: &mut Dice) -> Change {
+        // Few numbers, so that forged and old indexes meet owners.
+        let number = OwnerNumber::try_from(dice.below(4) as u64).expect("in range");
+        match dice.below(4) {
+            0 if dice.chance(1, 4) => Change::Number(dice.chance(3, 4).then_some(number)),
+            1 => Change::Owner(number, Owner::Lost),
+            2 => Change::Owner(number, Owner::Unknown),
+            _ => {
+                let mac = [2, 0, 0, 2, 0, dice.u8()];
+                self.owners.push(mac);
+                Change::Owner(number, Owner::At(mac))
+            }
+        }
+    }
+
+    /// A change that costs next to nothing.
+    pub fn small_change(&mut self, dice: &mut Dice) -> Change {
+        let service = dice.below(self.services.len());
+        let planned = &self.services[service];
+        match dice.below(14) {
+            10..12 => self.owner_change(dice),
+            12 => Change::OwnerLostTokens(planned.place, dice.chance(1, 2)),
+            13 => Change::Clock(Clock(dice.u32())),
+            0 => {
+                self.setup.keys = keys(dice);
+                Change::Keys(self.setup.keys)
+            }
+            // Rotation: one stays.
+            1 => {
+                self.setup.keys.keys[dice.below(2)] = CookieKey::random(&mut dice.0);
+                Change::Keys(self.setup.keys)
+            }
+            2..4 => Change::Tokens(planned.place, dice.chance(1, 2)),
+            4 if !planned.servers.is_empty() => Change::Server(planned.place, dice.pick(&planned.servers), None),
+            5..10 if !planned.servers.is_empty() => {
+                Change::Server(planned.place, dice.pick(&planned.servers), Some(server(dice)))
+            }
+            _ => self.new_server(service, dice),
+        }
+    }
+
+    /// A change for which the load balancer waits for an RCU grace period.
+    pub fn table_change(&mut self, dice: &mut Dice) -> Option<Change> {
+        let service = dice.below(self.services.len());
+        self.new_table(service, dice)
+    }
+}
+
+/// All, one, or two: what is not in use is not compiled in.
+fn some<T: Copy>(all: &[T], dice: &mut Dice) -> Vec<T> {
+    match dice.below(3) {
+        0 => all.to_vec(),
+        1 => vec![dice.pick(all)],
+        _ => vec![dice.pick(all), dice.pick(all)],
+    }
+}
+
+fn keys(dice: &mut Dice) -> FleetKeys {
+    FleetKeys {
+        keys: [CookieKey::random(&mut dice.0), CookieKey::random(&mut dice.0)],
+        current: dice.pick(&[KeyIndex::First, KeyIndex::Second]),
+    }
+}
+
+fn server(dice: &mut Dice) -> Server {
+    let mut mac = [0; 6];
+    dice.fill(&mut mac);
+    Server { mac: dice.chance(5, 6).then_some(mac), eligible: dice.chance(5, 6) }
+}

@@ -1,0 +1,139 @@
+//! From a difference found in an epoch to the least that shows it.
+
+use std::time::{Duration, Instant};
+
+use crate::epoch::{Epoch, Step};
+use crate::mutate::SHORTEST;
+use crate::world::{Difference, Setup, World};
+
+/// Shrinking ends after that, however far it is.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+/// The least found: steps that end with the packet that differs.
+#[derive(Debug)]
+pub struct Shrunk {
+    /// What happens, in order.
+    pub steps: Vec<Step>,
+    /// How the two differ then.
+    pub difference: Difference,
+}
+
+struct Shrinker {
+    setup: Setup,
+    until: Instant,
+}
+
+impl Shrinker {
+    /// How the two differ in the last of `steps` or in the state after it, when nothing but `steps` happens to them.
+    fn difference(&self, steps: &[Step]) -> anyhow::Result<Option<Difference>> {
+        let mut world = World::new(self.setup, true)?;
+        let mut last = None;
+        for step in steps {
+            last = match step {
+                // A step without those before it may make no sense: a server of a service that is not there.
+                Step::Change(change) if world.makes_sense(change) => world.change(change).map(|_| None)?,
+                Step::Change(_) => None,
+                Step::Packet(frame) => world.packet(frame)?.1,
+            };
+        }
+        match last.or_else(|| world.compare_state()) {
+            Some(difference) => Ok(Some(difference)),
+            None => world.compare_tables(),
+        }
+    }
+
+    /// The shortest beginning of `steps` at whose end the two differ: a difference of the state may be found long after
+    /// the packet that made it.
+    fn earliest(&self, steps: &[Step]) -> anyhow::Result<usize> {
+        let (mut same, mut differ) = (0, steps.len());
+        while same + 1 < differ {
+            let middle = same.midpoint(differ);
+            match self.difference(&steps[..middle])? {
+                Some(_) => differ = middle,
+                None => same = middle,
+            }
+        }
+        Ok(differ)
+    }
+
+    fn patient(&self) -> bool {
+        Instant::now() < self.until
+    }
+
+    /// Leaves out what is not needed, ever smaller parts at a time (delta debugging: Zeller and Hildebrandt, TSE 2002).
+    fn without_needless_steps(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
+        let mut part = shrunk.steps.len().div_ceil(2);
+        while part > 0 && self.patient() {
+            let mut start = 0;
+            while start + 1 < shrunk.steps.len() && self.patient() {
+                let end = (start + part).min(shrunk.steps.len() - 1);
+                let fewer = [&shrunk.steps[..start], &shrunk.steps[end..]].concat();
+                match self.difference(&fewer)? {
+                    Some(difference) => *shrunk = Shrunk { steps: fewer, difference },
+                    None => start = end,
+                }
+            }
+            part /= 2;
+        }
+        Ok(())
+    }
+
+    /// The last packet shorter, and with zeros where nothing depends on what stands there.
+    fn simpler_packet(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
+        let with = |shrunk: &mut Shrunk, frame: Vec<u8>| -> anyhow::Result<()> {
+            let mut steps = shrunk.steps.clone();
+            *steps.last_mut().expect("a packet at the end") = Step::Packet(frame);
+            if let Some(difference) = self.difference(&steps)? {
+                *shrunk = Shrunk { steps, difference };
+            }
+            Ok(())
+        };
+        let last = |shrunk: &Shrunk| match shrunk.steps.last() {
+            Some(Step::Packet(frame)) => frame.clone(),
+            _ => Vec::new(),
+        };
+        for part in [256, 64, 16, 4, 1] {
+            let frame = last(shrunk);
+            if frame.len() > SHORTEST + part && self.patient() {
+                with(shrunk, frame[..frame.len() - part].to_vec())?;
+            }
+        }
+        let mut at = 0;
+        while at < last(shrunk).len() && self.patient() {
+            let mut frame = last(shrunk);
+            let end = (at + 2).min(frame.len());
+            if frame[at..end].iter().any(|byte| *byte != 0) {
+                frame[at..end].fill(0);
+                with(shrunk, frame)?;
+            }
+            at = end;
+        }
+        Ok(())
+    }
+}
+
+/// Shrinks a difference that the epoch of `seed` shows at its packet number `packets`. `None`: it does not show again.
+///
+/// # Errors
+/// When the kernel refuses something.
+pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
+    let (setup, mut steps) = Epoch::steps(seed, packets)?;
+    let shrinker = Shrinker { setup, until: Instant::now() + PATIENCE };
+    if shrinker.difference(&steps)?.is_none() {
+        return Ok(None);
+    }
+    let earliest = shrinker.earliest(&steps)?;
+    steps.truncate(earliest);
+    let Some(difference) = shrinker.difference(&steps)? else { return Ok(None) };
+    let mut shrunk = Shrunk { steps, difference };
+    // Most differences need no packet before them.
+    let last = shrunk.steps.len() - 1;
+    let alone = shrunk.steps.iter().enumerate().filter(|(at, step)| *at == last || matches!(step, Step::Change(_)));
+    let alone: Vec<Step> = alone.map(|(_, step)| step.clone()).collect();
+    if let Some(difference) = shrinker.difference(&alone)? {
+        shrunk = Shrunk { steps: alone, difference };
+    }
+    shrinker.without_needless_steps(&mut shrunk)?;
+    shrinker.simpler_packet(&mut shrunk)?;
+    Ok(Some(shrunk))
+}

@@ -1,0 +1,388 @@
+//! A load balancer twice, as BPF program and as its twin, and what may happen to both.
+
+use std::fmt;
+use std::mem::offset_of;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::lb::{self as dataplane, ServiceIndex, ToAllRate};
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::test_run;
+use coreward_intf as intf;
+use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize};
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{CookieKey, FleetKeys};
+use coreward_model::lb::{Constants, Flow, FlowEntry, LoadBalancer, Mac, Outcome, Owner, Rate, Server, Verdict};
+use coreward_model::placement::PlacementTable;
+use coreward_model::{ServerId, ServiceAddress};
+
+use crate::frame::{ETHERNET, hex, ones_complement_sum};
+use crate::memory::{COUNTER_WORDS, Memory};
+
+/// The address of a load balancer of which there is one.
+pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
+/// A server's time key: no load balancer looks at the time.
+pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
+
+/// Deliveries to all servers: one per second, and so many at once that they never run out by themselves. Whether there is
+/// a token is then a change of the state ([`Change::Tokens`]), and not a matter of time.
+const TO_ALL: ToAllRate = ToAllRate { per_second: 1, burst: u32::MAX };
+const TO_ALL_INTERVAL_NS: u64 = 1_000_000_000;
+
+/// Owner-lost deliveries: the same, by a rate of its own.
+const OWNER_LOST: ToAllRate = TO_ALL;
+
+/// What is fixed when the program is loaded.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    /// Frames to it are taken, and leave with it as their source.
+    pub own_mac: Mac,
+    /// The first keys.
+    pub keys: FleetKeys,
+    /// Whether packets and bytes are counted by server.
+    pub count_traffic: bool,
+    /// Room for connections of stateful services.
+    pub connection_table: TableSize,
+    /// Places connections there.
+    pub connection_key: CookieKey,
+}
+
+impl Setup {
+    /// The usual one.
+    pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
+        let connection_key = CookieKey { k0: 7, k1: 8 };
+        Self { own_mac, keys, count_traffic: false, connection_table: TableSize::default(), connection_key }
+    }
+}
+
+/// A change of the state, other than by a packet.
+#[derive(Debug, Clone)]
+pub enum Change {
+    /// Other keys.
+    Keys(FleetKeys),
+    /// Other services; all must be IPv4, no two the same.
+    Services(Vec<(ServiceAddress, ServiceMode)>),
+    /// A server is made known, changed, or forgotten.
+    Server(usize, ServerId, Option<Server>),
+    /// Another table.
+    Table(usize, PlacementTable),
+    /// Whether there are tokens for deliveries to all servers.
+    Tokens(usize, bool),
+    /// Whether there are some for packets whose connection table is lost.
+    OwnerLostTokens(usize, bool),
+    /// This load balancer's number among those with a connection table.
+    Number(Option<OwnerNumber>),
+    /// Who has a number.
+    Owner(OwnerNumber, Owner),
+    /// The time as packets see it.
+    Clock(Clock),
+    /// Entries of the connection table are freed.
+    Free(Vec<ConnectionIndex>),
+}
+
+/// The BPF program in the kernel.
+pub struct Instance {
+    lb: dataplane::LoadBalancer,
+    memory: Memory,
+    /// By place.
+    services: Vec<Option<ServiceIndex>>,
+    out: Vec<u8>,
+}
+
+impl Instance {
+    /// Loads the program.
+    ///
+    /// # Errors
+    /// Without the right to.
+    pub fn load(setup: &Setup) -> anyhow::Result<Self> {
+        let connection_table = setup.connection_table;
+        let options =
+            dataplane::Options { to_all: TO_ALL, owner_lost: OWNER_LOST, connection_table, ..Default::default() };
+        let mut lb = dataplane::LoadBalancer::load(options)?;
+        lb.set_own_mac(MacAddress(setup.own_mac));
+        lb.set_keys(&setup.keys);
+        lb.count_traffic(setup.count_traffic)?;
+        let memory = Memory::of(lb.program())?;
+        memory.set_connection_key(&setup.connection_key);
+        let services = vec![None; intf::MAX_SERVICES as usize];
+        Ok(Self { lb, memory, services, out: vec![0; 1 << 14] })
+    }
+
+    fn service(&self, place: usize) -> ServiceIndex {
+        self.services[place].expect("a service that was set")
+    }
+
+    /// `places`: those that the twin gave to the services of a [`Change::Services`]; `freed`: the connections of a
+    /// [`Change::Free`].
+    fn change(&mut self, change: &Change, places: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
+        match change {
+            Change::Keys(keys) => self.lb.set_keys(keys),
+            Change::Services(services) => {
+                let indexes = self.lb.set_services(services)?;
+                self.services.fill(None);
+                places.iter().zip(indexes).for_each(|(place, index)| self.services[*place] = Some(index));
+            }
+            Change::Server(place, id, Some(server)) => {
+                let server = dataplane::Server { mac: server.mac.map(MacAddress), eligible: server.eligible };
+                self.lb.set_server(self.service(*place), *id, server);
+            }
+            Change::Server(place, id, None) => self.lb.remove_server(self.service(*place), *id),
+            Change::Table(place, table) => self.lb.install_table(self.service(*place), table)?,
+            Change::Tokens(place, there) => self.memory.set_to_all_paid_until(*place, paid_until(*there)),
+            Change::OwnerLostTokens(place, there) => {
+                self.memory.set_owner_lost_paid_until(*place, paid_until(*there));
+            }
+            Change::Number(owner) => self.lb.set_owner(*owner),
+            Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
+            Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
+            Change::Owner(number, Owner::At(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
+            Change::Clock(clock) => self.lb.tick(Duration::from_millis(u64::from(clock.0) * 100)),
+            Change::Free(_) => {
+                let count = self.lb.free_connections(freed)?;
+                ensure!(count == freed.len(), "{count} of {} entries were freed", freed.len());
+            }
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
+        test_run::run_into(self.lb.program(), frame, &mut self.out)
+            .with_context(|| format!("a test run of {} bytes", frame.len()))
+    }
+}
+
+fn paid_until(tokens: bool) -> u64 {
+    if tokens { 0 } else { u64::MAX }
+}
+
+/// What one packet or the state is in the two.
+#[derive(Debug, Clone)]
+pub struct Difference {
+    /// What differs.
+    pub what: String,
+    /// By the twin.
+    pub expected: String,
+    /// By the BPF program.
+    pub found: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n  twin:\n    {}\n  BPF program:\n    {}", self.what, self.expected, self.found)
+    }
+}
+
+fn differ<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> String) -> Option<Difference> {
+    (expected != found).then(|| Difference { what: what.to_owned(), expected: text(&expected), found: text(&found) })
+}
+
+/// Whether an IP header whose checksum was right is wrong afterwards, in both.
+fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
+    let right = |frame: &[u8]| ones_complement_sum(&frame[ETHERNET..ETHERNET + 20], 0) == 0xffff;
+    // Without options in the header; they are never changed.
+    let changed = before.len() >= ETHERNET + 20 && before[ETHERNET] == 0x45 && before[ETHERNET..] != after[ETHERNET..];
+    (changed && right(before) && !right(after)).then(|| Difference {
+        what: "an IP header checksum was right and is not any more".to_owned(),
+        expected: hex(before),
+        found: hex(after),
+    })
+}
+
+/// Both, side by side.
+pub struct World {
+    /// The model.
+    pub twin: LoadBalancer,
+    /// `None`: the twin is alone.
+    instance: Option<Instance>,
+    /// What the counters of all services (and of none) should be.
+    counters: Vec<[u64; COUNTER_WORDS]>,
+    /// A frame as the twin leaves it.
+    expected: Vec<u8>,
+    now_ns: u64,
+}
+
+impl World {
+    /// Both empty.
+    ///
+    /// # Errors
+    /// When `with_program`, without the right to load it.
+    pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
+        let burst_ns = TO_ALL_INTERVAL_NS * u64::from(TO_ALL.burst - 1);
+        let to_all = Rate { interval_ns: TO_ALL_INTERVAL_NS, burst_ns };
+        let constants = Constants {
+            to_all,
+            owner_lost: to_all,
+            connection_table: setup.connection_table,
+            count_traffic: setup.count_traffic,
+        };
+        let mut twin = LoadBalancer::new(constants, setup.own_mac, setup.keys);
+        twin.set_connection_key(setup.connection_key);
+        Ok(Self {
+            instance: with_program.then(|| Instance::load(&setup)).transpose()?,
+            twin,
+            counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
+            expected: Vec::new(),
+            now_ns: 1,
+        })
+    }
+
+    /// Applies `change` to both. The places of a [`Change::Services`].
+    ///
+    /// # Errors
+    /// When the kernel or the load balancer refuses it.
+    pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
+        let mut places = Vec::new();
+        let freed: Vec<Connection> = match change {
+            Change::Free(indexes) => indexes.iter().filter_map(|index| self.twin.connection(*index)).collect(),
+            _ => Vec::new(),
+        };
+        match change {
+            Change::Keys(keys) => self.twin.set_keys(*keys),
+            Change::Services(services) => places = self.twin.set_services(services),
+            Change::Server(place, id, server) => self.twin.set_server(*place, *id, *server),
+            Change::Table(place, table) => self.twin.install_table(*place, table.clone()),
+            Change::Tokens(place, there) => self.twin.set_to_all_paid_until(*place, paid_until(*there)),
+            Change::OwnerLostTokens(place, there) => {
+                self.twin.set_owner_lost_paid_until(*place, paid_until(*there));
+            }
+            Change::Number(owner) => self.twin.set_owner(*owner),
+            Change::Owner(number, owner) => self.twin.set_owner_at(*number, *owner),
+            Change::Clock(clock) => self.twin.set_clock(*clock),
+            Change::Free(_) => self.twin.free_connections(&freed),
+        }
+        if let Some(instance) = &mut self.instance {
+            instance.change(change, &places, &freed)?;
+        }
+        Ok(places)
+    }
+
+    /// Whether what `change` is about exists.
+    pub fn makes_sense(&self, change: &Change) -> bool {
+        match change {
+            Change::Server(place, ..)
+            | Change::Table(place, _)
+            | Change::Tokens(place, _)
+            | Change::OwnerLostTokens(place, _) => self.twin.has_service(*place),
+            _ => true,
+        }
+    }
+
+    /// Gives `frame` to both. What the twin makes of it, and how the program differs.
+    ///
+    /// # Errors
+    /// When the kernel refuses the test run.
+    pub fn packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
+        self.now_ns += 1;
+        self.expected.clear();
+        self.expected.extend_from_slice(frame);
+        let outcome = self.twin.receive(&mut self.expected, self.now_ns);
+        self.count(&outcome, frame.len());
+        let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
+        let (verdict, length) = instance.run(frame)?;
+        let expected_verdict = match outcome.verdict() {
+            Verdict::Drop => 1,
+            Verdict::Pass => 2,
+            Verdict::Transmit => 3,
+        };
+        let difference =
+            differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
+                .or_else(|| differ("the packet", &self.expected[..], &instance.out[..length], |bytes| hex(bytes)))
+                .or_else(|| checksum_broken(frame, &self.expected))
+                .or_else(|| self.compare_counters(outcome.service.unwrap_or(intf::MAX_SERVICES as usize)));
+        Ok((outcome, difference))
+    }
+
+    /// The frame of the last [`packet`](Self::packet) as the twin left it.
+    pub fn frame_after(&self) -> &[u8] {
+        &self.expected
+    }
+
+    fn count(&mut self, outcome: &Outcome, length: usize) {
+        let service = outcome.service.unwrap_or(intf::MAX_SERVICES as usize);
+        let words = &mut self.counters[service];
+        words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
+        words[offset_of!(intf::lb_counters, last_outcome) / 8] = u64::from(outcome.counter);
+        if let Some(event) = outcome.event {
+            words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
+        }
+        if outcome.verdict() == Verdict::Transmit {
+            words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
+        }
+    }
+
+    fn compare_counters(&self, service: usize) -> Option<Difference> {
+        let memory = &self.instance.as_ref()?.memory;
+        let found: [u64; COUNTER_WORDS] = std::array::from_fn(|word| memory.counter(service, word));
+        let expected = self.counters[service];
+        if expected == found {
+            return None;
+        }
+        let named = |counters: &[u64; COUNTER_WORDS]| {
+            let different = (0..COUNTER_WORDS).filter(|word| expected[*word] != found[*word]);
+            different.map(|word| format!("{} {}", counter_name(word), counters[word])).collect::<Vec<_>>().join(", ")
+        };
+        differ(&format!("the counters of service {service}"), expected, found, named)
+    }
+
+    /// Whether all else is the same, too: what a packet's own comparison does not look at. Without the flow table and
+    /// the connection table, which take long to read.
+    pub fn compare_state(&self) -> Option<Difference> {
+        let memory = &self.instance.as_ref()?.memory;
+        let counters = (0..self.counters.len()).find_map(|service| self.compare_counters(service));
+        let services = (0..intf::MAX_SERVICES as usize).filter(|place| self.twin.has_service(*place));
+        let mut services = services.filter_map(|place| self.compare_service(memory, place));
+        counters.or_else(|| services.next()).or_else(|| {
+            let expected = self.twin.recent_first_packets().to_vec();
+            differ("recent_first_packets", expected, memory.recent_first_packets(), |words| format!("{words:x?}"))
+        })
+    }
+
+    fn compare_service(&self, memory: &Memory, place: usize) -> Option<Difference> {
+        let assigned = self.twin.assigned(place).to_vec();
+        let found = memory.assigned(place, assigned.len());
+        let turns = (self.twin.round_robin(place), memory.round_robin(place));
+        let mut traffic = self.twin.traffic(place).iter().filter_map(|(id, expected)| {
+            let found = memory.traffic(place, *id);
+            differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
+        });
+        differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
+            .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
+            .or_else(|| traffic.next())
+    }
+
+    /// Whether flow tables and connection tables hold the same.
+    ///
+    /// # Errors
+    /// When the kernel's cannot be read.
+    pub fn compare_tables(&self) -> anyhow::Result<Option<Difference>> {
+        let Some(instance) = &self.instance else { return Ok(None) };
+        let in_use = (self.twin.connections().count(), instance.lb.connections_in_use());
+        let connections = self.twin.connections().find_map(|expected| {
+            let place = usize::from(expected.identity.service);
+            let service = instance.services[place]?;
+            let found = instance.lb.connections(service).find(|found| found.index == expected.index);
+            differ("a connection", Some(expected), found, |connection| format!("{connection:?}"))
+        });
+        let connections = connections.or_else(|| differ("the entries in use", in_use.0, in_use.1, usize::to_string));
+        if connections.is_some() {
+            return Ok(connections);
+        }
+        let found = instance.memory.flows()?;
+        let expected = self.twin.flows();
+        let odd = |flow: &&Flow| expected.get(*flow) != found.get(*flow);
+        let Some(flow) = expected.keys().chain(found.keys()).filter(odd).min() else { return Ok(None) };
+        let text = |entry: &Option<&FlowEntry>| format!("{entry:?}");
+        Ok(differ(&format!("the flow table's entry of {flow:?}"), expected.get(flow), found.get(flow), text))
+    }
+}
+
+fn counter_name(word: usize) -> &'static str {
+    let (counters, events) = (intf::LB_COUNTER_NAMES.len(), intf::LB_EVENT_NAMES.len());
+    match word {
+        word if word < counters => intf::LB_COUNTER_NAMES[word],
+        word if word < counters + events => intf::LB_EVENT_NAMES[word - counters],
+        word if word == offset_of!(intf::lb_counters, forwarded_bytes) / 8 => "forwarded_bytes",
+        word if word == offset_of!(intf::lb_counters, last_outcome) / 8 => "last_outcome",
+        _ => "unused",
+    }
+}

@@ -1,0 +1,51 @@
+//! Connections stay with their server while servers, load balancers and keys come and go: fewer than
+//! `make consistency` has.
+
+use coreward_dataplane::test_run::may_load_bpf;
+use coreward_fuzz::consistency::{Config, LONGEST_IDLE_MS, Report, run};
+use coreward_model::consistency::Consistency;
+
+fn check(config: Config) -> Report {
+    let report = run(config).unwrap();
+    println!("{report}");
+    assert!(report.holds());
+    // It did happen: nearly all get through, and 80 changes a minute were made.
+    assert!(report.completed + report.lost_with_server > u64::from(config.connections) * 99 / 100);
+    let changes = u64::from(config.minutes * config.changes_per_minute);
+    assert!(report.changes() >= changes - 1, "{} of {changes}", report.changes());
+    assert!(report.key_switches >= u64::from(config.minutes) / 2 && report.load_balancers_restarted > 0);
+    report
+}
+
+#[test]
+fn connections_stay_with_their_server_whatever_changes() {
+    for (seed, consistency) in [(1, Consistency::Stateless), (2, Consistency::Stateful), (3, Consistency::Stateful)] {
+        let few = Config { connections: 60_000, minutes: 5, with_program: false, ..Config::default() };
+        let report = check(Config { seed, consistency, ..few });
+        // Without timestamps there is no guarantee, but nearly so.
+        assert!(report.broken_without_timestamps * 50 < report.without_timestamps, "{report}");
+    }
+}
+
+#[test]
+fn connections_stay_with_their_server_through_the_bpf_program() {
+    if !may_load_bpf("connections_stay_with_their_server_through_the_bpf_program") {
+        return;
+    }
+    for consistency in [Consistency::Stateless, Consistency::Stateful] {
+        check(Config { connections: 10_000, minutes: 2, consistency, ..Config::default() });
+    }
+}
+
+#[test]
+fn what_must_not_be_is_found() {
+    // Keys that change faster than connections speak: cookies are read by another key than they were made with.
+    let config = Config {
+        connections: 60_000,
+        minutes: 5,
+        key_rotation_ms: LONGEST_IDLE_MS / 20,
+        with_program: false,
+        ..Config::default()
+    };
+    assert!(!run(config).unwrap().holds());
+}

@@ -1,0 +1,51 @@
+//! What echoes reach that nobody was sent: on the twin with ten million, on the BPF program with fewer.
+
+use coreward_dataplane::test_run::may_load_bpf;
+use coreward_fuzz::cookies::{Cookies, Flips};
+
+/// Five standard deviations: one seed in a million is further off.
+const FAR: f64 = 5.0;
+
+fn check_flips(flips: &Flips, servers: f64) {
+    // The low 14 bits are the id's: exactly the neighbours there are.
+    assert_eq!(flips.elsewhere[..14], flips.neighbours[..]);
+    assert!(flips.same[..16].iter().all(|count| *count <= 3), "{flips:?}");
+    // No bit of the kind names a server by itself; the key bit is a guess.
+    assert_eq!(flips.elsewhere[14], 0);
+    let guesses = flips.cookies as f64 * servers / 32_768.0;
+    assert!((flips.elsewhere[15] as f64 - guesses).abs() < FAR * guesses.sqrt() + 1.0, "{flips:?}");
+    // The upper half is the time: the server stays the same.
+    assert!(flips.same[16..].iter().all(|count| *count == flips.cookies), "{flips:?}");
+    // Random ids have neighbours as often as a guess hits.
+    let expected = 14.0 * flips.cookies as f64 * (servers - 1.0) / 16_383.0;
+    let found: u64 = flips.neighbours.iter().sum();
+    assert!((found as f64) < 2.0 * expected + 10.0, "{found} neighbours, {expected} expected");
+}
+
+#[test]
+fn of_ten_million_random_echoes_none_reaches_an_unknown_server_and_no_server_is_favoured() {
+    let all = Cookies::new(1, 16_384, false).unwrap().random(5_000_000).unwrap();
+    assert!(all.deviations().abs() < FAR, "{}", all.deviations());
+    let pool = Cookies::new(2, 300, false).unwrap().random(5_000_000).unwrap();
+    assert!(pool.deviations().abs() < FAR, "{}", pool.deviations());
+}
+
+#[test]
+fn cookies_of_other_connections_and_flipped_bits_are_no_more_than_guesses() {
+    let replayed = Cookies::new(3, 300, false).unwrap().replayed(1_000_000).unwrap();
+    assert!(replayed.deviations().abs() < FAR, "{}", replayed.deviations());
+    check_flips(&Cookies::new(4, 300, false).unwrap().flipped(50_000).unwrap(), 300.0);
+}
+
+#[test]
+fn the_bpf_program_gives_away_no_more_than_its_twin() {
+    if !may_load_bpf("the_bpf_program_gives_away_no_more_than_its_twin") {
+        return;
+    }
+    let mut cookies = Cookies::new(5, 4_000, true).unwrap();
+    let random = cookies.random(400_000).unwrap();
+    assert!(random.deviations().abs() < FAR, "{}", random.deviations());
+    let replayed = cookies.replayed(200_000).unwrap();
+    assert!(replayed.deviations().abs() < FAR, "{}", replayed.deviations());
+    check_flips(&cookies.flipped(3_000).unwrap(), 4_000.0);
+}

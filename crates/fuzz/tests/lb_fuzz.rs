@@ -1,0 +1,92 @@
+//! A short run of the fuzzer, and that it finds what is wrong.
+
+use std::net::Ipv4Addr;
+
+use coreward_dataplane::test_run::may_load_bpf;
+use coreward_fuzz::campaign::{Campaign, Until};
+use coreward_fuzz::epoch::Epoch;
+use coreward_fuzz::frame::{self, Ip, Tcp, timestamp};
+use coreward_fuzz::world::{Change, OWN_MAC, Setup, World};
+use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::lb::Server;
+use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::rss::seeded_rng;
+use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, ServiceAddress};
+
+/// Counters that generated packets never reach. No service is given `timestamps = "lb"`: the twin does not know it yet.
+const UNREACHED: [intf::lb_counter; 3] =
+    [intf::LB_COUNTER_DROP_INTERNAL, intf::LB_COUNTER_REPLY_STAMPED, intf::LB_COUNTER_REPLY_UNCHANGED];
+
+#[test]
+fn the_bpf_program_does_what_its_twin_does() {
+    if !may_load_bpf("the_bpf_program_does_what_its_twin_does") {
+        return;
+    }
+    let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
+    // Each has other services, servers and rules.
+    for seed in 0..12 {
+        let campaign = Campaign { seed, first_epoch: 0, until: Until::Packets(20_000), threads: 1 };
+        let summary = campaign.run(|_| ()).unwrap();
+        assert!(summary.failure.is_none(), "seed {seed}: {:?}", summary.failure);
+        assert_eq!(summary.packets, 20_000);
+        outcomes.iter_mut().zip(summary.outcomes).for_each(|(sum, count)| *sum += count);
+    }
+    for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, outcomes)) {
+        assert_eq!(count > 0, !UNREACHED.contains(&counter), "{name}: {count} packets");
+    }
+}
+
+#[test]
+fn a_twin_that_is_told_something_else_is_found_out() {
+    if !may_load_bpf("a_twin_that_is_told_something_else_is_found_out") {
+        return;
+    }
+    let mut epoch = Epoch::new(3, true).unwrap();
+    assert!(epoch.run(2_000, |_| ()).unwrap().is_none());
+    let zero = CookieKey { k0: 0, k1: 0 };
+    epoch.world.twin.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
+    let found = epoch.run(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
+    assert!(found.packets > 2_000 && found.packets < 2_200, "{found:?}");
+}
+
+#[test]
+fn state_that_no_packet_shows_is_compared_too() {
+    if !may_load_bpf("state_that_no_packet_shows_is_compared_too") {
+        return;
+    }
+    let vip = (Ipv4Addr::new(10, 200, 0, 1), 80);
+    let id = ServerId::try_from(7).unwrap();
+    let keys = FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
+    let mut world = World::new(Setup::new(OWN_MAC, keys), true).unwrap();
+    let address = ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp };
+    let place = world.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
+    let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), eligible: true };
+    world.change(&Change::Server(place, id, Some(server))).unwrap();
+    let table = PlacementTable::random(Rule::RoundRobin, 1, 1, &[id], &mut seeded_rng(1, 0));
+    world.change(&Change::Table(place, table)).unwrap();
+
+    let ip = Ip {
+        mac: OWN_MAC,
+        source: Ipv4Addr::new(10, 1, 0, 7),
+        destination: vip.0,
+        protocol: frame::TCP,
+        identification: 0,
+        fragment: 0,
+        option_words: 0,
+        service_and_life: [0, 64],
+    };
+    let syn = |port: u16| {
+        let segment = Tcp { ports: (port, vip.1), flags: 2, options: timestamp(1, 0).to_vec() };
+        let mut packet = Vec::new();
+        ip.packet(&mut packet, |packet| segment.segment(packet, (1, 0), 0));
+        packet
+    };
+    let (outcome, difference) = world.packet(&syn(1)).unwrap();
+    assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_FIRST, true));
+    assert!(world.compare_state().is_none());
+    world.twin.receive(&mut syn(2), 5);
+    assert_eq!(world.compare_state().unwrap().what, "the counter of round robin");
+}
