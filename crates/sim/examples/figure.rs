@@ -1,4 +1,5 @@
-//! `coreward figure` without the rest of coreward, for work on the figures: builds in seconds and needs no libbpf.
+//! `coreward figure` without the rest of coreward, for work on the figures: builds in seconds and needs no libbpf
+//! (and so has no live figures).
 
 #[derive(clap::Parser)]
 struct Cli {
@@ -7,5 +8,5 @@ struct Cli {
 }
 
 fn main() -> anyhow::Result<()> {
-    coreward_sim::figure::cli::run(<Cli as clap::Parser>::parse().figure)
+    coreward_sim::figure::cli::run(<Cli as clap::Parser>::parse().figure, &[])
 }

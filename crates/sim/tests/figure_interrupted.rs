@@ -4,7 +4,12 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
 use clap::Parser as _;
+use coreward_sim::figure::library::Embedded;
+use coreward_sim::figure::live::LiveFigure;
 
 /// Tells the child below what to do.
 const ARGUMENTS: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
@@ -15,13 +20,35 @@ struct Cli {
     figure: coreward_sim::figure::cli::FigureArgs,
 }
 
+/// A measurement that ends only when it is told to.
+const ENDLESS: LiveFigure = LiveFigure {
+    figure: Embedded {
+        name: "endless-live",
+        text: "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[live]\n\
+               minutes = 1\n[[series]]\nlabel = \"a\"\n[[panel]]\ntitle = \"p\"\nmeasure = \"packet-ns\"\ndraw = \"bars\"\n\
+               y = { label = \"ns\" }\n",
+    },
+    measure: |_, _| {
+        println!("measuring");
+        let began = Instant::now();
+        while !TOLD.load(Ordering::Relaxed) {
+            anyhow::ensure!(began.elapsed() < Duration::from_secs(60), "nobody told me");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        println!("tidied up");
+        anyhow::bail!("told to end")
+    },
+    interrupt: Some(|| TOLD.store(true, Ordering::Relaxed)),
+};
+static TOLD: AtomicBool = AtomicBool::new(false);
+
 /// Not a test: `coreward figure` as a process of its own, for the tests to send signals to.
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {
     let arguments = std::env::var(ARGUMENTS).expect("the tests of this file set it");
     let cli = Cli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
-    coreward_sim::figure::cli::run(cli.figure).unwrap();
+    coreward_sim::figure::cli::run(cli.figure, &[ENDLESS]).unwrap();
 }
 
 fn figure(arguments: &[&str]) -> Child {
@@ -65,8 +92,7 @@ fn whole_files_and_a_word_are_left() {
     let mut child = figure(&["--scenario", &quick, "--scenario", &slow, "--out", out_text]);
     let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(stdout.any(|line| line.unwrap() == "quick: t"), "the first figure was never reported");
-    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
-    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    terminate(&child);
     let mut stderr = String::new();
     child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130), "{stderr}");
@@ -84,6 +110,27 @@ fn whole_files_and_a_word_are_left() {
     let quick = scenario(directory.path(), "quick", 2_000);
     let stderr = finished(figure(&["--scenario", &quick, "--out", out_text, "--resume"]));
     assert!(!stderr.contains("taken over"), "{stderr}");
+}
+
+#[test]
+fn a_measurement_tidies_up_before_the_process_ends() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("out");
+    let mut child = figure(&["endless-live", "--out", out.to_str().unwrap()]);
+    let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(stdout.any(|line| line.unwrap() == "measuring"), "it never began");
+    terminate(&child);
+    assert!(stdout.any(|line| line.unwrap() == "tidied up"), "it ended without tidying up");
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("Not finished: endless-live."), "{stderr}");
+    assert!(names(&out).is_empty());
+}
+
+fn terminate(child: &Child) {
+    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
 }
 
 /// What a figure that ends well says on the side.

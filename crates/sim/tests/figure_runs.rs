@@ -9,6 +9,7 @@ use coreward_sim::figure::{draw, page, run};
 fn small(embedded: &Embedded) -> Scenario {
     let line = |line: &str| match line.split_once(" = ") {
         Some(("seeds", _)) => "seeds = 1".to_owned(),
+        Some(("connections", _)) => "connections = 500".to_owned(),
         Some(("requests", _)) => "requests = 2000".to_owned(),
         Some(("trace", _)) => "trace = \"campus:seed=1,flows=200,seconds=4\"".to_owned(),
         _ => line.to_owned(),
@@ -57,7 +58,7 @@ fn every_scenario_gives_a_whole_figure() {
 #[test]
 fn the_number_of_threads_changes_nothing() {
     for name in ["turbo-2b", "crossrss-2b"] {
-        let embedded = library::named(name).unwrap();
+        let embedded = library::named(name, &library::all()).unwrap();
         let scenario = small(&embedded);
         let with_threads = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -69,7 +70,7 @@ fn the_number_of_threads_changes_nothing() {
 
 #[test]
 fn a_page_needs_nothing_from_elsewhere() {
-    let embedded = library::named("turbo-11").unwrap();
+    let embedded = library::named("turbo-11", &library::all()).unwrap();
     let scenario = small(&embedded);
     let [.., page] = files(&result(&embedded, &scenario), &scenario);
     for elsewhere in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {

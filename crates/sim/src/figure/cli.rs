@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use anyhow::Context;
 
 use super::library;
+use super::live::LiveFigure;
 use super::result::{FigureResult, Provenance};
 use super::scenario::Scenario;
 use crate::output::{Format, csv};
@@ -19,10 +20,10 @@ use session::Session;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).multiple(true))]
 pub struct FigureArgs {
-    /// Figures by name, as turbo-2b
+    /// Figures by name, as turbo-2b; those ending in -live are measured on this machine, as root
     #[arg(group = "what", value_name = "NAME")]
     names: Vec<String>,
-    /// Every figure
+    /// Every figure that is simulated
     #[arg(long, group = "what", conflicts_with_all = ["names", "scenario"])]
     all: bool,
     /// A scenario of your own (docs/scenario.md)
@@ -47,19 +48,22 @@ struct Asked {
     name: String,
     scenario: Scenario,
     provenance: Provenance,
+    /// Who measures it, when it is not simulated.
+    live: Option<LiveFigure>,
 }
 
-/// Makes the figures, or lists them.
+/// Makes the figures, or lists them. `live`: those that this command can measure.
 ///
 /// # Errors
 /// A figure or a file that does not exist, a scenario that is wrong (file, line and column), a directory that cannot be
-/// written.
-pub fn run(args: FigureArgs) -> anyhow::Result<()> {
+/// written, a machine that does not let itself be measured.
+pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
-        return list(args.format);
+        return list(args.format, live);
     }
-    let asked = asked(&args)?;
-    let directory = args.out.as_deref().map(Directory::open).transpose()?;
+    let asked = asked(&args, live)?;
+    let open = |path| Directory::open(path, library::with_live(live));
+    let directory = args.out.as_deref().map(open).transpose()?;
     let names = asked.iter().map(|figure| figure.name.clone()).collect();
     let session = Session::begin(names, directory.is_some())?;
     let mut page: Vec<(FigureResult, Scenario)> = Vec::new();
@@ -73,7 +77,7 @@ pub fn run(args: FigureArgs) -> anyhow::Result<()> {
                 eprintln!("{}: taken over", figure.name);
                 result
             }
-            None => session.simulate(&figure)?,
+            None => session.make(&figure)?,
         };
         page.push((result, figure.scenario));
         let (result, scenario) = page.last().expect("just pushed");
@@ -92,26 +96,33 @@ pub fn run(args: FigureArgs) -> anyhow::Result<()> {
 }
 
 /// What the arguments ask for, everything read before anything is simulated.
-fn asked(args: &FigureArgs) -> anyhow::Result<Vec<Asked>> {
+fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
     let mut asked = Vec::new();
+    let figures = library::with_live(live);
     let embedded = if args.all {
         library::all()
     } else {
-        args.names.iter().map(|name| library::named(name)).collect::<Result<_, _>>()?
+        args.names.iter().map(|name| library::named(name, &figures)).collect::<Result<_, _>>()?
     };
     for figure in embedded {
         let (scenario, provenance) = (figure.scenario()?, figure.provenance());
-        asked.push(Asked { name: figure.name.to_owned(), scenario, provenance });
+        let live = LiveFigure::named(live, figure.name).copied();
+        asked.push(Asked { name: figure.name.to_owned(), scenario, provenance, live });
     }
     for path in &args.scenario {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("cannot read the scenario {}", path.display()))?;
         let scenario = Scenario::parse(&path.display().to_string(), &text)?;
+        anyhow::ensure!(
+            scenario.live.is_none(),
+            "{}: [live] has no meaning in a scenario of your own: who measures is part of coreward",
+            path.display()
+        );
         let name =
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
         let file = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
         let provenance = Provenance::new(format!("coreward figure --scenario {file}"), &text);
-        asked.push(Asked { name: name.to_owned(), scenario, provenance });
+        asked.push(Asked { name: name.to_owned(), scenario, provenance, live: None });
     }
     if let Some(name) = twice(&asked) {
         anyhow::bail!("figure {name:?} is asked for twice: its files would overwrite each other");
@@ -124,13 +135,14 @@ fn twice(asked: &[Asked]) -> Option<&str> {
     names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
-fn list(format: Format) -> anyhow::Result<()> {
+fn list(format: Format, live: &[LiveFigure]) -> anyhow::Result<()> {
     let mut rows = Vec::new();
-    for figure in library::all() {
+    for figure in library::with_live(live) {
         let scenario = figure.scenario()?;
-        rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title]);
+        let made = scenario.live.map_or_else(|| "simulated".to_owned(), |live| live.to_string());
+        rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title, made]);
     }
-    let columns = ["name", "paper", "figure", "title"];
+    let columns = ["name", "paper", "figure", "title", "made"];
     match format {
         Format::Csv => say(&csv(&columns, &rows)),
         Format::Json => {
@@ -140,7 +152,11 @@ fn list(format: Format) -> anyhow::Result<()> {
         }
         Format::Text => {
             let width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
-            say(&rows.iter().map(|row| format!("{:width$}  {}\n", row[0], row[3])).collect::<String>())
+            let line = |row: &Vec<String>| {
+                let made = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
+                format!("{:width$}  {}{made}\n", row[0], row[3])
+            };
+            say(&rows.iter().map(line).collect::<String>())
         }
     }
 }
@@ -159,7 +175,7 @@ fn printed(result: &FigureResult, scenario: &Scenario, format: Format) -> String
             table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
             table.set_header(super::table::COLUMNS);
             table.add_rows(result.table.rows());
-            let seeds = super::page::seeds(result.table.seeds);
+            let seeds = super::page::seeds(scenario);
             format!("{}{table}\n{seeds}. {}\n", claims_of(result, scenario), scenario.modelled.trim())
         }
     }

@@ -123,6 +123,7 @@ impl Outcome {
                 let of_second: fn(&pcc::Second) -> f64 = match wanted.measure {
                     Measure::BrokenPct => pcc::Second::broken_pct,
                     Measure::PoolServers => |second| second.servers as f64,
+                    Measure::CompletedPerSecond => |second| second.completed as f64,
                     _ => return None,
                 };
                 // What a second counts is known at its end.

@@ -2,6 +2,7 @@
 
 use coreward_config::ConfigError;
 
+use super::live::LiveFigure;
 use super::result::Provenance;
 use super::scenario::Scenario;
 use crate::names::UnknownName;
@@ -32,19 +33,24 @@ impl Embedded {
 
 /// Every scenario, paper by paper, in the order of the papers' figures.
 pub fn all() -> Vec<Embedded> {
-    let mut all: Vec<Embedded> = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text }).collect();
+    with_live(&[])
+}
+
+/// Every scenario and what can be measured on this machine, in the same order.
+pub fn with_live(live: &[LiveFigure]) -> Vec<Embedded> {
+    let simulated = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text });
+    let mut all: Vec<Embedded> = simulated.chain(live.iter().map(|live| live.figure)).collect();
     all.sort_by_key(|embedded| in_order(embedded.name));
     all
 }
 
-/// The scenario of that name.
+/// The scenario of that name among `figures`.
 ///
 /// # Errors
 /// When there is none: names the nearest.
-pub fn named(name: &str) -> Result<Embedded, UnknownName> {
-    let all = all();
-    let found = all.iter().copied().find(|embedded| embedded.name == name);
-    found.ok_or_else(|| UnknownName::new("figure", name, all.iter().map(|embedded| embedded.name)))
+pub fn named(name: &str, figures: &[Embedded]) -> Result<Embedded, UnknownName> {
+    let found = figures.iter().copied().find(|embedded| embedded.name == name);
+    found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
 }
 
 /// Sorts 2b before 11: numbers by their value.
@@ -63,7 +69,7 @@ mod tests {
     use super::*;
 
     /// What `coreward figure --all` makes.
-    const FIGURES: [&str; 27] = [
+    const FIGURES: [&str; 28] = [
         "crossrss-2a",
         "crossrss-2b",
         "cheetah-2a",
@@ -73,6 +79,7 @@ mod tests {
         "cheetah-7",
         "cheetah-8",
         "cheetah-9",
+        "cheetah-appendix-b",
         "turbo-2a",
         "turbo-2b",
         "turbo-6a",
@@ -102,7 +109,7 @@ mod tests {
 
     #[test]
     fn the_nearest_figures_are_suggested() {
-        let error = named("turbo-2c").unwrap_err();
+        let error = named("turbo-2c", &all()).unwrap_err();
         assert!(error.nearest().contains(&"turbo-2b"), "{error}");
     }
 

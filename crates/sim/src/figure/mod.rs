@@ -11,6 +11,7 @@ pub mod draw;
 pub mod expand;
 pub mod job;
 pub mod library;
+pub mod live;
 pub mod page;
 pub mod parameters;
 pub mod result;

@@ -34,12 +34,23 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
-         <p>{holding} of {claims} statements hold here. Everything on this page was simulated by coreward {version}; \
-         nothing was measured on hardware. Published values are drawn in where the paper or its artifact gives numbers. Each \
+         <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold says so.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
-        version = env!("CARGO_PKG_VERSION"),
+        made = made(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
+}
+
+/// Where the numbers come from.
+fn made(some_live: bool) -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    if some_live {
+        return format!(
+            "Figures whose names end in -live were measured, on the machine that stands below them; everything else on \
+             this page was simulated by coreward {version}."
+        );
+    }
+    format!("Everything on this page was simulated by coreward {version}; nothing was measured on hardware.")
 }
 
 fn contents_row(result: &FigureResult, scenario: &Scenario) -> String {
@@ -73,8 +84,9 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
     let claims = if claims.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claims}</ul>\n") };
     format!(
         "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
-         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is simulated.</b> {modelled}</p>\n{sources}{table}\
-         <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario {digest}.</p>\n</section>\n",
+         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> {modelled}</p>\n{sources}{table}\
+         <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario {digest}{machine}.</p>\n</section>\n",
+        done = if scenario.live.is_some() { "measured" } else { "simulated" },
         name = escaped(&result.name),
         title = escaped(&scenario.title),
         paper = escaped(&scenario.paper),
@@ -84,16 +96,22 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
         modelled = escaped(&one_line(&scenario.modelled)),
         sources = sources(scenario),
         table = table(result),
-        seeds = seeds(result.table.seeds),
+        seeds = seeds(scenario),
         command = escaped(&result.provenance.command),
         version = escaped(&result.provenance.version),
         digest = escaped(&result.provenance.scenario),
+        machine = result.provenance.measured_on.as_ref().map_or(String::new(), |on| format!(", on {}", escaped(on))),
     )
 }
 
-/// What the seeds are, for people.
-pub fn seeds(seeds: u64) -> String {
-    if seeds == 1 { "One seed: 1".to_owned() } else { format!("Median, lowest and highest over seeds 1 to {seeds}") }
+/// What the seeds (or runs, where it is measured) are, for people.
+pub fn seeds(scenario: &Scenario) -> String {
+    match (scenario.live.is_some(), scenario.seeds.get_ref()) {
+        (false, 1) => "One seed: 1".to_owned(),
+        (false, seeds) => format!("Median, lowest and highest over seeds 1 to {seeds}"),
+        (true, 1) => "One run".to_owned(),
+        (true, runs) => format!("Median, lowest and highest over {runs} runs"),
+    }
 }
 
 fn sources(scenario: &Scenario) -> String {

@@ -28,13 +28,26 @@ pub struct Provenance {
     pub version: String,
     /// Of the scenario's text (FNV-1a, 64 bits): whether it is still the same.
     pub scenario: String,
+    /// What machine was measured; nothing for a simulation, which gives the same on every one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_on: Option<String>,
 }
 
 impl Provenance {
     /// Of the figure that `command` makes from a scenario's `text`.
     pub fn new(command: String, text: &str) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
-        Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())) }
+        Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())), measured_on: None }
+    }
+
+    /// The same, measured on this machine.
+    pub fn on(self, machine: String) -> Self {
+        Self { measured_on: Some(machine), ..self }
+    }
+
+    /// Whether what `other` made need not be made again, wherever it was measured.
+    pub fn makes_the_same(&self, other: &Self) -> bool {
+        (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }
 }
 

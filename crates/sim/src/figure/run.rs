@@ -1,5 +1,7 @@
 //! Runs a scenario on all CPUs and fills its table.
 
+use std::collections::HashMap;
+
 use anyhow::Context;
 use rayon::prelude::*;
 
@@ -35,50 +37,58 @@ pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow
 }
 
 fn table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
+    let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
+    for place in &plan.places {
+        let x_scale = scenario.panel[place.panel].x.as_ref().map_or(1.0, |sweep| sweep.scale);
+        let of_curve = values.entry((place.panel, place.series)).or_default();
+        of_curve.extend(values_of(place, x_scale, &outcomes[place.job]));
+    }
+    table_of(scenario, values)
+}
+
+/// One seed's (or run's) value at one x.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Value {
+    /// As shown.
+    pub x: f64,
+    /// From 1.
+    pub seed: u64,
+    /// As measured, not yet as shown.
+    pub y: f64,
+}
+
+/// The table of what was found, by indices of panel and series.
+pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Value>>) -> Table {
     let seeds = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
         let curves = scenario.series_of(panel).map(|series| {
-            let places = plan
-                .places
-                .iter()
-                .filter(|place| place.panel == panel_index && std::ptr::eq(&scenario.series[place.series], series));
+            let series_index = scenario.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
             let label = series.label.get_ref().clone();
             let published = PanelTable::published(scenario, panel.title.get_ref(), &label);
-            let values = places.flat_map(|place| values(place, &outcomes[place.job]));
-            let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
-            Curve { cells: cells(values, seeds, x_scale, panel.y.scale), label, published }
+            let values = values.remove(&(panel_index, series_index)).unwrap_or_default();
+            Curve { cells: cells(values, seeds, panel.y.scale), label, published }
         });
         PanelTable { title: panel.title.get_ref().clone(), curves: curves.collect() }
     });
     Table { seeds, panels: panels.collect() }
 }
 
-/// One seed's value at one x; times are not yet scaled.
-struct Value {
-    x: f64,
-    over_time: bool,
-    seed: u64,
-    y: f64,
-}
-
-fn values(place: &Place, outcome: &Outcome) -> Vec<Value> {
+fn values_of(place: &Place, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
     let Place { x, seed, over_time, .. } = *place;
     if over_time {
         let series = outcome.over_time(&place.wanted).unwrap_or_default();
-        return series.into_iter().map(|(x, y)| Value { x, over_time, seed, y }).collect();
+        return series.into_iter().map(|(x, y)| Value { x: x * x_scale, seed, y }).collect();
     }
-    outcome.value(&place.wanted).map(|y| Value { x, over_time, seed, y }).into_iter().collect()
+    outcome.value(&place.wanted).map(|y| Value { x, seed, y }).into_iter().collect()
 }
 
 /// Groups values by x. A point that not every seed has is left out: its median would be over the lucky ones.
-fn cells(values: impl Iterator<Item = Value>, seeds: u64, x_scale: f64, y_scale: f64) -> Vec<Cell> {
-    let mut values: Vec<Value> = values.collect();
+fn cells(mut values: Vec<Value>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
     let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
     let cell = |group: &[Value]| {
         let seeds: Vec<f64> = group.iter().map(|value| value.y * y_scale).collect();
-        let x = group[0].x * if group[0].over_time { x_scale } else { 1.0 };
-        Some(Cell { x, spread: Spread::of(&seeds)?, seeds })
+        Some(Cell { x: group[0].x, spread: Spread::of(&seeds)?, seeds })
     };
     groups.filter_map(cell).collect()
 }

@@ -5,6 +5,8 @@
 
 mod check;
 
+use std::fmt;
+
 use coreward_config::{ConfigError, Source, Spanned};
 use serde::Deserialize;
 
@@ -39,6 +41,9 @@ pub struct Scenario {
     /// Connections placed by a load balancer, their requests queued at cores.
     #[serde(default)]
     pub path: Option<Path>,
+    /// Nothing is simulated: this machine is measured ([`super::live`]).
+    #[serde(default)]
+    pub live: Option<Live>,
     /// What is compared.
     pub series: Vec<Series>,
     /// What is drawn side by side.
@@ -49,6 +54,20 @@ pub struct Scenario {
     /// The statements, as checks.
     #[serde(default)]
     pub claim: Vec<Claim>,
+}
+
+/// Of a figure whose numbers are measured on this machine; its `seeds` are runs.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Live {
+    /// About how long it takes, for `coreward figure --list`.
+    pub minutes: f64,
+}
+
+impl fmt::Display for Live {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "live: measured on this machine, needs root, about {} min", self.minutes)
+    }
 }
 
 /// One curve, or the bars of one colour.
@@ -237,6 +256,10 @@ pub enum Swept {
     UpdatesPerMinute,
     /// Imbalance above which a server is taken out of the table, percent.
     ThresholdPct,
+    /// Bits of a history tag.
+    TagBits,
+    /// Bits of a hash index.
+    IndexBits,
     /// Replay speed or offered load of the trace, percent of its own.
     SpeedPct,
     /// Time within the run: every run gives all points.
@@ -271,6 +294,10 @@ pub enum Measure {
     ImbalancePct,
     /// Servers in the pool.
     PoolServers,
+    /// Connections that ended unbroken, in a second.
+    CompletedPerSecond,
+    /// CPU time of the load balancer per packet above an XDP program that does nothing, ns (live only).
+    PacketNs,
 }
 
 impl Scenario {

@@ -28,7 +28,6 @@ use crate::trace::{Source, TraceError};
 pub use oracle::ORACLE;
 pub use outcome::{Measured, Outcome, PolicyOutcome};
 pub use run::run;
-pub(crate) use simulation::server_ids;
 
 /// What to simulate. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,9 +1,8 @@
 //! One policy, one seed: the same fleet as live, fed by a trace.
 
-use coreward_model::ServerId;
-use coreward_model::fleet::{Fleet, FleetPlan};
+use coreward_model::fleet::{Fleet, FleetShape};
 use coreward_model::policy::{self, Policy};
-use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
+use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
 
 use super::cores::{Capacity, Cores};
@@ -70,27 +69,22 @@ impl Simulation {
     /// When there is no such policy.
     pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
-        let fleet = Fleet::new(FleetPlan {
-            servers: server_ids(config.servers, &mut rng),
-            cores: config.cores,
-            buckets: config.buckets,
-            alpha: config.alpha,
-            key: RssKey::random(&mut rng),
-            tables: config.tables,
-        })
-        .expect("as many entries as buckets");
-        let cores = fleet.core_count();
+        let Config { servers, cores, buckets, alpha, tables, .. } = *config;
+        let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
+        let fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let core_count = fleet.core_count();
         let placer = match policy {
-            ORACLE => Placer::Oracle(Oracle::new(cores)),
+            ORACLE => Placer::Oracle(Oracle::new(core_count)),
             name => Placer::Policy(policy::named(name, seed).map_err(|_| unknown_policy(name))?),
         };
-        let newest = Counters { entered: vec![0; cores], served: vec![0; cores], dropped: 0, bytes: 0, time_ns: 0 };
+        let newest =
+            Counters { entered: vec![0; core_count], served: vec![0; core_count], dropped: 0, bytes: 0, time_ns: 0 };
         Ok(Self {
             placer,
             fleet,
             cores_of_server: usize::from(config.cores),
-            cores: Cores::new(cores, capacity),
-            history: History::new(cores, capacity, history_ns),
+            cores: Cores::new(core_count, capacity),
+            history: History::new(core_count, capacity, history_ns),
             history_ns,
             core_of_flow: Vec::new(),
             open_connections: vec![0; usize::from(config.servers)],
@@ -241,14 +235,4 @@ impl Simulation {
 /// The error for a name that no policy has.
 pub fn unknown_policy(name: &str) -> UnknownName {
     UnknownName::new("policy", name, policy::names().into_iter().chain([ORACLE]))
-}
-
-/// As the controller draws them: sparse, so that each seed has indirection tables of its own. In ascending order.
-pub(crate) fn server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
-    let mut ids = std::collections::BTreeSet::new();
-    while ids.len() < usize::from(servers) {
-        let id = u64::from(uniform_below(rng, ServerId::COUNT as u32));
-        ids.insert(ServerId::try_from(id).expect("below the number of ids"));
-    }
-    ids.into_iter().collect()
 }

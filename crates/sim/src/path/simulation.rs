@@ -1,15 +1,14 @@
 //! One combination of policies, one seed.
 
-use coreward_model::fleet::{Fleet, FleetPlan};
+use coreward_model::fleet::{Fleet, FleetShape};
 use coreward_model::policy::{self, Policy as Placement};
-use coreward_model::rss::{RssKey, seeded_rng};
+use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::traffic::{Event, Id, Traffic};
 use super::{Config, Error, Measured};
-use crate::lb::server_ids;
 use crate::names::UnknownName;
 use crate::rpc::outcome::{Observer as _, Recorder};
 use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, Visitor};
@@ -106,15 +105,9 @@ impl<'a> Simulation<'a> {
     /// `policy`: of the load balancer. `dispatch`: inside the servers.
     pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
-        let fleet = Fleet::new(FleetPlan {
-            servers: server_ids(config.servers, &mut rng),
-            cores: config.cores,
-            buckets: config.buckets,
-            alpha: config.alpha,
-            key: RssKey::random(&mut rng),
-            tables: config.tables,
-        })
-        .expect("as many entries as buckets");
+        let Config { servers, cores, buckets, alpha, tables, .. } = *config;
+        let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
+        let fleet = Fleet::new(plan).expect("as many entries as buckets");
         let unknown = |_| UnknownName::new("policy", policy, policy::names());
         let classes = config.service.class_times().len();
         let server = |position| {

@@ -15,6 +15,7 @@ use super::connections::{Connection, Connections};
 use super::engine::{server_count, simulate};
 use super::hashed::{Hashed, Stateful};
 use super::mix::Mix;
+use super::small_cookies::{Fields, SmallCookies};
 use super::{Arrivals, Config, Layout, Run, Updates};
 
 /// Where packets of a connection go, said as plainly as can be.
@@ -164,6 +165,36 @@ impl Network<Stateful> for ConnectionTables {
     }
 }
 
+/// The load balancer has a table per tag, and every connection a tag and an index.
+#[derive(Default)]
+struct TablesByTag {
+    /// By tag, the configuration that has it.
+    configurations: BTreeMap<u32, u32>,
+    /// By identity: the tag that the last packet had.
+    tags: BTreeMap<u64, u32>,
+}
+
+impl Network<SmallCookies> for TablesByTag {
+    fn look(&mut self, balancer: &SmallCookies, _: &Cluster) {
+        self.configurations.insert(balancer.present() % balancer.tags(), balancer.present());
+    }
+
+    fn begin(&mut self, connection: &Connection, _: &Cluster) {
+        self.tags.insert(connection.identity, connection.mark as u32);
+    }
+
+    fn send(&mut self, connection: &Connection, balancer: &SmallCookies, _: &Cluster) -> u16 {
+        let (identity, index) = (connection.identity, (connection.mark >> 32) as u32);
+        let tag = self.tags.get_mut(&identity).unwrap();
+        let reached = balancer.server(self.configurations[&(*tag % balancer.tags())], identity, index);
+        let fresher = balancer.server(balancer.present(), identity, index) == reached;
+        if balancer.gives_fresher_tags() && fresher {
+            *tag = balancer.present();
+        }
+        reached
+    }
+}
+
 /// The packet names its server.
 struct ByCookie;
 
@@ -224,6 +255,15 @@ proptest! {
     fn connection_tables(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
         let config = restless(servers, load_balancers);
         check(&config, seed, Stateful::new(Layout::Striped, &config), ConnectionTables::default());
+    }
+
+    #[test]
+    fn small_cookies(seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, fresh: bool, index_bits in 0u8..3) {
+        let config = restless(servers, 2);
+        let layout = [Layout::Striped, Layout::Ring, Layout::Maglev][layout];
+        let (fields, mix) = (Fields { tag_bits, fresh, index_bits }, Mix::web_server());
+        let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest());
+        check(&config, seed, cookies, TablesByTag::default());
     }
 
     #[test]

@@ -30,6 +30,12 @@ struct Eviction {
 
 const NOBODY: Resident = Resident { server: u16::MAX, since: u32::MAX };
 
+/// The bucket of a hash (its lower 32 bits) among so many.
+pub fn bucket_of(hash: u64, buckets: usize) -> usize {
+    // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
+    (((hash & 0xffff_ffff) * buckets as u64) >> 32) as usize
+}
+
 /// Bucket to server, for all load balancers.
 #[derive(Debug)]
 pub struct BucketTable {
@@ -60,8 +66,7 @@ impl BucketTable {
 
     /// The bucket of a connection.
     pub fn bucket(&self, identity: u64) -> usize {
-        // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
-        (((identity & 0xffff_ffff) * self.buckets.len() as u64) >> 32) as usize
+        bucket_of(identity, self.buckets.len())
     }
 
     /// The server for a first packet of the bucket.

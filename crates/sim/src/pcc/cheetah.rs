@@ -8,7 +8,6 @@ use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, recognise, 
 use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
 use coreward_model::policy::{self, Least, Policy, Pool, PoolServer};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
-use rand::Rng as _;
 
 use super::balancer::{Balancer, Placed};
 use super::clock::Nanoseconds;
@@ -36,6 +35,7 @@ pub struct Cheetah {
     states: Vec<PlacementState>,
     generation: u64,
     keys: FleetKeys,
+    time_key: CookieKey,
     rss: Vec<Rss>,
     cores: u16,
     /// Connections by server and core.
@@ -61,7 +61,7 @@ impl Cheetah {
                 .expect("a power of two"),
         };
         let mut rng = seeded_rng(seed, PURPOSE_COOKIE_KEYS);
-        let keys = [(); 2].map(|()| CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
+        let keys = [(); 2].map(|()| CookieKey::random(&mut rng));
         Self {
             policy,
             knowledge: config.knowledge,
@@ -70,6 +70,7 @@ impl Cheetah {
             states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
             generation: 0,
             keys: FleetKeys { keys, current: KeyIndex::First },
+            time_key: CookieKey::random(&mut rng),
             rss: (0..servers).map(rss).collect(),
             cores: config.cores,
             open: vec![0; servers * usize::from(config.cores)],
@@ -84,12 +85,12 @@ impl Cheetah {
         let server = |number: usize| {
             let cores = &self.open[number * usize::from(self.cores)..][..usize::from(self.cores)];
             PoolServer {
-                id: id_of(number as u16),
                 eligible: cluster.is_member(number as u16),
                 loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect()),
                 rss: Some(self.rss[number].clone()),
                 // Counts of the moment are kept as assigned connections instead.
                 open_connections: if self.counts_assigned() { 0 } else { cluster.open(number as u16) },
+                ..PoolServer::new(id_of(number as u16))
             }
         };
         Pool::new((0..cluster.server_count()).map(server).collect(), cluster.load_balancers().len() as u32)
@@ -147,7 +148,7 @@ impl Cheetah {
 
     /// What a load balancer reads out of a later packet.
     pub fn cookie_of(&self, connection: &Connection) -> Cookie {
-        recognise(&self.keys, &tuple(connection.identity), connection.mark as u32).0
+        recognise(&self.keys, &tuple(connection.identity), connection.mark as u32)
     }
 
     /// The servers that rule `PowerOfTwo` compares.
@@ -190,7 +191,8 @@ impl Balancer for Cheetah {
         // With counts of the moment all load balancers know the same.
         let state = if self.counts_assigned() { 0 } else { cluster.load_balancer(identity).into() };
         let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
-        let cookie = stamp(&self.keys, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
+        let cookie =
+            stamp(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
         Placed { server: server.get(), core: self.core(server.get(), &tuple), mark: cookie.into() }
     }
 

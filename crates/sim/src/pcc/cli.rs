@@ -9,7 +9,7 @@ use crate::output::{Format, Printed as _};
 #[derive(Debug, clap::Args)]
 pub struct PccArgs {
     /// Methods to compare, separated by commas: hash, consistent-hash, maglev, beamer[:THRESHOLD], stateful-hash[:LAYOUT],
-    /// cheetah:POLICY
+    /// history-tag:BITS[:LAYOUT], history-tag-kept:BITS[:LAYOUT], hash-index:BITS[+TAG_BITS][:LAYOUT], cheetah:POLICY
     #[arg(long = "method", value_name = "METHOD", value_delimiter = ',', default_values_t = default_methods())]
     methods: Vec<Method>,
     /// Servers in the pool, on average

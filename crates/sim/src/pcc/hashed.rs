@@ -23,7 +23,8 @@ const MAGLEV_PER_SERVER: usize = 100;
 const MAGLEV_LARGE_SIZE: usize = 655_373;
 
 impl Layout {
-    fn size(self, servers: usize, per_server: u32) -> usize {
+    /// Buckets of a table.
+    pub fn size(self, servers: usize, per_server: u32) -> usize {
         match self {
             Layout::Striped | Layout::Ring => bucket_count(servers, per_server),
             Layout::Maglev if servers * MAGLEV_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
@@ -31,7 +32,8 @@ impl Layout {
         }
     }
 
-    fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
+    /// By bucket, the position of its server among `servers`.
+    pub fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
         match self {
             Layout::Striped => striped_table(servers.len(), size),
             Layout::Ring => ring_table(servers, size),

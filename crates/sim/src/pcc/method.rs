@@ -20,12 +20,36 @@ pub enum Method {
     },
     /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
     Stateful(Layout),
+    /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie says by which of the last configurations its connection is hashed.
+    HistoryTag {
+        /// Of the tag, 0 to [`TAG_BITS_MAX`].
+        bits: u8,
+        /// Whether connections get fresher tags while they are open.
+        fresh: bool,
+        /// Of the table of buckets.
+        layout: Layout,
+    },
+    /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie says by which hash function its server, the least loaded of all that
+    /// they named, was found.
+    HashIndex {
+        /// Of the index, 0 to [`INDEX_BITS_MAX`].
+        bits: u8,
+        /// Of a history tag beside it, 0 to [`TAG_BITS_MAX`].
+        tag_bits: u8,
+        /// Of the table of buckets.
+        layout: Layout,
+    },
     /// `cheetah:POLICY`: the cookie names the server, which a policy of the load balancer chose.
     Cheetah {
         /// A name out of [`policy::names`].
         policy: &'static str,
     },
 }
+
+/// Together with an index they fit into the 16 bits that a cookie has.
+pub const TAG_BITS_MAX: u8 = 12;
+/// 16 hash functions.
+pub const INDEX_BITS_MAX: u8 = 4;
 
 /// How a table of buckets is filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +77,15 @@ impl Layout {
     fn named(name: &str) -> Option<Self> {
         LAYOUTS.into_iter().find(|layout| layout.name() == name)
     }
+
+    fn required(name: &str) -> Result<Self, UnknownName> {
+        Self::named(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(Layout::name)))
+    }
+
+    /// As a method's last parameter, which may be left out for `hash`.
+    fn suffix(self) -> String {
+        if self == Layout::Striped { String::new() } else { format!(":{}", self.name()) }
+    }
 }
 
 /// Text that is no method.
@@ -67,13 +100,20 @@ pub enum MethodError {
     /// Not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]
     Threshold(String),
+    /// Not a size of a cookie.
+    #[error(
+        "method {0:?}: expected {name}:BITS with BITS from 0 to {max}, then, if not hash, :LAYOUT",
+        name = .0.split(':').next().unwrap_or_default(),
+        max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 if wanted" } else { "12" }
+    )]
+    Bits(String),
     /// A parameter that the method does not have.
     #[error("method {0:?}: it takes no parameter")]
     Parameter(String),
 }
 
 /// Every method, with its parameters.
-const FORMS: [&str; 8] = [
+const FORMS: [&str; 11] = [
     "hash",
     "consistent-hash",
     "maglev",
@@ -81,8 +121,27 @@ const FORMS: [&str; 8] = [
     "beamer:THRESHOLD",
     "stateful-hash",
     "stateful-hash:LAYOUT",
+    "history-tag:BITS[:LAYOUT]",
+    "history-tag-kept:BITS[:LAYOUT]",
+    "hash-index:BITS[+TAG_BITS][:LAYOUT]",
     "cheetah:POLICY",
 ];
+
+const HISTORY_TAG: &str = "history-tag";
+const HISTORY_TAG_KEPT: &str = "history-tag-kept";
+const HASH_INDEX: &str = "hash-index";
+
+/// `BITS[:LAYOUT]`, the bits not yet read.
+fn bits_and_layout(parameter: &str) -> Result<(&str, Layout), MethodError> {
+    match parameter.split_once(':') {
+        None => Ok((parameter, Layout::Striped)),
+        Some((bits, layout)) => Ok((bits, Layout::required(layout)?)),
+    }
+}
+
+fn bits_up_to(most: u8, text: &str) -> Option<u8> {
+    text.parse().ok().filter(|bits| *bits <= most)
+}
 
 impl FromStr for Method {
     type Err = MethodError;
@@ -97,9 +156,18 @@ impl FromStr for Method {
                 Ok(Method::Beamer { threshold: Some(threshold) })
             }
             ("stateful-hash", None) => Ok(Method::Stateful(Layout::Striped)),
-            ("stateful-hash", Some(layout)) => {
-                let unknown = || UnknownName::new("layout", layout, LAYOUTS.map(Layout::name));
-                Ok(Method::Stateful(Layout::named(layout).ok_or_else(unknown)?))
+            ("stateful-hash", Some(layout)) => Ok(Method::Stateful(Layout::required(layout)?)),
+            (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
+                let (bits, layout) = bits_and_layout(parameter.unwrap_or_default())?;
+                let bits = bits_up_to(TAG_BITS_MAX, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                Ok(Method::HistoryTag { bits, fresh: name == HISTORY_TAG, layout })
+            }
+            (HASH_INDEX, parameter) => {
+                let (bits, layout) = bits_and_layout(parameter.unwrap_or_default())?;
+                let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
+                let both = bits_up_to(INDEX_BITS_MAX, bits).zip(bits_up_to(TAG_BITS_MAX, tag_bits));
+                let (bits, tag_bits) = both.ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                Ok(Method::HashIndex { bits, tag_bits, layout })
             }
             ("cheetah", None) => Err(MethodError::NoPolicy),
             ("cheetah", Some(wanted)) => {
@@ -122,8 +190,15 @@ impl fmt::Display for Method {
             Method::Hashed(layout) => f.write_str(layout.name()),
             Method::Beamer { threshold: None } => f.write_str("beamer"),
             Method::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
-            Method::Stateful(Layout::Striped) => f.write_str("stateful-hash"),
-            Method::Stateful(layout) => write!(f, "stateful-hash:{}", layout.name()),
+            Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.suffix()),
+            Method::HistoryTag { bits, fresh, layout } => {
+                let name = if *fresh { HISTORY_TAG } else { HISTORY_TAG_KEPT };
+                write!(f, "{name}:{bits}{}", layout.suffix())
+            }
+            Method::HashIndex { bits, tag_bits: 0, layout } => write!(f, "{HASH_INDEX}:{bits}{}", layout.suffix()),
+            Method::HashIndex { bits, tag_bits, layout } => {
+                write!(f, "{HASH_INDEX}:{bits}+{tag_bits}{}", layout.suffix())
+            }
             Method::Cheetah { policy } => write!(f, "cheetah:{policy}"),
         }
     }
@@ -141,8 +216,19 @@ mod tests {
 
     #[test]
     fn names_come_back() {
-        let names =
-            ["hash", "consistent-hash", "maglev", "beamer", "beamer:0.1", "stateful-hash", "stateful-hash:maglev"];
+        let names = [
+            "hash",
+            "consistent-hash",
+            "maglev",
+            "beamer",
+            "beamer:0.1",
+            "stateful-hash",
+            "stateful-hash:maglev",
+            "history-tag:3",
+            "history-tag-kept:12:maglev",
+            "hash-index:1",
+            "hash-index:2+4:consistent-hash",
+        ];
         let cheetah = policy::names().into_iter().map(|name| format!("cheetah:{name}"));
         for name in names.map(String::from).into_iter().chain(cheetah) {
             assert_eq!(name.parse::<Method>().unwrap().to_string(), name);
@@ -159,6 +245,11 @@ mod tests {
             ("stateful-hash:ring", "layout \"ring\" does not exist: expected one of hash, consistent-hash, maglev"),
             ("beamer:-1", "method \"beamer:-1\": expected a threshold above 0"),
             ("beamer:nan", "expected a threshold above 0"),
+            ("history-tag", "method \"history-tag\": expected history-tag:BITS with BITS from 0 to 12"),
+            ("history-tag:13", "expected history-tag:BITS with BITS from 0 to 12"),
+            ("history-tag:3:ring", "layout \"ring\" does not exist"),
+            ("hash-index:5", "expected hash-index:BITS with BITS from 0 to 4, +TAG_BITS from 0 to 12"),
+            ("hash-index:1+13", "expected hash-index:BITS"),
             ("maglev:3", "method \"maglev:3\": it takes no parameter"),
         ] {
             let error = given.parse::<Method>().unwrap_err().to_string();

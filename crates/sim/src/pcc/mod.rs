@@ -19,17 +19,19 @@ mod method;
 mod mix;
 mod outcome;
 mod schedule;
+mod small_cookies;
 
-pub use arrivals::{Arrivals, Wave};
+pub use arrivals::{Arrivals, Source, Wave};
 use beamer::{Beamer, Control};
 use cheetah::Cheetah;
 pub use cluster::{Change, LOAD_BALANCERS_MAX};
 use coreward_model::placement::BucketCount;
 use hashed::{Hashed, Stateful};
-pub use method::{Layout, Method, MethodError};
-use mix::Mix;
+pub use method::{INDEX_BITS_MAX, Layout, Method, MethodError, TAG_BITS_MAX};
+pub use mix::{Kind, Mix};
 pub use outcome::{MethodOutcome, Outcome, Run, Second};
 pub use schedule::Updates;
+use small_cookies::{Fields, SmallCookies};
 
 use crate::side_by_side;
 
@@ -203,6 +205,16 @@ fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> Run {
             engine::simulate(config, mix, seed, beamer)
         }
         Method::Stateful(layout) => engine::simulate(config, mix, seed, Stateful::new(layout, config)),
+        Method::HistoryTag { bits, fresh, layout } => {
+            let fields = Fields { tag_bits: bits, fresh, index_bits: 0 };
+            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest());
+            engine::simulate(config, mix, seed, cookies)
+        }
+        Method::HashIndex { bits, tag_bits, layout } => {
+            let fields = Fields { tag_bits, fresh: true, index_bits: bits };
+            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest());
+            engine::simulate(config, mix, seed, cookies)
+        }
         Method::Cheetah { policy } => engine::simulate(config, mix, seed, Cheetah::new(policy, config, servers, seed)),
     }
 }

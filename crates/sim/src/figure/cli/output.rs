@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
+use crate::figure::library::Embedded;
 use crate::figure::result::{FigureResult, Provenance};
 use crate::figure::scenario::Scenario;
 use crate::figure::write::write_whole;
-use crate::figure::{draw, library, page};
+use crate::figure::{draw, page};
 
 /// A directory that exists.
 pub struct Directory {
     path: PathBuf,
+    /// Every figure of the papers, in their order.
+    of_papers: Vec<Embedded>,
 }
 
 impl Directory {
@@ -19,16 +22,16 @@ impl Directory {
     ///
     /// # Errors
     /// When it cannot be created; names it.
-    pub fn open(path: &Path) -> anyhow::Result<Self> {
+    pub fn open(path: &Path, of_papers: Vec<Embedded>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
-        Ok(Self { path: path.to_owned() })
+        Ok(Self { path: path.to_owned(), of_papers })
     }
 
     /// The figure of that name that is there already, if it is whole and was made from the same.
     pub fn resumed(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
-        (result.provenance == *provenance).then_some(result)
+        result.provenance.makes_the_same(provenance).then_some(result)
     }
 
     /// Writes the files of one figure, then the page; the JSON last but the page, since it is what [`Directory::resumed`]
@@ -51,12 +54,11 @@ impl Directory {
     /// order; a user's own scenarios come last.
     fn with_earlier(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
-        let embedded = library::all();
-        let of_papers = embedded.iter().filter_map(|figure| {
+        let of_papers = self.of_papers.iter().filter_map(|figure| {
             let earlier = || Some((self.resumed(figure.name, &figure.provenance())?, figure.scenario().ok()?));
             made_named(figure.name).or_else(earlier)
         });
-        let own = made.iter().filter(|(result, _)| !embedded.iter().any(|figure| figure.name == result.name));
+        let own = made.iter().filter(|(result, _)| !self.of_papers.iter().any(|figure| figure.name == result.name));
         of_papers.chain(own.cloned()).collect()
     }
 

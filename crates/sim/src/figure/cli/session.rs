@@ -6,8 +6,11 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::Asked;
+use crate::figure::live::{LiveFigure, Progress};
 use crate::figure::result::FigureResult;
-use crate::figure::run;
+use crate::figure::scenario::Scenario;
+use crate::figure::table::Table;
+use crate::figure::{live, run};
 
 /// Exit code of a command that was interrupted (128 + SIGINT).
 const INTERRUPTED: i32 = 130;
@@ -19,6 +22,9 @@ struct State {
     finished: Vec<String>,
     to_do: Vec<String>,
     writes: bool,
+    /// While this machine is measured: how to have that end in order, instead of ending the process.
+    interrupt: Option<fn()>,
+    interrupted: bool,
 }
 
 /// A run that has begun.
@@ -36,35 +42,56 @@ impl Session {
     /// # Errors
     /// When signals cannot be handled.
     pub fn begin(names: Vec<String>, writes: bool) -> anyhow::Result<Self> {
-        let state = Arc::new(Mutex::new(State { finished: Vec::new(), to_do: names, writes }));
+        let state = Arc::new(Mutex::new(State::new(names, writes)));
         let seen = Arc::clone(&state);
         ctrlc::set_handler(move || {
-            let state = lock(&seen);
-            eprintln!("\n{}", state.word());
-            std::process::exit(INTERRUPTED);
+            let mut state = lock(&seen);
+            state.interrupted = true;
+            match state.interrupt {
+                Some(interrupt) => interrupt(),
+                None => state.end(),
+            }
         })?;
         Ok(Self { state })
     }
 
-    /// Simulates a figure and judges its claims.
+    /// Simulates or measures a figure and judges its claims.
     ///
     /// # Errors
-    /// What the simulation refuses.
-    pub fn simulate(&self, figure: &Asked) -> anyhow::Result<FigureResult> {
+    /// What the simulation refuses, or the machine.
+    pub fn make(&self, figure: &Asked) -> anyhow::Result<FigureResult> {
         let began = Instant::now();
         let bar = ProgressBar::new(0).with_prefix(figure.name.clone());
         // A template is wrong only if this text is.
         let style = ProgressStyle::with_template("{prefix:24} {wide_bar} {pos}/{len} runs {elapsed}");
         bar.set_style(style.expect("the template is right"));
         bar.enable_steady_tick(Duration::from_millis(200));
-        let table = run::run(&figure.scenario, &|done, of| {
+        let progress = |done: usize, of: usize| {
             bar.set_length(of as u64);
             bar.set_position(done as u64);
-        });
+        };
+        let (table, provenance) = match &figure.live {
+            None => (run::run(&figure.scenario, &progress), figure.provenance.clone()),
+            Some(live) => {
+                (self.measure(live, &figure.scenario, &progress), figure.provenance.clone().on(live::machine()))
+            }
+        };
         bar.finish_and_clear();
-        let result = FigureResult::new(&figure.name, figure.provenance.clone(), &figure.scenario, table?);
+        let result = FigureResult::new(&figure.name, provenance, &figure.scenario, table?);
         eprintln!("{}: {:.1} s", figure.name, began.elapsed().as_secs_f64());
         Ok(result)
+    }
+
+    /// Measures; a signal that comes meanwhile ends the process when everything is tidied up.
+    fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
+        lock(&self.state).interrupt = live.interrupt;
+        let table = live.table(scenario, progress);
+        let mut state = lock(&self.state);
+        state.interrupt = None;
+        if state.interrupted {
+            state.end();
+        }
+        table
     }
 
     /// Writes a figure's files while nobody can end the process in between.
@@ -81,6 +108,16 @@ impl Session {
 }
 
 impl State {
+    fn new(to_do: Vec<String>, writes: bool) -> Self {
+        Self { finished: Vec::new(), to_do, writes, interrupt: None, interrupted: false }
+    }
+
+    /// Ends the process, as an interrupted command ends.
+    fn end(&self) -> ! {
+        eprintln!("\n{}", self.word());
+        std::process::exit(INTERRUPTED);
+    }
+
     fn word(&self) -> String {
         if !self.writes {
             return "interrupted".to_owned();

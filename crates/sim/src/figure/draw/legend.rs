@@ -60,9 +60,11 @@ impl Legend {
 }
 
 fn remark(scenario: &Scenario, table: &Table) -> String {
+    let (made, one, several) =
+        if scenario.live.is_some() { ("measured", "run", "runs") } else { ("simulated", "seed", "seeds") };
     let mut remark = match table.seeds {
-        1 => "filled: simulated here (one seed)".to_owned(),
-        seeds => format!("filled: simulated here, median of {seeds} seeds, lowest to highest as whiskers or band"),
+        1 => format!("filled: {made} here (one {one})"),
+        count => format!("filled: {made} here, median of {count} {several}, lowest to highest as whiskers or band"),
     };
     if table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty()) {
         remark += "; open, dashed: published";

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use super::{Choice, Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
 use crate::figure::scenario::{Measure, Swept};
-use crate::pcc::{Arrivals, Config, Knowledge, Method, Updates};
+use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, Knowledge, Method, TAG_BITS_MAX, Updates};
 
 /// The name of this kind in scenario files.
 pub const KIND: &str = "pcc";
@@ -54,6 +54,7 @@ impl Pcc {
             Swept::Connections => with.connections = Some(value),
             Swept::UpdatesPerMinute => with.updates_per_minute = Some(value),
             Swept::ThresholdPct => with.method = Some(Text(with_threshold(with.method, value)?)),
+            Swept::TagBits | Swept::IndexBits => with.method = Some(Text(with_bits(with.method, swept, value)?)),
             Swept::Time => {}
             _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
         }
@@ -63,7 +64,10 @@ impl Pcc {
     /// The run that measures this with these parameters, and what of its outcome is wanted. One run is of all seeds.
     pub fn job(&self, measure: Measure, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
-        if !matches!(measure, Measure::BrokenPct | Measure::ImbalancePct | Measure::PoolServers) {
+        if !matches!(
+            measure,
+            Measure::BrokenPct | Measure::ImbalancePct | Measure::PoolServers | Measure::CompletedPerSecond
+        ) {
             return Err(Unfit::NotMeasured { kind: KIND, measure });
         }
         let base = match self.experiment.ok_or(missing("experiment"))? {
@@ -98,5 +102,23 @@ fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, 
         Some(Text(Method::Beamer { .. })) if percent > 0.0 => Ok(Method::Beamer { threshold: Some(percent / 100.0) }),
         Some(Text(Method::Beamer { .. })) => Err(Unfit::Value { swept, value: percent }),
         _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the method is not beamer" }),
+    }
+}
+
+fn with_bits(method: Option<Text<Method>>, swept: Swept, value: f64) -> Result<Method, Unfit> {
+    let bits: u8 = whole(swept, value)?;
+    let unfit = Unfit::Value { swept, value };
+    let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
+    match (swept, method) {
+        (Swept::TagBits, Some(Text(Method::HistoryTag { fresh, layout, .. }))) => {
+            Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, fresh, layout })
+        }
+        (Swept::TagBits, Some(Text(Method::HashIndex { bits, layout, .. }))) => {
+            Ok(Method::HashIndex { bits, tag_bits: up_to(TAG_BITS_MAX)?, layout })
+        }
+        (Swept::IndexBits, Some(Text(Method::HashIndex { tag_bits, layout, .. }))) => {
+            Ok(Method::HashIndex { bits: up_to(INDEX_BITS_MAX)?, tag_bits, layout })
+        }
+        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the method's cookie has no such bits" }),
     }
 }

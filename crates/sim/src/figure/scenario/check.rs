@@ -36,9 +36,10 @@ fn present(kinds: [bool; 4]) -> Vec<&'static str> {
 fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
     let common =
         present([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
+    let common: Vec<&str> = common.into_iter().chain(scenario.live.as_ref().map(|_| "live")).collect();
     let [kind] = common[..] else {
         let found = if common.is_empty() { "none".to_owned() } else { common.join(", ") };
-        return Err((0..0, format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path]")));
+        return Err((0..0, format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path], [live]")));
     };
     let of_series = scenario.series.iter().map(|series| {
         let parts = [series.rpc.is_some(), series.lb.is_some(), series.pcc.is_some(), series.path.is_some()];
@@ -196,6 +197,7 @@ fn check_place(
 
 fn runs(scenario: &Scenario) -> Result<(), Wrong> {
     let failed = match scenario.expand() {
+        Ok(_) if scenario.live.is_some() => return Ok(()),
         Ok(plan) if plan.places.is_empty() => {
             return Err((0..0, "nothing is simulated: every point is above what its policy can carry".to_owned()));
         }

@@ -1,0 +1,98 @@
+//! Figures that are measured on this machine instead of simulated (`NAME-live`).
+//!
+//! This crate has the pages, pictures and verdicts; who can measure (the bench, the testbed) is a crate that it must not
+//! know. So the command hands the measurements in, as a list of [`LiveFigure`]. To add one:
+//!
+//! 1. `scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` = runs,
+//!    `modelled` = what is measured and how. A measure that does not exist yet is a new variant of
+//!    [`Measure`](super::scenario::Measure).
+//! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. It says in one sentence
+//!    what is missing when it has not the rights.
+//! 3. An entry in `crates/coreward/src/live.rs`, with the scenario by `include_str!`.
+//!
+//! A live figure is asked for by name only: `--all` does not make it, since it needs root and its bytes differ from run to
+//! run. Files, page, claims and `--resume` are those of every other figure.
+
+use std::collections::HashMap;
+
+use anyhow::Context as _;
+
+use super::library::Embedded;
+use super::run::{Value, table_of};
+use super::scenario::{Panel, Scenario};
+use super::table::Table;
+
+/// How far a measurement is: this many of so many steps.
+pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
+
+/// A figure that can be measured.
+#[derive(Debug, Clone, Copy)]
+pub struct LiveFigure {
+    /// Its name and its scenario, which has `[live]`.
+    pub figure: Embedded,
+    /// Measures everything that the scenario's panels want: as many runs as it has seeds.
+    pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
+    /// What SIGINT and SIGTERM do meanwhile: called from a thread of its own, it lets `measure` tidy up and fail soon.
+    /// `None`: there is nothing to tidy up, the process ends.
+    pub interrupt: Option<fn()>,
+}
+
+/// One measured value of one run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sample {
+    /// The panel's title.
+    pub panel: String,
+    /// The series' label.
+    pub series: String,
+    /// What was swept, or when; in the unit of `x.values`.
+    pub x: f64,
+    /// From 1.
+    pub run: u64,
+    /// In the measure's unit.
+    pub y: f64,
+}
+
+impl LiveFigure {
+    /// The figure of that name.
+    pub fn named<'a>(live: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
+        live.iter().find(|live| live.figure.name == name)
+    }
+
+    /// Measures, and puts what was found in its places.
+    ///
+    /// # Errors
+    /// Those of the measurement.
+    pub fn table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
+        let samples = (self.measure)(scenario, progress).with_context(|| self.figure.name)?;
+        let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
+        for sample in &samples {
+            let place = place(scenario, sample)
+                .with_context(|| format!("{}: the scenario has no place for {sample:?}", self.figure.name))?;
+            let x = sample.x * x_scale(&scenario.panel[place.0]);
+            values.entry(place).or_default().push(Value { x, seed: sample.run, y: sample.y });
+        }
+        Ok(table_of(scenario, values))
+    }
+}
+
+fn place(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
+    let panel = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel)?;
+    let wanted = scenario.series_of(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
+    let series = scenario.series.iter().position(|series| std::ptr::eq(series, wanted))?;
+    (1..=*scenario.seeds.get_ref()).contains(&sample.run).then_some((panel, series))
+}
+
+fn x_scale(panel: &Panel) -> f64 {
+    panel.x.as_ref().map_or(1.0, |sweep| sweep.scale)
+}
+
+/// The machine, for the page: kernel, processor, number of CPUs.
+pub fn machine() -> String {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let kernel = read("/proc/sys/kernel/osrelease");
+    let processors = read("/proc/cpuinfo");
+    let model = processors.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let model = model.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, model)| model.to_owned());
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("Linux {}, {count} CPUs ({model})", kernel.trim())
+}

@@ -1,0 +1,208 @@
+//! `history-tag`, `hash-index`: cookies of a few bits (Cheetah, NSDI'20, Appendix B), for load balancers that hash.
+//!
+//! **History tag.** The load balancer keeps the last n configurations of the pool, and the cookie says in log2(n) bits by
+//! which of them its connection is hashed. A tag is used again after n changes, and then names another configuration. The
+//! load balancer may give a connection a fresher tag: that of a later configuration in which it has the same server.
+//!
+//! **Hash index.** There are several hash functions; a new connection goes to the least loaded of the servers that they
+//! name, and the cookie says which function it was. The pool that it is a function of is the present one, or, together with
+//! a tag, the tag's.
+
+use std::collections::VecDeque;
+
+use coreward_model::ServerId;
+use coreward_model::placement::mix;
+
+use super::balancer::{Balancer, Placed};
+use super::buckets::bucket_of;
+use super::clock::Nanoseconds;
+use super::cluster::{Cluster, id_of};
+use super::connections::Connection;
+use super::method::Layout;
+use super::{Config, Knowledge};
+
+/// A cookie's fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fields {
+    /// Bits of the tag: 2 to the power of it configurations are kept. 0: only the present one.
+    pub tag_bits: u8,
+    /// Whether connections get fresher tags.
+    pub fresh: bool,
+    /// Bits of the index: 2 to the power of it hash functions.
+    pub index_bits: u8,
+}
+
+/// The pool between two changes.
+#[derive(Debug)]
+struct Configuration {
+    /// When it came into force.
+    at: Nanoseconds,
+    /// By bucket, over and over: `hash` repeats itself, and a large table need not be kept for it.
+    servers: Vec<u16>,
+}
+
+/// A table of buckets per configuration. A connection's mark is the configuration that it began in, and above 32 bits its
+/// hash index.
+#[derive(Debug)]
+pub struct SmallCookies {
+    fields: Fields,
+    layout: Layout,
+    buckets: usize,
+    /// Those that an open connection may have seen, the present one last.
+    configurations: VecDeque<Configuration>,
+    /// The number of the first of them.
+    first: u32,
+    longest: Nanoseconds,
+    /// Connections by server as of the last report, when policies are to know no more than that.
+    reported: Option<Vec<u32>>,
+}
+
+impl SmallCookies {
+    /// For the configured cluster, whose connections live for `longest` at most.
+    pub fn new(fields: Fields, layout: Layout, config: &Config, servers: usize, longest: Nanoseconds) -> Self {
+        Self {
+            fields,
+            layout,
+            buckets: layout.size(config.servers, config.buckets_per_server),
+            configurations: VecDeque::new(),
+            first: 0,
+            longest,
+            reported: (config.knowledge == Knowledge::Reported).then(|| vec![0; servers]),
+        }
+    }
+
+    /// How many configurations have a tag of their own.
+    pub fn tags(&self) -> u32 {
+        1 << self.fields.tag_bits
+    }
+
+    /// Whether a connection gets the present tag where that leads to its server.
+    #[cfg(test)]
+    pub fn gives_fresher_tags(&self) -> bool {
+        self.fields.fresh
+    }
+
+    /// The number of the present configuration.
+    pub fn present(&self) -> u32 {
+        self.first + self.configurations.len() as u32 - 1
+    }
+
+    /// Where a connection goes by its hash function of this index in this configuration, which is still kept.
+    pub fn server(&self, configuration: u32, identity: u64, index: u32) -> u16 {
+        let hash = if index == 0 { identity } else { mix(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
+        let servers = &self.configuration(configuration).servers;
+        servers[bucket_of(hash, self.buckets) % servers.len()]
+    }
+
+    fn configuration(&self, number: u32) -> &Configuration {
+        &self.configurations[(number - self.first) as usize]
+    }
+
+    fn connections(&self, server: u16, cluster: &Cluster) -> u32 {
+        self.reported.as_ref().map_or_else(|| cluster.open(server), |reported| reported[usize::from(server)])
+    }
+
+    /// Whether a load balancer can still find the connection's server in configuration `number`, `tagged` being the tag that
+    /// it has; then the tag that it has from now on.
+    fn survives(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
+        let index = (connection.mark >> 32) as u32;
+        let same = self.server(number, connection.identity, index) == connection.server;
+        let reused = (number - tagged).is_multiple_of(self.tags());
+        match (same, reused) {
+            (true, _) if self.fields.fresh || reused => Some(number),
+            (false, true) => None,
+            _ => Some(tagged),
+        }
+    }
+}
+
+impl Balancer for SmallCookies {
+    fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
+        let present = self.present();
+        let choices = (0..1u32 << self.fields.index_bits).map(|index| (index, self.server(present, identity, index)));
+        let least = choices.min_by_key(|(_, server)| self.connections(*server, cluster));
+        let (index, server) = least.expect("there is at least one hash function");
+        Placed { server, core: 0, mark: u64::from(index) << 32 | u64::from(present) }
+    }
+
+    fn servers_changed(&mut self, cluster: &Cluster) {
+        let ids: Vec<ServerId> = cluster.members().iter().copied().map(id_of).collect();
+        let size = if self.layout == Layout::Striped { ids.len() } else { self.buckets };
+        let positions = self.layout.positions(&ids, size);
+        let servers = positions.into_iter().map(|position| cluster.members()[position]).collect();
+        self.configurations.push_back(Configuration { at: cluster.now, servers });
+        // One is needed until nobody is left who began in it.
+        while self.configurations.get(1).is_some_and(|next| next.at + self.longest < cluster.now) {
+            self.configurations.pop_front();
+            self.first += 1;
+        }
+    }
+
+    fn takes_reports(&self) -> bool {
+        self.fields.index_bits > 0 && self.reported.is_some()
+    }
+
+    fn report(&mut self, cluster: &Cluster) {
+        if let Some(reported) = &mut self.reported {
+            reported.iter_mut().enumerate().for_each(|(server, count)| *count = cluster.open(server as u16));
+        }
+    }
+
+    fn broken(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+        let mut tagged = connection.mark as u32;
+        for number in tagged + 1..=self.present() {
+            match self.survives(connection, tagged, number) {
+                Some(tag) => tagged = tag,
+                None => return Some(self.configuration(number).at),
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pcc::{Arrivals, Updates, run};
+
+    fn outcomes(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::MethodOutcome> {
+        let config = Config {
+            servers: 40,
+            arrivals: Arrivals::Open { connections: 2_000.0 },
+            updates: Updates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
+            methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
+            seeds: 1,
+            ..Config::default()
+        };
+        run(&config).unwrap().methods
+    }
+
+    #[test]
+    fn a_cookie_of_no_bits_is_no_cookie() {
+        for (small, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
+            let [small, hashed] = &outcomes(&[small, layout], 40.0)[..] else { panic!("two methods") };
+            assert_eq!(small.runs, hashed.runs);
+            assert!(hashed.broken_pct.median > 1.0);
+        }
+    }
+
+    #[test]
+    fn every_bit_of_the_tag_helps_and_enough_bits_break_none() {
+        // 20 changes a minute for 150 s at most are 50, with 5 standard deviations 86: 7 bits outlast every connection.
+        let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
+        let broken = outcomes(&methods, 20.0);
+        let [none, two, four, seven, kept] = [0, 1, 2, 3, 4].map(|method| broken[method].broken_pct.median);
+        assert!(none > 1.3 * two && two > 1.3 * four && four > 0.0, "{none} {two} {four}");
+        assert_eq!((seven, kept), (0.0, 0.0));
+    }
+
+    #[test]
+    fn one_bit_of_index_balances_as_two_choices_do_and_a_tag_keeps_its_connections() {
+        let balance = outcomes(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
+        let [hash, index, pow2] = [0, 1, 2].map(|method| balance[method].imbalance.median - 1.0);
+        assert!((index / pow2 - 1.0).abs() < 0.3 && index < hash / 3.0, "{hash} {index} {pow2}");
+        let [index, tagged] = &outcomes(&["hash-index:1", "hash-index:1+7"], 20.0)[..] else { panic!("two methods") };
+        assert!(index.broken_pct.median > 1.0);
+        assert_eq!(tagged.broken_pct.median, 0.0);
+    }
+}

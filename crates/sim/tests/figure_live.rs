@@ -1,0 +1,102 @@
+//! A figure that is measured: from what its measurement says to the page.
+
+use clap::Parser as _;
+use coreward_sim::figure::cli::{self, FigureArgs};
+use coreward_sim::figure::library::{self, Embedded};
+use coreward_sim::figure::live::{LiveFigure, Sample};
+use coreward_sim::figure::result::FigureResult;
+
+const TEXT: &str = r#"
+title = "What a packet costs"
+paper = "p"
+figure = "f"
+statement = "s"
+modelled = "m"
+seeds = 2
+
+[live]
+minutes = 3
+
+[[series]]
+label = "stateless"
+
+[[series]]
+label = "other"
+
+[[panel]]
+title = "cost"
+measure = "packet-ns"
+x = { parameter = "connections", label = "thousand connections", values = [1000, 2000], scale = 0.001 }
+y = { label = "ns", scale = 10 }
+series = ["stateless"]
+
+[[claim]]
+statement = "at most 40 ns"
+value = { series = "stateless" }
+at_most = 40
+"#;
+
+const LIVE: LiveFigure = LiveFigure {
+    figure: Embedded { name: "cheetah-5-live", text: TEXT },
+    measure: |scenario, progress| {
+        progress(0, 1);
+        let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
+        Ok(values.iter().flat_map(|x| [1, 2].map(|run| sample("stateless", *x, run))).collect())
+    },
+    interrupt: None,
+};
+
+fn sample(series: &str, x: f64, run: u64) -> Sample {
+    Sample { panel: "cost".into(), series: series.into(), x, run, y: x / 1000.0 + run as f64 }
+}
+
+#[derive(clap::Parser)]
+struct Cli {
+    #[command(flatten)]
+    figure: FigureArgs,
+}
+
+fn figure(arguments: &[&str], live: LiveFigure) -> anyhow::Result<()> {
+    cli::run(Cli::parse_from(["figure"].iter().chain(arguments)).figure, &[live])
+}
+
+#[test]
+fn samples_become_a_table_a_verdict_and_a_page() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().to_str().unwrap();
+    figure(&["cheetah-5-live", "--out", out], LIVE).unwrap();
+    let read = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
+    let expected = "panel,series,x,median,low,high,published\n\
+                    cost,stateless,1,25,20,30,\ncost,stateless,2,35,30,40,\n";
+    assert_eq!(read("cheetah-5-live.csv"), expected);
+    let result: FigureResult = serde_json::from_str(&read("cheetah-5-live.json")).unwrap();
+    assert!(result.claims[0].holds && result.provenance.measured_on.unwrap().starts_with("Linux "));
+    let page = read("index.html");
+    for part in ["What is measured.", "over 2 runs", "were measured, on the machine", "measured here, median of 2 runs"]
+    {
+        assert!(page.contains(part), "{part:?} is missing");
+    }
+}
+
+#[test]
+fn live_figures_have_their_place_and_are_not_part_of_all() {
+    let names = |figures: Vec<Embedded>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
+    let with_live = names(library::with_live(&[LIVE]));
+    assert!(!names(library::all()).contains(&"cheetah-5-live"));
+    let place = with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
+    assert_eq!(&with_live[place - 1..=place + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
+}
+
+#[test]
+fn a_sample_without_a_place_is_an_error() {
+    let live = [
+        LiveFigure { measure: |_, _| Ok(vec![sample("other", 1000.0, 1)]), ..LIVE },
+        LiveFigure { measure: |_, _| Ok(vec![sample("third", 1000.0, 1)]), ..LIVE },
+        LiveFigure { measure: |_, _| Ok(vec![sample("stateless", 1000.0, 3)]), ..LIVE },
+    ];
+    let scenario = LIVE.figure.scenario().unwrap();
+    for live in live {
+        let error = live.table(&scenario, &|_, _| {}).unwrap_err().to_string();
+        assert!(error.contains("cheetah-5-live: the scenario has no place for Sample"), "{error}");
+    }
+}
