@@ -3,10 +3,11 @@
 CARGO ?= cargo
 COREWARD := target/release/coreward
 BENCH := target/release/coreward-bench
+FUZZ := target/release/coreward-fuzz
 
 FIGURES ?= out/figures
 
-.PHONY: help install build demo figures test test-nic conformity lint bench clean
+.PHONY: help install build demo figures test test-nic conformity fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +35,12 @@ conformity: build ## stock clients and servers for minutes while everything chan
 	@scripts/install run
 	@$(COREWARD) testbed conformity
 	@$(COREWARD) testbed conformity --syncookies 2
+
+fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
+	@$(FUZZ) packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+
+consistency: build ## a million connections while servers, load balancers and keys change (CONSISTENCY="--mode stateful ...")
+	@$(FUZZ) consistency $(CONSISTENCY)
 
 lint: install ## formatting, clippy, licences
 	@scripts/lint

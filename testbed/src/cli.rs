@@ -1,6 +1,6 @@
 //! The sub-commands of `coreward testbed`.
 
-use crate::{conformity, instance, load, paced_server};
+use crate::{conformity, instance, load, paced_server, pcc, stream};
 
 /// Options of `coreward testbed`.
 #[derive(Debug, Clone, clap::Args)]
@@ -15,6 +15,12 @@ enum TestbedCommand {
     PacedServer(paced_server::PacedServerArgs),
     /// Replay an arrival log against a service and print what became of it as JSON
     Load(load::LoadArgs),
+    /// Serve connections that last, in several network namespaces at once
+    StreamServer(stream::server::StreamServerArgs),
+    /// Open connections that last and print what became of them, by second, as JSON
+    StreamClient(stream::client::StreamClientArgs),
+    /// Which connections break while servers and load balancers come and go; one run, printed as JSON
+    Pcc(pcc::PccArgs),
     /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
     Conformity(conformity::Options),
     /// Remove what killed testbeds left behind
@@ -29,6 +35,9 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
         TestbedCommand::PacedServer(args) => paced_server::run(args),
         TestbedCommand::Load(args) => load::run(args),
+        TestbedCommand::StreamServer(args) => stream::server::run(args),
+        TestbedCommand::StreamClient(args) => stream::client::run(args),
+        TestbedCommand::Pcc(args) => pcc::main(args),
         TestbedCommand::Conformity(options) => conformity::main(*options),
         TestbedCommand::Clean => {
             instance::clean()?.iter().for_each(|name| println!("removed testbed {name}"));

@@ -130,7 +130,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
 /// hash (ECMP): what the machine itself loses and sends twice.
 fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
     let forwarding = |on: &str| {
-        testbed.load_balancer().set_sysctls(&[
+        testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", on),
             ("ipv4/fib_multipath_hash_policy", "1"),
             ("ipv4/conf/all/send_redirects", "0"),
@@ -156,7 +156,7 @@ fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> 
 fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
     command.args(["route", verb, &SERVICE.ip().to_string()]).args(hops);
-    testbed.run(testbed.load_balancer(), command).map(drop)
+    testbed.run(testbed.load_balancer(1)?, command).map(drop)
 }
 
 fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::Result<Outcome> {

@@ -1,5 +1,7 @@
-//! coreward's own processes in a testbed: a controller, a load balancer, an agent per server, each the real daemon with
+//! coreward's own processes in a testbed: a controller, load balancers, an agent per server, each the real daemon with
 //! a configuration file of its own, in the namespace where it belongs.
+//!
+//! Daemons are called `controller`, `lb1`, `lb2` ..., `agent-s1`, `agent-s2` ...
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -9,11 +11,12 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use coreward_model::consistency::{Consistency, Timestamps};
 use nix::sys::signal::Signal;
 
 use crate::namespace::Namespace;
 use crate::process::Process;
-use crate::topology::{CONTROLLER_ADDRESS, DEVICE, Testbed, server_address};
+use crate::topology::{CONTROLLER_ADDRESS, DEVICE, Testbed, load_balancer_name, server_address};
 
 /// The controller's port.
 pub const CONTROLLER_PORT: u16 = 7400;
@@ -23,15 +26,31 @@ pub const CONTROLLER_PORT: u16 = 7400;
 pub struct FleetOptions {
     /// Policy of every service.
     pub policy: String,
+    /// How packets of every service find their server.
+    pub consistency: Consistency,
+    /// Who stamps cookies, for every service.
+    pub timestamps: Timestamps,
     /// Time between two reports, and between two tables.
     pub report_interval_ms: u32,
     /// Where agents find the load of a server's cores.
     pub load: LoadSource,
+    /// Whether agents steer connections to the workers of their cores.
+    pub steer: bool,
+    /// What else is to stand in the controller's file, as it is: more services, for one.
+    pub more: String,
 }
 
 impl Default for FleetOptions {
     fn default() -> Self {
-        Self { policy: "crossrss".to_owned(), report_interval_ms: 100, load: LoadSource::Cpu }
+        Self {
+            policy: "crossrss".to_owned(),
+            consistency: Consistency::default(),
+            timestamps: Timestamps::default(),
+            report_interval_ms: 100,
+            load: LoadSource::Cpu,
+            steer: true,
+            more: String::new(),
+        }
     }
 }
 
@@ -59,7 +78,7 @@ pub struct Fleet {
     options: FleetOptions,
     pool: BTreeMap<u16, Standing>,
     controller: Process,
-    load_balancer: Process,
+    load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
 }
 
@@ -83,7 +102,7 @@ pub fn coreward_command() -> anyhow::Result<PathBuf> {
 }
 
 impl Fleet {
-    /// Starts controller, load balancer and an agent for each server of the testbed, all of them in the pool, and waits
+    /// Starts controller, load balancers and an agent for each server of the testbed, all of them in the pool, and waits
     /// until every agent reports and a table is in force.
     ///
     /// # Errors
@@ -92,15 +111,73 @@ impl Fleet {
         let pool: BTreeMap<u16, Standing> =
             testbed.server_numbers().into_iter().map(|number| (number, Standing::Active)).collect();
         write_controller_file(testbed, &options, &pool)?;
-        write_load_balancer_file(testbed)?;
         let controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?;
-        let load_balancer = start_daemon(testbed, testbed.load_balancer(), "lb", "lb")?;
-        let mut fleet = Self { options, pool, controller, load_balancer, agents: BTreeMap::new() };
+        let mut fleet = Self { options, pool, controller, load_balancers: BTreeMap::new(), agents: BTreeMap::new() };
+        for number in testbed.load_balancer_numbers() {
+            fleet.start_load_balancer(testbed, number)?;
+        }
         for number in testbed.server_numbers() {
             fleet.start_agent(testbed, number)?;
         }
         fleet.wait_until_ready(testbed)?;
         Ok(fleet)
+    }
+
+    /// Starts the daemon of a load balancer (again, if it was killed).
+    ///
+    /// # Errors
+    /// When there is no such load balancer or the daemon cannot be started.
+    pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        write_load_balancer_file(testbed, number)?;
+        let daemon = start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
+        self.load_balancers.insert(number, daemon);
+        Ok(())
+    }
+
+    /// Adds a load balancer to the testbed, and announces it when it has a table. Returns its number.
+    ///
+    /// # Errors
+    /// When it cannot be made or started, or is not ready in time.
+    pub fn add_load_balancer(&mut self, testbed: &mut Testbed) -> anyhow::Result<u16> {
+        let number = testbed.add_load_balancer()?;
+        self.start_load_balancer(testbed, number)?;
+        self.wait_until_ready(testbed)?;
+        testbed.announce(&testbed.load_balancer_numbers())?;
+        Ok(number)
+    }
+
+    /// The power of a load balancer fails: daemon, data plane and everything pinned are gone. The routers notice after
+    /// `noticed`; until then what they send there is lost.
+    ///
+    /// # Errors
+    /// When there is no such load balancer.
+    pub fn kill_load_balancer(&mut self, testbed: &mut Testbed, number: u16, noticed: Duration) -> anyhow::Result<()> {
+        testbed.remove_load_balancer(number)?;
+        self.load_balancers.remove(&number);
+        std::thread::sleep(noticed);
+        testbed.announce(&testbed.load_balancer_numbers())
+    }
+
+    /// A load balancer starts anew with nothing in its memory, as after a crash of its kernel; packets to it are lost
+    /// until it has its tables again.
+    ///
+    /// # Errors
+    /// When there is no such load balancer, or it is not ready in time.
+    pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        self.kill(&load_balancer_name(number))?;
+        testbed.forget_load_balancer(number)?;
+        self.start_load_balancer(testbed, number)?;
+        self.wait_until_ready(testbed)
+    }
+
+    /// A daemon ends in order, and a new process takes over what it left, as when another version is installed.
+    ///
+    /// # Errors
+    /// When there is none of that name, or it does not end or start.
+    pub fn upgrade(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
+        let status = self.daemon(name)?.terminate(Duration::from_secs(5))?;
+        ensure!(status.success(), "{name} ended with {status}");
+        self.restart(testbed, name)
     }
 
     /// Starts the agent of a server (again, if it was killed).
@@ -129,20 +206,17 @@ impl Fleet {
         &self.pool
     }
 
-    /// The daemon of that name: `controller`, `lb`, `agent-s1` ...
+    /// The daemon of that name.
     ///
     /// # Errors
     /// When there is none.
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
-        match name {
-            "controller" => Ok(&mut self.controller),
-            "lb" => Ok(&mut self.load_balancer),
-            _ => {
-                let number = name.strip_prefix("agent-s").and_then(|number| number.parse().ok());
-                let agent = number.and_then(|number: u16| self.agents.get_mut(&number));
-                agent.with_context(|| format!("no daemon {name:?}: expected controller, lb or agent-sN"))
-            }
-        }
+        let daemon = match DaemonName::parse(name)? {
+            DaemonName::Controller => Some(&mut self.controller),
+            DaemonName::LoadBalancer(number) => self.load_balancers.get_mut(&number),
+            DaemonName::Agent(number) => self.agents.get_mut(&number),
+        };
+        daemon.with_context(|| format!("there is no daemon {name}"))
     }
 
     /// Kills a daemon with SIGKILL.
@@ -160,15 +234,14 @@ impl Fleet {
     /// # Errors
     /// When there is none of that name, or it cannot be started.
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
-        match name {
-            "controller" => self.controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?,
-            "lb" => self.load_balancer = start_daemon(testbed, testbed.load_balancer(), "lb", "lb")?,
-            _ => {
-                let number = name.strip_prefix("agent-s").and_then(|number| number.parse().ok());
-                self.start_agent(testbed, number.with_context(|| format!("no daemon {name:?}"))?)?;
+        match DaemonName::parse(name)? {
+            DaemonName::Controller => {
+                self.controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?;
+                Ok(())
             }
+            DaemonName::LoadBalancer(number) => self.start_load_balancer(testbed, number),
+            DaemonName::Agent(number) => self.start_agent(testbed, number),
         }
-        Ok(())
     }
 
     /// What `coreward status --format json` says.
@@ -205,12 +278,34 @@ impl Fleet {
         let reporting = servers.iter().filter(|server| server["state"] == "reporting").count();
         let active = self.pool.values().filter(|standing| **standing == Standing::Active).count();
         let balancers = status["load_balancers"].as_array().map_or(&[][..], Vec::as_slice);
-        let resolved = |balancer: &serde_json::Value| {
-            let state = &balancer["state"];
-            state["unresolved_servers"].as_array().is_none_or(Vec::is_empty)
-                && state["table_generations"].as_object().is_some_and(|tables| !tables.is_empty())
+        let resolved = |number: &u16| {
+            let name = load_balancer_name(*number);
+            let state = balancers.iter().find(|balancer| balancer["name"] == name).map(|balancer| &balancer["state"]);
+            state.is_some_and(|state| {
+                state["unresolved_servers"].as_array().is_none_or(Vec::is_empty)
+                    && state["table_generations"].as_object().is_some_and(|tables| !tables.is_empty())
+            })
         };
-        reporting >= active && !balancers.is_empty() && balancers.iter().all(resolved)
+        reporting >= active && self.load_balancers.keys().all(resolved)
+    }
+}
+
+/// Which daemon a name means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum DaemonName {
+    Controller,
+    LoadBalancer(u16),
+    Agent(u16),
+}
+
+impl DaemonName {
+    fn parse(name: &str) -> anyhow::Result<Self> {
+        let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        match name {
+            "controller" => Some(Self::Controller),
+            _ => number("lb").map(Self::LoadBalancer).or_else(|| number("agent-s").map(Self::Agent)),
+        }
+        .with_context(|| format!("no daemon {name:?}: expected controller, lbN or agent-sN"))
     }
 }
 
@@ -270,17 +365,25 @@ fn write_controller_file(
     for (index, vip) in testbed.vips().enumerate() {
         let policy = &options.policy;
         write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}:80\"\npolicy = \"{policy}\"\n")?;
+        if options.consistency != Consistency::default() {
+            writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
+        }
+        if options.timestamps != Timestamps::default() {
+            writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
+        }
     }
+    text += &options.more;
     write(&configuration(testbed, "controller"), &text)
 }
 
-fn write_load_balancer_file(testbed: &Testbed) -> anyhow::Result<()> {
+fn write_load_balancer_file(testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+    let name = load_balancer_name(number);
     let text = format!(
-        "name = \"lb\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n",
+        "name = \"{name}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n",
         controller_address(),
-        testbed.pin_directory().join("lb").display(),
+        testbed.load_balancer_pin_directory(number).display(),
     );
-    write(&configuration(testbed, "lb"), &text)
+    write(&configuration(testbed, &name), &text)
 }
 
 fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
@@ -290,9 +393,10 @@ fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> a
             format!("{{ source = \"published\", path = \"{}\" }}", busy_file(testbed, number).display())
         }
     };
+    let steer = if options.steer { "order" } else { "off" };
     let text = format!(
         "server = \"s{number}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
-         manage_rss = true\nmanage_timestamps = true\nsteer = \"order\"\nload = {load}\n\
+         manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n",
         controller_address(),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),

@@ -1,13 +1,21 @@
 //! Ctrl-C and SIGTERM: noted, so that a testbed is taken down in order before the process ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::bail;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
+use crate::event_loop::now_ns;
+
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn note(_signal: i32) {
+    request();
+}
+
+/// As if a signal had come.
+pub fn request() {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
@@ -31,4 +39,20 @@ pub fn check() -> anyhow::Result<()> {
         bail!("interrupted");
     }
     Ok(())
+}
+
+/// Waits for a moment of CLOCK_MONOTONIC (ns).
+///
+/// # Errors
+/// When a signal has come.
+pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
+    loop {
+        check()?;
+        let left = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
+        if left.is_zero() {
+            return Ok(());
+        }
+        // In pieces: a signal that comes between check and sleep would otherwise wait for long.
+        std::thread::sleep(left.min(Duration::from_millis(200)));
+    }
 }

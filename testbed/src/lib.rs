@@ -3,16 +3,19 @@
 //! Two things in it are emulated, and said to be wherever they show: RSS (virtual Ethernet has none) and cores (one
 //! machine with two CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
 //!
-//! * [`topology`]: [`Testbed`], the hosts and the switch between them
+//! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
 //! * [`fleet`]: controller, load balancer and agents, started and killed
 //! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`protocol`]: what it speaks
-//! * [`load`]: replays an arrival log
+//! * [`load`]: replays an arrival log; [`broken`]: how connections break
+//! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
 //! * [`process`], [`namespace`]: what runs where
 //! * [`demo`]: `coreward demo`; [`cli`]: `coreward testbed`
 
+pub mod broken;
+mod busy;
 pub mod cli;
 pub mod conformity;
 pub mod counters;
@@ -26,10 +29,13 @@ pub mod load;
 pub mod namespace;
 pub mod nginx;
 pub mod paced_server;
+pub mod pcc;
 pub mod process;
 pub mod protocol;
 pub mod rss_emulation;
+pub mod stream;
 pub mod topology;
+pub mod uplink;
 
 pub use namespace::Namespace;
 pub use process::Process;

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
+use crate::broken::{Broken, Failure};
 use crate::event_loop::{Epoll, Event, now_ns};
 use crate::protocol::{MESSAGE_BYTES, Messages, Request, Response};
 
@@ -63,31 +64,6 @@ pub struct LoadReport {
     pub lateness_us: Latency,
     /// Connections by (server, core) that answered them.
     pub placed: Vec<Placed>,
-}
-
-/// How many connections broke, by kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Broken {
-    /// No such socket at the server that got the SYN.
-    pub refused: u64,
-    /// RST on an established connection: among others, what a packet to the wrong server earns.
-    pub reset: u64,
-    /// A request unanswered for ten seconds, or TCP gave up.
-    pub timed_out: u64,
-    /// FIN before the last answer.
-    pub closed_early: u64,
-    /// An answer to another request, or from another server or core than the answers before.
-    pub wrong_answer: u64,
-    /// Anything else, e.g. no route.
-    pub other: u64,
-}
-
-impl Broken {
-    /// All kinds together.
-    pub fn total(&self) -> u64 {
-        let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
-        refused + reset + timed_out + closed_early + wrong_answer + other
-    }
 }
 
 /// A distribution of times (us).
@@ -155,7 +131,7 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
 }
 
 /// Three significant digits, from 1 us to a minute; what is longer counts as a minute.
-fn new_histogram() -> anyhow::Result<Histogram<u64>> {
+pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
 
@@ -188,19 +164,6 @@ struct Client<'a> {
     latency: Histogram<u64>,
     lateness: Histogram<u64>,
     placed: HashMap<(u8, u8), u64>,
-}
-
-/// How a connection ended badly.
-enum Failure {
-    Io(io::Error),
-    ClosedEarly,
-    WrongAnswer,
-}
-
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
 }
 
 impl Client<'_> {
@@ -375,21 +338,7 @@ impl Client<'_> {
 
     fn fail(&mut self, index: usize, failure: Failure) {
         let Some(connection) = self.connections.remove(&index) else { return };
-        let broken = &mut self.report.broken;
-        let count = match failure {
-            Failure::ClosedEarly => &mut broken.closed_early,
-            Failure::WrongAnswer => &mut broken.wrong_answer,
-            Failure::Io(error) => match error.kind() {
-                io::ErrorKind::ConnectionRefused => &mut broken.refused,
-                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => &mut broken.reset,
-                io::ErrorKind::TimedOut => &mut broken.timed_out,
-                _ => {
-                    tracing::warn!("connection {index} of the log: {error}");
-                    &mut broken.other
-                }
-            },
-        };
-        *count += 1;
+        self.report.broken.count(&failure, index);
         self.finish(&connection);
     }
 

@@ -1,14 +1,15 @@
-//! The datacentre: a client host, a load balancer, a controller, servers, and a switch between them.
+//! The datacentre: a client host, load balancers, a controller, servers, and a switch between them.
 //!
 //! ```text
 //!   cwX-client 10.1.0.7 ..  --+                     +-- cwX-s1 10.1.1.1  (VIP on lo)
-//!   cwX-lb     10.1.0.1  -----+-- cwX-switch: br0 --+-- cwX-s2 10.1.1.2
+//!   cwX-lb1    10.1.2.1  -----+-- cwX-switch: br0 --+-- cwX-s2 10.1.1.2
 //!   cwX-controller 10.1.0.2 --+                     +-- ...
 //! ```
 //!
 //! Every host is a namespace with one device, `eth0`, whose peer in the switch has the host's name and is a port of the
-//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancer; servers hold
-//! them on `lo` and answer the client directly.
+//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancers, among which
+//! its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly. With
+//! [`TestbedOptions::router_mtu`] the client stands behind a router, which then chooses: [`crate::uplink`].
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process};
-use crate::rss_emulation;
+use crate::{rss_emulation, uplink};
 
 /// The device of every host.
 pub const DEVICE: &str = "eth0";
@@ -28,13 +29,11 @@ pub const DEVICE: &str = "eth0";
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// The service that the demo balances.
 pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
-/// The load balancer's own address.
-pub const LOAD_BALANCER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
 /// The controller's address.
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
-const FIRST_CLIENT_ADDRESS: u8 = 7;
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 const SERVERS_MAX: u16 = 250;
+const LOAD_BALANCERS_MAX: u16 = 32;
 const CORES_MAX: u16 = 64;
 
 /// [`seeded_rng`]'s stream for the keys that emulated NICs have when they come up.
@@ -49,8 +48,13 @@ pub struct TestbedOptions {
     pub servers: u16,
     /// Cores (receive queues) of each server (1 to 64).
     pub cores: u16,
-    /// Addresses of the client, from 10.1.0.7 on (1 to 200).
+    /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
+    pub load_balancers: u16,
+    /// Addresses of the client, from 10.1.0.7 on (behind a router from 10.2.0.7 on; 1 to 200).
     pub client_addresses: u16,
+    /// The client stands behind a router, and packets to it may have this many bytes (68 to 1500); `None`: on the servers'
+    /// segment.
+    pub router_mtu: Option<u16>,
     /// VIPs on the servers, from 10.200.0.1 on (1 to 250).
     pub vips: u8,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
@@ -65,7 +69,9 @@ impl Default for TestbedOptions {
             instance: "testbed".to_owned(),
             servers: 4,
             cores: 4,
+            load_balancers: 1,
             client_addresses: 4,
+            router_mtu: None,
             vips: 1,
             indirection_entries: 128,
             seed: 1,
@@ -79,9 +85,11 @@ pub struct Testbed {
     options: TestbedOptions,
     instance: Instance,
     client: Namespace,
-    load_balancer: Namespace,
+    router: Option<Namespace>,
     controller: Namespace,
     switch: Namespace,
+    /// Load balancer K at K - 1; `None` once removed.
+    load_balancers: Vec<Option<Namespace>>,
     /// Server K at K - 1; `None` once removed.
     servers: Vec<Option<Namespace>>,
 }
@@ -127,8 +135,10 @@ impl Testbed {
         for (value, min, max, name) in [
             (options.servers, 0, SERVERS_MAX, "servers"),
             (options.cores, 1, CORES_MAX, "cores"),
+            (options.load_balancers, 1, LOAD_BALANCERS_MAX, "load balancers"),
             (options.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
             (u16::from(options.vips), 1, 250, "VIPs"),
+            (options.router_mtu.unwrap_or(uplink::MTU_MAX), uplink::MTU_MIN, uplink::MTU_MAX, "bytes of MTU"),
         ] {
             if !(min..=max).contains(&value) {
                 bail!("{value} {name} in a testbed: expected {min} to {max}");
@@ -140,15 +150,20 @@ impl Testbed {
         let instance = Instance::take(&options.instance)?;
         let mut testbed = Self {
             client: instance.namespace("client"),
-            load_balancer: instance.namespace("lb"),
+            router: options.router_mtu.map(|_| instance.namespace("router")),
             controller: instance.namespace("controller"),
             switch: instance.namespace("switch"),
+            load_balancers: Vec::new(),
             servers: Vec::new(),
             options,
             instance,
         };
         testbed.make_switch()?;
         testbed.make_hosts()?;
+        for _ in 0..testbed.options.load_balancers {
+            testbed.add_load_balancer()?;
+        }
+        testbed.announce(&testbed.load_balancer_numbers())?;
         for _ in 0..testbed.options.servers {
             testbed.add_server()?;
         }
@@ -165,22 +180,60 @@ impl Testbed {
     }
 
     fn make_hosts(&self) -> anyhow::Result<()> {
-        make_namespaces(&[&self.client, &self.load_balancer, &self.controller])?;
-        self.connect(&self.client, "client", 1, 1)?;
-        self.connect(&self.load_balancer, "lb", 1, 1)?;
+        make_namespaces(&[&self.controller])?;
         self.connect(&self.controller, "controller", 1, 1)?;
-        let mut addresses = String::new();
-        for index in 0..self.options.client_addresses {
-            addresses += &format!("address add {}/16 dev {DEVICE}\n", self.client_address(index));
-        }
-        ip_batch(Some(&self.client), &format!("{addresses}route add 10.200.0.0/24 via {LOAD_BALANCER_ADDRESS}\n"))?;
-        ip_batch(Some(&self.load_balancer), &format!("address add {LOAD_BALANCER_ADDRESS}/16 dev {DEVICE}\n"))?;
         ip_batch(Some(&self.controller), &format!("address add {CONTROLLER_ADDRESS}/16 dev {DEVICE}\n"))?;
-        rss_emulation::attach_xdp_pass(&self.switch, "lb")?;
+        self.make_client_side()
+    }
+
+    /// Adds a load balancer and returns its number, counted from 1. Numbers are not used again. It is no next hop of the
+    /// VIPs before [`Testbed::announce`] says so.
+    ///
+    /// # Errors
+    /// When `ip` or the kernel refuse something.
+    pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
+        let number = self.load_balancers.len() as u16 + 1;
+        if number > LOAD_BALANCERS_MAX {
+            bail!("{number} load balancers in a testbed: expected at most {LOAD_BALANCERS_MAX}");
+        }
+        let name = load_balancer_name(number);
+        let namespace = self.instance.namespace(&name);
+        make_namespaces(&[&namespace])?;
+        self.connect(&namespace, &name, 1, 1)?;
+        let address = load_balancer_address(number);
+        ip_batch(Some(&namespace), &format!("address add {address}/16 dev {DEVICE}\n"))?;
+        self.load_balancers.push(Some(namespace));
+        rss_emulation::attach_xdp_pass(&self.switch, &name)?;
         // veth leaves checksums to a NIC that is not there; a packet sent on by XDP_TX would carry the unfinished sum.
         let mut ethtool = Command::new("ethtool");
-        ethtool.args(["-K", "lb", "tx", "off"]);
-        self.run(&self.switch, ethtool).map(drop)
+        ethtool.args(["-K", &name, "tx", "off"]);
+        self.run(&self.switch, ethtool)?;
+        Ok(number)
+    }
+
+    /// Kills what runs on a load balancer and removes it with all that is pinned, as if its power had failed. What is
+    /// routed to it is lost until [`Testbed::announce`] says otherwise.
+    ///
+    /// # Errors
+    /// When there is no such load balancer.
+    pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
+        self.load_balancer(number)?;
+        // A namespace's devices outlive it by some milliseconds; this one is to be gone now.
+        ip_batch(Some(&self.switch), &format!("link delete {}\n", load_balancer_name(number)))?;
+        let removed = self.load_balancers[usize::from(number) - 1].take();
+        removed.expect("just found").remove()?;
+        self.forget_load_balancer(number)
+    }
+
+    /// Removes all that is pinned of a load balancer, as a machine that starts anew has nothing: it forwards no more.
+    ///
+    /// # Errors
+    /// When something cannot be removed.
+    pub fn forget_load_balancer(&self, number: u16) -> anyhow::Result<()> {
+        match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 
     /// Adds a server and returns its number, counted from 1. Numbers are not used again.
@@ -199,7 +252,8 @@ impl Testbed {
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         // One transmit queue more at the port: see rss_emulation.bpf.c, "Why + 2".
         self.connect(&namespace, &name, self.options.cores, self.options.cores + 1)?;
-        let mut addresses = format!("address add {}/16 dev {DEVICE}\n", server_address(number));
+        let mut addresses =
+            format!("address add {}/16 dev {DEVICE}\n{}", server_address(number), self.route_to_client());
         for vip in self.vips() {
             addresses += &format!("address add {vip}/32 dev lo\n");
         }
@@ -222,7 +276,13 @@ impl Testbed {
 
     /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch. Native XDP at the
     /// host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
-    fn connect(&self, host: &Namespace, port: &str, queues: u16, port_transmit_queues: u16) -> anyhow::Result<()> {
+    pub(crate) fn connect(
+        &self,
+        host: &Namespace,
+        port: &str,
+        queues: u16,
+        port_transmit_queues: u16,
+    ) -> anyhow::Result<()> {
         let (host_name, switch) = (host.name(), self.switch.name());
         ip_batch(
             None,
@@ -254,9 +314,23 @@ impl Testbed {
         &self.client
     }
 
-    /// The load balancer's host.
-    pub fn load_balancer(&self) -> &Namespace {
-        &self.load_balancer
+    /// The router before the client, if there is one.
+    pub fn router(&self) -> Option<&Namespace> {
+        self.router.as_ref()
+    }
+
+    /// Load balancer `number`, counted from 1.
+    ///
+    /// # Errors
+    /// When there is none, or it was removed.
+    pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
+        let load_balancer = numbered(&self.load_balancers, number);
+        load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
+    }
+
+    /// The numbers of the load balancers that are there.
+    pub fn load_balancer_numbers(&self) -> Vec<u16> {
+        numbers(&self.load_balancers)
     }
 
     /// The controller's host.
@@ -274,19 +348,13 @@ impl Testbed {
     /// # Errors
     /// When there is none, or it was removed.
     pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
-        let position = usize::from(number).checked_sub(1);
-        let server = position.and_then(|position| self.servers.get(position)).and_then(Option::as_ref);
-        server.with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
+        numbered(&self.servers, number)
+            .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
     }
 
     /// The numbers of the servers that are there.
     pub fn server_numbers(&self) -> Vec<u16> {
-        (1..).zip(&self.servers).filter_map(|(number, server)| server.as_ref().map(|_| number)).collect()
-    }
-
-    /// The client's address `index`, counted from 0.
-    pub fn client_address(&self, index: u16) -> Ipv4Addr {
-        Ipv4Addr::new(10, 1, 0, FIRST_CLIENT_ADDRESS + index as u8)
+        numbers(&self.servers)
     }
 
     /// The VIPs, each on every server.
@@ -306,6 +374,11 @@ impl Testbed {
 
     fn server_pin_directory(&self, number: u16) -> PathBuf {
         self.pin_directory().join(format!("s{number}"))
+    }
+
+    /// For what a load balancer pins.
+    pub fn load_balancer_pin_directory(&self, number: u16) -> PathBuf {
+        self.pin_directory().join(load_balancer_name(number))
     }
 
     /// Where a server's emulated NIC has its registers: a pinned map, `struct emulated_rss` of bpf/intf.h.
@@ -335,8 +408,26 @@ pub fn server_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 1, number as u8)
 }
 
+/// The address of load balancer `number`, counted from 1.
+pub fn load_balancer_address(number: u16) -> Ipv4Addr {
+    Ipv4Addr::new(10, 1, 2, number as u8)
+}
+
+/// The name of load balancer `number`: of its namespace's role, its port, its daemon.
+pub fn load_balancer_name(number: u16) -> String {
+    format!("lb{number}")
+}
+
+fn numbered(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {
+    hosts.get(usize::from(number).checked_sub(1)?)?.as_ref()
+}
+
+fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
+    (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
+}
+
 /// Makes namespaces in which nothing speaks unasked: no IPv6, so no neighbour discovery and no multicast reports.
-fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
+pub(crate) fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     ip_batch(None, &commands)?;
     for namespace in namespaces {

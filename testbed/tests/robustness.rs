@@ -74,7 +74,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
     }
     let mut site = site("kill", 2, "crossrss");
     let mut connections = site.open(20);
-    for daemon in ["controller", "lb", "agent-s1", "agent-s2"] {
+    for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.kill(daemon).unwrap();
         still_answered(&mut connections);
         // What is pinned also takes new connections.
@@ -85,12 +85,12 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
         connections.extend(site.open(5));
     }
     // All at once.
-    for daemon in ["agent-s1", "agent-s2", "lb", "controller"] {
+    for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
         site.fleet.kill(daemon).unwrap();
     }
     still_answered(&mut connections);
     connections.extend(site.open(5));
-    for daemon in ["controller", "lb", "agent-s1", "agent-s2"] {
+    for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.restart(&site.testbed, daemon).unwrap();
     }
     site.fleet.wait_until_ready(&site.testbed).unwrap();
@@ -175,11 +175,11 @@ fn an_interface_that_does_not_exist_is_named() {
     let file = testbed.directory().join("lb.toml");
     let text = format!(
         "name = \"lb\"\ncontroller = \"10.1.0.2:7400\"\ninterface = \"eth7\"\npin_directory = \"{}\"\n",
-        testbed.pin_directory().join("lb").display()
+        testbed.load_balancer_pin_directory(1).display()
     );
     std::fs::write(&file, text).unwrap();
     let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
     command.arg("lb").arg("--config").arg(&file);
-    let error = testbed.run(testbed.load_balancer(), command).unwrap_err().to_string();
+    let error = testbed.run(testbed.load_balancer(1).unwrap(), command).unwrap_err().to_string();
     assert!(error.contains("eth7") && error.contains("does not exist"), "{error}");
 }

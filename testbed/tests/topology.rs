@@ -11,7 +11,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::topology::{DEVICE, SERVICE, VIP, server_address};
-use coreward_testbed::{Testbed, TestbedOptions, nginx, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, counters, nginx, skip_without_privilege};
 
 fn options(instance: &str, servers: u16) -> TestbedOptions {
     TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
@@ -40,7 +40,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     let made = start.elapsed();
     assert!(made < Duration::from_secs(5), "making a testbed of two servers took {made:?}");
 
-    attach_xdp_pass(testbed.load_balancer(), DEVICE).context("the load balancer's device must take native XDP")?;
+    attach_xdp_pass(testbed.load_balancer(1)?, DEVICE).context("the load balancer's device must take native XDP")?;
 
     let nginx = testbed.start_nginx(1)?;
     assert_eq!(nginx.workers().len(), 4);
@@ -112,6 +112,75 @@ fn fresh_nics_have_keys_of_their_own() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Load balancers without coreward: each one's kernel routes what is for the VIP to server 1.
+fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
+    for number in testbed.load_balancer_numbers() {
+        let load_balancer = testbed.load_balancer(number)?;
+        load_balancer.set_sysctls(&[
+            ("ipv4/ip_forward", "1"),
+            ("ipv4/conf/all/send_redirects", "0"),
+            (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+        ])?;
+        let mut ip = Command::new("ip");
+        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+        testbed.run(load_balancer, ip)?;
+    }
+    Ok(())
+}
+
+/// Packets that each load balancer's kernel routed, by number.
+fn routed(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
+    let numbers = testbed.load_balancer_numbers();
+    let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
+    numbers.into_iter().map(of).collect()
+}
+
+#[test]
+fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Result<()> {
+    if skip_without_privilege("connections_spread_over_the_load_balancers_that_are_announced") {
+        return Ok(());
+    }
+    let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
+    let _nginx = testbed.start_nginx(1)?;
+    route_at_load_balancers(&testbed)?;
+    let ask_often = |testbed: &Testbed| (0..32).try_for_each(|_| curl(testbed, nginx::WHO, &[]).map(drop));
+    ask_often(&testbed)?;
+    let both = routed(&testbed)?;
+    // With 32 connections one load balancer gets none once in 2^31 runs.
+    assert!(both.iter().all(|packets| *packets > 0), "{both:?}");
+
+    testbed.announce(&[2])?;
+    ask_often(&testbed)?;
+    let second = routed(&testbed)?;
+    assert!(second[0] == both[0] && second[1] > both[1], "{both:?}, then {second:?}");
+
+    assert_eq!(testbed.add_load_balancer()?, 3);
+    testbed.remove_load_balancer(2)?;
+    assert_eq!(testbed.load_balancer_numbers(), [1, 3]);
+    // Nobody has told the client: what goes to a load balancer without power is lost, and not refused.
+    let lost = curl(&testbed, nginx::WHO, &["--connect-timeout", "1"]).unwrap_err().to_string();
+    assert!(lost.contains("exit status: 28"), "{lost}");
+    testbed.announce(&[1])?;
+    ask_often(&testbed)?;
+    let none = testbed.announce(&[]).unwrap_err().to_string();
+    assert!(none.contains("at least one"), "{none}");
+    Ok(())
+}
+
+#[test]
+fn a_router_with_a_small_mtu_tells_the_server_by_icmp() -> anyhow::Result<()> {
+    if skip_without_privilege("a_router_with_a_small_mtu_tells_the_server_by_icmp") {
+        return Ok(());
+    }
+    let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..options("tmtu", 1) })?;
+    let _nginx = testbed.start_nginx(1)?;
+    route_at_load_balancers(&testbed)?;
+    assert_eq!(curl(&testbed, nginx::LARGE_FILE, &[])?.len(), nginx::LARGE_FILE_BYTES);
+    let told = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
+    assert!(told > 0, "no ICMP error reached the server");
+    Ok(())
+}
+
 const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED: &str = "tkilled";
 
@@ -166,7 +235,7 @@ fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
         let remains: std::path::PathBuf = remains;
         assert!(!remains.exists(), "{} is left", remains.display());
     }
-    for role in ["client", "lb", "controller", "switch", "s1"] {
+    for role in ["client", "lb1", "controller", "switch", "s1"] {
         assert!(!Path::new("/run/netns").join(format!("cw{KILLED}-{role}")).exists(), "{role} is left");
     }
     Ok(())

@@ -1,5 +1,6 @@
 //! The one command; each sub-command is a crate's, nothing is decided here.
 
+mod live;
 mod rights;
 
 use std::net::SocketAddr;
@@ -10,11 +11,14 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
+use coreward_lb::capture_command::CaptureArgs;
+use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use coreward_sim::cli::{self as sim, SimArgs};
 use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::{cli as testbed, demo};
+use coreward_wire::v1;
 
 #[derive(clap::Parser)]
 #[command(name = "coreward", version, about)]
@@ -35,6 +39,12 @@ enum Command {
     Status(StatusArgs),
     /// Where a new connection would go, and why
     Explain(ExplainArgs),
+    /// The cookie keys: which one stamps, and their rotation
+    Keys(KeysArgs),
+    /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees them
+    Capture(CaptureArgs),
+    /// The heaviest connections of a stateful service, live, from the load balancer's connection table
+    Connections(ConnectionsArgs),
     /// Whether this kernel takes every BPF program
     CheckKernel,
     /// Watch the whole system work: the same connections under every policy, side by side (needs root)
@@ -99,18 +109,50 @@ struct StatusArgs {
 }
 
 #[derive(clap::Args)]
+struct KeysArgs {
+    #[command(subcommand)]
+    command: KeysCommand,
+}
+
+#[derive(clap::Subcommand)]
+enum KeysCommand {
+    /// Which key stamps, since when, and how far a rotation is
+    Show(AskArgs),
+    /// Begin a rotation: the next key goes to everybody, and stamps when all have confirmed it
+    Rotate {
+        #[command(flatten)]
+        ask: AskArgs,
+        /// Also when the present key is young, and without those that are not connected: connections may break
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+#[derive(clap::Args)]
 struct ExplainArgs {
     #[command(flatten)]
     ask: AskArgs,
     /// VIP and port of the service
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    vip: SocketAddr,
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "pcap")]
+    vip: Option<SocketAddr>,
     /// Protocol of the service
     #[arg(long, default_value = Protocol::Tcp.name())]
     protocol: Protocol,
     /// Address and port of the client
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    client: SocketAddr,
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "pcap")]
+    client: Option<SocketAddr>,
+    /// A packet of an established connection that echoes this (TSecr, `ecr` in tcpdump), instead of a first one
+    #[arg(long, value_name = "TSECR")]
+    echo: Option<u32>,
+    /// A packet of an established connection without timestamps
+    #[arg(long, conflicts_with = "echo")]
+    without_timestamps: bool,
+    /// It is a reset
+    #[arg(long)]
+    reset: bool,
+    /// Every packet to or from a service in this pcap or pcapng file
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["vip", "client", "echo", "without_timestamps", "reset"])]
+    pcap: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -151,17 +193,40 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Agent(args) => agent(args),
         Command::Status(StatusArgs { ask }) => print(&show::status(ask.controller, ask.format.into())?),
-        Command::Explain(ExplainArgs { ask, vip, protocol, client }) => {
-            let service = ServiceAddress { socket: vip, protocol };
-            print(&show::explain(ask.controller, service, client, ask.format.into())?)
+        Command::Explain(args) => print(&explain(&args)?),
+        Command::Connections(args) => {
+            rights::require("coreward connections")?;
+            print(&connections_command::run(&args)?)
+        }
+        Command::Capture(args) => {
+            rights::require("coreward capture")?;
+            coreward_lb::capture_command::run(&args)
+        }
+        Command::Keys(KeysArgs { command: KeysCommand::Show(ask) }) => {
+            print(&show::keys(ask.controller, ask.format.into())?)
+        }
+        Command::Keys(KeysArgs { command: KeysCommand::Rotate { ask, force } }) => {
+            print(&show::rotate_keys(ask.controller, force, ask.format.into())?)
         }
         Command::CheckKernel => check_kernel(),
         Command::Demo(options) => demo::run(&options),
         Command::Sim(args) => sim::run(args),
-        Command::Figure(args) => figure::run(args),
+        Command::Figure(args) => figure::run(args, live::FIGURES),
         // Before any thread is started: the paced server forks.
         Command::Testbed(args) => testbed::run(&args),
     }
+}
+
+fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
+    let (controller, format) = (args.ask.controller, args.ask.format.into());
+    if let Some(path) = &args.pcap {
+        return show::explain_pcap(controller, path, format);
+    }
+    let service = ServiceAddress { socket: args.vip.context("--vip is missing")?, protocol: args.protocol };
+    let client = args.client.context("--client is missing")?;
+    let established = args.echo.is_some() || args.without_timestamps || args.reset;
+    let packet = v1::EstablishedPacket { cookie: args.echo, reset: args.reset };
+    show::explain(controller, service, client, established.then_some(packet), format)
 }
 
 fn agent(args: AgentArgs) -> anyhow::Result<()> {

@@ -40,16 +40,35 @@ pub struct SeedMeasures {
 impl SeedMeasures {
     /// Of the samples at the beginning of each second and at the end of the last.
     pub fn new(seed: u64, samples: &[Sample], timeline: &Timeline, load: LoadReport) -> Self {
-        let windows: Vec<Window> =
-            (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect();
+        let windows = windows(samples);
+        let Variances { server_pct, core_pct } = Variances::of(&windows, timeline);
+        Self { seed, windows, server_variance_pct: server_pct, core_variance_pct: core_pct, load }
+    }
+}
+
+/// Means over the windows that count.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Variances {
+    /// Of the work that servers served.
+    pub server_pct: f64,
+    /// Of the work that cores served.
+    pub core_pct: f64,
+}
+
+impl Variances {
+    /// Of a run's windows.
+    pub fn of(windows: &[Window], timeline: &Timeline) -> Self {
         let of_counted = |value: fn(&Window) -> Option<f64>| {
             let counted = windows.iter().filter(|window| timeline.counts(window.second));
             mean(&counted.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
-        let server_variance_pct = of_counted(|window| window.server_pct);
-        let core_variance_pct = of_counted(|window| window.core_pct);
-        Self { seed, windows, server_variance_pct, core_variance_pct, load }
+        Self { server_pct: of_counted(|window| window.server_pct), core_pct: of_counted(|window| window.core_pct) }
     }
+}
+
+/// Between the samples of each second.
+pub fn windows(samples: &[Sample]) -> Vec<Window> {
+    (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect()
 }
 
 fn window(second: u64, before: &Sample, after: &Sample) -> Window {

@@ -8,6 +8,7 @@
 //! * [`lane`]: one policy's testbed
 //! * [`timeline`]: what happens when, and which windows count
 //! * [`measure`]: from busy times to variances
+//! * [`simulated`]: the same in the simulator
 //! * [`results`]: the JSON and the table; [`picture`]: the SVG
 //! * [`machine`]: how busy the machine itself was
 
@@ -17,6 +18,7 @@ pub mod measure;
 pub mod options;
 pub mod picture;
 pub mod results;
+pub mod simulated;
 pub mod timeline;
 
 use std::fs;
@@ -37,6 +39,7 @@ use machine::Machine;
 use measure::SeedMeasures;
 pub use options::{DemoOptions, Format};
 use results::{DemoResults, PolicyRuns};
+use simulated::Simulated;
 use timeline::Timeline;
 
 /// From starting the load generators to the log's time 0: they read the log first.
@@ -51,12 +54,18 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// # Errors
 /// Without root (one sentence), when a testbed or a daemon does not start, or when interrupted; nothing is left behind.
 pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
-    if let Some(missing) = missing_privilege() {
+    if !options.simulated
+        && let Some(missing) = missing_privilege()
+    {
         bail!(missing);
     }
     interrupt::catch()?;
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
     let logs = write_logs(options)?;
+    if options.simulated {
+        println!("{}", results::simulated_table(&options.policies(), &simulated(options, &logs)));
+        return Ok(());
+    }
     let progress = progress_bar(options);
     let results = run_all(options, &logs, &progress)?;
     progress.finish_and_clear();
@@ -93,6 +102,10 @@ fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<Log>> {
 fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyhow::Result<DemoResults> {
     let timeline = Timeline::new(options.seconds);
     let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.log)).collect();
+    // Before anything runs that it would disturb.
+    announce(progress, "simulating the same logs under the same policies".to_owned());
+    let simulated = simulated(options, logs);
+    interrupt::check()?;
     let mut lanes = Vec::new();
     for policy in options.policies() {
         announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
@@ -112,6 +125,7 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
     }
     Ok(DemoResults {
         runs,
+        simulated,
         noise_floor_pct: median(&noise_floors).context("no seed")?,
         seconds: options.seconds,
         servers: options.servers,
@@ -119,6 +133,11 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
         timeline,
         machine_busy_pct: machine.busy_pct(),
     })
+}
+
+fn simulated(options: &DemoOptions, logs: &[Log]) -> Vec<Simulated> {
+    let of_seeds: Vec<&ArrivalLog> = logs.iter().map(|log| &log.log).collect();
+    simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
 }
 
 /// Per-core variance that is left when every connection is placed by what it will send: no balancer can do better, as
@@ -149,7 +168,7 @@ fn run_seed(
     announce(progress, format!("seed {seed}"));
     machine.start()?;
     for second in 0..=timeline.seconds() {
-        sleep_until(start_ns + second * 1_000_000_000)?;
+        interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
         for lane in &mut *lanes {
             lane.sample()?;
         }
@@ -165,18 +184,6 @@ fn run_seed(
     let measures = lanes.iter_mut().map(|lane| lane.finish(seed, timeline, END_LIMIT)).collect();
     std::thread::sleep(PAUSE);
     measures
-}
-
-fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
-    loop {
-        interrupt::check()?;
-        let left = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
-        if left.is_zero() {
-            return Ok(());
-        }
-        // In pieces: a signal that comes between check and sleep would otherwise wait for long.
-        std::thread::sleep(left.min(Duration::from_millis(200)));
-    }
 }
 
 /// Says what is going on: beside the bar, or, where none is shown, in a line of its own.

@@ -33,6 +33,9 @@ pub struct DemoOptions {
     /// What to print
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
+    /// Only replay the arrival logs in the simulator: no testbed, no root
+    #[arg(long, conflicts_with = "format")]
+    pub simulated: bool,
     /// Directory for the picture, the JSON and the arrival logs
     #[arg(long, value_name = "DIR", default_value = "out")]
     pub out: PathBuf,

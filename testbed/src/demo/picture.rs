@@ -58,8 +58,9 @@ fn colour(index: usize) -> RGBColor {
 
 /// Both panels share a logarithmic scale: the policies lie an order of magnitude apart.
 fn scale(results: &DemoResults) -> std::ops::Range<f64> {
-    let medians = results.runs.iter().map(|runs| runs.core_variance_pct());
-    let highest = medians.map(|spread| spread.highest).fold(1.0, f64::max);
+    let live = results.runs.iter().map(|runs| runs.core_variance_pct());
+    let simulated = results.simulated.iter().map(|simulated| simulated.core_variance_pct);
+    let highest = live.chain(simulated).map(|spread| spread.highest).fold(1.0, f64::max);
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
 }
 
@@ -104,11 +105,11 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
     chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
 }
 
-/// A bar per policy, its spread over the seeds as a line.
+/// A bar per policy, its spread over the seeds as a line; the same in the simulator as a box over its draws.
 fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
     let (count, scale) = (results.runs.len(), scale(results));
     let mut chart = ChartBuilder::on(area)
-        .caption("per-core variance %: median, lowest and highest", FONT)
+        .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", FONT)
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
@@ -121,9 +122,18 @@ fn draw_medians(results: &DemoResults, area: &Area<'_>) -> Drawn {
         let middle = left + 0.5;
         let whisker = [(middle, spread.lowest.max(scale.start)), (middle, spread.highest)];
         chart.draw_series(LineSeries::new(whisker, BLACK.stroke_width(2)))?;
+        let simulated = results.simulated[index].core_variance_pct;
+        let (from, to) = (left + 0.62, left + 0.8);
+        let range = [(from, simulated.lowest.max(scale.start)), (to, simulated.highest.max(scale.start))];
+        for style in [WHITE.filled(), BLACK.stroke_width(1)] {
+            chart.draw_series(std::iter::once(Rectangle::new(range, style)))?;
+        }
+        let at_median = [from, to].map(|x| (x, simulated.median.max(scale.start)));
+        chart.draw_series(LineSeries::new(at_median, BLACK.stroke_width(2)))?;
         let label = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
         for (line, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", spread.median))] {
-            let place = (middle, spread.highest * 1.1 * (scale.end / scale.start).powf(LABEL_LINE * line));
+            let highest = spread.highest.max(simulated.highest);
+            let place = (middle, highest * 1.1 * (scale.end / scale.start).powf(LABEL_LINE * line));
             chart.draw_series(std::iter::once(Text::new(text, place, label.clone())))?;
         }
     }
@@ -141,8 +151,16 @@ mod tests {
         let path = directory.path().join("demo.svg");
         draw(&super::super::results::tests::results(), &path).unwrap();
         let svg = std::fs::read_to_string(path).unwrap();
-        for part in ["hash", "8.00", "1.00", "noise floor 0.125", "RSS and cores emulated", "a server joins", "</svg>"]
-        {
+        for part in [
+            "hash",
+            "8.00",
+            "1.00",
+            "noise floor 0.125",
+            "RSS and cores emulated",
+            "a server joins",
+            "simulated",
+            "</svg>",
+        ] {
             assert!(svg.contains(part), "{part:?} is missing");
         }
     }

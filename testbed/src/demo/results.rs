@@ -7,6 +7,7 @@ use coreward_model::statistics::median;
 use serde::Serialize;
 
 use super::measure::SeedMeasures;
+use super::simulated::{DRAWS, Simulated};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
 /// Above this share the machine itself delays answers, and the figures should not be trusted.
@@ -30,12 +31,7 @@ impl PolicyRuns {
     }
 
     fn spread(&self, value: impl Fn(&SeedMeasures) -> f64) -> Spread {
-        let values: Vec<f64> = self.seeds.iter().map(value).collect();
-        Spread {
-            median: median(&values).unwrap_or(f64::NAN),
-            lowest: values.iter().copied().fold(f64::INFINITY, f64::min),
-            highest: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
-        }
+        Spread::of(&self.seeds.iter().map(value).collect::<Vec<_>>())
     }
 
     /// Per-core variance % over the seeds.
@@ -68,7 +64,8 @@ impl PolicyRuns {
 
     /// Kinds of broken connections that there were, in words; empty when there were none.
     fn broken_kinds(&self) -> String {
-        let kinds = |kind: fn(&crate::load::Broken) -> u64| self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum();
+        let kinds =
+            |kind: fn(&crate::broken::Broken) -> u64| self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum();
         let all: [(u64, &str); 6] = [
             (kinds(|b| b.refused), "refused"),
             (kinds(|b| b.reset), "reset"),
@@ -83,8 +80,8 @@ impl PolicyRuns {
     }
 }
 
-/// A value over the seeds.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// A value over the seeds, or over the draws of a simulation.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Spread {
     /// The median.
     pub median: f64,
@@ -95,6 +92,20 @@ pub struct Spread {
 }
 
 impl Spread {
+    /// Of these values.
+    pub fn of(values: &[f64]) -> Self {
+        Self {
+            median: median(values).unwrap_or(f64::NAN),
+            lowest: values.iter().copied().fold(f64::INFINITY, f64::min),
+            highest: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        }
+    }
+
+    /// Whether a value lies among these.
+    pub fn holds(&self, value: f64) -> bool {
+        (self.lowest..=self.highest).contains(&value)
+    }
+
     fn cell(&self, digits: usize) -> String {
         format!("{:.digits$} ({:.digits$}-{:.digits$})", self.median, self.lowest, self.highest)
     }
@@ -105,6 +116,8 @@ impl Spread {
 pub struct DemoResults {
     /// In the order of the registry of policies.
     pub runs: Vec<PolicyRuns>,
+    /// The same policies in the simulator.
+    pub simulated: Vec<Simulated>,
     /// Per-core variance % of the best placement there is; median over the seeds.
     pub noise_floor_pct: f64,
     /// Length of a seed's run.
@@ -136,6 +149,20 @@ struct JsonPolicy<'a> {
     latency_ms: JsonLatency,
     connections: JsonConnections,
     table_generations: u64,
+    simulated: JsonSimulated,
+}
+
+#[derive(Serialize)]
+struct JsonSimulated {
+    server_variance_pct: JsonCompared,
+    core_variance_pct: JsonCompared,
+}
+
+#[derive(Serialize)]
+struct JsonCompared {
+    #[serde(flatten)]
+    simulated: Spread,
+    live_is_within: bool,
 }
 
 #[derive(Serialize)]
@@ -156,7 +183,13 @@ impl DemoResults {
     /// # Errors
     /// When a value is no number.
     pub fn json(&self) -> anyhow::Result<String> {
-        let policy = |runs: &'_ PolicyRuns| JsonPolicy {
+        let compared =
+            |live: Spread, simulated: Spread| JsonCompared { simulated, live_is_within: simulated.holds(live.median) };
+        let policy = |(runs, simulated): (&'_ PolicyRuns, &Simulated)| JsonPolicy {
+            simulated: JsonSimulated {
+                server_variance_pct: compared(runs.server_variance_pct(), simulated.server_variance_pct),
+                core_variance_pct: compared(runs.core_variance_pct(), simulated.core_variance_pct),
+            },
             policy: runs.policy,
             server_variance_pct: runs.server_variance_pct().median,
             core_variance_pct: runs.core_variance_pct().median,
@@ -165,7 +198,7 @@ impl DemoResults {
             table_generations: runs.table_generations,
         };
         let Self { noise_floor_pct, seconds, servers, cores, .. } = *self;
-        let policies = self.runs.iter().map(policy).collect();
+        let policies = self.runs.iter().zip(&self.simulated).map(policy).collect();
         Ok(serde_json::to_string_pretty(&Json { policies, noise_floor_pct, seconds, servers, cores })?)
     }
 
@@ -198,6 +231,13 @@ impl DemoResults {
         for runs in self.runs.iter().filter(|runs| runs.broken() > 0) {
             lines.push(format!("Broken under {}: {}.", runs.policy, runs.broken_kinds()));
         }
+        lines.extend(["".to_owned(), self.live_against_simulated().to_string()]);
+        lines.push(format!(
+            "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, in\n\
+             brackets their range over {DRAWS} draws of server ids and RSS key. A live run is one such draw: if both are the\n\
+             same, one of {} live medians lies outside.",
+            DRAWS.div_ceil(2)
+        ));
         lines.extend(self.warning());
         lines.push(format!("Picture: {}; arrival logs and JSON beside it.", out.join("demo.svg").display()));
         lines.join("\n")
@@ -217,6 +257,22 @@ impl DemoResults {
         } else {
             format!("{state}.")
         })
+    }
+
+    fn live_against_simulated(&self) -> Table {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_FULL_CONDENSED);
+        table.set_header(["policy", "per-core variance %", "simulated", "", "server variance %", "simulated", ""]);
+        let cells = |live: Spread, simulated: Spread| {
+            let verdict = if simulated.holds(live.median) { "within the noise" } else { "NOT within the noise" };
+            [format!("{:.2}", live.median), simulated.cell(2), verdict.to_owned()]
+        };
+        for (runs, simulated) in self.runs.iter().zip(&self.simulated) {
+            let cores = cells(runs.core_variance_pct(), simulated.core_variance_pct);
+            let servers = cells(runs.server_variance_pct(), simulated.server_variance_pct);
+            table.add_row([runs.policy.to_owned()].into_iter().chain(cores).chain(servers));
+        }
+        table
     }
 
     fn table(&self) -> Table {
@@ -251,11 +307,24 @@ impl DemoResults {
     }
 }
 
+/// What the simulator gave for these policies, alone.
+pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    table.set_header(["policy", "simulated per-core variance %", "simulated server variance %"]);
+    for (policy, simulated) in policies.iter().zip(simulated) {
+        let spreads = [simulated.core_variance_pct, simulated.server_variance_pct];
+        table.add_row([(*policy).to_owned()].into_iter().chain(spreads.map(|spread| spread.cell(2))));
+    }
+    table
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::broken::Broken;
     use crate::demo::measure::Window;
-    use crate::load::{Broken, Latency, LoadReport};
+    use crate::load::{Latency, LoadReport};
 
     /// Two policies, three seeds.
     pub fn results() -> DemoResults {
@@ -279,7 +348,10 @@ pub(super) mod tests {
             seeds: (1..).zip(variances).map(|(number, variance)| seed(number, variance)).collect(),
             table_generations: 540,
         };
+        let spread = |median, lowest, highest| Spread { median, lowest, highest };
+        let simulated = |core_variance_pct| Simulated { core_variance_pct, server_variance_pct: spread(0.6, 0.4, 0.7) };
         DemoResults {
+            simulated: vec![simulated(spread(9.0, 7.0, 11.0)), simulated(spread(0.5, 0.4, 0.9))],
             runs: vec![runs("hash", [8.0, 7.0, 12.0]), runs("crossrss", [1.0, 0.5, 2.0])],
             noise_floor_pct: 0.125,
             seconds: 18,
@@ -296,9 +368,14 @@ pub(super) mod tests {
         let expected = serde_json::json!({
             "policy": "hash", "server_variance_pct": 0.5, "core_variance_pct": 8.0,
             "latency_ms": {"p50": 5.1, "p99": 20.0}, "connections": {"opened": 300, "broken": 1},
-            "table_generations": 540
+            "table_generations": 540,
+            "simulated": {
+                "server_variance_pct": {"median": 0.6, "lowest": 0.4, "highest": 0.7, "live_is_within": true},
+                "core_variance_pct": {"median": 9.0, "lowest": 7.0, "highest": 11.0, "live_is_within": true}
+            }
         });
         assert_eq!(json["policies"][0], expected);
+        assert_eq!(json["policies"][1]["simulated"]["core_variance_pct"]["live_is_within"], false);
         let keys: Vec<&String> = json.as_object().unwrap().keys().collect();
         assert_eq!(keys, ["cores", "noise_floor_pct", "policies", "seconds", "servers"]);
         assert_eq!(json["noise_floor_pct"], 0.125);
@@ -307,7 +384,15 @@ pub(super) mod tests {
     #[test]
     fn the_text_says_what_is_emulated_and_what_broke() {
         let text = results().text(Path::new("out"));
-        for part in ["8.00 (7.00-12.00)", "Emulated: RSS", "Broken under hash: 1 reset.", "Noise floor", "0.125 %"] {
+        for part in [
+            "8.00 (7.00-12.00)",
+            "Emulated: RSS",
+            "Broken under hash: 1 reset.",
+            "Noise floor",
+            "0.125 %",
+            "9.00 (7.00-11.00)",
+            "NOT within the noise",
+        ] {
             assert!(text.contains(part), "{part:?} is missing in:\n{text}");
         }
         assert!(!text.contains("WARNING"));

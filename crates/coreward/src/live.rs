@@ -1,0 +1,39 @@
+//! The figures that are measured on this machine; `coreward_sim::figure::live` says how one is added.
+
+use coreward_bench::figure;
+use coreward_sim::figure::library::Embedded;
+use coreward_sim::figure::live::LiveFigure;
+use coreward_testbed::pcc;
+
+use crate::rights;
+
+/// Every one, in any order: lists and pages have the papers' order.
+pub const FIGURES: &[LiveFigure] = &[
+    LiveFigure {
+        figure: Embedded { name: "cheetah-5-live", text: include_str!("../../../scenarios/live/cheetah-5-live.toml") },
+        measure: |scenario, progress| {
+            rights::require("coreward figure cheetah-5-live")?;
+            figure::cheetah_5(scenario, progress)
+        },
+        // The kernel takes programs and maps back when the process ends.
+        interrupt: None,
+    },
+    LiveFigure {
+        figure: Embedded { name: "cheetah-9-live", text: include_str!("../../../scenarios/live/cheetah-9-live.toml") },
+        measure: pcc::figure::measure,
+        interrupt: Some(pcc::figure::interrupt),
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_live_scenario_is_right() {
+        for live in FIGURES {
+            let scenario = live.figure.scenario().unwrap_or_else(|error| panic!("{error}"));
+            assert!(scenario.live.is_some() && live.figure.name.ends_with("-live"), "{}", live.figure.name);
+        }
+    }
+}

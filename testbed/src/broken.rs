@@ -1,0 +1,73 @@
+//! How connections break, as their clients see it.
+
+use std::io;
+use std::ops::AddAssign;
+
+use serde::{Deserialize, Serialize};
+
+/// How many connections broke, by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Broken {
+    /// No such socket at the server that got the SYN.
+    pub refused: u64,
+    /// RST on an established connection: among others, what a packet to the wrong server earns.
+    pub reset: u64,
+    /// Nothing came for seconds when something was due, or TCP gave up.
+    pub timed_out: u64,
+    /// FIN before the last answer.
+    pub closed_early: u64,
+    /// An answer to another request, or from another server or core than the answers before.
+    pub wrong_answer: u64,
+    /// Anything else, e.g. no route.
+    pub other: u64,
+}
+
+impl Broken {
+    /// All kinds together.
+    pub fn total(&self) -> u64 {
+        let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
+        refused + reset + timed_out + closed_early + wrong_answer + other
+    }
+    /// Counts one; `index` says of which connection where the kind alone does not tell.
+    pub(crate) fn count(&mut self, failure: &Failure, index: usize) {
+        let count = match failure {
+            Failure::ClosedEarly => &mut self.closed_early,
+            Failure::WrongAnswer => &mut self.wrong_answer,
+            Failure::Io(error) => match error.kind() {
+                io::ErrorKind::ConnectionRefused => &mut self.refused,
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => &mut self.reset,
+                io::ErrorKind::TimedOut => &mut self.timed_out,
+                _ => {
+                    tracing::warn!("connection {index}: {error}");
+                    &mut self.other
+                }
+            },
+        };
+        *count += 1;
+    }
+}
+
+impl AddAssign for Broken {
+    fn add_assign(&mut self, other: Self) {
+        self.refused += other.refused;
+        self.reset += other.reset;
+        self.timed_out += other.timed_out;
+        self.closed_early += other.closed_early;
+        self.wrong_answer += other.wrong_answer;
+        self.other += other.other;
+    }
+}
+
+/// How a connection ended badly.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    Io(io::Error),
+    ClosedEarly,
+    WrongAnswer,
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}

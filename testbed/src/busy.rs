@@ -1,0 +1,111 @@
+//! Emulated cores: how busy one is by the clock, and the file in which servers publish it for their agents.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
+
+use anyhow::{Context as _, bail};
+
+/// A core's queue in virtual time.
+#[derive(Debug, Default)]
+pub(crate) struct VirtualCore {
+    /// Service time of all requests taken so far (ns).
+    accepted_ns: u64,
+    /// When the last of them is done.
+    busy_until_ns: u64,
+}
+
+impl VirtualCore {
+    /// Queues a request that arrived now and returns when it will be done.
+    pub(crate) fn accept(&mut self, now_ns: u64, service_ns: u64) -> u64 {
+        self.accepted_ns += service_ns;
+        self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
+        self.busy_until_ns
+    }
+
+    /// How long it has been serving up to now (ns): all it took on, but for what lies ahead. Without gaps in between,
+    /// for a core that has work is never idle.
+    pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
+        self.accepted_ns - self.busy_until_ns.saturating_sub(now_ns)
+    }
+}
+
+/// The file of busy times, mapped into all workers.
+pub(crate) struct BusyFile {
+    cores: &'static [AtomicU64],
+    temporary: PathBuf,
+}
+
+impl BusyFile {
+    pub(crate) fn create(path: &Path, workers: u8) -> anyhow::Result<Self> {
+        let temporary = path.with_extension("new");
+        let open = || -> anyhow::Result<&'static [AtomicU64]> {
+            let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary)?;
+            file.set_len(u64::from(workers) * size_of::<u64>() as u64)?;
+            map(&file, usize::from(workers))
+        };
+        let cores = open().with_context(|| format!("cannot make the busy file {}", temporary.display()))?;
+        Ok(Self { cores, temporary })
+    }
+
+    pub(crate) fn cores(&self) -> &[AtomicU64] {
+        self.cores
+    }
+
+    /// Puts it where readers look: who finds it knows that the sockets listen.
+    pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
+        fs::rename(&self.temporary, path).with_context(|| format!("cannot make the busy file {}", path.display()))
+    }
+}
+
+fn map(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
+    use std::os::fd::AsRawFd as _;
+    let (length, access) = (count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
+    // SAFETY: a new shared mapping at an address of the kernel's choice.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), length, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error().into());
+    }
+    // SAFETY: the mapping is `length` bytes long, aligned to a page, never unmapped, and only accessed atomically.
+    Ok(unsafe { std::slice::from_raw_parts(start.cast(), count) })
+}
+
+/// Reads a busy file: nanoseconds per core.
+///
+/// # Errors
+/// When it cannot be read or is no whole number of cores long.
+pub fn read_busy_file(path: &Path) -> anyhow::Result<Vec<u64>> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read the busy file {}", path.display()))?;
+    let (cores, rest) = bytes.as_chunks::<8>();
+    if !rest.is_empty() {
+        bail!("the busy file {} has {} bytes: expected a multiple of 8", path.display(), bytes.len());
+    }
+    Ok(cores.iter().map(|core| u64::from_le_bytes(*core)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_core_serves_one_request_after_the_other() {
+        let mut core = VirtualCore::default();
+        assert_eq!(core.accept(1_000, 50), 1_050);
+        // Arrives while the first is served: waits.
+        assert_eq!(core.accept(1_020, 50), 1_100);
+        // Arrives after a gap: starts at once.
+        assert_eq!(core.accept(1_200, 10), 1_210);
+    }
+
+    #[test]
+    fn busy_time_is_what_was_served_so_far() {
+        let mut core = VirtualCore::default();
+        assert_eq!(core.busy_ns(500), 0);
+        core.accept(1_000, 100);
+        assert_eq!([1_000, 1_040, 1_100, 1_150].map(|now| core.busy_ns(now)), [0, 40, 100, 100]);
+        core.accept(1_200, 100);
+        core.accept(1_210, 100);
+        assert_eq!([1_250, 1_399, 1_400, 2_000].map(|now| core.busy_ns(now)), [150, 299, 300, 300]);
+    }
+}

@@ -1,0 +1,134 @@
+//! The demo's arrival logs in the simulator, under the same policies, beside what was measured live.
+//!
+//! A live run is one draw: the controller draws server ids and the RSS key by chance, and with them which connections meet
+//! at a core. So the simulator replays the same logs with many draws, the same changes of the pool and the same windows.
+//! What is compared is what the demo prints: the median over the seeds. The noise is its range over the draws.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use coreward_model::arrivals::ArrivalLog;
+use coreward_model::policy;
+use coreward_model::replay::{PoolChange, Pools, replay_by_second};
+use coreward_model::statistics::median;
+
+use super::measure::{Sample, Variances, windows};
+use super::options::DemoOptions;
+use super::results::Spread;
+use super::timeline::{Event, Timeline};
+
+/// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is as
+/// likely as each draw to be the lowest or the highest of all.
+pub const DRAWS: usize = 19;
+
+/// One policy in the simulator.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Simulated {
+    /// Per-core variance %: medians over the seeds, their spread over the draws.
+    pub core_variance_pct: Spread,
+    /// The same of servers.
+    pub server_variance_pct: Spread,
+}
+
+/// Replays the logs under each policy on all CPUs; the same in the order of `policies`.
+pub fn simulate(
+    options: &DemoOptions,
+    policies: &[&'static str],
+    logs: &[&ArrivalLog],
+    timeline: &Timeline,
+) -> Vec<Simulated> {
+    let jobs: Vec<(&str, usize)> =
+        policies.iter().flat_map(|policy| (0..DRAWS).map(move |draw| (*policy, draw))).collect();
+    let medians = on_all_cpus(&jobs, |(policy, draw)| draw_of(options, policy, *draw as u64 + 1, logs, timeline));
+    let spread =
+        |draws: &[Variances], value: fn(&Variances) -> f64| Spread::of(&draws.iter().map(value).collect::<Vec<_>>());
+    let of_policy = |draws: &[Variances]| Simulated {
+        core_variance_pct: spread(draws, |draw| draw.core_pct),
+        server_variance_pct: spread(draws, |draw| draw.server_pct),
+    };
+    medians.chunks(DRAWS).map(of_policy).collect()
+}
+
+/// Medians over the logs, all replayed on the same fleet, as live.
+fn draw_of(options: &DemoOptions, policy: &str, draw: u64, logs: &[&ArrivalLog], timeline: &Timeline) -> Variances {
+    let of_log = |(position, log): (usize, &&ArrivalLog)| {
+        let pools = Pools { servers: options.servers + 1, cores: options.cores, seed: draw, ..Pools::default() };
+        let changes = changes(options.servers, position as u16, timeline);
+        let mut policy = policy::named(policy, draw).expect("the demo has run it");
+        let busy_ns = replay_by_second(log, pools, &changes, policy.as_mut());
+        let samples: Vec<Sample> =
+            (0..).zip(&busy_ns).map(|(second, busy_ns)| sample(busy_ns, options.cores, &changes, second)).collect();
+        Variances::of(&windows(&samples), timeline)
+    };
+    let all: Vec<Variances> = logs.iter().enumerate().map(of_log).collect();
+    let median_of =
+        |value: fn(&Variances) -> f64| median(&all.iter().map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN);
+    Variances { core_pct: median_of(|one| one.core_pct), server_pct: median_of(|one| one.server_pct) }
+}
+
+/// What happens to the pool while the log at this position of the demo's is replayed. Servers wait and join in a circle; the
+/// next in it was there first.
+fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
+    let waiting = (servers + position) % (servers + 1);
+    let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];
+    changes.extend(timeline.changes().map(|(second, event)| {
+        let (server, eligible) = match event {
+            Event::Join => (waiting, true),
+            Event::Drain => ((waiting + 1) % (servers + 1), false),
+        };
+        PoolChange { at_us: second * 1_000_000, server, eligible }
+    }));
+    changes
+}
+
+/// What the demo would have sampled at this second, before a change that is due at the same moment.
+fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> Sample {
+    let made = |change: &&PoolChange| change.at_us == 0 || change.at_us < second * 1_000_000;
+    let eligible = |server: u16| {
+        changes.iter().filter(made).rfind(|change| change.server == server).is_none_or(|change| change.eligible)
+    };
+    let servers = (0..).zip(busy_ns.chunks(usize::from(cores))).filter(|(server, _)| eligible(*server));
+    servers.map(|(server, busy_ns)| (server + 1, busy_ns.to_vec())).collect()
+}
+
+/// `run` for every job, on as many threads as there are CPUs; the results in the order of the jobs.
+fn on_all_cpus<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        while let Some((index, job)) = jobs.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push((index, run(job)));
+        }
+        done
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut all: Vec<(usize, R)> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().expect("a simulation does not panic")).collect()
+    });
+    all.sort_by_key(|(index, _)| *index);
+    all.into_iter().map(|(_, result)| result).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_wait_join_and_drain_as_live() {
+        let timeline = Timeline::new(18);
+        let change = |second: u64, server, eligible| PoolChange { at_us: second * 1_000_000, server, eligible };
+        assert_eq!(changes(4, 0, &timeline), [change(0, 4, false), change(6, 4, true), change(12, 0, false)]);
+        assert_eq!(changes(4, 1, &timeline), [change(0, 0, false), change(6, 0, true), change(12, 1, false)]);
+        let busy_ns: Vec<u64> = (0..10).collect();
+        let in_pool = |second| sample(&busy_ns, 2, &changes(4, 0, &timeline), second).into_keys().collect::<Vec<_>>();
+        assert_eq!([in_pool(0), in_pool(6)], [[1, 2, 3, 4], [1, 2, 3, 4]]);
+        assert_eq!((in_pool(7), in_pool(13)), (vec![1, 2, 3, 4, 5], vec![2, 3, 4, 5]));
+        assert_eq!(sample(&busy_ns, 2, &changes(4, 0, &timeline), 7)[&5], [8, 9]);
+    }
+
+    #[test]
+    fn jobs_keep_their_order() {
+        let jobs: Vec<u64> = (0..100).collect();
+        assert_eq!(on_all_cpus(&jobs, |job| job * 2), jobs.iter().map(|job| job * 2).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,71 @@
+//! `coreward figure cheetah-9-live`: every method's runs, as the figure's panels want them.
+
+use anyhow::{Context as _, anyhow};
+use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::scenario::{Measure, Panel, Scenario};
+
+use super::method::Method;
+use super::run::Run;
+use super::timeline;
+use crate::interrupt;
+use crate::stream::client::Streams;
+
+/// Ends a measurement that is going on, in order.
+pub fn interrupt() {
+    interrupt::request();
+}
+
+/// Measures every series of `scenario`, whose labels are names of methods, with every seed.
+///
+/// # Errors
+/// When a series is no method's name, a panel's measure is none of ours, or a run fails.
+pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+    let methods: Vec<Method> = scenario
+        .series
+        .iter()
+        .map(|series| Method::parse(series.label.get_ref()).map_err(|error| anyhow!(error)))
+        .collect::<anyhow::Result<_>>()?;
+    let seeds = *scenario.seeds.get_ref();
+    let streams = Streams::default();
+    let of = methods.len() * seeds as usize * (streams.warm_up_seconds + streams.seconds) as usize;
+    let done = std::cell::Cell::new(0);
+    let tick = || {
+        done.set(done.get() + 1);
+        progress(done.get(), of);
+    };
+    let mut samples = Vec::new();
+    // Seed by seed, so that whatever else the machine does meets all methods.
+    for seed in 1..=seeds {
+        for method in &methods {
+            let run = Run::make(*method, &Streams { seed, ..streams.clone() }, &tick)?;
+            eprintln!("{}", run.line());
+            for panel in &scenario.panel {
+                let shown = scenario.series_of(panel).any(|series| series.label.get_ref() == method.name);
+                if shown {
+                    let values = values(panel, &run)?;
+                    samples.extend(values.into_iter().map(|(x, y)| sample(panel, &run, x, y)));
+                }
+            }
+        }
+    }
+    Ok(samples)
+}
+
+fn sample(panel: &Panel, run: &Run, x: f64, y: f64) -> Sample {
+    Sample { panel: panel.title.get_ref().clone(), series: run.method.to_owned(), x, run: run.seed, y }
+}
+
+/// What a panel shows of a run: (x, y). What a second counts is known at its end.
+fn values(panel: &Panel, run: &Run) -> anyhow::Result<Vec<(f64, f64)>> {
+    let ends = (1..).map(f64::from);
+    let seconds = run.seconds.iter();
+    match (*panel.measure.get_ref(), &panel.x) {
+        (Measure::BrokenPct, Some(_)) => Ok(ends.zip(seconds.map(|second| second.broken_pct())).collect()),
+        (Measure::BrokenPct, None) => Ok(vec![(0.0, run.total().broken_pct())]),
+        (Measure::CompletedPerSecond, Some(_)) => Ok(ends.zip(seconds.map(|second| second.completed as f64)).collect()),
+        (Measure::PoolServers, Some(_)) => {
+            Ok(ends.zip((0..).zip(seconds).map(|(second, _)| f64::from(timeline::servers_after(second)))).collect())
+        }
+        (other, _) => Err(anyhow!("{other:?} is not measured")).context(panel.title.get_ref().clone()),
+    }
+}

@@ -1,0 +1,217 @@
+//! One method with one seed, from a new testbed to what its client saw.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use serde::Serialize;
+
+use super::method::Method;
+use super::timeline::{self, Change};
+use crate::broken::Broken;
+use crate::demo::machine::Machine;
+use crate::event_loop::now_ns;
+use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing};
+use crate::interrupt;
+use crate::load::Latency;
+use crate::stream::client::{StreamSecond, Streams};
+use crate::stream::server::StreamServers;
+use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+
+/// Between two tables; the paper's servers report ten times a second or more, but changes come once a second.
+const REPORT_INTERVAL_MS: u32 = 200;
+/// Each has ports for 50,000 connections, each used once.
+const CLIENT_ADDRESSES: u16 = 4;
+/// From a load balancer's loss to the routers' knowing: three missed BFD packets at 50 ms (RFC 5880).
+const LOSS_NOTICED: Duration = Duration::from_millis(150);
+/// From starting the client to the warm-up's beginning.
+const LEAD: Duration = Duration::from_millis(500);
+const END_LIMIT: Duration = Duration::from_secs(20);
+/// More than this between a connection's moment and its beginning, and the machine is too busy to measure on (us).
+const LATENESS_MAX_US: u64 = 100_000;
+
+/// What a run gave.
+#[derive(Debug, Clone, Serialize)]
+pub struct Run {
+    /// The method's name.
+    pub method: &'static str,
+    /// The seed.
+    pub seed: u64,
+    /// Second by second, from the wave's beginning.
+    pub seconds: Vec<StreamSecond>,
+    /// Connections completed and broken before: nothing changed then.
+    pub warm_up: StreamSecond,
+    /// Connections that were still open, and well, at the end.
+    pub open_at_end: u64,
+    /// How late the client began its connections.
+    pub lateness_us: Latency,
+    /// Share of CPU time that was not idle during the run.
+    pub machine_busy_pct: f64,
+    /// What the load balancers did that were there at the end, by counter (those above 0).
+    pub load_balancers: BTreeMap<String, u64>,
+    /// The same of the servers that were in the controller's file at the end.
+    pub servers: BTreeMap<String, u64>,
+}
+
+impl Run {
+    /// Makes the run. `tick` is called once a second.
+    ///
+    /// # Errors
+    /// Without root (one sentence), when something does not start or ends early, when the machine is too busy, or when
+    /// interrupted.
+    pub fn make(method: Method, streams: &Streams, tick: &dyn Fn()) -> anyhow::Result<Self> {
+        if let Some(missing) = missing_privilege() {
+            anyhow::bail!(missing);
+        }
+        let mut site = Site::start(method, streams.seed)?;
+        let mut machine = Machine::new()?;
+        let warm_up = u64::from(streams.warm_up_seconds);
+        let start_ns = now_ns() + LEAD.as_nanos() as u64;
+        let client = site.testbed.start_stream_client(streams, Some(start_ns))?;
+        machine.start()?;
+        let mut changes = timeline::CHANGES.iter().peekable();
+        for half in 0..2 * (warm_up + u64::from(streams.seconds)) {
+            interrupt::sleep_until(start_ns + half * 500_000_000)?;
+            while let Some((_, due)) = changes.next_if(|(at, _)| at + 2 * warm_up == half) {
+                site.change(due)?;
+            }
+            if half % 2 == 0 {
+                tick();
+            }
+        }
+        let report = client.finish(END_LIMIT)?;
+        machine.stop()?;
+        let lateness_us = report.lateness_us;
+        if lateness_us.p99 > LATENESS_MAX_US {
+            tracing::warn!(
+                "{}: the machine is too busy: the client was {} ms late with one connection in a hundred",
+                method.name,
+                lateness_us.p99 / 1_000
+            );
+        }
+        let status = site.fleet.status(&site.testbed)?;
+        let balancers = status["load_balancers"].as_array().into_iter().flatten();
+        let servers = status["servers"].as_array().into_iter().flatten();
+        let (before, seconds) = report.seconds.split_at(streams.warm_up_seconds as usize);
+        Ok(Self {
+            method: method.name,
+            seed: streams.seed,
+            seconds: seconds.to_vec(),
+            warm_up: StreamSecond::total(before),
+            open_at_end: report.open_at_end,
+            lateness_us,
+            machine_busy_pct: machine.busy_pct(),
+            load_balancers: sums(balancers.map(|balancer| &balancer["state"]["counters"])),
+            servers: sums(servers.map(|server| &server["counters"])),
+        })
+    }
+
+    /// All seconds together.
+    pub fn total(&self) -> StreamSecond {
+        StreamSecond::total(&self.seconds)
+    }
+
+    /// Highest of the seconds' percentages.
+    pub fn highest_pct(&self) -> f64 {
+        self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
+    }
+
+    /// The run in a line.
+    pub fn line(&self) -> String {
+        let total = self.total();
+        let Broken { refused, reset, timed_out, closed_early, wrong_answer, other } = total.broken;
+        format!(
+            "{} (seed {}): {} completed, {} broken ({:.3} %, at most {:.2} % in a second): {reset} reset, {refused} refused, \
+             {timed_out} timed out, {closed_early} closed early, {wrong_answer} wrong bytes, {other} other; client late by \
+             {} us (p99), machine {:.0} % busy",
+            self.method,
+            self.seed,
+            total.completed,
+            total.broken.total(),
+            total.broken_pct(),
+            self.highest_pct(),
+            self.lateness_us.p99,
+            self.machine_busy_pct,
+        )
+    }
+}
+
+/// A testbed at work. The fields are dropped in this order: the testbed last.
+struct Site {
+    fleet: Fleet,
+    _servers: StreamServers,
+    seed: u64,
+    /// The server that joins next.
+    next_server: u16,
+    /// How many servers have gone.
+    gone: u64,
+    testbed: Testbed,
+}
+
+impl Site {
+    fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
+        let testbed = Testbed::create(TestbedOptions {
+            instance: "pcc".to_owned(),
+            servers: timeline::SERVERS + timeline::count(Change::AddServer),
+            cores: 1,
+            load_balancers: timeline::LOAD_BALANCERS,
+            client_addresses: CLIENT_ADDRESSES,
+            seed,
+            ..TestbedOptions::default()
+        })?;
+        let servers = testbed.start_stream_servers()?;
+        let options = FleetOptions {
+            policy: method.policy.to_owned(),
+            consistency: method.consistency,
+            report_interval_ms: REPORT_INTERVAL_MS,
+            load: LoadSource::PacedServer,
+            steer: false,
+            ..FleetOptions::default()
+        };
+        let mut fleet = Fleet::start(&testbed, options).with_context(|| format!("method {}", method.name))?;
+        let mut pool = fleet.pool().clone();
+        let next_server = timeline::SERVERS + 1;
+        pool.retain(|number, _| *number < next_server);
+        fleet.set_pool(&testbed, pool)?;
+        fleet.wait_until_ready(&testbed)?;
+        Ok(Self { fleet, _servers: servers, seed, next_server, gone: 0, testbed })
+    }
+
+    /// What happens at one moment: one new file for the controller, whatever becomes of how many servers.
+    fn change(&mut self, changes: &[Change]) -> anyhow::Result<()> {
+        let mut pool = self.fleet.pool().clone();
+        for change in changes {
+            match change {
+                Change::AddServer => {
+                    pool.insert(self.next_server, Standing::Active);
+                    self.next_server += 1;
+                }
+                Change::DrainServer => drop(pool.insert(self.server_that_goes(&pool), Standing::Draining)),
+                Change::RemoveServer => drop(pool.remove(&self.server_that_goes(&pool))),
+                Change::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
+                Change::KillLoadBalancer => {
+                    let first = *self.testbed.load_balancer_numbers().first().context("no load balancer is left")?;
+                    self.fleet.kill_load_balancer(&mut self.testbed, first, LOSS_NOTICED)?;
+                }
+            }
+        }
+        if pool == *self.fleet.pool() { Ok(()) } else { self.fleet.set_pool(&self.testbed, pool) }
+    }
+
+    fn server_that_goes(&mut self, pool: &BTreeMap<u16, Standing>) -> u16 {
+        let active = pool.iter().filter(|(_, standing)| **standing == Standing::Active);
+        let active: Vec<u16> = active.map(|(number, _)| *number).collect();
+        self.gone += 1;
+        timeline::server_that_goes(&active, self.seed, self.gone)
+    }
+}
+
+/// Sums of counters by name, those above 0.
+fn sums<'a>(all: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
+    let mut sums = BTreeMap::new();
+    for (name, count) in all.filter_map(serde_json::Value::as_object).flatten() {
+        *sums.entry(name.clone()).or_default() += count.as_u64().unwrap_or(0);
+    }
+    sums.retain(|_, count| *count > 0);
+    sums
+}

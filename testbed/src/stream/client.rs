@@ -1,0 +1,410 @@
+//! The clients of Cheetah's experiment (NSDI'20, Sect. 5.3), in one process: connections begin when the simulator's source
+//! says so ([`Source`]), each for a request of the web server's mix, and a request is sent again when its connection has
+//! ended. So simulation and testbed have the same load.
+//!
+//! A connection is broken when it ends before all of its bytes came, when other bytes came, or when for ten seconds nothing
+//! came that was due. Source addresses and ports follow from the connection's number, so that the same run under
+//! another method has the same 4-tuples.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_sim::pcc::{Arrivals, Mix, Source, Wave};
+use hdrhistogram::Histogram;
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, Socket, Type};
+use zerocopy::IntoBytes as _;
+
+use super::{REQUEST_BYTES, Request, content, raise_file_limit};
+use crate::broken::{Broken, Failure};
+use crate::event_loop::{Epoll, Event, now_ns};
+use crate::fleet::coreward_command;
+use crate::load::{Latency, new_histogram};
+use crate::process::Process;
+use crate::topology::{SERVICE, Testbed};
+
+const SECOND_NS: u64 = 1_000_000_000;
+/// Bytes that are so late will not come (ns): TCP has then sent them again five times or more.
+const LATE_NS: u64 = 10 * SECOND_NS;
+/// The run goes on beyond its end until it is known what becomes of connections that are so late (ns).
+const DOUBTFUL_NS: u64 = SECOND_NS / 2;
+/// How often to look for those (ns).
+const SWEEP_NS: u64 = SECOND_NS / 4;
+/// Source ports: above the well-known ones. Each address has so many.
+const FIRST_PORT: u16 = 10_000;
+const PORTS: u64 = 50_000;
+/// Connections one after the other are not neighbours: coprime to the number of ports.
+const PORT_STEP: u64 = 7_919;
+
+/// Options of `coreward testbed stream-client`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct StreamClientArgs {
+    /// Service to ask
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub vip: SocketAddrV4,
+    /// First of the client's addresses
+    #[arg(long, value_name = "ADDRESS")]
+    pub first_address: Ipv4Addr,
+    /// How many addresses there are: each gives 50,000 connections
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=200))]
+    pub addresses: u16,
+    /// When the warm-up begins, by CLOCK_MONOTONIC (ns) [default: now]
+    #[arg(long, value_name = "NS")]
+    pub start_at: Option<u64>,
+    /// What to ask, and when
+    #[command(flatten)]
+    pub streams: Streams,
+}
+
+/// Which connections there are, and when.
+#[derive(Debug, Clone, PartialEq, clap::Args)]
+pub struct Streams {
+    /// Clients of the experiment: each has the whole mix (908 requests) under way at most once
+    #[arg(long, default_value_t = Self::default().clients, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub clients: u32,
+    /// Requests per second before, at the beginning and at the end of the wave
+    #[arg(long, default_value_t = Self::default().low)]
+    pub low: f64,
+    /// Requests per second in the middle of the wave
+    #[arg(long, default_value_t = Self::default().high)]
+    pub high: f64,
+    /// Length of the wave, half a sine (s)
+    #[arg(long, default_value_t = Self::default().wave_seconds)]
+    pub wave_seconds: u32,
+    /// How long connections begin before the wave (s)
+    #[arg(long, default_value_t = Self::default().warm_up_seconds, value_parser = clap::value_parser!(u32).range(..=3600))]
+    pub warm_up_seconds: u32,
+    /// How long from the wave's beginning to the end of the run (s)
+    #[arg(long, default_value_t = Self::default().seconds, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub seconds: u32,
+    /// What times, requests and contents are drawn from
+    #[arg(long, default_value_t = Self::default().seed)]
+    pub seed: u64,
+}
+
+impl Default for Streams {
+    /// The paper's experiment: four machines generated the load.
+    fn default() -> Self {
+        Self { clients: 4, low: 1_500.0, high: 2_500.0, wave_seconds: 40, warm_up_seconds: 15, seconds: 45, seed: 1 }
+    }
+}
+
+impl Streams {
+    /// A steady number of requests per second, without warm-up.
+    pub fn steady(per_second: f64, seconds: u32) -> Self {
+        Self { low: per_second, high: per_second, warm_up_seconds: 0, seconds, ..Self::default() }
+    }
+}
+
+/// What became of a run; printed as JSON.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct StreamReport {
+    /// By second, from the beginning of the warm-up.
+    pub seconds: Vec<StreamSecond>,
+    /// Connections that were still open, and well, at the end.
+    pub open_at_end: u64,
+    /// From when a connection was due to when it was begun: how late the client itself was.
+    pub lateness_us: Latency,
+}
+
+impl StreamReport {
+    /// All seconds together.
+    pub fn total(&self) -> StreamSecond {
+        StreamSecond::total(&self.seconds)
+    }
+}
+
+/// What happened in one second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct StreamSecond {
+    /// Connections begun.
+    pub opened: u64,
+    /// Connections of which all bytes came.
+    pub completed: u64,
+    /// Those that broke.
+    pub broken: Broken,
+}
+
+impl StreamSecond {
+    /// Of several seconds.
+    pub fn total(seconds: &[Self]) -> Self {
+        let mut total = Self::default();
+        for second in seconds {
+            total.opened += second.opened;
+            total.completed += second.completed;
+            total.broken += second.broken;
+        }
+        total
+    }
+
+    /// Broken connections in percent of those completed (Cheetah, NSDI'20, Fig. 9).
+    pub fn broken_pct(&self) -> f64 {
+        100.0 * self.broken.total() as f64 / self.completed.max(1) as f64
+    }
+}
+
+/// Makes the connections and prints the report as one line of JSON.
+///
+/// # Errors
+/// When an address is not the client's, or the run needs more ports than its addresses have.
+pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
+    raise_file_limit()?;
+    let mut client = Client::new(args)?;
+    while client.turn()? {}
+    println!("{}", serde_json::to_string(&client.into_report())?);
+    Ok(())
+}
+
+struct Connection {
+    stream: TcpStream,
+    request: Request,
+    /// Of the mix, so that it is sent again.
+    kind: u8,
+    opened_ns: u64,
+    connected: bool,
+    received: u64,
+}
+
+impl Connection {
+    /// When the next byte is to be there.
+    fn due_ns(&self) -> u64 {
+        let next = self.received / super::PACKET_BYTES as u64;
+        self.opened_ns + self.request.due_ns(next as u32)
+    }
+}
+
+struct Client<'a> {
+    args: &'a StreamClientArgs,
+    source: Source,
+    mix: Mix,
+    start_ns: u64,
+    epoll: Epoll,
+    connections: HashMap<u64, Connection>,
+    next_connection: u64,
+    next_sweep_ns: u64,
+    lateness: Histogram<u64>,
+    report: StreamReport,
+}
+
+impl<'a> Client<'a> {
+    fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
+        let streams = &args.streams;
+        let (mix, warm_up_ns) = (Mix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
+        let per_second = Wave { low: streams.low, high: streams.high, length: streams.wave_seconds.into() };
+        let arrivals = Arrivals::Recycled { clients: streams.clients, per_second };
+        let seconds = streams.warm_up_seconds + streams.seconds;
+        let start_ns = args.start_at.unwrap_or_else(now_ns);
+        Ok(Self {
+            args,
+            source: Source::new(arrivals, &mix, warm_up_ns, streams.seed),
+            mix,
+            start_ns,
+            epoll: Epoll::new()?,
+            connections: HashMap::new(),
+            next_connection: 0,
+            next_sweep_ns: start_ns,
+            lateness: new_histogram()?,
+            report: StreamReport { seconds: vec![StreamSecond::default(); seconds as usize], ..Default::default() },
+        })
+    }
+
+    fn end_ns(&self) -> u64 {
+        self.start_ns + self.report.seconds.len() as u64 * SECOND_NS
+    }
+
+    fn second(&mut self, now_ns: u64) -> &mut StreamSecond {
+        let last = self.report.seconds.len() - 1;
+        let second = (now_ns.saturating_sub(self.start_ns) / SECOND_NS) as usize;
+        &mut self.report.seconds[second.min(last)]
+    }
+
+    /// Waits for the next thing to do and does all that is due; false at the end of the run.
+    fn turn(&mut self) -> anyhow::Result<bool> {
+        let next_open_ns = self.next_open_ns().unwrap_or(u64::MAX);
+        let events: Vec<Event> = self.epoll.wait(Some(next_open_ns.min(self.next_sweep_ns)))?.collect();
+        for event in events {
+            if let Err(failure) = self.ready(event) {
+                self.fail(event.token, &failure);
+            }
+        }
+        let now_ns = now_ns();
+        while let Some(due_ns) = self.next_open_ns().filter(|due_ns| *due_ns <= now_ns) {
+            if let Some((identity, kind)) = self.source.take() {
+                self.lateness.saturating_record((now_ns - due_ns) / 1_000);
+                self.open(identity as u32, kind, now_ns)?;
+            }
+        }
+        if now_ns >= self.next_sweep_ns {
+            self.next_sweep_ns = now_ns + SWEEP_NS;
+            self.sweep(now_ns);
+        }
+        // Others may come to be in doubt meanwhile; those that were at the end are decided by then.
+        let decided_ns = self.end_ns() + LATE_NS + SWEEP_NS;
+        let doubtful = |connection: &Connection| connection.due_ns() + DOUBTFUL_NS < now_ns;
+        Ok(now_ns < self.end_ns() || (now_ns < decided_ns && self.connections.values().any(doubtful)))
+    }
+
+    /// When the next connection begins; `None` when that is after the run's end.
+    fn next_open_ns(&self) -> Option<u64> {
+        Some(self.start_ns + self.source.next()).filter(|due_ns| *due_ns < self.end_ns())
+    }
+
+    /// Address and port of connection `number`, each pair once.
+    fn address(&self, number: u64) -> anyhow::Result<SocketAddrV4> {
+        let address = number / PORTS;
+        ensure!(
+            address < u64::from(self.args.addresses),
+            "{number} connections: {} addresses have no more",
+            self.args.addresses
+        );
+        let port = FIRST_PORT + (number * PORT_STEP % PORTS) as u16;
+        Ok(SocketAddrV4::new(Ipv4Addr::from_bits(self.args.first_address.to_bits() + address as u32), port))
+    }
+
+    fn open(&mut self, seed: u32, kind: u8, now_ns: u64) -> anyhow::Result<()> {
+        let number = self.next_connection;
+        self.next_connection += 1;
+        let address = self.address(number)?;
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        socket.set_tcp_nodelay(true)?;
+        socket.bind(&address.into()).with_context(|| format!("cannot bind the source {address}"))?;
+        let outcome = socket.connect(&self.args.vip.into());
+        let of_mix = self.mix.kinds()[usize::from(kind)];
+        let request = Request {
+            seed: seed.into(),
+            packets: of_mix.packets.into(),
+            duration_us: ((of_mix.duration / 1_000) as u32).into(),
+        };
+        self.second(now_ns).opened += 1;
+        let stream = TcpStream::from(socket);
+        // Edge-triggered: one report when it is connected, then one per arrival of data.
+        let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
+        self.epoll.add(stream.as_fd(), number, flags)?;
+        let connection = Connection { stream, request, kind, opened_ns: now_ns, connected: false, received: 0 };
+        self.connections.insert(number, connection);
+        match outcome {
+            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => self.fail(number, &error.into()),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn ready(&mut self, event: Event) -> Result<(), Failure> {
+        let Some(connection) = self.connections.get_mut(&event.token) else { return Ok(()) };
+        if event.has(libc::EPOLLERR)
+            && let Some(error) = connection.stream.take_error()?
+        {
+            return Err(error.into());
+        }
+        if !connection.connected && event.has(libc::EPOLLOUT) {
+            connection.connected = true;
+            if connection.stream.write(connection.request.as_bytes())? != REQUEST_BYTES {
+                return Err(io::Error::from(io::ErrorKind::WriteZero).into());
+            }
+        }
+        if event.has(libc::EPOLLIN) { self.receive(event.token) } else { Ok(()) }
+    }
+
+    /// Reads all there is, to the end of the stream if that has come.
+    fn receive(&mut self, number: u64) -> Result<(), Failure> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        let (seed, bytes) = (connection.request.seed.get(), connection.request.bytes());
+        let mut buffer = [0; 2048];
+        loop {
+            let length = match connection.stream.read(&mut buffer) {
+                Ok(0) if connection.received == bytes => break,
+                Ok(0) => return Err(Failure::ClosedEarly),
+                Ok(length) => length,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error.into()),
+            };
+            let right = |(offset, byte): (u64, &u8)| *byte == content(seed, connection.received + offset);
+            if connection.received + length as u64 > bytes || !(0..).zip(&buffer[..length]).all(right) {
+                return Err(Failure::WrongAnswer);
+            }
+            connection.received += length as u64;
+        }
+        let kind = connection.kind;
+        self.connections.remove(&number);
+        self.source.ended(kind);
+        let now_ns = now_ns();
+        if now_ns < self.end_ns() {
+            self.second(now_ns).completed += 1;
+        }
+        Ok(())
+    }
+
+    fn fail(&mut self, number: u64, failure: &Failure) {
+        let Some(connection) = self.connections.remove(&number) else { return };
+        self.second(now_ns()).broken.count(failure, number as usize);
+        self.source.ended(connection.kind);
+    }
+
+    /// Gives up connections that have waited too long for what is due.
+    fn sweep(&mut self, now_ns: u64) {
+        let late = self.connections.iter().filter(|(_, connection)| connection.due_ns() + LATE_NS < now_ns);
+        let late: Vec<u64> = late.map(|(number, _)| *number).collect();
+        for number in late {
+            self.fail(number, &io::Error::from(io::ErrorKind::TimedOut).into());
+        }
+    }
+
+    fn into_report(self) -> StreamReport {
+        StreamReport {
+            open_at_end: self.connections.len() as u64,
+            lateness_us: Latency::from(&self.lateness),
+            ..self.report
+        }
+    }
+}
+
+/// A client's process in a testbed; killed when dropped.
+#[derive(Debug)]
+pub struct StreamClient {
+    process: Process,
+    report: PathBuf,
+}
+
+impl Testbed {
+    /// Starts a client, which uses all of the client host's addresses. `start_ns`: when its warm-up begins.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_stream_client(&self, streams: &Streams, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
+        let mut command = Command::new(coreward_command()?);
+        command.args(["testbed", "stream-client", "--vip", &SERVICE.to_string()]);
+        command.args(["--first-address", &self.client_address(0).to_string()]);
+        command.args(["--addresses", &self.options().client_addresses.to_string()]);
+        let Streams { clients, low, high, wave_seconds, warm_up_seconds, seconds, seed } = streams;
+        command.args(["--clients", &clients.to_string(), "--low", &low.to_string(), "--high", &high.to_string()]);
+        command.args(["--wave-seconds", &wave_seconds.to_string()]);
+        command.args(["--warm-up-seconds", &warm_up_seconds.to_string(), "--seconds", &seconds.to_string()]);
+        command.args(["--seed", &seed.to_string()]);
+        if let Some(start_ns) = start_ns {
+            command.args(["--start-at", &start_ns.to_string()]);
+        }
+        let report = self.directory().join("streams.json");
+        command.stdout(File::create(&report)?);
+        Ok(StreamClient { process: self.spawn(self.client(), command)?, report })
+    }
+}
+
+impl StreamClient {
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// When it failed or still runs after `limit`.
+    pub fn finish(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
+        let status = self.process.wait(limit)?;
+        ensure!(status.success(), "the stream client failed: {status}");
+        Ok(serde_json::from_slice(&fs::read(&self.report)?)?)
+    }
+}

@@ -1,0 +1,80 @@
+//! Connections that last: the client asks once, the server sends packets of 125 bytes evenly over the time asked for, and
+//! closes. What Cheetah's experiment on broken connections has (NSDI'20, Sect. 5.3; `includes/httpserver.py` of
+//! github.com/cheetahlb/experiments), without HTTP.
+//!
+//! Each connection's bytes follow from a number that the client draws, so that bytes of another connection show.
+//!
+//! * [`server`]: one process for the servers of a whole testbed: 31 of them on two CPUs
+//! * [`client`]: opens connections as the simulator's clients do, and counts second by second what becomes of them
+
+pub mod client;
+pub mod server;
+
+use zerocopy::byteorder::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// What the server sends at a time.
+pub const PACKET_BYTES: usize = 125;
+
+/// What the client asks for. All of the answer is [`content`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Request {
+    /// What the content follows from.
+    pub seed: U32,
+    /// How many packets, at least 1.
+    pub packets: U32,
+    /// From the request to the last packet (us).
+    pub duration_us: U32,
+}
+
+/// Size of a request.
+pub const REQUEST_BYTES: usize = size_of::<Request>();
+
+impl Request {
+    /// When packet `index` is to be sent, from 0, after the request (ns).
+    pub fn due_ns(&self, index: u32) -> u64 {
+        let (duration_ns, packets) = (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packets.get().max(1)));
+        // 2^32 us in ns times 2^32 would not fit 64 bits.
+        (u128::from(duration_ns) * (u128::from(index) + 1) / u128::from(packets)) as u64
+    }
+
+    /// Bytes of the whole answer.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.packets.get()) * PACKET_BYTES as u64
+    }
+}
+
+/// The byte at `position` of the answer to a request with this seed.
+pub fn content(seed: u32, position: u64) -> u8 {
+    // Knuth's multiplicative hash: neighbouring bytes and neighbouring seeds differ.
+    ((seed ^ position as u32).wrapping_mul(0x9e37_79b1) >> 24) as u8
+}
+
+/// A process that serves thousands of connections may open as many files as the machine allows it.
+fn raise_file_limit() -> anyhow::Result<()> {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    Ok(setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_spread_evenly_and_the_last_comes_at_the_end() {
+        let request = Request { seed: 0.into(), packets: 4.into(), duration_us: 1_000.into() };
+        assert_eq!([0, 1, 2, 3].map(|index| request.due_ns(index)), [250_000, 500_000, 750_000, 1_000_000]);
+        let longest = Request { seed: 0.into(), packets: u32::MAX.into(), duration_us: u32::MAX.into() };
+        assert_eq!(longest.due_ns(u32::MAX - 1), u64::from(u32::MAX) * 1_000);
+    }
+
+    #[test]
+    fn bytes_of_another_connection_show() {
+        let differing = |a: u32, b: u32| (0..125).filter(|at| content(a, *at) != content(b, *at)).count();
+        for (a, b) in [(1, 2), (7, 0x8000_0007), (0, u32::MAX)] {
+            assert!(differing(a, b) > 50, "{a} and {b}: {}", differing(a, b));
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The client's side of the testbed: how packets to VIPs find a load balancer, and answers the client.
+//!
+//! ```text
+//!   cwX-client 10.1.0.7 ..  --  switch                                     (the client's kernel has the route)
+//!   cwX-client 10.2.0.7 ..  --  cwX-router 10.2.0.1, 10.1.0.3  --  switch  (the router's kernel has it)
+//! ```
+//!
+//! The route to the VIPs has one next hop per load balancer that is announced; the kernel chooses by a hash of addresses,
+//! ports and protocol (fib_multipath_hash_policy=1), so that a connection stays with one as long as the next hops do. A
+//! real data centre has the same from BGP and its routers' ECMP.
+//!
+//! The router's link has a small MTU in one direction only: what the client sends leaves a device of 1500 bytes, so that it
+//! offers segments of 1460 bytes, and the router must tell servers by ICMP that theirs are too long (RFC 1191). The
+//! ICMP error goes to the VIP, by the same route.
+
+use std::net::Ipv4Addr;
+
+use anyhow::ensure;
+
+use crate::namespace::{Namespace, ip_batch};
+use crate::topology::{DEVICE, Testbed, load_balancer_address, make_namespaces};
+
+/// Least MTU of an IPv4 link (RFC 791).
+pub(crate) const MTU_MIN: u16 = 68;
+/// Of Ethernet, and of all devices here.
+pub(crate) const MTU_MAX: u16 = 1500;
+
+const VIPS: &str = "10.200.0.0/24";
+const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
+const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
+/// The router's device at the client's side.
+const CLIENT_LINK: &str = "client";
+const FIRST_CLIENT_ADDRESS: u8 = 7;
+
+impl Testbed {
+    /// The client's address `index`, counted from 0.
+    pub fn client_address(&self, index: u16) -> Ipv4Addr {
+        let network = if self.router().is_some() { 2 } else { 1 };
+        Ipv4Addr::new(10, network, 0, FIRST_CLIENT_ADDRESS + index as u8)
+    }
+
+    /// The host whose kernel chooses a load balancer for each connection: the router, or without one the client.
+    pub fn chooser(&self) -> &Namespace {
+        self.router().unwrap_or(self.client())
+    }
+
+    /// From now on these load balancers, at least one, are the next hops of the VIPs.
+    ///
+    /// # Errors
+    /// When none is given, or the kernel refuses the route.
+    pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
+        ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
+        let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", load_balancer_address(*number)));
+        ip_batch(Some(self.chooser()), &format!("route replace {VIPS}{}\n", hops.collect::<String>()))
+    }
+
+    /// Makes the client and, if there is to be one, the router.
+    pub(crate) fn make_client_side(&self) -> anyhow::Result<()> {
+        make_namespaces(&[self.client()])?;
+        match self.router() {
+            None => self.connect(self.client(), "client", 1, 1)?,
+            Some(router) => self.make_router(router)?,
+        }
+        let mut client = String::new();
+        for index in 0..self.options().client_addresses {
+            client += &format!("address add {}/16 dev {DEVICE}\n", self.client_address(index));
+        }
+        if self.router().is_some() {
+            client += &format!("route add default via {ROUTER_ADDRESS_AT_CLIENT}\n");
+        }
+        ip_batch(Some(self.client()), &client)?;
+        self.chooser().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "1")])
+    }
+
+    fn make_router(&self, router: &Namespace) -> anyhow::Result<()> {
+        make_namespaces(&[router])?;
+        self.connect(router, "router", 1, 1)?;
+        let mtu = self.options().router_mtu.unwrap_or(MTU_MAX);
+        let (client_name, router_name) = (self.client().name(), router.name());
+        ip_batch(
+            None,
+            &format!("link add {DEVICE} netns {client_name} type veth peer name {CLIENT_LINK} netns {router_name}\n"),
+        )?;
+        ip_batch(Some(self.client()), &format!("link set lo up\nlink set {DEVICE} up\n"))?;
+        ip_batch(
+            Some(router),
+            &format!(
+                "link set {CLIENT_LINK} mtu {mtu} up\naddress add {ROUTER_ADDRESS}/16 dev {DEVICE}\n\
+                 address add {ROUTER_ADDRESS_AT_CLIENT}/16 dev {CLIENT_LINK}\n"
+            ),
+        )?;
+        router.set_sysctls(&[("ipv4/ip_forward", "1")])
+    }
+
+    /// What a server needs to answer the client directly, as a line for `ip`.
+    pub(crate) fn route_to_client(&self) -> String {
+        let behind = |_: &Namespace| format!("route add 10.2.0.0/16 via {ROUTER_ADDRESS}\n");
+        self.router().map_or_else(String::new, behind)
+    }
+}

@@ -1,0 +1,89 @@
+//! What the end-to-end tests share: a fleet whose servers stream, connections that go on while things change, and
+//! counters.
+
+#![allow(dead_code, reason = "every test file uses some of it")]
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, controller_address, coreward_command};
+use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
+use coreward_testbed::stream::server::StreamServers;
+use coreward_testbed::{Testbed, TestbedOptions};
+
+/// The fields are dropped in this order: the testbed last.
+pub struct Site {
+    pub fleet: Fleet,
+    _servers: StreamServers,
+    pub testbed: Testbed,
+}
+
+impl Site {
+    /// A testbed at work, with servers that stream.
+    pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
+        let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
+        let servers = testbed.start_stream_servers().unwrap();
+        let fleet = FleetOptions { load: LoadSource::PacedServer, steer: false, ..fleet };
+        let fleet = Fleet::start(&testbed, fleet).unwrap();
+        Self { fleet, _servers: servers, testbed }
+    }
+
+    /// Connections that begin at this rate from now on, for so long; those that last are still open then.
+    pub fn streams(&self, per_second: f64, seconds: u32) -> StreamClient {
+        self.testbed.start_stream_client(&Streams::steady(per_second, seconds), None).unwrap()
+    }
+
+    /// Changes what the controller's file says of a server; `None`: nothing any more.
+    pub fn set(&mut self, server: u16, standing: Option<Standing>) {
+        let mut pool = self.fleet.pool().clone();
+        match standing {
+            Some(standing) => drop(pool.insert(server, standing)),
+            None => drop(pool.remove(&server)),
+        }
+        self.fleet.set_pool(&self.testbed, pool).unwrap();
+    }
+
+    /// A counter of a load balancer, as it tells once a second; 0 while there is none.
+    pub fn counter(&self, load_balancer: &str, counter: &str) -> u64 {
+        let status = self.fleet.status(&self.testbed).unwrap();
+        let balancers = status["load_balancers"].as_array().unwrap();
+        let balancer = balancers.iter().find(|balancer| balancer["name"] == load_balancer);
+        balancer.and_then(|balancer| balancer["state"]["counters"][counter].as_u64()).unwrap_or(0)
+    }
+
+    /// A counter of all load balancers that are there.
+    pub fn counters(&self, counter: &str) -> u64 {
+        let numbers = self.testbed.load_balancer_numbers();
+        numbers.into_iter().map(|number| self.counter(&format!("lb{number}"), counter)).sum()
+    }
+
+    /// Runs `coreward ARGUMENTS` with this testbed's controller and returns what it printed.
+    pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let mut command = Command::new(coreward_command()?);
+        command.args(arguments).args(["--controller", &controller_address()]);
+        Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
+    }
+}
+
+pub fn pause(milliseconds: u64) {
+    std::thread::sleep(Duration::from_millis(milliseconds));
+}
+
+pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + limit;
+    while !holds() {
+        assert!(Instant::now() < end, "{what}: not within {limit:?}");
+        pause(50);
+    }
+}
+
+/// The client's report: many connections, of which none broke and none stalled.
+pub fn unbroken(client: StreamClient) -> StreamReport {
+    let report = client.finish(Duration::from_secs(60)).unwrap();
+    let total = report.total();
+    println!("{total:?}, open at the end: {}", report.open_at_end);
+    assert_eq!(total.broken.total(), 0, "{:?}", report.seconds);
+    // Half of the requests last less than half a second, a quarter more than 20 s.
+    assert!(total.completed > total.opened / 3 && report.open_at_end > total.opened / 20, "{total:?}");
+    report
+}
