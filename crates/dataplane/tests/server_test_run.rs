@@ -307,6 +307,9 @@ fn malformed_packets_pass_whole_or_are_dropped() {
         }
     }
     assert!(dropped > 100 && rewritten > 100 && passed > 100, "{dropped} dropped, {rewritten}, {passed} passed");
-    let counted = server.programs.counter(intf::SERVER_COUNTER_DROP_MALFORMED_TCP);
-    assert_eq!(counted, dropped, "every drop has its reason");
+    // A frame that lost its timestamp may name another server in its IP identification, whose MAC address nobody knows here.
+    let reasons = [intf::SERVER_COUNTER_DROP_MALFORMED_TCP, intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED];
+    let counted = reasons.map(|reason| server.programs.counter(reason));
+    assert!(counted.iter().all(|packets| *packets > 100), "{counted:?}");
+    assert_eq!(counted.iter().sum::<u64>(), dropped, "every drop has its reason");
 }
