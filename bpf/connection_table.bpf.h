@@ -84,8 +84,8 @@ struct {
 	__type(value, struct connection_stack);
 } connection_stacks SEC(".maps");
 
-/* By the connection's hash: the place of the one whose SYN came last. */
-__u16 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
+/* By the connection's hash: tag and place of the one whose SYN came last. */
+__u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
 
 #define CONNECTION_TAG_MASK (~0ull << CONNECTION_TAG_SHIFT)
 /* What of an identity must be as expected: all but the generation and the server. */
@@ -137,13 +137,18 @@ static __always_inline void update_connection(struct connection *connection, __u
 static __always_inline struct connection *find_recent_connection(__u64 hash, __u32 service, __u32 *place,
 								 __u32 *server_id)
 {
-	*place = recent_connections[hash & (RECENT_CONNECTIONS - 1)];
+	__u32 recent = recent_connections[hash & (RECENT_CONNECTIONS - 1)];
+
+	*place = recent & CONNECTION_PLACE_MASK;
+	if ((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_PLACE_MASK)
+		return NULL;
 	return find_connection(hash, *place, service, server_id);
 }
 
 static __always_inline void remember_connection(__u64 hash, __u32 place)
 {
-	recent_connections[hash & (RECENT_CONNECTIONS - 1)] = place;
+	recent_connections[hash & (RECENT_CONNECTIONS - 1)] =
+		(hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_PLACE_MASK) | place;
 }
 
 /*
@@ -175,6 +180,23 @@ static __always_inline void fill_connection(struct connection *connection, const
 	__sync_lock_test_and_set(&connection->identity, tag | CONNECTION_IN_USE |
 								generation << CONNECTION_GENERATION_SHIFT |
 								service_and_server);
+}
+
+/*
+ * Fetches the entry that take_connection() will most likely fill. It is in no cache, as nobody has it: the CPU waits for it
+ * while the rule is computed, not after it.
+ */
+static __always_inline void fetch_free_entry(__u64 hash)
+{
+	__u32 partition = hash & connection_partition_mask;
+	struct connection_stack *stack = bpf_map_lookup_elem(&connection_stacks, &partition);
+	struct connection *connection;
+
+	if (!stack)
+		return;
+	connection = connection_at(hash, (*(volatile __u64 *)&stack->top & CONNECTION_STACK_PLACE_MASK) - 1);
+	if (connection)
+		(void)*(volatile __u64 *)&connection->identity;
 }
 
 /* take_connection() found no free place; others took or freed places at each attempt. */

@@ -421,8 +421,9 @@ struct connection_stack {
 #define CONNECTION_TAKE_ATTEMPTS 8
 
 /*
- * So that a retransmitted SYN gets the entry of the first one: the place, direct-mapped by the connection's hash. A hint:
- * the entry's own identity decides.
+ * So that a retransmitted SYN gets the entry of the first one: direct-mapped by the connection's hash, the upper bits of
+ * its tag and, in the low CONNECTION_PLACE_BITS, the place. A hint: the entry's own identity decides. The tag is there so
+ * that a new connection does not fetch another one's entry, which is most likely in no cache.
  */
 #define RECENT_CONNECTIONS 16384
 

@@ -270,9 +270,9 @@ fn changed_top(top: u64, place_plus_one: u32) -> u64 {
     count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(place_plus_one & intf::CONNECTION_STACK_PLACE_MASK)
 }
 
-/// The places of connections whose SYN came lately, by the connection's hash: a hint, as the entry's identity decides.
+/// Tag and place of connections whose SYN came lately, by the connection's hash: a hint, as the entry's identity decides.
 #[derive(Debug, Clone)]
-pub struct RecentConnections(Vec<u16>);
+pub struct RecentConnections(Vec<u32>);
 
 impl Default for RecentConnections {
     fn default() -> Self {
@@ -281,14 +281,17 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Where to look ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
-    pub fn place(&self, hash: ConnectionHash) -> u32 {
-        u32::from(self.0[hash.recent_slot()])
+    /// Where to look ([`ConnectionTable::find`]) for the entry of a connection that opens once more. `None`: the
+    /// connection whose SYN was remembered last is another one.
+    pub fn place(&self, hash: ConnectionHash) -> Option<u32> {
+        let recent = self.0[hash.recent_slot()];
+        let same = (recent ^ hash.tag()) & !intf::CONNECTION_PLACE_MASK == 0;
+        same.then_some(recent & intf::CONNECTION_PLACE_MASK)
     }
 
     /// `remember_connection()`: for the next SYN of the same connection.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
-        self.0[hash.recent_slot()] = index.place() as u16;
+        self.0[hash.recent_slot()] = hash.tag() & !intf::CONNECTION_PLACE_MASK | index.place();
     }
 }
 
@@ -403,7 +406,7 @@ mod tests {
         let table = table(1024);
         let packet = packet(1);
         let mut recent = RecentConnections::default();
-        let find = |recent: &RecentConnections| table.find(packet.hash, recent.place(packet.hash), SERVICE);
+        let find = |recent: &RecentConnections| table.find(packet.hash, recent.place(packet.hash)?, SERVICE);
         assert_eq!(find(&recent), None);
         table.take(&self::packet(2), server(2), Clock(10)).unwrap();
         let index = table.take(&packet, server(1), Clock(10)).unwrap();

@@ -132,7 +132,8 @@ impl LoadBalancer {
     pub(super) fn first_stateful(&mut self, place: usize, packet: &Packet, echo: packet::Echo, bytes: u64) -> Decision {
         let hash = ConnectionHash::new(&self.stateful.key, &packet.tuple());
         let owner = self.stateful.owner;
-        let before = self.stateful.table.find(hash, self.stateful.recent.place(hash), place as u8);
+        let recent = self.stateful.recent.place(hash);
+        let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, place as u8));
         if let (Some((index, id)), Some(owner)) = (before, owner)
             && self.takes_first_packets(place, id)
         {
