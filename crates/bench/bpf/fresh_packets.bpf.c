@@ -15,8 +15,14 @@
  *
  * 4. It writes whole words, those that the measured program will read: a word read that spans a smaller write before it
  *    stalls (no store forwarding), which no packet from a NIC would do.
+ *
+ * 5. What a cache miss costs. fresh_packet_and_line() also loads one line of `lines`, an array that is made as the
+ *    connection table is, at the place that the packet's connection has in it. Nothing waits for that line, so its miss
+ *    and the packet's work go on side by side: the least that a miss can cost. In fresh_packet_after_line() the packet's
+ *    work cannot begin before the line has come: the most.
+ *
+ * 6. A flood. fresh_source() draws the client's address and port anew each time, never the same twice.
  */
-#include <stdbool.h>
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
@@ -33,20 +39,36 @@
 struct variation {
 	__u32 client_address;
 	__u32 ports;
-	/* TSecr, where NOP NOP TIMESTAMP comes first. */
+	/* TSecr. */
 	__u32 echo;
-	__u32 reserved;
+	/* Index in `lines`. */
+	__u32 line;
 };
 
 struct variation packets[PACKETS] SEC(".bss.packets");
 __u64 next_packet;
 
+/* All 0. As large as an entry of the connection table, and as many: user space sets the number. */
+struct line {
+	__u64 words[8];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct line);
+} lines SEC(".maps");
+
 /* Packets 0 .. mask are taken in turn. */
 const volatile __u32 mask;
 /* First 8 bytes of the frame: the destination MAC address must be restored after each run. */
 const volatile __u64 first_word;
-/* First packets have their timestamp elsewhere, and no echo. */
-const volatile bool write_echo;
+/* Where TSecr stands in the frame. Restored each time, too: first packets of stateful services leave with another. */
+const volatile __u32 echo_at;
+/* Of fresh_source(): the VIP's port, as the upper half of `ports`. */
+const volatile __u32 vip_port;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
@@ -55,25 +77,80 @@ struct {
 	__type(value, __u32);
 } measured SEC(".maps");
 
-SEC("xdp")
-int fresh_packet(struct xdp_md *ctx)
+static __always_inline const struct variation *take_packet(void)
 {
-	void *data = (void *)(long)ctx->data;
-	void *data_end = (void *)(long)ctx->data_end;
 	const struct variation *packet = &packets[next_packet++ & mask & (PACKETS - 1)];
 	__u64 ahead;
 
 	/* Touches what is 256 packets (one page of memory) ahead: hardware prefetching stops at the end of a page. */
 	asm volatile("%0 = *(u32 *)(%1 + 0)" : "=r"(ahead) : "r"(&packets[(next_packet + 256) & mask & (PACKETS - 1)]));
-	if (data + USUAL_LENGTH > data_end)
+	return packet;
+}
+
+/* Runs the measured program on the frame with that client. Returns only if it cannot. */
+static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_address, __u32 ports, __u32 echo)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (data + USUAL_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, 0) = first_word;
-	PACKET_U32(data, IP_AT(saddr)) = packet->client_address;
-	PACKET_U32(data, USUAL_TCP) = packet->ports;
-	if (write_echo)
-		PACKET_U32(data, USUAL_ECHO) = packet->echo;
+	PACKET_U32(data, IP_AT(saddr)) = client_address;
+	PACKET_U32(data, USUAL_TCP) = ports;
+	PACKET_U32(data, echo_at) = echo;
 	bpf_tail_call_static(ctx, &measured, 0);
 	return XDP_ABORTED;
+}
+
+SEC("xdp")
+int fresh_packet(struct xdp_md *ctx)
+{
+	const struct variation *packet = take_packet();
+
+	return call_measured(ctx, packet->client_address, packet->ports, packet->echo);
+}
+
+SEC("xdp")
+int fresh_packet_and_line(struct xdp_md *ctx)
+{
+	const struct variation *packet = take_packet();
+	__u32 index = packet->line;
+	const struct line *line = bpf_map_lookup_elem(&lines, &index);
+	__u64 word;
+
+	if (!line)
+		return XDP_ABORTED;
+	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(line));
+	return call_measured(ctx, packet->client_address, packet->ports, packet->echo);
+}
+
+SEC("xdp")
+int fresh_packet_after_line(struct xdp_md *ctx)
+{
+	const struct variation *packet = take_packet();
+	__u32 index = packet->line;
+	const volatile struct line *line = bpf_map_lookup_elem(&lines, &index);
+
+	if (!line)
+		return XDP_ABORTED;
+	/* The line holds 0, which only the CPU's memory can tell. */
+	return call_measured(ctx, packet->client_address ^ line->words[0], packet->ports, packet->echo);
+}
+
+#define SOURCE_MASK ((1ull << 48) - 1)
+
+/* Steps that are one to one in 48 bits: address and port come again only after 2^48 packets. */
+SEC("xdp")
+int fresh_source(struct xdp_md *ctx)
+{
+	__u64 source = next_packet++;
+
+	source = (source * 0x9e3779b97f4a7c15ull) & SOURCE_MASK;
+	source ^= source >> 24;
+	source = (source * 0xbf58476d1ce4e5b9ull) & SOURCE_MASK;
+	source ^= source >> 24;
+	return call_measured(ctx, source, (source >> 32 & 0xffff) | vip_port, 0);
 }
 
 /* The floor: an XDP program that does nothing. */

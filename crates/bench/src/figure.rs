@@ -5,8 +5,8 @@ use coreward_sim::figure::scenario::Scenario;
 
 use crate::xdp::{self, Args};
 
-/// Measures every case of the bench that is a point of the figure. A run is a round of the bench: the program and the empty
-/// one, one after the other, on the same packets.
+/// Measures every case of the bench that is a point of the figure. A run is a round of the bench: the program in all
+/// modes and the empty one, one after the other, on the same connections.
 ///
 /// # Errors
 /// Without the right to load BPF programs, or when a program does not do what is expected of it.
@@ -15,9 +15,9 @@ pub fn cheetah_5(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<
     let panel = scenario.panel[0].title.get_ref();
     let costs = xdp::costs_by_connections(&args, progress)?;
     let samples = costs.iter().flat_map(|cost| {
-        (1..).zip(&cost.above_empty_ns).map(|(run, y)| Sample {
+        (1..).zip(&cost.above_empty).map(|(run, y)| Sample {
             panel: panel.clone(),
-            series: cost.consistency.name(),
+            series: cost.series.clone(),
             x: cost.connections as f64,
             run,
             y: *y,

@@ -31,49 +31,81 @@ pub struct Packet {
     pub ports: u32,
     /// TSecr.
     pub echo: u32,
-    pub reserved: u32,
+    /// In the host's order: which line of memory [`Feed::AndLine`] and [`Feed::AfterLine`] load.
+    pub line: u32,
+}
+
+/// A frame, and where in it TSecr stands.
+#[derive(Debug, Clone)]
+pub struct Frame {
+    pub bytes: Vec<u8>,
+    pub echo_at: u32,
+}
+
+/// What calls the measured program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Feed {
+    /// The next packet.
+    Packet,
+    /// The same, and loads a line of memory that nothing waits for.
+    AndLine,
+    /// The same; the packet is complete only when the line has come.
+    AfterLine,
 }
 
 /// The programs of fresh_packets.bpf.c, for one frame and its variations.
 pub struct Runner {
     frame: Vec<u8>,
-    fresh_packet: OwnedFd,
+    feeds: [OwnedFd; 3],
     /// The floor: does nothing.
     pub empty: OwnedFd,
     /// The other floor.
     pub parse_and_swap_macs: OwnedFd,
     measured: MapHandle,
+    connections: usize,
 }
 
 impl Runner {
-    /// `frame` with each of `packets` (a power of two) in turn.
-    pub fn new(frame: Vec<u8>, packets: &[Packet], write_echo: bool) -> anyhow::Result<Self> {
+    /// `frame` with each of `packets` (a power of two) in turn. Their `line`s are below `lines`.
+    pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
         let mut open = FreshPacketsSkelBuilder::default().open(&mut storage).context("opening fresh_packets.bpf.o")?;
         let constants = open.maps.rodata_data.as_deref_mut().context("fresh_packets.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
-        constants.first_word = u64::from_ne_bytes(frame[..8].try_into().expect("eight bytes"));
-        constants.write_echo = write_echo;
+        constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
+        constants.echo_at = frame.echo_at;
+        open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
         let loaded = open.load().context("loading fresh_packets.bpf.c")?;
         let memory: Mapped<[Packet; PACKETS]> = Mapped::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
+        let programs = &loaded.progs;
         Ok(Self {
-            frame,
-            fresh_packet: loaded.progs.fresh_packet.as_fd().try_clone_to_owned()?,
-            empty: loaded.progs.empty.as_fd().try_clone_to_owned()?,
-            parse_and_swap_macs: loaded.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
+            frame: frame.bytes.clone(),
+            feeds: [
+                programs.fresh_packet.as_fd().try_clone_to_owned()?,
+                programs.fresh_packet_and_line.as_fd().try_clone_to_owned()?,
+                programs.fresh_packet_after_line.as_fd().try_clone_to_owned()?,
+            ],
+            empty: programs.empty.as_fd().try_clone_to_owned()?,
+            parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured: MapHandle::try_from(&loaded.maps.measured)?,
+            connections: packets.len(),
         })
+    }
+
+    /// How many packets there are until the first comes again.
+    pub fn connections(&self) -> usize {
+        self.connections
     }
 
     /// Mean time of one run, and the last one's verdict. CPU time of this thread, so that what else runs on the machine
     /// counts as little as possible.
-    pub fn run(&self, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
+    pub fn run(&self, feed: Feed, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
         let descriptor = program.as_raw_fd() as u32;
         self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?;
         let start = thread_time()?;
-        let outcome = test_run::run(self.fresh_packet.as_fd(), &self.frame, repeat)?;
+        let outcome = test_run::run(self.feeds[feed as usize].as_fd(), &self.frame, repeat)?;
         let elapsed = thread_time()? - start;
         Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
     }

@@ -1,61 +1,86 @@
-//! The packets that are measured, and a load balancer that knows what to do with them.
+//! The packets that are measured.
 
 use std::fmt;
-use std::net::Ipv4Addr;
-use std::os::fd::BorrowedFd;
+use std::net::{Ipv4Addr, SocketAddrV4};
 
-use coreward_dataplane::lb::{LoadBalancer, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode};
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
-use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
-use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
-use coreward_model::tuple::Protocol;
-use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use coreward_model::consistency::Consistency;
+use coreward_model::placement::Rule;
+use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
-use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::runner::{PACKETS, Packet};
+use super::runner::{Frame, PACKETS};
 
 /// linux/bpf.h
 const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Nobody's port.
 const OTHER_PORT: u16 = 81;
-const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
+pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
-/// A pool like a small fleet's.
-const SERVERS: u64 = 64;
-const CORES: u16 = 16;
-
-/// Room for all connections: the LRU hash evicts a little before it is full.
-const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 / 4 * 5;
+/// What the flags byte of a TCP header says.
+const SYN: u8 = 0x02;
+const ACK: u8 = 0x10;
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Case {
-    /// Packets with a valid cookie, of that many connections.
-    Established(usize),
-    /// The same at a service of consistency "hash-table": each is in the flow table.
-    HashTable(usize),
-    /// SYNs of different connections, by a rule, with that many RSS groups.
-    First(Rule, usize),
+    /// Packets of that many open connections, in random order, each with a valid cookie.
+    Established(Consistency, usize),
+    /// SYNs of different connections.
+    First(First),
     /// TCP to a port that is no service.
     NotForAVip,
 }
 
+/// What SYNs are measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct First {
+    /// Of the service. With `Stateful` each SYN takes a free entry of the connection table.
+    pub consistency: Consistency,
+    pub rule: Rule,
+    /// RSS groups.
+    pub groups: usize,
+    /// So many connections, then they begin anew, their entries free again.
+    pub connections: usize,
+}
+
+/// Entries of the connection table that a CPU's cache holds, and its free places.
+const FEW: usize = 1 << 14;
+
 impl Case {
-    /// All, in the order of the report.
-    pub fn all() -> impl Iterator<Item = Case> {
-        let connections = [1, 1 << 14, 1 << 17, PACKETS];
-        let established = connections.map(Case::Established).into_iter().chain(connections.map(Case::HashTable));
-        let first = Rule::ALL.map(|rule| Case::First(rule, 1));
-        let most = intf::MAX_RSS_GROUPS as usize;
-        let four_groups = [Case::First(Rule::Table, most), Case::First(Rule::LeastAssigned, most)];
-        established.chain(first).chain(four_groups).chain([Case::NotForAVip])
+    /// All that are measured by themselves, in the order of the report.
+    pub fn alone() -> impl Iterator<Item = Case> {
+        let usual = First { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
+        let stateful = First { consistency: Consistency::Stateful, ..usual };
+        let groups = intf::MAX_RSS_GROUPS as usize;
+        Rule::ALL
+            .map(|rule| First { rule, ..usual })
+            .into_iter()
+            .chain([Rule::Table, Rule::LeastAssigned].map(|rule| First { rule, groups, ..usual }))
+            .chain(Rule::ALL.map(|rule| First { rule, ..stateful }))
+            .chain(Rule::ALL.map(|rule| First { rule, connections: FEW, ..stateful }))
+            .map(Case::First)
+            .chain([Case::NotForAVip])
+    }
+
+    /// How many connections there are.
+    pub fn connections(self) -> usize {
+        match self {
+            Case::Established(_, connections) | Case::First(First { connections, .. }) => connections,
+            Case::NotForAVip => PACKETS,
+        }
+    }
+
+    /// Of the service.
+    pub fn consistency(self) -> Consistency {
+        match self {
+            Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
+            Case::NotForAVip => Consistency::Stateless,
+        }
     }
 
     /// What the program returns for the packets.
@@ -66,31 +91,37 @@ impl Case {
     /// What the packets are counted as.
     pub fn counter(self) -> usize {
         let counter = match self {
-            Case::Established(_) => intf::LB_COUNTER_ESTABLISHED,
-            Case::HashTable(_) => intf::LB_COUNTER_FLOW,
-            Case::First(..) => intf::LB_COUNTER_FIRST,
+            Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW,
+            Case::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION,
+            Case::Established(..) => intf::LB_COUNTER_ESTABLISHED,
+            Case::First(_) => intf::LB_COUNTER_FIRST,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
         counter as usize
     }
 
-    /// Whether the packets carry an echo at the usual place.
-    pub fn has_echo(self) -> bool {
-        !matches!(self, Case::First(..))
+    /// Whether each packet takes an entry of the connection table.
+    pub fn takes_entries(self) -> bool {
+        matches!(self, Case::First(First { consistency: Consistency::Stateful, .. }))
     }
 
-    /// For packets of open connections: how their server is remembered, and how many connections there are.
-    pub fn open_connections(self) -> Option<(Consistency, usize)> {
-        match self {
-            Case::Established(connections) => Some((Consistency::Stateless, connections)),
-            _ => None,
-        }
+    /// Whether the packets are of connections that the load balancer must have seen begin.
+    pub fn is_remembered(self) -> bool {
+        matches!(self, Case::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
 
-    fn connections(self) -> usize {
+    /// Where the packets go.
+    pub fn destination(self) -> (Ipv4Addr, u16) {
+        if self == Case::NotForAVip { (VIP.0, OTHER_PORT) } else { VIP }
+    }
+
+    /// The frame that packets vary: a bare ACK, or a SYN.
+    pub fn frame(self) -> Frame {
         match self {
-            Case::Established(connections) | Case::HashTable(connections) => connections,
-            Case::First(..) | Case::NotForAVip => PACKETS,
+            Case::First(_) => syn(),
+            Case::Established(..) | Case::NotForAVip => {
+                frame(self.destination(), ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
+            }
         }
     }
 }
@@ -98,154 +129,44 @@ impl Case {
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Case::Established(1) => f.write_str("established, 1 connection"),
-            Case::Established(connections) => write!(f, "established, {connections} connections"),
-            Case::HashTable(1) => f.write_str("hash-table, 1 connection"),
-            Case::HashTable(connections) => write!(f, "hash-table, {connections} connections"),
-            Case::First(rule, 1) => write!(f, "first, {}", rule.name()),
-            Case::First(rule, groups) => write!(f, "first, {}, {groups} RSS groups", rule.name()),
+            Case::Established(consistency, 1) => write!(f, "{}, 1 connection", consistency.name()),
+            Case::Established(consistency, connections) => {
+                write!(f, "{}, {connections} connections", consistency.name())
+            }
+            Case::First(First { consistency, rule, groups, connections }) => {
+                write!(f, "first, {}, {}", consistency.name(), rule.name())?;
+                if *groups > 1 {
+                    write!(f, ", {groups} RSS groups")?;
+                }
+                if *connections < PACKETS { write!(f, ", {connections} entries") } else { Ok(()) }
+            }
             Case::NotForAVip => f.write_str("not for a VIP"),
         }
     }
 }
 
-/// A load balancer without a device, and the packets of one case.
-pub struct Balancer {
-    case: Case,
-    lb: LoadBalancer,
-    service: ServiceIndex,
-    keys: FleetKeys,
-    servers: Vec<ServerId>,
+/// As Linux sends it.
+pub fn syn() -> Frame {
+    frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
 
-impl Balancer {
-    /// # Errors
-    /// Without the right to load BPF programs.
-    pub fn new(case: &Case) -> anyhow::Result<Self> {
-        let mut rng = seeded_rng(1, 0);
-        let mut lb = LoadBalancer::load(Options { flow_table_entries: FLOW_TABLE_ENTRIES, ..Options::default() })?;
-        lb.set_own_mac(OWN_MAC);
-        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let consistency = match case {
-            Case::HashTable(_) => Consistency::HashTable,
-            _ => Consistency::Stateless,
-        };
-        let service = lb.set_services(&[(address, ServiceMode { consistency, ..ServiceMode::default() })])?[0];
-        let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
-        lb.set_keys(&keys);
-        // Ids drawn sparsely, as the controller does.
-        let step = ServerId::COUNT as u64 / SERVERS;
-        let servers: Vec<ServerId> = (0..SERVERS)
-            .map(|n| ServerId::try_from(n * step + u64::from(uniform_below(&mut rng, step as u32))))
-            .collect::<Result<_, _>>()?;
-        for (n, server) in servers.iter().enumerate() {
-            let mac = MacAddress([2, 0, 0, 1, (n >> 8) as u8, n as u8]);
-            lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
-        }
-        match *case {
-            Case::First(rule, groups) => lb.install_table(service, &table(rule, groups, &servers, &mut rng))?,
-            Case::HashTable(_) => lb.install_table(service, &table(Rule::Table, 1, &servers, &mut rng))?,
-            Case::Established(_) | Case::NotForAVip => {}
-        }
-        Ok(Self { case: *case, lb, service, keys, servers })
-    }
-
-    pub fn program(&self) -> BorrowedFd<'_> {
-        self.lb.program()
-    }
-
-    /// How many packets were counted as the case's.
-    pub fn counted(&self) -> u64 {
-        let counters = match self.case {
-            Case::NotForAVip => self.lb.counters_without_service(),
-            _ => self.lb.counters(self.service),
-        };
-        counters.packets[self.case.counter()]
-    }
-
-    fn destination(&self) -> (Ipv4Addr, u16) {
-        if self.case == Case::NotForAVip { (VIP.0, OTHER_PORT) } else { VIP }
-    }
-
-    /// The frame that [`packets`](Self::packets) vary: a bare ACK, or a SYN.
-    pub fn frame(&self) -> Vec<u8> {
-        match self.case {
-            Case::First(..) => self.syn(),
-            _ => self.frame_with(0x10, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0]),
-        }
-    }
-
-    /// The frame with which each connection must have begun before it is measured; `None`: nothing remembers it.
-    pub fn opening_frame(&self) -> Option<Vec<u8>> {
-        matches!(self.case, Case::HashTable(_)).then(|| self.syn())
-    }
-
-    /// As Linux sends it.
-    fn syn(&self) -> Vec<u8> {
-        self.frame_with(0x02, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7])
-    }
-
-    fn frame_with(&self, flags: u8, options: &[u8]) -> Vec<u8> {
-        let (vip, port) = self.destination();
-        let tcp_header = 20 + options.len();
-        let mut frame = [&OWN_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
-        frame.extend([0x45, 0, 0, 20 + tcp_header as u8, 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 1, 0, 7]);
-        frame.extend(vip.octets());
-        frame.extend([0x12, 0x34]);
-        frame.extend(port.to_be_bytes());
-        frame.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
-        frame.extend(options);
-        frame
-    }
-
-    /// As many connections as the case has, in random order, each with its valid cookie.
-    pub fn packets(&self) -> Vec<Packet> {
-        let mut rng = seeded_rng(2, 0);
-        let destination = self.destination();
-        let mut packet = || {
-            let client = (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
-            let server = self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize];
-            let tuple = FourTuple::ipv4(client, destination);
-            let echo = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, Cookie::Server(server), rng.next_u32());
-            let ports = [client.1.to_be_bytes(), destination.1.to_be_bytes()].concat();
-            Packet {
-                client_address: u32::from_ne_bytes(client.0.octets()),
-                ports: u32::from_ne_bytes(ports.try_into().expect("four bytes")),
-                echo: echo.to_be(),
-                reserved: 0,
-            }
-        };
-        (0..self.case.connections()).map(|_| packet()).collect()
-    }
+/// TSecr stands `echo` bytes into the options.
+fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> Frame {
+    let (vip, port) = destination;
+    let tcp_header = 20 + options.len();
+    let mut bytes = [&OWN_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
+    bytes.extend([0x45, 0, 0, 20 + tcp_header as u8, 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 1, 0, 7]);
+    bytes.extend(vip.octets());
+    bytes.extend([0x12, 0x34]);
+    bytes.extend(port.to_be_bytes());
+    bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
+    let echo_at = bytes.len() as u32 + echo;
+    bytes.extend(options);
+    Frame { bytes, echo_at }
 }
 
-/// A table as `crossrss-plus` makes it for the pool: 128 buckets, 8 candidates each.
-fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
-    let buckets = BucketCount::PUBLISHED;
-    let core_slots: Vec<Core> =
-        servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
-    let candidates_per_bucket = intf::MAX_CANDIDATES;
-    let count = groups as u32 * buckets.get() * candidates_per_bucket;
-    let mut candidate = |_| {
-        let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
-        let load = uniform_below(rng, intf::LOAD_ONE);
-        Candidate { server: core_slots[usize::from(core_slot)].server, load, core_slot }
-    };
-    let candidates = (0..count).map(&mut candidate).collect();
-    let members = servers.iter().map(|server| Member { server: *server, load: uniform_below(rng, intf::LOAD_ONE) });
-    let members = members.collect();
-    PlacementTable {
-        generation: 1,
-        rule,
-        bucket_count: buckets,
-        groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
-        candidates_per_bucket,
-        candidates,
-        assignment_cost: intf::LOAD_ONE / 1000,
-        core_slots,
-        members,
-        consistent: rendezvous(servers, buckets),
-        consistent_before: Vec::new(),
-    }
+/// So many clients; the first of them are the same whatever the number.
+pub fn clients(count: usize) -> Vec<SocketAddrV4> {
+    let mut rng = seeded_rng(2, 0);
+    (0..count).map(|_| SocketAddrV4::new(Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)).collect()
 }

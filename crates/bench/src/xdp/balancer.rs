@@ -1,0 +1,240 @@
+//! A load balancer without a device that knows what to do with the packets.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::net::SocketAddrV4;
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::lb::{COUNTER_NAMES, LoadBalancer, Options, Server, ServiceIndex};
+use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
+use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
+use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
+use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use rand::Rng as _;
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::runner::{Feed, PACKETS, Packet, Runner};
+use super::workload::{Case, First, OWN_MAC, VIP, clients, syn};
+
+/// A pool like a small fleet's.
+const SERVERS: u64 = 64;
+const CORES: u16 = 16;
+
+/// Room for all connections: the LRU hash evicts a little before it is full.
+const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 / 4 * 5;
+
+/// Room for all connections, no partition ever full: 512 of 1024 entries are taken in the mean, 625 in 1 of 10^6.
+pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
+
+/// A load balancer for the packets of one case.
+pub struct Balancer {
+    case: Case,
+    lb: RefCell<LoadBalancer>,
+    service: ServiceIndex,
+    keys: FleetKeys,
+    servers: Vec<ServerId>,
+    owner: OwnerNumber,
+}
+
+impl Balancer {
+    /// With all connections open that the case's packets are of.
+    ///
+    /// # Errors
+    /// Without the right to load BPF programs, or when a connection is not remembered.
+    pub fn new(case: Case) -> anyhow::Result<Self> {
+        let mut rng = seeded_rng(1, 0);
+        let mut lb = LoadBalancer::load(Options {
+            flow_table_entries: FLOW_TABLE_ENTRIES,
+            connection_table: connection_table(case)?,
+            ..Options::default()
+        })?;
+        lb.set_own_mac(OWN_MAC);
+        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        let mode = ServiceMode { consistency: case.consistency(), ..ServiceMode::default() };
+        let service = lb.set_services(&[(address, mode)])?[0];
+        let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
+        lb.set_keys(&keys);
+        let owner = OwnerNumber::try_from(5)?;
+        lb.set_owner(Some(owner));
+        // Ids drawn sparsely, as the controller does.
+        let step = ServerId::COUNT as u64 / SERVERS;
+        let servers: Vec<ServerId> = (0..SERVERS)
+            .map(|n| ServerId::try_from(n * step + u64::from(uniform_below(&mut rng, step as u32))))
+            .collect::<Result<_, _>>()?;
+        for (n, server) in servers.iter().enumerate() {
+            let mac = MacAddress([2, 0, 0, 1, (n >> 8) as u8, n as u8]);
+            lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
+        }
+        let (rule, groups) = match case {
+            Case::First(First { rule, groups, .. }) => (rule, groups),
+            Case::Established(..) | Case::NotForAVip => (Rule::Table, 1),
+        };
+        lb.install_table(service, &table(rule, groups, &servers, &mut rng))?;
+        let balancer = Self { case, lb: RefCell::new(lb), service, keys, servers, owner };
+        balancer.open_connections()?;
+        Ok(balancer)
+    }
+
+    /// What is measured here.
+    pub fn case(&self) -> Case {
+        self.case
+    }
+
+    /// Each by its SYN.
+    fn open_connections(&self) -> anyhow::Result<()> {
+        if !self.case.is_remembered() {
+            return Ok(());
+        }
+        let clients = clients(self.case.connections());
+        let packets: Vec<Packet> = clients.iter().map(|client| self.packet(client, 0)).collect();
+        let lb = self.lb.borrow();
+        Runner::new(&syn(), &packets, 0)?.run(Feed::Packet, lb.program(), packets.len() as u32)?;
+        let opened = lb.counters(self.service).packets[intf::LB_COUNTER_FIRST as usize];
+        ensure!(opened == packets.len() as u64, "{}: {opened} connections were opened", self.case);
+        Ok(())
+    }
+
+    /// A client's packet with that TSecr.
+    fn packet(&self, client: &SocketAddrV4, echo: u32) -> Packet {
+        let ports = [client.port().to_be_bytes(), self.case.destination().1.to_be_bytes()].concat();
+        Packet {
+            client_address: u32::from_ne_bytes(client.ip().octets()),
+            ports: u32::from_ne_bytes(ports.try_into().expect("four bytes")),
+            echo: echo.to_be(),
+            line: 0,
+        }
+    }
+
+    /// As many packets as the case has connections, in random order, each with what its server would have stamped.
+    ///
+    /// # Errors
+    /// When a connection has no entry that should.
+    pub fn packets(&self) -> anyhow::Result<Vec<Packet>> {
+        let mut rng = seeded_rng(3, 0);
+        let places = self.places();
+        let clients = clients(self.case.connections());
+        let packets = clients.iter().map(|client| {
+            let stamped = match self.case {
+                Case::First(_) => return Ok(self.packet(client, 0)),
+                Case::Established(Consistency::Stateful, _) => {
+                    let index = places.get(client).with_context(|| format!("{client} has no entry"))?;
+                    Cookie::TableIndex(cookie_number(self.owner, index.place()))
+                }
+                _ => Cookie::Server(self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize]),
+            };
+            let tuple = FourTuple::ipv4((*client.ip(), client.port()), self.case.destination());
+            let echo = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, stamped, rng.next_u32());
+            Ok(self.packet(client, echo))
+        });
+        packets.collect()
+    }
+
+    /// Where each client's entry stands in the connection table.
+    pub fn places(&self) -> HashMap<SocketAddrV4, ConnectionIndex> {
+        let lb = self.lb.borrow();
+        lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
+    }
+
+    /// Packets that were counted as the case's, and connections that found no free entry.
+    fn counted(&self) -> (u64, u64) {
+        let lb = self.lb.borrow();
+        let counters = match self.case {
+            Case::NotForAVip => lb.counters_without_service(),
+            _ => lb.counters(self.service),
+        };
+        (counters.packets[self.case.counter()], counters.events[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize])
+    }
+
+    /// Runs the program on so many packets: mean time of one (ns). All entries that were taken are free again afterwards.
+    ///
+    /// # Errors
+    /// When the program does not do with each packet what the case expects.
+    pub fn run(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
+        let at_once = if self.case.takes_entries() { packets.min(runner.connections() as u32) } else { packets };
+        let (mut done, mut time) = (0, 0.0);
+        while done < packets {
+            let count = at_once.min(packets - done);
+            time += self.run_at_once(runner, feed, count)? * f64::from(count);
+            done += count;
+        }
+        Ok(time / f64::from(packets))
+    }
+
+    fn run_at_once(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
+        let before = self.counted();
+        let (time, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
+        let after = self.counted();
+        let (case, expected) = (self.case, self.case.verdict());
+        ensure!(verdict == expected, "{case}: the last packet's verdict was {verdict}, expected {expected}");
+        let counted = after.0 - before.0;
+        let name = COUNTER_NAMES[case.counter()];
+        ensure!(counted == u64::from(packets), "{case}: {counted} of {packets} packets were counted as {name}");
+        let full = after.1 - before.1;
+        ensure!(full == 0, "{case}: {full} of {packets} first packets found no free entry");
+        if case.takes_entries() {
+            let freed = self.free_all()?;
+            ensure!(freed == packets as usize, "{case}: {freed} entries were taken by {packets} packets");
+        }
+        Ok(time)
+    }
+
+    /// Returns how many entries were in use.
+    fn free_all(&self) -> anyhow::Result<usize> {
+        let mut lb = self.lb.borrow_mut();
+        let connections: Vec<Connection> = lb.connections(self.service).collect();
+        lb.free_connections(&connections)
+    }
+
+    /// Instructions that the verifier walked through when it loaded the program.
+    pub fn verifier_instructions(&self) -> anyhow::Result<u32> {
+        let lb = self.lb.borrow();
+        let id = libbpf_rs::Program::id_from_fd(lb.program()).context("the program's id")?;
+        let mut programs = libbpf_rs::query::ProgInfoIter::default();
+        programs.find(|info| info.id == id).map(|info| info.verified_insns).context("the program is not listed")
+    }
+}
+
+fn connection_table(case: Case) -> anyhow::Result<TableSize> {
+    let entries = match case {
+        Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
+        Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
+        _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
+    };
+    Ok(TableSize::try_from(entries)?)
+}
+
+/// A table as `crossrss-plus` makes it for the pool: 128 buckets, 8 candidates each.
+fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
+    let buckets = BucketCount::PUBLISHED;
+    let core_slots: Vec<Core> =
+        servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
+    let candidates_per_bucket = intf::MAX_CANDIDATES;
+    let count = groups as u32 * buckets.get() * candidates_per_bucket;
+    let mut candidate = |_| {
+        let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
+        let load = uniform_below(rng, intf::LOAD_ONE);
+        Candidate { server: core_slots[usize::from(core_slot)].server, load, core_slot }
+    };
+    let candidates = (0..count).map(&mut candidate).collect();
+    let members = servers.iter().map(|server| Member { server: *server, load: uniform_below(rng, intf::LOAD_ONE) });
+    let members = members.collect();
+    PlacementTable {
+        generation: 1,
+        rule,
+        bucket_count: buckets,
+        groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
+        candidates_per_bucket,
+        candidates,
+        assignment_cost: intf::LOAD_ONE / 1000,
+        core_slots,
+        members,
+        consistent: rendezvous(servers, buckets),
+        consistent_before: Vec::new(),
+    }
+}

@@ -1,0 +1,112 @@
+//! Packets of open connections: all modes in turns, by the number of connections; and what one cache miss costs there.
+
+use std::os::fd::AsFd as _;
+
+use anyhow::Context as _;
+use coreward_model::consistency::Consistency;
+
+use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
+use super::runner::{Feed, PACKETS, Runner};
+use super::turns::{Program, Rounds, Turn, above, in_turns, median_of, quartiles};
+use super::workload::{Case, clients};
+use super::{Args, Measured};
+use crate::report::Table;
+
+/// How many connections are open.
+const CONNECTIONS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKETS];
+
+/// What was measured with that many connections open.
+pub struct ByConnections {
+    pub connections: usize,
+    pub stateless: Measured,
+    pub stateful: Measured,
+    pub hash_table: Measured,
+    /// What the stateless program costs above the empty one (ns) when one more line of memory is loaded beside it ...
+    pub with_line: Rounds,
+    /// ... and when it must wait for that line.
+    pub after_line: Rounds,
+}
+
+/// Measures every number of connections.
+///
+/// # Errors
+/// As [`super::run`].
+pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
+    let one = |(done, connections): (usize, &usize)| {
+        progress(done, CONNECTIONS.len());
+        measure_with(*connections, args).with_context(|| format!("{connections} connections"))
+    };
+    CONNECTIONS.iter().enumerate().map(one).collect()
+}
+
+fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections> {
+    let balancer = |consistency| Balancer::new(Case::Established(consistency, connections));
+    let stateless = balancer(Consistency::Stateless)?;
+    let stateful = balancer(Consistency::Stateful)?;
+    let hash_table = balancer(Consistency::HashTable)?;
+    let runner = |of: &Balancer| Runner::new(&of.case().frame(), &of.packets()?, 0);
+    let (for_stateful, for_hash_table) = (runner(&stateful)?, runner(&hash_table)?);
+    let places = stateful.places();
+    let mut packets = stateless.packets()?;
+    for (packet, client) in packets.iter_mut().zip(clients(connections)) {
+        packet.line = places[&client].get();
+    }
+    let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
+    let by_cookie = Turn::of(&usual, Program::Balancer(&stateless));
+    let times = in_turns(
+        &[
+            Turn::of(&usual, Program::Floor(usual.empty.as_fd())),
+            Turn::of(&usual, Program::Floor(usual.parse_and_swap_macs.as_fd())),
+            by_cookie,
+            Turn { feed: Feed::AndLine, ..by_cookie },
+            Turn { feed: Feed::AfterLine, ..by_cookie },
+            Turn::of(&for_stateful, Program::Balancer(&stateful)),
+            Turn::of(&for_hash_table, Program::Balancer(&hash_table)),
+        ],
+        args.rounds,
+        args.packets,
+    )?;
+    let [empty, swap, by_cookie, with_line, after_line, by_index, by_hash] = &times[..] else { unreachable!("seven") };
+    Ok(ByConnections {
+        connections,
+        stateless: Measured::new(&stateless, [empty, swap, by_cookie])?,
+        stateful: Measured::new(&stateful, [empty, swap, by_index])?,
+        hash_table: Measured::new(&hash_table, [empty, swap, by_hash])?,
+        with_line: above(with_line, empty),
+        after_line: above(after_line, empty),
+    })
+}
+
+/// What one cache miss costs, and how much of it stateful mode does.
+pub fn table(measured: &[ByConnections]) -> Table {
+    let mut table = Table::new(&[
+        "connections",
+        "stateless, ns",
+        "stateful above it",
+        "quartiles",
+        "one random 64-byte line of so many, beside the packet's work",
+        "its quartiles",
+        "the same, before the packet's work",
+        "its quartiles ",
+        "hash-table above it",
+    ]);
+    for of in measured {
+        let stateless = &of.stateless.above_empty;
+        let stateful = above(&of.stateful.above_empty, stateless);
+        let hash_table = above(&of.hash_table.above_empty, stateless);
+        let with_line = above(&of.with_line, stateless);
+        let after_line = above(&of.after_line, stateless);
+        table.row([
+            (of.connections as u64).into(),
+            median_of(stateless).into(),
+            median_of(&stateful).into(),
+            quartiles(&stateful).into(),
+            median_of(&with_line).into(),
+            quartiles(&with_line).into(),
+            median_of(&after_line).into(),
+            quartiles(&after_line).into(),
+            median_of(&hash_table).into(),
+        ]);
+    }
+    table
+}

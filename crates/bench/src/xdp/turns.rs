@@ -1,0 +1,100 @@
+//! Programs that run in turns, so that what changes on the machine meanwhile touches all of them alike.
+
+use std::os::fd::BorrowedFd;
+
+use anyhow::ensure;
+use coreward_model::statistics::median;
+
+use super::balancer::Balancer;
+use super::runner::{Feed, Runner};
+use super::workload;
+
+/// What runs.
+#[derive(Clone, Copy)]
+pub enum Program<'a> {
+    /// One that only returns `XDP_TX`.
+    Floor(BorrowedFd<'a>),
+    /// The load balancer's.
+    Balancer(&'a Balancer),
+}
+
+/// What takes its turn in each round.
+#[derive(Clone, Copy)]
+pub struct Turn<'a> {
+    pub runner: &'a Runner,
+    pub feed: Feed,
+    pub program: Program<'a>,
+}
+
+impl<'a> Turn<'a> {
+    /// On fresh packets, with nothing besides.
+    pub fn of(runner: &'a Runner, program: Program<'a>) -> Self {
+        Self { runner, feed: Feed::Packet, program }
+    }
+
+    fn take(&self, packets: u32) -> anyhow::Result<f64> {
+        match self.program {
+            Program::Balancer(balancer) => balancer.run(self.runner, self.feed, packets),
+            Program::Floor(program) => {
+                let (time, verdict) = self.runner.run(self.feed, program, packets)?;
+                ensure!(verdict == workload::XDP_TX, "a floor's verdict was {verdict}, expected {}", workload::XDP_TX);
+                Ok(time)
+            }
+        }
+    }
+
+    /// Before it is measured each program sees all connections once: other programs have used the caches meanwhile.
+    fn warm_up(&self) -> anyhow::Result<()> {
+        match self.program {
+            // A first packet comes once.
+            Program::Balancer(balancer) if balancer.case().takes_entries() => Ok(()),
+            _ => self.take(self.runner.connections() as u32).map(drop),
+        }
+    }
+}
+
+/// Time per packet (ns), round by round.
+pub type Rounds = Vec<f64>;
+
+/// One after the other in each round, in an order that shifts by one from round to round. What each took in each round.
+///
+/// # Errors
+/// When a program does not do what is expected of it.
+pub fn in_turns(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
+    let mut times = vec![Rounds::new(); turns.len()];
+    // The first round warms branch predictors and does not count.
+    for round in 0..=rounds as usize {
+        for step in 0..turns.len() {
+            let position = (round + step) % turns.len();
+            turns[position].warm_up()?;
+            let time = turns[position].take(packets)?;
+            if round > 0 {
+                times[position].push(time);
+            }
+        }
+    }
+    Ok(times)
+}
+
+/// What `rounds` took more than `others`, round by round.
+pub fn above(rounds: &[f64], others: &[f64]) -> Rounds {
+    rounds.iter().zip(others).map(|(time, other)| time - other).collect()
+}
+
+/// Of at least one round.
+pub fn median_of(rounds: &[f64]) -> f64 {
+    median(rounds).expect("at least one round")
+}
+
+/// Lower and upper quartile.
+pub fn quartiles(rounds: &[f64]) -> String {
+    let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
+    format!("{low:.1} to {high:.1}")
+}
+
+/// The value below which `part` of the values lie (the nearest one).
+fn quantile(values: &[f64], part: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[((sorted.len() - 1) as f64 * part).round() as usize]
+}
