@@ -67,8 +67,8 @@ const volatile __u32 mask;
 const volatile __u64 first_word;
 /* Where TSecr stands in the frame. Restored each time, too: first packets of stateful services leave with another. */
 const volatile __u32 echo_at;
-/* Of fresh_source(): the VIP's port, as the upper half of `ports`. */
-const volatile __u32 vip_port;
+/* Of fresh_source(): the upper half of `ports`. */
+const volatile __u32 destination_port;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
@@ -150,7 +150,7 @@ int fresh_source(struct xdp_md *ctx)
 	source ^= source >> 24;
 	source = (source * 0xbf58476d1ce4e5b9ull) & SOURCE_MASK;
 	source ^= source >> 24;
-	return call_measured(ctx, source, (source >> 32 & 0xffff) | vip_port, 0);
+	return call_measured(ctx, source, (source >> 32 & 0xffff) | destination_port, 0);
 }
 
 /* The floor: an XDP program that does nothing. */

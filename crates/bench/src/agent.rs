@@ -3,17 +3,16 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{self, Config, Steer};
 use coreward_agent::daemon;
+use coreward_bench::namespace::{self, ip};
 use coreward_intf as intf;
 use coreward_wire::v1;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
-use nix::sched::{CloneFlags, unshare};
 use nix::time::{ClockId, clock_gettime};
 
 use crate::controller::{self, Controller, Scratch};
@@ -55,7 +54,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")?;
+    namespace::enter_new()?;
     ip("link set lo up")?;
     let queues = format!("numrxqueues {0} numtxqueues {0}", args.cores);
     ip(&format!("link add eth0 {queues} type veth peer name eth1 {queues}"))?;
@@ -94,12 +93,6 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
         load: config::Load::Published { path: busy },
         rss: config::Rss::Testbed { path: registers, entries: 128 },
     })
-}
-
-fn ip(arguments: &str) -> anyhow::Result<()> {
-    let status = Command::new("ip").args(arguments.split_whitespace()).status().context("ip (package iproute2)")?;
-    ensure!(status.success(), "ip {arguments}: {status}");
-    Ok(())
 }
 
 /// A directory on bpffs that is removed again.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use coreward_bench::report::{self, Report};
-use coreward_bench::xdp;
+use coreward_bench::xdp::{self, flood};
 
 #[derive(Parser)]
 #[command(name = "coreward-bench", version, about = "Measures coreward on this machine")]
@@ -30,6 +30,8 @@ enum Command {
     Placement(placement::Args),
     /// What the load balancer's program costs per packet (needs root)
     Xdp(xdp::Args),
+    /// What a SYN flood on one CPU costs established packets on another (needs root)
+    Flood(flood::Args),
     /// What the agent costs (needs root)
     Agent(agent::Args),
     /// What the controller costs, with agents that only pretend
@@ -50,12 +52,14 @@ fn main() -> anyhow::Result<()> {
             Ok(())
         }
         Command::Xdp(args) => arguments.show(&xdp::run(args)?),
+        Command::Flood(args) => arguments.show(&flood::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
+            arguments.show(&flood::run(&flood::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&controller::run(&controller::Args::default())?)?;
             arguments.show(&sim::run(&sim::Args::default())?)

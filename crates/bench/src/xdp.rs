@@ -2,6 +2,7 @@
 
 mod balancer;
 mod established;
+pub mod flood;
 mod runner;
 mod turns;
 mod workload;

@@ -27,6 +27,15 @@ pub struct Outcome {
     pub duration: Duration,
 }
 
+/// A receive queue of a device in the calling thread's network namespace: what the program takes its packets to come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReceiveQueue {
+    /// The device's index.
+    pub interface: u32,
+    /// Below the device's number of receive queues.
+    pub queue: u32,
+}
+
 /// How much longer than before a packet may come out.
 const HEADROOM: usize = 256;
 
@@ -37,8 +46,21 @@ const HEADROOM: usize = 256;
 /// # Errors
 /// When the kernel refuses: no privilege, a packet too short or too long, a type of program that cannot be test-run.
 pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Outcome> {
+    run_from(program, packet, repeat, None)
+}
+
+/// The same, the packet coming from a certain receive queue; `None`: from the loopback device's first.
+///
+/// # Errors
+/// As [`run`]; and when there is no such queue.
+pub fn run_from(
+    program: BorrowedFd<'_>,
+    packet: &[u8],
+    repeat: u32,
+    queue: Option<ReceiveQueue>,
+) -> io::Result<Outcome> {
     let mut out = vec![0; packet.len() + HEADROOM];
-    let options = run_with(program, packet, repeat, &mut out)?;
+    let options = run_with(program, packet, repeat, queue, &mut out)?;
     out.truncate(options.data_size_out as usize);
     let duration = Duration::from_nanos(options.duration.into());
     Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
@@ -50,7 +72,7 @@ pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Ou
 /// # Errors
 /// As [`run`]; and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
-    let options = run_with(program, packet, 1, out)?;
+    let options = run_with(program, packet, 1, None, out)?;
     Ok((options.retval as i32, options.data_size_out as usize))
 }
 
@@ -58,14 +80,23 @@ fn run_with(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,
+    queue: Option<ReceiveQueue>,
     out: &mut [u8],
 ) -> io::Result<libbpf_sys::bpf_test_run_opts> {
+    let context = queue.map(|queue| libbpf_sys::xdp_md {
+        data_end: packet.len() as u32,
+        ingress_ifindex: queue.interface,
+        rx_queue_index: queue.queue,
+        ..Default::default()
+    });
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: packet.as_ptr().cast(),
         data_size_in: packet.len() as u32,
         data_out: out.as_mut_ptr().cast(),
         data_size_out: out.len() as u32,
+        ctx_in: context.as_ref().map_or(std::ptr::null(), |context| std::ptr::from_ref(context).cast()),
+        ctx_size_in: context.map_or(0, |context| size_of_val(&context) as u32),
         repeat: repeat as i32,
         ..Default::default()
     };

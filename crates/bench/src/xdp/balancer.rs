@@ -1,11 +1,12 @@
 //! A load balancer without a device that knows what to do with the packets.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddrV4;
+use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{COUNTER_NAMES, LoadBalancer, Options, Server, ServiceIndex};
+use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
@@ -28,7 +29,7 @@ const CORES: u16 = 16;
 /// Room for all connections: the LRU hash evicts a little before it is full.
 const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 / 4 * 5;
 
-/// Room for all connections, no partition ever full: 512 of 1024 entries are taken in the mean, 625 in 1 of 10^6.
+/// Room for all connections: of a partition's 1024 entries 512 are taken in the mean, so that none is ever full.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
 
 /// A load balancer for the packets of one case.
@@ -41,16 +42,59 @@ pub struct Balancer {
     owner: OwnerNumber,
 }
 
+/// How the service's first packets are placed, and how large the connection table is.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    pub rule: Rule,
+    /// RSS groups.
+    pub groups: usize,
+    /// Of the connection table.
+    pub entries: TableSize,
+}
+
+impl Setup {
+    /// What a case is measured with.
+    fn of(case: Case) -> anyhow::Result<Self> {
+        let (rule, groups) = match case {
+            Case::First(First { rule, groups, .. }) => (rule, groups),
+            Case::Established(..) | Case::NotForAVip => (Rule::Table, 1),
+        };
+        let entries = match case {
+            Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
+            Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
+            _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
+        };
+        Ok(Self { rule, groups, entries: TableSize::try_from(entries)? })
+    }
+}
+
+/// What a run gave.
+#[derive(Debug, Clone, Copy)]
+pub struct Run {
+    /// Mean over the packets, ns.
+    pub time: f64,
+    /// Packets that were counted as the case's.
+    pub counted: u64,
+}
+
 impl Balancer {
     /// With all connections open that the case's packets are of.
     ///
     /// # Errors
     /// Without the right to load BPF programs, or when a connection is not remembered.
     pub fn new(case: Case) -> anyhow::Result<Self> {
+        Self::with(case, Setup::of(case)?)
+    }
+
+    /// The same, set up in another way.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with(case: Case, setup: Setup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
             flow_table_entries: FLOW_TABLE_ENTRIES,
-            connection_table: connection_table(case)?,
+            connection_table: setup.entries,
             ..Options::default()
         })?;
         lb.set_own_mac(OWN_MAC);
@@ -71,11 +115,7 @@ impl Balancer {
             let mac = MacAddress([2, 0, 0, 1, (n >> 8) as u8, n as u8]);
             lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
         }
-        let (rule, groups) = match case {
-            Case::First(First { rule, groups, .. }) => (rule, groups),
-            Case::Established(..) | Case::NotForAVip => (Rule::Table, 1),
-        };
-        lb.install_table(service, &table(rule, groups, &servers, &mut rng))?;
+        lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
         let balancer = Self { case, lb: RefCell::new(lb), service, keys, servers, owner };
         balancer.open_connections()?;
         Ok(balancer)
@@ -141,14 +181,18 @@ impl Balancer {
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
     }
 
-    /// Packets that were counted as the case's, and connections that found no free entry.
-    fn counted(&self) -> (u64, u64) {
+    /// The program, for runs beside the measured ones.
+    pub fn program(&self) -> anyhow::Result<OwnedFd> {
+        Ok(self.lb.borrow().program().try_clone_to_owned()?)
+    }
+
+    /// All counters of the service (of no service, for a case that has none).
+    pub fn counters(&self) -> Counters {
         let lb = self.lb.borrow();
-        let counters = match self.case {
+        match self.case {
             Case::NotForAVip => lb.counters_without_service(),
             _ => lb.counters(self.service),
-        };
-        (counters.packets[self.case.counter()], counters.events[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize])
+        }
     }
 
     /// Runs the program on so many packets: mean time of one (ns). All entries that were taken are free again afterwards.
@@ -167,28 +211,44 @@ impl Balancer {
     }
 
     fn run_at_once(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
-        let before = self.counted();
-        let (time, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
-        let after = self.counted();
-        let (case, expected) = (self.case, self.case.verdict());
-        ensure!(verdict == expected, "{case}: the last packet's verdict was {verdict}, expected {expected}");
-        let counted = after.0 - before.0;
+        let case = self.case;
+        let run = self.run_and_count(runner, feed, packets)?;
         let name = COUNTER_NAMES[case.counter()];
+        let counted = run.counted;
         ensure!(counted == u64::from(packets), "{case}: {counted} of {packets} packets were counted as {name}");
-        let full = after.1 - before.1;
-        ensure!(full == 0, "{case}: {full} of {packets} first packets found no free entry");
         if case.takes_entries() {
-            let freed = self.free_all()?;
+            let freed = self.free_all_but(&HashSet::new())?;
             ensure!(freed == packets as usize, "{case}: {freed} entries were taken by {packets} packets");
         }
-        Ok(time)
+        Ok(run.time)
     }
 
-    /// Returns how many entries were in use.
-    fn free_all(&self) -> anyhow::Result<usize> {
+    /// Runs the program on so many packets, whatever they are counted as.
+    ///
+    /// # Errors
+    /// When the last packet's verdict is not the case's.
+    pub fn run_and_count(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<Run> {
+        let (case, expected) = (self.case, self.case.verdict());
+        let before = self.counters().packets[case.counter()];
+        let (time, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
+        ensure!(verdict == expected, "{case}: the last packet's verdict was {verdict}, expected {expected}");
+        Ok(Run { time, counted: self.counters().packets[case.counter()] - before })
+    }
+
+    /// Frees entries of the connection table. Returns how many.
+    ///
+    /// # Errors
+    /// When the kernel offers no grace period.
+    pub fn free_all_but(&self, kept: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
         let mut lb = self.lb.borrow_mut();
-        let connections: Vec<Connection> = lb.connections(self.service).collect();
+        let connections = lb.connections(self.service).filter(|connection| !kept.contains(&connection.index));
+        let connections: Vec<Connection> = connections.collect();
         lb.free_connections(&connections)
+    }
+
+    /// Entries of the connection table that are not free.
+    pub fn entries_in_use(&self) -> usize {
+        self.lb.borrow().connections_in_use()
     }
 
     /// Instructions that the verifier walked through when it loaded the program.
@@ -198,15 +258,6 @@ impl Balancer {
         let mut programs = libbpf_rs::query::ProgInfoIter::default();
         programs.find(|info| info.id == id).map(|info| info.verified_insns).context("the program is not listed")
     }
-}
-
-fn connection_table(case: Case) -> anyhow::Result<TableSize> {
-    let entries = match case {
-        Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
-        Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
-        _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
-    };
-    Ok(TableSize::try_from(entries)?)
 }
 
 /// A table as `crossrss-plus` makes it for the pool: 128 buckets, 8 candidates each.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::mapped::Mapped;
-use coreward_dataplane::test_run;
+use coreward_dataplane::test_run::{self, ReceiveQueue};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use nix::time::{ClockId, clock_gettime};
@@ -35,11 +35,12 @@ pub struct Packet {
     pub line: u32,
 }
 
-/// A frame, and where in it TSecr stands.
+/// A frame, where in it TSecr stands, and which port it is sent to.
 #[derive(Debug, Clone)]
 pub struct Frame {
     pub bytes: Vec<u8>,
     pub echo_at: u32,
+    pub destination_port: u16,
 }
 
 /// What calls the measured program.
@@ -51,22 +52,26 @@ pub enum Feed {
     AndLine,
     /// The same; the packet is complete only when the line has come.
     AfterLine,
+    /// Packets of clients that were never seen before.
+    FreshSource,
 }
 
 /// The programs of fresh_packets.bpf.c, for one frame and its variations.
 pub struct Runner {
     frame: Vec<u8>,
-    feeds: [OwnedFd; 3],
+    feeds: [OwnedFd; 4],
     /// The floor: does nothing.
     pub empty: OwnedFd,
     /// The other floor.
     pub parse_and_swap_macs: OwnedFd,
     measured: MapHandle,
     connections: usize,
+    queue: Option<ReceiveQueue>,
 }
 
 impl Runner {
-    /// `frame` with each of `packets` (a power of two) in turn. Their `line`s are below `lines`.
+    /// `frame` with each of `packets` (a power of two) in turn. Their `line`s are below `lines`. Clients that were never
+    /// seen before send to the same port as the frame.
     pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
@@ -75,6 +80,7 @@ impl Runner {
         constants.mask = packets.len() as u32 - 1;
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
         constants.echo_at = frame.echo_at;
+        constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
         let loaded = open.load().context("loading fresh_packets.bpf.c")?;
         let memory: Mapped<[Packet; PACKETS]> = Mapped::new(loaded.maps.bss_packets.as_fd())?;
@@ -86,12 +92,19 @@ impl Runner {
                 programs.fresh_packet.as_fd().try_clone_to_owned()?,
                 programs.fresh_packet_and_line.as_fd().try_clone_to_owned()?,
                 programs.fresh_packet_after_line.as_fd().try_clone_to_owned()?,
+                programs.fresh_source.as_fd().try_clone_to_owned()?,
             ],
             empty: programs.empty.as_fd().try_clone_to_owned()?,
             parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured: MapHandle::try_from(&loaded.maps.measured)?,
             connections: packets.len(),
+            queue: None,
         })
+    }
+
+    /// The packets come from that receive queue.
+    pub fn on(self, queue: ReceiveQueue) -> Self {
+        Self { queue: Some(queue), ..self }
     }
 
     /// How many packets there are until the first comes again.
@@ -102,10 +115,20 @@ impl Runner {
     /// Mean time of one run, and the last one's verdict. CPU time of this thread, so that what else runs on the machine
     /// counts as little as possible.
     pub fn run(&self, feed: Feed, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
+        self.choose(program)?;
+        self.run_chosen(feed, repeat)
+    }
+
+    /// Which program is measured. Disturbs other CPUs: the kernel patches the tail call.
+    pub fn choose(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
         let descriptor = program.as_raw_fd() as u32;
-        self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?;
+        Ok(self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
+    }
+
+    /// As [`run`](Self::run), of the program that was chosen last.
+    pub fn run_chosen(&self, feed: Feed, repeat: u32) -> anyhow::Result<(f64, i32)> {
         let start = thread_time()?;
-        let outcome = test_run::run(self.feeds[feed as usize].as_fd(), &self.frame, repeat)?;
+        let outcome = test_run::run_from(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)?;
         let elapsed = thread_time()? - start;
         Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
     }

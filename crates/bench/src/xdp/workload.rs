@@ -162,7 +162,7 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> 
     bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
     let echo_at = bytes.len() as u32 + echo;
     bytes.extend(options);
-    Frame { bytes, echo_at }
+    Frame { bytes, echo_at, destination_port: port }
 }
 
 /// So many clients; the first of them are the same whatever the number.

@@ -1,0 +1,309 @@
+//! `coreward-bench flood`: what packets of open connections cost on one CPU while another one runs a SYN flood through the
+//! same program and the same maps.
+
+mod flooder;
+mod memory;
+
+use std::collections::HashSet;
+use std::fmt;
+use std::os::fd::AsFd as _;
+
+use anyhow::{Context as _, ensure};
+use coreward_intf as intf;
+use coreward_model::connection_table::{ConnectionIndex, TableSize};
+use coreward_model::consistency::Consistency;
+use coreward_model::placement::Rule;
+use nix::sched::sched_getaffinity;
+use nix::unistd::Pid;
+
+use super::balancer::{Balancer, Setup};
+use super::runner::{Feed, PACKETS, Runner};
+use super::turns::{Rounds, above, median_of, quartiles};
+use super::workload::{Case, XDP_TX};
+use crate::report::{Report, Table};
+use flooder::{Flooder, Order, Sent, pin_to};
+use memory::Memory;
+
+/// How long to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Rounds; in each, with and without flood, the load balancer's program and the empty one
+    #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Packets of open connections per program and round
+    #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
+    packets: u32,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self { rounds: 15, packets: PACKETS as u32 }
+    }
+}
+
+/// Open connections.
+const CONNECTIONS: usize = 1 << 17;
+
+/// Who meets the flood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Victim {
+    Stateless,
+    /// Every SYN finds a free entry in the connection table.
+    StatefulWithRoom,
+    /// No SYN does.
+    StatefulFull,
+    /// For comparison: every SYN is put into the LRU hash, in the place of another connection once it is full.
+    HashTable,
+}
+
+impl Victim {
+    const ALL: [Victim; 4] = [Victim::Stateless, Victim::StatefulWithRoom, Victim::StatefulFull, Victim::HashTable];
+
+    fn consistency(self) -> Consistency {
+        match self {
+            Victim::Stateless => Consistency::Stateless,
+            Victim::StatefulWithRoom | Victim::StatefulFull => Consistency::Stateful,
+            Victim::HashTable => Consistency::HashTable,
+        }
+    }
+
+    /// Of the connection table.
+    fn entries(self) -> u32 {
+        match self {
+            Victim::StatefulWithRoom => intf::MAX_CONNECTION_TABLE_ENTRIES,
+            _ => intf::DEFAULT_CONNECTION_TABLE_ENTRIES,
+        }
+    }
+}
+
+impl fmt::Display for Victim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Victim::Stateless => "stateless",
+            Victim::StatefulWithRoom => "stateful, with room",
+            Victim::StatefulFull => "stateful, table full",
+            Victim::HashTable => "hash-table",
+        })
+    }
+}
+
+/// What one victim showed.
+struct Measured {
+    victim: Victim,
+    /// Time per packet (ns), round by round: the empty program and the load balancer's ...
+    quiet: [Rounds; 2],
+    /// ... and both beside a flood.
+    flooded: [Rounds; 2],
+    /// Of the packets of open connections that the load balancer's program saw beside a flood: how many found their
+    /// server by the mode's own means.
+    found: f64,
+    flood: Sent,
+    /// SYNs that found no free entry.
+    without_entry: u64,
+    /// Before the first SYN of a flood, and after the last.
+    memory: [Memory; 2],
+    /// Of the connection table: before, and the most after any flood.
+    entries_in_use: [usize; 2],
+}
+
+/// Measures, in a thread of its own, which is bound to a CPU.
+///
+/// # Errors
+/// Without root, with fewer than two CPUs, or when a packet is not treated as it should be.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    let args = args.clone();
+    std::thread::spawn(move || measure_all(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure_all(args: &Args) -> anyhow::Result<Report> {
+    let allowed = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
+    let cpus: Vec<usize> =
+        (0..nix::sched::CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false)).collect();
+    ensure!(cpus.len() >= 2, "coreward-bench flood needs two CPUs, and this process may use {}", cpus.len());
+    let flooder = Flooder::start(cpus[1])?;
+    pin_to(cpus[0])?;
+    let measured = Victim::ALL.map(|victim| measure(victim, args, &flooder).with_context(|| victim.to_string()));
+    let measured = measured.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
+    Ok(report(&measured, args, [cpus[0], cpus[1]]))
+}
+
+fn measure(victim: Victim, args: &Args, flooder: &Flooder) -> anyhow::Result<Measured> {
+    let case = Case::Established(victim.consistency(), CONNECTIONS);
+    // The rule that writes most memory for a first packet.
+    let setup =
+        Setup { rule: Rule::LeastAssigned, groups: 1, entries: TableSize::try_from(u64::from(victim.entries()))? };
+    let balancer = Balancer::with(case, setup)?;
+    let runner = Runner::new(&case.frame(), &balancer.packets()?, 0)?;
+    let open: HashSet<ConnectionIndex> = balancer.places().into_values().collect();
+    if victim == Victim::StatefulFull {
+        fill(&balancer, victim, flooder)?;
+    }
+    let program = balancer.program()?;
+    let before = (Memory::of(program.as_fd())?, balancer.entries_in_use(), balancer.counters());
+    let mut measured = Measured {
+        victim,
+        quiet: Default::default(),
+        flooded: Default::default(),
+        found: 0.0,
+        flood: Sent::default(),
+        without_entry: 0,
+        memory: [before.0; 2],
+        entries_in_use: [before.1; 2],
+    };
+    let mut found = 0;
+    // The first round warms up and does not count.
+    for round in 0..=args.rounds {
+        for step in 0..4 {
+            let turn = (round + step) % 4;
+            let (is_lb, is_flood) = (turn & 1 == 1, turn & 2 == 2);
+            let order = if is_flood { Order::Flood(program.try_clone()?) } else { Order::Idle };
+            let work = || established(&balancer, &runner, is_lb, args.packets);
+            let ((time, counted), sent) = flooder.beside(order, work)?;
+            if is_flood {
+                measured.flood.syns += sent.syns;
+                measured.flood.time += sent.time;
+                let in_use = &mut measured.entries_in_use[1];
+                *in_use = balancer.entries_in_use().max(*in_use);
+            }
+            if is_flood && victim == Victim::StatefulWithRoom {
+                balancer.free_all_but(&open)?;
+            }
+            if round > 0 {
+                let of = if is_flood { &mut measured.flooded } else { &mut measured.quiet };
+                of[usize::from(is_lb)].push(time);
+            }
+            if round > 0 && is_flood {
+                found += counted;
+            }
+        }
+    }
+    let after = balancer.counters();
+    let since = |count: fn(&coreward_dataplane::lb::Counters) -> u64| count(&after) - count(&before.2);
+    let first = since(|counters| counters.packets[intf::LB_COUNTER_FIRST as usize]);
+    ensure!(first == measured.flood.syns, "{first} of {} SYNs were counted as first packets", measured.flood.syns);
+    measured.without_entry = since(|counters| counters.events[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize]);
+    measured.found = found as f64 / (f64::from(args.rounds) * f64::from(args.packets));
+    measured.memory[1] = Memory::of(program.as_fd())?;
+    let must_find = victim != Victim::HashTable;
+    ensure!(!must_find || measured.found == 1.0, "only {} of the packets found their server", measured.found);
+    Ok(measured)
+}
+
+/// Packets of open connections: time of one (ns), and how many found their server.
+fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) -> anyhow::Result<(f64, u64)> {
+    if is_lb {
+        balancer.run_and_count(runner, Feed::Packet, CONNECTIONS as u32)?;
+        let run = balancer.run_and_count(runner, Feed::Packet, packets)?;
+        return Ok((run.time, run.counted));
+    }
+    let (time, verdict) = runner.run(Feed::Packet, runner.empty.as_fd(), packets)?;
+    ensure!(verdict == XDP_TX, "the empty program's verdict was {verdict}, expected {XDP_TX}");
+    Ok((time, 0))
+}
+
+/// A flood until no entry is free.
+fn fill(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
+    let entries = victim.entries() as usize;
+    for _ in 0..100 {
+        flooder.beside(Order::Flood(balancer.program()?), || {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            Ok(())
+        })?;
+        if balancer.entries_in_use() == entries {
+            return Ok(());
+        }
+    }
+    anyhow::bail!("{} of {entries} entries are in use after a flood of 10 s", balancer.entries_in_use())
+}
+
+/// By how much `rounds` are more than `others`, in percent, round by round.
+fn more(rounds: &[f64], others: &[f64]) -> Rounds {
+    rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
+}
+
+fn report(measured: &[Measured], args: &Args, cpus: [usize; 2]) -> Report {
+    let mut cost = Table::new(&[
+        "established packets",
+        "ns",
+        "beside a flood, ns",
+        "more, %",
+        "quartiles",
+        "above empty, ns",
+        "beside a flood, above empty, ns",
+        "more above empty, %",
+        "quartiles ",
+        "found their server, %",
+        "SYNs per second, millions",
+        "SYNs without a free entry, %",
+    ]);
+    let mut memory = Table::new(&[
+        "memory",
+        "connection table: entries in use before",
+        "most in use after a flood",
+        "free then",
+        "entries of hash tables before",
+        "after",
+        "kernel memory of all maps before, KiB",
+        "after ",
+    ]);
+    for m in measured {
+        let of_packet = more(&m.flooded[1], &m.quiet[1]);
+        let [quiet, flooded] = [&m.quiet, &m.flooded].map(|of| above(&of[1], &of[0]));
+        let above_empty = more(&flooded, &quiet);
+        cost.row([
+            m.victim.to_string().into(),
+            median_of(&m.quiet[1]).into(),
+            median_of(&m.flooded[1]).into(),
+            median_of(&of_packet).into(),
+            quartiles(&of_packet).into(),
+            median_of(&quiet).into(),
+            median_of(&flooded).into(),
+            median_of(&above_empty).into(),
+            quartiles(&above_empty).into(),
+            (m.found * 100.0).into(),
+            (m.flood.syns as f64 / m.flood.time / 1e6).into(),
+            (m.without_entry as f64 / m.flood.syns as f64 * 100.0).into(),
+        ]);
+        let [in_use, after] = m.entries_in_use.map(|entries| entries as u64);
+        memory.row([
+            m.victim.to_string().into(),
+            in_use.into(),
+            after.into(),
+            (u64::from(m.victim.entries()) - after).into(),
+            m.memory[0].hash_entries.into(),
+            m.memory[1].hash_entries.into(),
+            (m.memory[0].bytes / 1024).into(),
+            (m.memory[1].bytes / 1024).into(),
+        ]);
+    }
+    let Memory { arrays, hashes, .. } = measured[0].memory[1];
+    let about = format!(
+        "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order, as above. Meanwhile CPU {} runs \
+         the same program with the same maps on SYNs of clients never seen before, as fast as it can, arriving by another \
+         receive queue; rule least_assigned. Without flood it runs the empty program on the same SYNs, so that it is as busy. \
+         {} rounds of {} packets, with and without flood in turns; medians over the rounds. {}. To reach: less than 10 % more. \
+         Memory: of the program's maps {arrays} are arrays, which have their size from the start, and {hashes} are hash tables, \
+         whose entries are counted; with room, the entries that a flood took are freed before the next turn.",
+        cpus[0],
+        cpus[1],
+        args.rounds,
+        args.packets,
+        topology(cpus),
+    );
+    Report { name: "flood", title: "A SYN flood", about, tables: vec![cost, memory] }
+}
+
+/// Whether the two CPUs share a core, as far as the kernel (of a virtual machine, too) can tell.
+fn topology(cpus: [usize; 2]) -> String {
+    let siblings = |cpu: usize| {
+        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+        std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+    };
+    let virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
+    let note = if virtual_machine { " (in a virtual machine, which need not say what the hardware has)" } else { "" };
+    let [one, other] = cpus.map(siblings);
+    format!(
+        "/sys/devices/system/cpu says: CPU {} shares its core with CPUs {one}, CPU {} with {other}{note}",
+        cpus[0], cpus[1]
+    )
+}

@@ -1,0 +1,145 @@
+//! A second CPU that sends SYNs through a program as fast as it can.
+
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::test_run::ReceiveQueue;
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+
+use crate::namespace;
+use crate::xdp::runner::{Feed, Packet, Runner};
+use crate::xdp::workload::{XDP_TX, syn};
+
+/// Between two looks whether to stop: about 1 ms.
+const AT_ONCE: u32 = 1 << 13;
+
+/// What the other CPU does.
+pub enum Order {
+    /// It sends SYNs through the empty program: as busy, and nothing to do with the load balancer.
+    Idle,
+    /// It sends SYNs through this one.
+    Flood(OwnedFd),
+}
+
+/// What it has done.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Sent {
+    pub syns: u64,
+    /// CPU time in seconds.
+    pub time: f64,
+}
+
+#[derive(Default)]
+struct Shared {
+    stop: AtomicBool,
+    syns: AtomicU64,
+}
+
+/// The thread on the second CPU. It ends when this is dropped.
+pub struct Flooder {
+    orders: Option<Sender<Order>>,
+    outcomes: Receiver<anyhow::Result<Sent>>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Flooder {
+    /// # Errors
+    /// Without the right to load BPF programs or to make a network namespace; when there is no such CPU.
+    pub fn start(cpu: usize) -> anyhow::Result<Self> {
+        let (orders, received) = channel();
+        let (outcome, outcomes) = channel();
+        let shared = Arc::new(Shared::default());
+        let flooder = {
+            let shared = Arc::clone(&shared);
+            move || match prepare(cpu) {
+                Err(error) => drop(outcome.send(Err(error))),
+                Ok(runner) => {
+                    let _ = outcome.send(Ok(Sent::default()));
+                    for order in received {
+                        let _ = outcome.send(obey(&runner, &order, &shared));
+                    }
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("flood".to_owned()).spawn(flooder)?;
+        let flooder = Self { orders: Some(orders), outcomes, shared, thread: Some(thread) };
+        flooder.outcome().context("the CPU that floods")?;
+        Ok(flooder)
+    }
+
+    fn outcome(&self) -> anyhow::Result<Sent> {
+        self.outcomes.recv().context("the flooding thread has ended")?
+    }
+
+    /// Does `work` while the other CPU does what is ordered, and says what that did.
+    ///
+    /// # Errors
+    /// Those of `work`, and when a SYN was not forwarded.
+    pub fn beside<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
+        self.shared.stop.store(false, Ordering::SeqCst);
+        self.shared.syns.store(0, Ordering::SeqCst);
+        self.orders.as_ref().expect("until it is dropped").send(order).context("the flooding thread has ended")?;
+        while self.shared.syns.load(Ordering::SeqCst) == 0 {
+            if let Ok(early) = self.outcomes.try_recv() {
+                early.context("the CPU that floods")?;
+            }
+            std::thread::yield_now();
+        }
+        let done = work();
+        self.shared.stop.store(true, Ordering::SeqCst);
+        let sent = self.outcome();
+        Ok((done?, sent?))
+    }
+}
+
+impl Drop for Flooder {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.orders = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Binds the calling thread to one CPU.
+///
+/// # Errors
+/// When it may not run there.
+pub fn pin_to(cpu: usize) -> anyhow::Result<()> {
+    let mut only = CpuSet::new();
+    only.set(cpu)?;
+    sched_setaffinity(Pid::from_raw(0), &only).with_context(|| format!("binding a thread to CPU {cpu}"))
+}
+
+/// The flood comes by another receive queue than what is measured, as on a NIC with RSS: counters have a row per queue.
+fn prepare(cpu: usize) -> anyhow::Result<Runner> {
+    pin_to(cpu)?;
+    namespace::enter_new()?;
+    namespace::ip("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
+    let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;
+    Ok(Runner::new(&syn(), &[Packet::default()], 0)?.on(ReceiveQueue { interface, queue: 1 }))
+}
+
+fn obey(runner: &Runner, order: &Order, shared: &Shared) -> anyhow::Result<Sent> {
+    let program: BorrowedFd<'_> = match order {
+        Order::Idle => runner.empty.as_fd(),
+        Order::Flood(program) => program.as_fd(),
+    };
+    runner.choose(program)?;
+    let mut sent = Sent::default();
+    while !shared.stop.load(Ordering::Relaxed) {
+        let (time, verdict) = runner.run_chosen(Feed::FreshSource, AT_ONCE)?;
+        ensure!(verdict == XDP_TX, "a SYN's verdict was {verdict}, expected {XDP_TX}");
+        sent.syns += u64::from(AT_ONCE);
+        sent.time += time * f64::from(AT_ONCE) / 1e9;
+        shared.syns.store(sent.syns, Ordering::SeqCst);
+    }
+    Ok(sent)
+}

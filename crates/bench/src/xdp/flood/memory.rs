@@ -1,0 +1,51 @@
+//! What memory the load balancer's program has.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
+
+use anyhow::Context as _;
+use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
+use libbpf_rs::{MapCore as _, MapHandle, MapType};
+
+/// Of all maps of a program together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Memory {
+    /// Maps whose entries are all there from the start: arrays.
+    pub arrays: u64,
+    /// Maps that entries are added to.
+    pub hashes: u64,
+    /// Entries in those.
+    pub hash_entries: u64,
+    /// Kernel memory in bytes, as the kernel says it (`memlock` of /proc/PID/fdinfo).
+    pub bytes: u64,
+}
+
+impl Memory {
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
+        let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
+        let mut programs = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));
+        let info = programs.find(|info| info.id == id).context("the program is not listed")?;
+        let mut memory = Self::default();
+        for map in info.map_ids {
+            let map = MapHandle::from_map_id(map).context("a map of the program")?;
+            memory.bytes += bytes_of(&map)?;
+            match map.map_type() {
+                MapType::Hash | MapType::LruHash | MapType::PercpuHash | MapType::LruPercpuHash => {
+                    memory.hashes += 1;
+                    memory.hash_entries += map.keys().count() as u64;
+                }
+                _ => memory.arrays += 1,
+            }
+        }
+        Ok(memory)
+    }
+}
+
+fn bytes_of(map: &MapHandle) -> anyhow::Result<u64> {
+    let path = format!("/proc/self/fdinfo/{}", map.as_fd().as_raw_fd());
+    let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    let memory =
+        text.lines().find_map(|line| line.strip_prefix("memlock:")).with_context(|| format!("{path}: no memlock"))?;
+    memory.trim().parse().with_context(|| format!("{path}: memlock {memory:?}"))
+}
