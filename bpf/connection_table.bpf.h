@@ -66,7 +66,10 @@ _Static_assert(MAX_OWNERS == 1u << CONNECTION_OWNER_BITS, "an owner fits its bit
 /* Partitions - 1. Fixed when the program is loaded: the maps below have that size. */
 const volatile __u32 connection_partition_mask;
 
-/* Entries: partition << CONNECTION_PLACE_BITS | place. User space sets both sizes. */
+/*
+ * User space sets both sizes. The first place of all partitions, then the second one of all ...: low places are handed out
+ * first, so the entries in use stand close together however large the table is, and take few pages (TLB).
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -100,7 +103,8 @@ static __always_inline __u64 connection_hash(__u32 client_address, __u32 vip_add
 /* The entry at a place in the connection's partition. */
 static __always_inline struct connection *connection_at(__u64 hash, __u32 place)
 {
-	__u32 index = (hash & connection_partition_mask) << CONNECTION_PLACE_BITS | (place & CONNECTION_PLACE_MASK);
+	__u32 partitions = connection_partition_mask + 1;
+	__u32 index = (place & CONNECTION_PLACE_MASK) * partitions + (hash & connection_partition_mask);
 
 	return bpf_map_lookup_elem(&connections, &index);
 }

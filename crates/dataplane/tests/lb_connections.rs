@@ -309,11 +309,11 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
 
     // Ten seconds later the flood's entries are free again, and nobody had to be asked.
     balancer.lb.tick(Duration::from_millis(9_900));
-    assert_eq!(balancer.lb.due_connections(&Timers::default(), 2), []);
+    assert_eq!(balancer.lb.due_connections(&Timers::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
     let mut freed = 0;
     for _ in 0..2 {
-        let due = balancer.lb.due_connections(&Timers::default(), 1);
+        let due = balancer.lb.due_connections(&Timers::default(), 1024);
         assert!(due.iter().all(|(connection, due)| *due == Due::HalfOpen && connection.packets == 1));
         let connections: Vec<_> = due.into_iter().map(|(connection, _)| connection).collect();
         freed += balancer.lb.free_connections(&connections).unwrap();
@@ -366,7 +366,7 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
     balancer.expect_sent_to(0, &fin, closing.server, "connection");
     let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, Due> {
         balancer.lb.tick(Duration::from_secs(seconds));
-        let due = balancer.lb.due_connections(&Timers::default(), 100);
+        let due = balancer.lb.due_connections(&Timers::default(), 4096);
         due.iter().map(|(connection, due)| ((*connection.client.ip(), connection.client.port()), *due)).collect()
     };
     let set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, Due>>();

@@ -160,13 +160,15 @@ fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an
     clients.iter().for_each(|client| assert!(open(&mut lb, *client).is_some()));
     let before: Vec<Connection> = lb.connections(index).collect();
     assert_eq!(before.len(), 100);
+    let size = lb.connection_table_size();
     drop(lb);
 
     // A process that dies between releasing an entry and pushing its place.
     let entries = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
     for connection in &before[..10] {
         let zeros = vec![0; size_of::<intf::connection>()];
-        entries.update(&connection.index.get().to_ne_bytes(), &zeros, MapFlags::ANY).unwrap();
+        let position = connection.index.position(size);
+        entries.update(&position.to_ne_bytes(), &zeros, MapFlags::ANY).unwrap();
     }
     let mut lb = start(2048).unwrap();
     assert!(lb.taken_over());

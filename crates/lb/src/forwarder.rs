@@ -170,8 +170,8 @@ impl Forwarder {
         if !self.services.values().any(|(service, _)| service.mode.consistency == Consistency::Stateful) {
             return Ok(Vec::new());
         }
-        let partitions = self.balancer.connection_table_size().partitions().div_ceil(SWEEP_BEATS);
-        let due = self.balancer.due_connections(&self.timers, partitions);
+        let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_BEATS);
+        let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.must_ask());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
         let services: BTreeMap<u8, ServiceAddress> =

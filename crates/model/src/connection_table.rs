@@ -44,9 +44,18 @@ impl TableSize {
         self.0 / intf::CONNECTIONS_PER_PARTITION
     }
 
-    /// All entries.
+    /// All entries, in the order in which they stand in memory.
     pub fn indexes(self) -> impl Iterator<Item = ConnectionIndex> {
-        (0..self.0).map(ConnectionIndex)
+        (0..self.0).map(move |position| self.index_at(position))
+    }
+
+    /// The entry at a position in memory: the first place of all partitions, then the second one of all ...
+    ///
+    /// Partitions hand out their low places first, so what is in use stands close together however large the table is, and
+    /// takes few pages: with a partition's places side by side, 16,384 connections in a table of 2 million would be on
+    /// 2,048 pages, more than the CPU's second TLB holds; so it is 256.
+    pub fn index_at(self, position: u32) -> ConnectionIndex {
+        ConnectionIndex::new(position % self.partitions(), position / self.partitions())
     }
 }
 
@@ -76,9 +85,9 @@ impl ConnectionIndex {
         Self(partition << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK)
     }
 
-    /// Its position in the table.
-    pub fn get(self) -> u32 {
-        self.0
+    /// Its position in the memory of a table of that size.
+    pub fn position(self, size: TableSize) -> u32 {
+        self.place() * size.partitions() + self.partition()
     }
 
     /// Its partition.

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd as _;
 
 use anyhow::Context as _;
+use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::Consistency;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
@@ -46,10 +47,10 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
     let hash_table = balancer(Consistency::HashTable)?;
     let runner = |of: &Balancer| Runner::new(&of.case().frame(), &of.packets()?, 0);
     let (for_stateful, for_hash_table) = (runner(&stateful)?, runner(&hash_table)?);
-    let places = stateful.places();
+    let (places, size) = (stateful.places(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
     let mut packets = stateless.packets()?;
     for (packet, client) in packets.iter_mut().zip(clients(connections)) {
-        packet.line = places[&client].get();
+        packet.line = places[&client].position(size);
     }
     let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
     let by_cookie = Turn::of(&usual, Program::Balancer(&stateless));

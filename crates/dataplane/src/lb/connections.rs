@@ -27,14 +27,15 @@ use crate::mapped::{Mapped, wait_for_programs};
 pub(super) struct SharedMemory {
     entries: Mapped<[intf::connection]>,
     stacks: Mapped<[intf::connection_stack]>,
+    size: TableSize,
 }
 
 /// The table that packets use, too.
 pub(super) type Table = ConnectionTable<SharedMemory>;
 
 impl SharedMemory {
-    fn words_of_entry(index: ConnectionIndex) -> usize {
-        index.get() as usize * size_of::<intf::connection>()
+    fn offset_of_entry(&self, index: ConnectionIndex) -> usize {
+        index.position(self.size) as usize * size_of::<intf::connection>()
     }
 
     fn top_of(partition: u32) -> usize {
@@ -46,21 +47,21 @@ impl Memory for SharedMemory {
     fn load(&self, word: Word) -> u64 {
         match word {
             Word::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
-            Word::Entry(index, field) => self.entries.load(Self::words_of_entry(index) + field),
+            Word::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
         }
     }
 
     fn store(&self, word: Word, value: u64) {
         match word {
             Word::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
-            Word::Entry(index, field) => self.entries.store(Self::words_of_entry(index) + field, value),
+            Word::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
         }
     }
 
     fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
         match word {
             Word::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
-            Word::Entry(index, field) => self.entries.compare_exchange(Self::words_of_entry(index) + field, old, new),
+            Word::Entry(index, field) => self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new),
         }
     }
 
@@ -73,7 +74,7 @@ impl Memory for SharedMemory {
 pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
     let entries = Mapped::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
     let stacks = Mapped::new_slice(stacks, size.partitions() as usize).context("mapping the free places")?;
-    Ok(ConnectionTable::new(SharedMemory { entries, stacks }, size))
+    Ok(ConnectionTable::new(SharedMemory { entries, stacks, size }, size))
 }
 
 const CLOCK: usize = offset_of!(intf::lb_state, clock);
@@ -252,21 +253,19 @@ impl LoadBalancer {
         in_use(&self.maps.connections)
     }
 
-    /// What may be freed, and why, in the next `partitions` partitions of the table: a few per call make no long pause.
-    /// After the last partition comes the first.
-    pub fn due_connections(&mut self, timers: &Timers, partitions: u32) -> Vec<(Connection, Due)> {
-        let all = self.maps.connections.size().partitions();
+    /// What may be freed, and why, in the next `entries` entries of the table: a part of it per call makes no long
+    /// pause. After the last entry comes the first.
+    pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
+        let all = self.maps.connections.size().entries();
         let (table, servers, now) = (&self.maps.connections, &self.maps.servers, self.clock());
         let mut found = Vec::new();
-        for partition in (0..partitions.min(all)).map(|n| (self.next_swept + n) % all) {
-            for place in 0..intf::CONNECTIONS_PER_PARTITION {
-                let Some(connection) = table.connection(ConnectionIndex::new(partition, place)) else { continue };
-                let service = ServiceIndex(connection.identity.service);
-                let known = is_known(servers, service, connection.identity.server);
-                found.extend(timers.due(&connection, known, now).map(|due| (connection, due)));
-            }
+        for position in (0..entries.min(all)).map(|n| (self.next_swept + n) % all) {
+            let Some(connection) = table.connection(table.size().index_at(position)) else { continue };
+            let service = ServiceIndex(connection.identity.service);
+            let known = is_known(servers, service, connection.identity.server);
+            found.extend(timers.due(&connection, known, now).map(|due| (connection, due)));
         }
-        self.next_swept = (self.next_swept + partitions) % all;
+        self.next_swept = (self.next_swept + entries) % all;
         found
     }
 

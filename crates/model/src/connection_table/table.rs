@@ -298,6 +298,7 @@ impl RecentConnections {
 /// Memory of this process alone, or of several of its threads.
 #[derive(Debug)]
 pub struct OwnMemory {
+    size: TableSize,
     tops: Vec<AtomicU64>,
     entries: Vec<AtomicU64>,
 }
@@ -308,13 +309,15 @@ impl OwnMemory {
     /// All 0.
     pub fn new(size: TableSize) -> Self {
         let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
-        Self { tops: words(size.partitions() as usize), entries: words(size.entries() as usize * ENTRY_WORDS) }
+        Self { size, tops: words(size.partitions() as usize), entries: words(size.entries() as usize * ENTRY_WORDS) }
     }
 
     fn at(&self, word: Word) -> &AtomicU64 {
         match word {
             Word::StackTop(partition) => &self.tops[partition as usize],
-            Word::Entry(index, field) => &self.entries[index.get() as usize * ENTRY_WORDS + field / size_of::<u64>()],
+            Word::Entry(index, field) => {
+                &self.entries[index.position(self.size) as usize * ENTRY_WORDS + field / size_of::<u64>()]
+            }
         }
     }
 }
