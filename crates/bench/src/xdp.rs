@@ -10,7 +10,6 @@ mod workload;
 use std::os::fd::AsFd as _;
 
 use anyhow::Context as _;
-use coreward_intf as intf;
 
 use crate::report::{Report, Table};
 use balancer::Balancer;
@@ -28,16 +27,11 @@ pub struct Args {
     /// Packets per program and round
     #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
     packets: u32,
-    /// Entries of the connection table that open connections of stateful are in, a power of two; with too few for all
-    /// numbers of connections only the smaller ones are measured [default: the daemon's, or twice the connections if
-    /// that is more]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1024..))]
-    table_entries: Option<u32>,
 }
 
 impl Default for Args {
     fn default() -> Self {
-        Self { rounds: 15, packets: PACKETS as u32, table_entries: None }
+        Self { rounds: 15, packets: PACKETS as u32 }
     }
 }
 
@@ -45,27 +39,6 @@ impl Args {
     /// So many rounds, each as long as usual.
     pub fn of_rounds(rounds: u32) -> Self {
         Self { rounds, ..Self::default() }
-    }
-
-    /// Entries of the connection table for so many open connections. In the mean at most half of each partition's entries
-    /// are taken, so that none is ever full. `None`: they do not fit.
-    fn entries_for(&self, connections: usize) -> Option<u32> {
-        let fitting = 2 * connections as u32;
-        match self.table_entries {
-            Some(entries) => (entries >= fitting).then_some(entries),
-            None => Some(fitting.max(intf::DEFAULT_CONNECTION_TABLE_ENTRIES)),
-        }
-    }
-
-    /// What is said of its size.
-    fn table(&self) -> String {
-        match self.table_entries {
-            Some(entries) => format!("{entries} entries"),
-            None => format!(
-                "{} entries (twice as many as connections if that is more)",
-                intf::DEFAULT_CONNECTION_TABLE_ENTRIES
-            ),
-        }
     }
 }
 
@@ -176,11 +149,11 @@ fn report(established: &[ByConnections], alone: &[Measured], args: &Args) -> Rep
          other in each round, each warmed up by all connections before it is measured; medians over the rounds. `empty` \
          returns at once; both floors are called in the same way. The frame is in the CPU's cache, as it is behind a NIC \
          that writes there. Packets of open connections come in random order with valid cookies; all modes run in turns; \
-         with stateful each connection has its entry in a connection table of {}, with hash-table in an LRU hash. A first \
+         with stateful each connection has its entry in a table of {} entries, with hash-table in an LRU hash. A first \
          packet of stateful takes an entry each time; all are freed between the rounds, or after so many as are said.",
         args.rounds,
         args.packets,
-        args.table(),
+        balancer::CONNECTION_TABLE_ENTRIES,
     );
     Report {
         name: "xdp",

@@ -29,6 +29,9 @@ const CORES: u16 = 16;
 /// Room for all connections: the LRU hash evicts a little before it is full.
 const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 / 4 * 5;
 
+/// Room for all connections: of a partition's 1024 entries 512 are taken in the mean, so that none is ever full.
+pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
+
 /// A load balancer for the packets of one case.
 pub struct Balancer {
     case: Case,
@@ -50,14 +53,14 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// What a case is measured with that has no open connections in the connection table.
+    /// What a case is measured with.
     fn of(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
             Case::First(First { rule, groups, .. }) => (rule, groups),
             Case::Established(..) | Case::NotForAVip => (Rule::Table, 1),
         };
         let entries = match case {
-            // Half of them stay free: no partition is ever full.
+            Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
             Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };

@@ -5,9 +5,8 @@ use std::os::fd::AsFd as _;
 use anyhow::Context as _;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::Consistency;
-use coreward_model::placement::Rule;
 
-use super::balancer::{Balancer, Setup};
+use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
 use super::runner::{Feed, PACKETS, Runner};
 use super::turns::{Program, Rounds, Turn, above, in_turns, median_of, quartiles};
 use super::workload::{Case, clients};
@@ -34,20 +33,17 @@ pub struct ByConnections {
 /// # Errors
 /// As [`super::run`].
 pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
-    let fitting = CONNECTIONS.iter().filter_map(|connections| Some((*connections, args.entries_for(*connections)?)));
-    let one = |(done, (connections, entries)): (usize, (usize, u32))| {
+    let one = |(done, connections): (usize, &usize)| {
         progress(done, CONNECTIONS.len());
-        measure_with(connections, entries, args).with_context(|| format!("{connections} connections"))
+        measure_with(*connections, args).with_context(|| format!("{connections} connections"))
     };
-    fitting.enumerate().map(one).collect()
+    CONNECTIONS.iter().enumerate().map(one).collect()
 }
 
-/// `entries`: of the connection table.
-fn measure_with(connections: usize, entries: u32, args: &Args) -> anyhow::Result<ByConnections> {
+fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections> {
     let balancer = |consistency| Balancer::new(Case::Established(consistency, connections));
     let stateless = balancer(Consistency::Stateless)?;
-    let setup = Setup { rule: Rule::Table, groups: 1, entries: TableSize::try_from(u64::from(entries))? };
-    let stateful = Balancer::with(Case::Established(Consistency::Stateful, connections), setup)?;
+    let stateful = balancer(Consistency::Stateful)?;
     let hash_table = balancer(Consistency::HashTable)?;
     let runner = |of: &Balancer| Runner::new(&of.case().frame(), &of.packets()?, 0);
     let (for_stateful, for_hash_table) = (runner(&stateful)?, runner(&hash_table)?);
@@ -56,7 +52,7 @@ fn measure_with(connections: usize, entries: u32, args: &Args) -> anyhow::Result
     for (packet, client) in packets.iter_mut().zip(clients(connections)) {
         packet.line = places[&client].position(size);
     }
-    let usual = Runner::new(&stateless.case().frame(), &packets, entries)?;
+    let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
     let by_cookie = Turn::of(&usual, Program::Balancer(&stateless));
     let times = in_turns(
         &[
