@@ -8,19 +8,25 @@
  *    handshake otherwise. The cookie leaves 20 bits of the server's TSval; the rest is found again only if the load
  *    balancer knows the server's clock. With net.ipv4.tcp_timestamps=2 all connections of a server show one clock, and
  *    the SYN-ACKs tell which (struct corrected_server). With 1 each connection has an offset of its own. So the condition
- *    is checked on the wire: only when CORRECTION_AGREEING SYN-ACKs in a row agree is the server stamped; one that does not
- *    agree ends it, until as many agree again.
+ *    is checked on the wire: only when SYN-ACKs of CORRECTION_AGREEING connections in a row agree are the server's new
+ *    connections stamped; one that does not agree ends it, until as many agree again. The clock that the older
+ *    connections go by stays as it is meanwhile.
  *
  * 2. Plain connections. A connection must be stamped from its SYN-ACK on or not at all, or time would jump. One whose
- *    SYN-ACK was not stamped is put into the flow table, and that it stands there says: plain, both ways. If it is
- *    pushed out, its answers are stamped in its midst and it breaks; the table should hold all connections of the first
- *    seconds after a start.
+ *    SYN-ACK was not stamped is put into the flow table, and that it stands there says: plain, both ways; what does not
+ *    stand there is stamped. So it does not matter to an open connection whether the clock is in doubt now, and a load
+ *    balancer that starts with nothing in its memory goes on stamping: it takes the clock from the first answer. A later
+ *    connection of the same ports stays plain as long as the entry is there: whatever is sent again of the older one, or
+ *    of the handshake, is never half of each kind. A first packet that is sent again before the client has
+ *    taken such a SYN-ACK goes to the same server (HALF_OPEN_FLOW). If an entry is pushed out, the connection's answers are stamped in its
+ *    midst and it breaks; the table should hold all connections of servers whose clock is not known.
  *
  * 3. Towards the server. The cookie names the server; TSecr is restored. What has neither entry nor a known cookie is
  *    dropped: these servers take nothing that comes to the broadcast address.
  *
  * 4. Limits. A connection idle for more than 524 s (half of 2^20 ms) may be dropped by the client as old; 2,048 server
- *    ids; bare resets of stamped connections reach no server; several load balancers learn clocks each for itself.
+ *    ids; bare resets of stamped connections reach no server; each load balancer learns the clocks from the answers that
+ *    pass it, so a connection's answers must pass the one that its client's packets come to.
  *
  *    What a server answers: reply.bpf.h. What clients send: decide.bpf.h, decide_corrected().
  *
@@ -64,24 +70,60 @@ static __always_inline bool is_verified(const struct corrected_server *server)
 	return server->agreeing >= CORRECTION_AGREEING;
 }
 
+/* The time is what the daemon last told (lb_state.clock), so that a comparison with the model knows it. */
+const volatile bool correction_by_ticks;
+
+static __always_inline __u32 monotonic_ms(void)
+{
+	if (correction_by_ticks)
+		return *(volatile __u32 *)&lb_state.clock * 100;
+	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
+}
+
 /* The server's clock now, by what is known of it (ms). */
 static __always_inline __u32 clock_of(const struct corrected_server *server)
 {
-	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS + server->offset_ms;
+	return monotonic_ms() + server->offset_ms;
 }
 
-/* A SYN-ACK with TSval `milliseconds`. Two CPUs at the same moment: one of the two counts. */
-static __always_inline void learn_clock(struct corrected_server *server, __u32 milliseconds)
+/* Whether two offsets may be of one clock. */
+static __always_inline bool agree(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
 {
-	__u32 difference = milliseconds - clock_of(server) + CORRECTION_TOLERANCE_MS;
+	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
+}
 
-	server->offset_ms += milliseconds - clock_of(server);
-	if (difference > 2 * CORRECTION_TOLERANCE_MS) {
+/*
+ * A SYN-ACK with TSval `milliseconds`. Two CPUs at the same moment: one of the two counts. The offset stays until it is
+ * half the tolerance away: a packet's key follows from it (corrected_value()), and that is not to change to and fro.
+ */
+static __always_inline void learn_clock(struct corrected_server *server, const struct packet *packet,
+					__u32 milliseconds)
+{
+	__u32 offset_ms = milliseconds - monotonic_ms();
+	__u32 client = packet->client_address ^ packet->ports;
+
+	if (!server->agreeing || !agree(offset_ms, server->newest_ms, CORRECTION_TOLERANCE_MS)) {
+		server->disagreed += !!server->agreeing;
 		server->agreeing = 1;
-		server->disagreed++;
-	} else if (!is_verified(server)) {
+	} else if (!is_verified(server) && client != server->newest_client) {
 		server->agreeing++;
 	}
+	server->newest_ms = offset_ms;
+	server->newest_client = client;
+	if (is_verified(server) &&
+	    (!server->has_clock || !agree(offset_ms, server->offset_ms, CORRECTION_TOLERANCE_MS / 2))) {
+		server->offset_ms = offset_ms;
+		server->has_clock = 1;
+	}
+}
+
+/* A later answer of a stamped connection: from before this load balancer's start, if the clock is not known. */
+static __always_inline void take_clock(struct corrected_server *server, __u32 milliseconds)
+{
+	if (server->has_clock)
+		return;
+	server->offset_ms = milliseconds - monotonic_ms();
+	server->has_clock = 1;
 }
 
 static __always_inline __u32 correction_time_mask(__u32 service, const struct packet *packet)

@@ -317,6 +317,21 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, struct serv
 }
 
 /*
+ * A first packet that is sent again, where the load balancer stamps itself: if its SYN-ACK was plain, the flow table has
+ * the server. From another one the client would get two different SYN-ACKs, and the flow table could be right for one only.
+ */
+static __always_inline bool decide_half_open(const struct packet *packet, struct decision *decision)
+{
+	struct flow_table_entry entry;
+
+	if (!find_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
+	    !server_has(server_at(decision->service, entry.server_id), TAKES_FIRST_PACKETS))
+		return false;
+	decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
+	return true;
+}
+
+/*
  * A packet that opens no connection, where the load balancer stamps itself: of a plain connection, by the flow table; or
  * with a cookie, and then TSecr becomes what the server sent. (correction.bpf.h)
  */
@@ -326,8 +341,11 @@ static __always_inline void decide_corrected(struct xdp_md *ctx, struct service_
 	struct flow_table_entry entry;
 	__u32 id;
 
-	if (decide_by_flow(packet, &entry, decision))
+	if (decide_by_flow(packet, &entry, decision)) {
+		if (entry.before == HALF_OPEN_FLOW && !(packet->flags & TCP_SYN))
+			open_flow(decision->service, packet, entry);
 		return;
+	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
 		entry = decide_by_bucket(state, packet, decision);
 		decision->before = KEEP_IDENTIFICATION;
@@ -370,7 +388,7 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 		decide_by_cookie(ctx, number, state, packet, decision);
 	else if (mode_is(number, CONSISTENCY_STATEFUL))
 		decide_first_stateful(ctx, state, packet, decision);
-	else
+	else if (!is_corrected(number) || !decide_half_open(packet, decision))
 		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
 	return 0;
 }

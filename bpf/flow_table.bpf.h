@@ -67,4 +67,13 @@ static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const
 		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
 }
 
+/* The client has taken the SYN-ACK that brought the entry. */
+static __always_inline void open_flow(__u32 service, const struct packet *packet, struct flow_table_entry entry)
+{
+	struct flow_table_key key = flow_table_key_of(service, packet);
+
+	entry.before = NO_SERVER;
+	bpf_map_update_elem(&flow_table, &key, &entry, BPF_EXIST);
+}
+
 #endif

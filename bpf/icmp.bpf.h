@@ -126,7 +126,8 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, cons
 	struct connection *connection;
 	struct flow_table_entry entry;
 
-	if (quoted->has_timestamp && is_corrected(number)) {
+	/* A plain connection's timestamp may look like any cookie: what stands in the flow table is plain. */
+	if (quoted->has_timestamp && is_corrected(number) && !find_flow(decision->service, quoted, &entry)) {
 		__u32 id = corrected_id(quoted);
 
 		if (server_is_known(decision->service, id)) {

@@ -230,6 +230,8 @@ struct placement_table {
 };
 
 #define NO_SERVER 0xffffu
+/* In a flow's `before`: its SYN-ACK was not stamped, and nothing else has come from the client yet (correction.bpf.h). */
+#define HALF_OPEN_FLOW 0xfffeu
 
 /* 64 bytes: a cache line of its own for each service. */
 struct service_state {
@@ -284,16 +286,26 @@ struct server_entry {
 #define MAX_CORRECTED_SERVERS 16384
 
 /*
- * What the load balancer has learnt of a server's clock from its SYN-ACKs. With net.ipv4.tcp_timestamps=2 all its
+ * What the load balancer has learnt of a server's clock from its answers. With net.ipv4.tcp_timestamps=2 all its
  * connections show one clock; with 1 each has an offset of its own, and nothing can be restored.
  */
 struct corrected_server {
-	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32. */
+	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32: what stamped connections go by. */
 	__u32 offset_ms;
+	/* The same by the newest SYN-ACK. */
+	__u32 newest_ms;
+	/* Whose that SYN-ACK was, client's address XOR ports: one that is sent again proves nothing. */
+	__u32 newest_client;
 	__u16 server_id;
-	/* SYN-ACKs in a row that agreed with the offset, at most CORRECTION_AGREEING; with so many it is stamped. */
+	/* SYN-ACKs in a row that agreed, the newest included, at most CORRECTION_AGREEING; with so many it is stamped. */
 	__u16 agreeing;
-	/* SYN-ACKs that did not. */
+	/* 1: `offset_ms` is of an answer. */
+	__u64 has_clock;
+	/* SYN-ACKs, with timestamps or without. */
+	__u64 syn_acks;
+	/* Those with timestamps. */
+	__u64 with_timestamps;
+	/* Those that did not agree with the one before. */
 	__u64 disagreed;
 };
 #define CORRECTION_AGREEING 4

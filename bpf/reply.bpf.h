@@ -33,28 +33,39 @@ static __always_inline __u32 corrected_value(__u32 service, const struct packet 
 	return value ? value : 1u << CORRECTION_TIME_SHIFT;
 }
 
-/* A connection of before with the same ports may have been plain. */
-static __always_inline void forget_flow(__u32 service, const struct packet *packet)
+/* A SYN-ACK decides for ever whether its connection is stamped (correction.bpf.h, essay, 2). */
+static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+						   struct corrected_server *server, __u32 milliseconds)
 {
-	struct flow_table_key key = flow_table_key_of(service, packet);
+	struct flow_table_entry entry;
+	bool plain = find_flow(service, packet, &entry);
 
-	bpf_map_delete_elem(&flow_table, &key);
+	server->syn_acks++;
+	if (packet->has_timestamp) {
+		server->with_timestamps++;
+		learn_clock(server, packet, milliseconds);
+		if (is_verified(server) && !plain)
+			return true;
+	}
+	/* Without timestamps, too: the SYN may have had one, and then its server is not the bucket's. */
+	if (!plain || entry.server_id != server->server_id || entry.before != HALF_OPEN_FLOW) {
+		entry = (struct flow_table_entry){.server_id = server->server_id, .before = HALF_OPEN_FLOW};
+		insert_flow(ctx, service, packet, entry);
+	}
+	return false;
 }
 
-/* Whether the connection is stamped, by its SYN-ACK for ever (essay, 2). */
 static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					     struct corrected_server *server, __u32 milliseconds)
 {
-	struct flow_table_entry entry = {.server_id = server->server_id, .before = NO_SERVER};
+	struct flow_table_entry entry;
 
-	if (!(packet->flags & TCP_SYN))
-		return is_verified(server) && !find_flow(service, packet, &entry);
-	learn_clock(server, milliseconds);
-	if (is_verified(server))
-		forget_flow(service, packet);
-	else
-		insert_flow(ctx, service, packet, entry);
-	return is_verified(server);
+	if (packet->flags & TCP_SYN)
+		return is_to_be_stamped_first(ctx, service, packet, server, milliseconds);
+	if (!packet->has_timestamp || find_flow(service, packet, &entry))
+		return false;
+	take_clock(server, milliseconds);
+	return true;
 }
 
 /* An answer of the service `number`: `packet` has addresses and ports as the client's packets carry them. */
@@ -62,13 +73,10 @@ static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 n
 						     __u64 source_mac)
 {
 	__u32 service = service_index(number), offset = packet->echo_offset - sizeof(__u32), milliseconds;
-	struct corrected_server *server;
-	__be32 value;
+	struct corrected_server *server = corrected_server(service, source_mac);
+	__be32 value = 0;
 
-	if (!packet->has_timestamp || bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value)))
-		return LB_COUNTER_REPLY_UNCHANGED;
-	server = corrected_server(service, source_mac);
-	if (!server)
+	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
 		return LB_COUNTER_REPLY_UNCHANGED;
 	milliseconds = bpf_ntohl(value);
 	if (!is_to_be_stamped(ctx, service, packet, server, milliseconds))

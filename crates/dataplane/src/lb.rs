@@ -8,6 +8,7 @@
 //! lb/placement_tables      two per service
 //! lb/recent_first_packets  so that a retransmitted SYN reaches the same server
 //! lb/flow_table            connections that carry no cookie
+//! lb/corrected_servers     where servers' answers come from, and their clocks, for `timestamps = "lb"`
 //! lb/fragments             where a datagram's later fragments go
 //! lb/connections           the connection table of stateful services
 //! lb/connection_stacks     its free places
@@ -42,7 +43,7 @@ use coreward_model::cookie::FleetKeys;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use correction::{IdTooLarge, ServerClock};
+pub use correction::{ClockState, IdTooLarge, ServerClock};
 pub use counters::{COUNTERS, Counters, EVENTS};
 pub use servers::Traffic;
 pub use services::ModeError;
@@ -85,6 +86,8 @@ pub struct Options {
     /// Room for connections that carry no cookie: 1 to [`MAX_FLOW_TABLE_ENTRIES`]. A table that is taken over keeps the
     /// size it has.
     pub flow_table_entries: u32,
+    /// By which clock servers' timestamps are restored.
+    pub correction_clock: CorrectionClock,
     /// Room for connections of stateful services, 64 bytes each. A table of another size that is taken over is replaced
     /// when it is empty, and refused otherwise.
     pub connection_table: TableSize,
@@ -97,9 +100,20 @@ impl Default for Options {
             to_all: ToAllRate::DEFAULT,
             owner_lost: ToAllRate::DEFAULT_OWNER_LOST,
             flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
+            correction_clock: CorrectionClock::default(),
             connection_table: TableSize::default(),
         }
     }
+}
+
+/// By which clock a load balancer that stamps itself restores servers' timestamps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CorrectionClock {
+    /// The kernel's (CLOCK_MONOTONIC).
+    #[default]
+    Kernel,
+    /// What [`LoadBalancer::tick`] last told: for comparisons with the model. It stands still without a daemon.
+    Ticks,
 }
 
 /// Where in the kernel the program is to run.
@@ -153,6 +167,8 @@ pub struct LoadBalancer {
     link: Option<XdpLink>,
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
+    /// Where the answers of servers come from that are stamped here, as it was last known.
+    corrected: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     /// Grace periods waited for.
     grace_periods: u64,
     /// When programs were told to leave the idle half of the service directory.
@@ -191,6 +207,7 @@ impl LoadBalancer {
             counters_by_cpu: false,
             to_all: options.to_all,
             owner_lost: options.owner_lost,
+            correction_clock: options.correction_clock,
         };
         let sizes =
             Sizes { flow_table_entries: options.flow_table_entries, connection_table: options.connection_table };
@@ -214,6 +231,7 @@ impl LoadBalancer {
                 (maps, program, BTreeMap::new())
             }
         };
+        let corrected = if taken_over { correction::corrected_of(&maps)? } else { BTreeMap::new() };
         Ok(Self {
             pins,
             maps,
@@ -222,6 +240,7 @@ impl LoadBalancer {
             link,
             interface: None,
             services,
+            corrected,
             // Halves that were taken over are retired at 0, as new ones are: the first write waits for a grace period.
             grace_periods: 0,
             directory_retired_at: 0,

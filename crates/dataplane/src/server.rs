@@ -308,12 +308,10 @@ const MAPS: [&str; 6] =
 /// `number` of a service's slot: what the programs need to know of it.
 fn number(id: ServerId, mode: ServiceMode) -> u32 {
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
-    // "The server before" is in every packet of a service whose mode goes by it, and in all that carry no cookie.
-    let chained = mode.consistency == Consistency::Beamer || mode.has_cookies() && !mode.is_stamped();
     u32::from(id.get())
         | flag(mode.is_stamped() && mode.consistency == Consistency::Stateful, intf::SERVER_NUMBER_STATEFUL)
         | flag(!mode.is_stamped(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
-        | flag(chained, intf::SERVER_NUMBER_CHAINED)
+        | flag(mode.names_server_before(), intf::SERVER_NUMBER_CHAINED)
 }
 
 fn remove_maps(pins: &Path) -> anyhow::Result<()> {

@@ -107,6 +107,12 @@ impl ServiceMode {
         self.has_cookies() && self.timestamps == Timestamps::Server
     }
 
+    /// Whether packets that go by their bucket name the server that had it before. Servers that the load balancer itself
+    /// stamps for have no program that could read it.
+    pub fn names_server_before(self) -> bool {
+        self.consistency == Consistency::Beamer || self.has_cookies() && self.timestamps == Timestamps::Off
+    }
+
     /// Everything as it is when the operator says nothing. UDP has no cookie: by flow.
     pub fn default_for(protocol: Protocol) -> Self {
         match protocol {

@@ -89,7 +89,7 @@ impl FleetKeys {
 
 /// SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the tuple's bytes. With 12 bytes of input it takes two blocks,
 /// five rounds in all; HalfSipHash-1-3 would take seven and its key is half as long.
-fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
+pub(crate) fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     hasher.write(&tuple.bytes());
     hasher.finish()

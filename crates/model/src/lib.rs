@@ -7,6 +7,7 @@
 //! * [`tuple`]: addresses, services, the 4-tuple of a connection
 //! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables
 //! * [`cookie`]: the cookie in the TCP timestamp
+//! * [`correction`]: the cookie that the load balancer itself stamps, and servers' clocks
 //! * [`key_switch`]: from when on which key stamps
 //! * [`hold`]: how the time in it goes on after a long silence
 //! * [`consistency`]: how packets find the server of their connection
@@ -27,6 +28,7 @@ pub mod bucket_history;
 pub mod connection_table;
 pub mod consistency;
 pub mod cookie;
+pub mod correction;
 pub mod dispatch;
 pub mod fleet;
 pub mod hold;

@@ -1,37 +1,111 @@
 //! `timestamps = "lb"`: which MAC address is which server's, and what the program has learnt of the servers' clocks
 //! (`bpf/correction.bpf.h`).
 
+use std::collections::BTreeMap;
 use std::mem::offset_of;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::correction::{self, AGREEING};
 use coreward_model::{ServerId, key_switch};
-use libbpf_rs::{MapCore as _, MapFlags};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use nix::time::{ClockId, clock_gettime};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
-use super::{LoadBalancer, ServiceIndex, state_of};
+use super::program::Maps;
+use super::{CorrectionClock, LoadBalancer, ServiceIndex, state_of};
 use crate::mac::MacAddress;
 
-/// What SYN-ACKs have told of a server's clock.
+/// What a server's SYN-ACKs have told of its clock.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ServerClock {
+    /// Connections in a row whose SYN-ACKs agreed, the newest included; at most [`AGREEING`].
+    pub agreeing: u16,
+    /// First packets sent to it.
+    pub opened: u64,
+    /// SYN-ACKs that passed here.
+    pub syn_acks: u64,
+    /// Those with timestamps.
+    pub with_timestamps: u64,
+    /// Those that did not agree with the one before.
+    pub disagreed: u64,
+}
+
+/// Whether a server's new connections are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ServerClock {
-    /// All its connections show one clock: it is stamped.
+pub enum ClockState {
+    /// They are: all show one clock.
     Known,
-    /// So many SYN-ACKs in a row have agreed, which is not enough yet; so many did not.
-    NotKnown {
-        /// In a row, the newest included.
-        agreeing: u16,
-        /// Since the server was made known here.
-        disagreed: u64,
-    },
+    /// It takes a few more connections to tell.
+    Learning,
+    /// None of its answers has passed here.
+    Unseen,
+    /// Its answers carry no timestamps.
+    NoTimestamps,
+    /// Its connections show clocks of their own.
+    Differs,
+}
+
+impl ClockState {
+    /// The name as the controller shows it.
+    pub fn name(self) -> &'static str {
+        match self {
+            ClockState::Known => "known",
+            ClockState::Learning => "learning",
+            ClockState::Unseen => "unseen",
+            ClockState::NoTimestamps => "no-timestamps",
+            ClockState::Differs => "differs",
+        }
+    }
+}
+
+impl ServerClock {
+    /// What follows from what was seen.
+    pub fn state(&self) -> ClockState {
+        if self.agreeing >= AGREEING {
+            ClockState::Known
+        } else if self.syn_acks == 0 {
+            ClockState::Unseen
+        } else if self.disagreed > 0 {
+            ClockState::Differs
+        } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(AGREEING) {
+            ClockState::NoTimestamps
+        } else {
+            ClockState::Learning
+        }
+    }
+
+    /// Why the server's new connections are not stamped, and what was expected; `None`: they are, or it is too early to
+    /// tell.
+    pub fn problem(&self) -> Option<String> {
+        const INSTEAD: &str = "its connections stand in the flow table";
+        match self.state() {
+            ClockState::Known | ClockState::Learning => None,
+            ClockState::Unseen => (self.opened >= u64::from(AGREEING)).then(|| {
+                format!(
+                    "{} first packets went to it, but no answer of it passes here: expected its route to the clients to \
+                     lead over this load balancer",
+                    self.opened
+                )
+            }),
+            ClockState::NoTimestamps => Some(format!(
+                "none of its {} SYN-ACKs has TCP timestamps, so {INSTEAD}: expected net.ipv4.tcp_timestamps = 2 there",
+                self.syn_acks
+            )),
+            ClockState::Differs => Some(format!(
+                "{} of its {} SYN-ACKs do not show the clock of the one before, so {INSTEAD}: expected \
+                 net.ipv4.tcp_timestamps = 2 there (with 1 each connection has a random offset, which nobody can restore)",
+                self.disagreed, self.with_timestamps
+            )),
+        }
+    }
 }
 
 /// A server that no cookie of a load balancer can name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = intf::CORRECTION_ID_MASK)]
+#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = correction::SERVER_IDS - 1)]
 pub struct IdTooLarge(ServerId);
 
 impl LoadBalancer {
@@ -44,7 +118,10 @@ impl LoadBalancer {
 
     /// From which of a server's TSvals on which key stamps, by this machine's clock.
     pub(super) fn switch_ms(&self, new: &FleetKeys) -> anyhow::Result<u32> {
-        let now_ms = now_ms()?;
+        let now_ms = match self.variant.correction_clock {
+            CorrectionClock::Kernel => now_ms()?,
+            CorrectionClock::Ticks => self.clock().0.wrapping_mul(100),
+        };
         let known = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
         let key = |index: usize| CookieKey { k0: known.key[index].k0, k1: known.key[index].k1 };
         let current = if known.current == 0 { KeyIndex::First } else { KeyIndex::Second };
@@ -52,25 +129,25 @@ impl LoadBalancer {
         Ok(key_switch::switch_ms(&before, new, now_ms))
     }
 
-    /// What is known of each server's clock, by id.
+    /// What is known of each server's clock, by id. Of two ids with one MAC address (the operator changed it) the one that
+    /// takes new connections.
     ///
     /// # Errors
     /// When the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
-        let map = self.maps.corrected_servers()?;
-        let of_service = |key: &Vec<u8>| service_in(key) == Some(service);
-        let keys: Vec<Vec<u8>> = map.keys().filter(of_service).collect();
-        let mut clocks = Vec::new();
-        for key in keys {
-            let Some(value) = map.lookup(&key, MapFlags::ANY).context("reading a server's clock")? else { continue };
-            let known = intf::corrected_server::read_from_bytes(&value).ok().context("a server's clock")?;
+        let entries = corrected_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
+        let clock = |(_, known): (_, intf::corrected_server)| -> anyhow::Result<_> {
             let id = ServerId::try_from(u64::from(known.server_id))?;
-            let clock = match u32::from(known.agreeing) >= intf::CORRECTION_AGREEING {
-                true => ServerClock::Known,
-                false => ServerClock::NotKnown { agreeing: known.agreeing, disagreed: known.disagreed },
+            let clock = ServerClock {
+                agreeing: known.agreeing,
+                opened: self.traffic(service, id).opened,
+                syn_acks: known.syn_acks,
+                with_timestamps: known.with_timestamps,
+                disagreed: known.disagreed,
             };
-            clocks.push((id, clock));
-        }
+            Ok((id, clock))
+        };
+        let mut clocks = entries.map(clock).collect::<anyhow::Result<Vec<_>>>()?;
         clocks.sort_by_key(|(id, _)| *id);
         Ok(clocks)
     }
@@ -79,44 +156,115 @@ impl LoadBalancer {
         self.service(service).mode.timestamps == Timestamps::LoadBalancer
     }
 
-    /// A server's answers come from `mac` now and no longer from `before`. What is known of its clock goes along.
+    /// A server's answers come from `mac` now and no longer from where they came from; `None`: nobody knows for the moment.
+    /// What is known of its clock goes along.
     pub(super) fn move_corrected_server(
         &mut self,
         service: ServiceIndex,
         id: ServerId,
-        before: Option<MacAddress>,
         mac: Option<MacAddress>,
+        eligible: bool,
     ) -> anyhow::Result<()> {
-        if !self.is_corrected(service) || before == mac && mac.is_none() {
+        let Some(mac) = mac.filter(|_| self.is_corrected(service)) else { return Ok(()) };
+        if !correction::can_name(id) {
+            // One that left may have its id from when the service was another.
+            ensure!(!eligible, IdTooLarge(id));
             return Ok(());
         }
-        ensure!(u32::from(id.get()) <= intf::CORRECTION_ID_MASK, IdTooLarge(id));
+        let left = self.corrected.insert((service, id), mac).filter(|left| *left != mac);
         let map = self.maps.corrected_servers()?;
-        let lookup = |mac: MacAddress| -> anyhow::Result<Option<intf::corrected_server>> {
-            let value = map.lookup(&key_of(service, mac), MapFlags::ANY).context("reading a server's clock")?;
-            Ok(value.and_then(|value| intf::corrected_server::read_from_bytes(&value).ok()))
+        let known_there = match left {
+            Some(left) => read(&map, service, left)?.filter(|known| known.server_id == id.get()),
+            None => None,
         };
-        let of_id = |known: &intf::corrected_server| known.server_id == id.get();
-        let known = before.map(lookup).transpose()?.flatten().filter(of_id);
-        if let Some(before) = before.filter(|before| Some(*before) != mac && known.is_some()) {
-            map.delete(&key_of(service, before)).context("forgetting a server's old address")?;
+        if let (Some(left), Some(_)) = (left, known_there) {
+            self.leave_address(&map, service, left)?;
         }
-        let Some(mac) = mac else { return Ok(()) };
-        if lookup(mac)?.is_some_and(|there| there.server_id == id.get()) {
-            return Ok(());
-        }
-        let value = known.unwrap_or(intf::corrected_server { server_id: id.get(), ..Default::default() });
-        map.update(&key_of(service, mac), value.as_bytes(), MapFlags::ANY).context("a server's address")
+        let known = match read(&map, service, mac)? {
+            Some(here) if here.server_id == id.get() => return Ok(()),
+            // Another id's: both lead here, and the one that takes new connections is stamped.
+            Some(here) if !eligible && self.is_at(service, here.server_id, mac) => return Ok(()),
+            Some(here) => here,
+            None => known_there.unwrap_or_default(),
+        };
+        write(&map, service, mac, &intf::corrected_server { server_id: id.get(), ..known })
     }
+
+    /// The server is no more. Another id that its machine has takes the address over.
+    pub(super) fn forget_corrected_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
+        let Some(mac) = self.corrected.remove(&(service, id)) else { return Ok(()) };
+        let map = self.maps.corrected_servers()?;
+        match read(&map, service, mac)? {
+            Some(known) if known.server_id == id.get() => self.leave_address(&map, service, mac),
+            _ => Ok(()),
+        }
+    }
+
+    /// Forgets all of a place's servers.
+    pub(super) fn forget_corrected_servers(&mut self, service: ServiceIndex) -> anyhow::Result<()> {
+        self.corrected.retain(|(of, _), _| *of != service);
+        let map = self.maps.corrected_servers()?;
+        for ((of, mac), _) in corrected_servers(&self.maps)? {
+            if of == service {
+                map.delete(&key_of(service, mac)).context("forgetting a server's address")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The id that stands at `mac` is there no more: another one that is has it, or nobody.
+    fn leave_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
+        let other = self.corrected.iter().find(|((of, _), at)| *of == service && **at == mac);
+        match (other, read(map, service, mac)?) {
+            (Some(((_, other), _)), Some(known)) => {
+                write(map, service, mac, &intf::corrected_server { server_id: other.get(), ..known })
+            }
+            _ => map.delete(&key_of(service, mac)).context("forgetting a server's old address"),
+        }
+    }
+
+    fn is_at(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
+        ServerId::try_from(u64::from(id)).is_ok_and(|id| self.corrected.get(&(service, id)) == Some(&mac))
+    }
+}
+
+/// Which servers' answers come from where, in maps taken over.
+pub(super) fn corrected_of(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
+    let entries = corrected_servers(maps)?.into_iter();
+    entries.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()
+}
+
+type Entry = ((ServiceIndex, MacAddress), intf::corrected_server);
+
+fn corrected_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
+    let map = maps.corrected_servers()?;
+    let entry = |key: Vec<u8>| -> anyhow::Result<Option<Entry>> {
+        let word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
+        let service = ServiceIndex(u8::try_from(word >> intf::CORRECTED_SERVICE_SHIFT).context("a service's place")?);
+        let mac = MacAddress::from_word(word);
+        Ok(read(&map, service, mac)?.map(|known| ((service, mac), known)))
+    };
+    map.keys().map(entry).filter_map(Result::transpose).collect()
+}
+
+fn read(map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<Option<intf::corrected_server>> {
+    let value = map.lookup(&key_of(service, mac), MapFlags::ANY).context("reading a server's clock")?;
+    value
+        .map(|value| intf::corrected_server::read_from_bytes(&value).ok().context("a server's clock of another size"))
+        .transpose()
+}
+
+fn write(
+    map: &MapHandle,
+    service: ServiceIndex,
+    mac: MacAddress,
+    known: &intf::corrected_server,
+) -> anyhow::Result<()> {
+    map.update(&key_of(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
 }
 
 fn key_of(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
     (mac.word() | u64::from(service.0) << intf::CORRECTED_SERVICE_SHIFT).to_ne_bytes()
-}
-
-fn service_in(key: &[u8]) -> Option<ServiceIndex> {
-    let word = u64::from_ne_bytes(key.try_into().ok()?);
-    u8::try_from(word >> intf::CORRECTED_SERVICE_SHIFT).ok().map(ServiceIndex)
 }
 
 /// The clock that the program reads (CLOCK_MONOTONIC), modulo 2^32 ms.

@@ -15,7 +15,7 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapInfo, MapType, OpenMapMut, libbpf_sys};
 
 use super::connections::{self, Table};
-use super::{ServiceIndex, ToAllRate};
+use super::{CorrectionClock, ServiceIndex, ToAllRate};
 use crate::mapped::Mapped;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
@@ -61,6 +61,7 @@ pub(super) struct Variant {
     pub counters_by_cpu: bool,
     pub to_all: ToAllRate,
     pub owner_lost: ToAllRate,
+    pub correction_clock: CorrectionClock,
 }
 
 /// How large the maps are whose size is configured.
@@ -411,6 +412,7 @@ fn open<'obj>(
     constants.modes_in_use = or_default(variant.in_use.modes, DEFAULT_MODES);
     constants.timestamps_off_in_use = variant.in_use.timestamps_off;
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
+    constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
     constants.udp_in_use = variant.in_use.udp;
     constants.traffic_in_use = variant.traffic;
     constants.counters_by_cpu = variant.counters_by_cpu;

@@ -35,21 +35,19 @@ impl LoadBalancer {
             | if server.mac.is_some() { intf::SERVER_RESOLVED } else { 0 }
             | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let mac = server.mac.map_or(0, MacAddress::word);
-        self.replace_server(service, id, mac | u64::from(flags) << SERVER_FLAGS_SHIFT, server.mac);
+        if let Err(error) = self.move_corrected_server(service, id, server.mac, server.eligible) {
+            tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
+        }
+        let at = entry_at::<intf::server_entry>(service, id.get());
+        self.maps.servers.store(at, mac | u64::from(flags) << SERVER_FLAGS_SHIFT);
     }
 
     /// Forgets a server: its connections' packets then go to all servers, rate-limited.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
-        self.replace_server(service, id, 0, None);
-    }
-
-    fn replace_server(&mut self, service: ServiceIndex, id: ServerId, word: u64, mac: Option<MacAddress>) {
-        let at = entry_at::<intf::server_entry>(service, id.get());
-        let before = mac_in(self.maps.servers.load(at));
-        if let Err(error) = self.move_corrected_server(service, id, before, mac) {
-            tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
+        if let Err(error) = self.forget_corrected_server(service, id) {
+            tracing::warn!("server id {id}: {error:#}");
         }
-        self.maps.servers.store(at, word);
+        self.maps.servers.store(entry_at::<intf::server_entry>(service, id.get()), 0);
     }
 
     /// The servers known of a service, by id: after a take-over those of the process before.

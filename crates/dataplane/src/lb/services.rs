@@ -183,6 +183,7 @@ impl LoadBalancer {
     /// A place without servers, without a table, and of whose connections nothing is remembered.
     fn clear(&mut self, index: ServiceIndex) -> anyhow::Result<()> {
         self.forget_servers(index);
+        self.forget_corrected_servers(index)?;
         let traffic = vec![intf::server_traffic::default(); ServerId::COUNT];
         self.maps.traffic.write(entry_at::<intf::server_traffic>(index, 0), traffic.as_slice());
         for half in 0..2 {

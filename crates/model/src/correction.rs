@@ -1,0 +1,214 @@
+//! `timestamps = "lb"`: the cookie that the load balancer itself puts into servers' answers, and the servers' clocks as it
+//! learns them from those. `bpf/correction.bpf.h` says why it is done like this.
+//!
+//! ```text
+//! 31                                12 11  10            0
+//! +-----------------------------------+---+---------------+
+//! |  (ms + time mask) mod 2^20        | K |  server's id  |
+//! +-----------------------------------+---+---------------+
+//! ```
+
+use coreward_intf as intf;
+
+use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex};
+use crate::rss::seeded_rng;
+use crate::{FourTuple, ServerId};
+
+/// How many server ids this cookie has room for: 0 to this, exclusive.
+pub const SERVER_IDS: u64 = intf::CORRECTION_ID_MASK as u64 + 1;
+
+/// SYN-ACKs of so many connections in a row must agree before a server's new connections are stamped.
+pub const AGREEING: u16 = intf::CORRECTION_AGREEING as u16;
+
+/// [`seeded_rng`]'s stream for time keys.
+const PURPOSE_TIME_KEY: u64 = 8;
+
+/// Whether a cookie can name the server.
+pub fn can_name(id: ServerId) -> bool {
+    u64::from(id.get()) < SERVER_IDS
+}
+
+/// The key that masks the time part of a service's cookies, from the service's seed: all load balancers have the same, and
+/// it stays as long as the service does, whatever becomes of the fleet's keys.
+pub fn time_key(seed: u64) -> CookieKey {
+    CookieKey::random(&mut seeded_rng(seed, PURPOSE_TIME_KEY))
+}
+
+fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
+    cookie::hash(time_key, tuple) as u32 & intf::CORRECTION_TIME_MASK
+}
+
+fn id_mask(key: &CookieKey, tuple: &FourTuple) -> u32 {
+    cookie::hash(key, tuple) as u32 & intf::CORRECTION_ID_MASK
+}
+
+/// TSval as it goes to the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0 (RFC
+/// 7323, Sect. 3.2): the time is then taken as one millisecond later.
+pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
+    let key_bit = if keys.current == KeyIndex::Second { intf::CORRECTION_KEY_BIT } else { 0 };
+    let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::CORRECTION_TIME_MASK;
+    let id = (u32::from(id.get()) ^ id_mask(&keys.keys[keys.current.get()], tuple)) & intf::CORRECTION_ID_MASK;
+    let value = time << intf::CORRECTION_TIME_SHIFT | key_bit | id;
+    if value == 0 { 1 << intf::CORRECTION_TIME_SHIFT } else { value }
+}
+
+/// The server that the client's echo (TSecr) names, if it was stamped.
+pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> ServerId {
+    let key = &keys.keys[usize::from(echo & intf::CORRECTION_KEY_BIT != 0)];
+    ServerId::try_from(u64::from((echo ^ id_mask(key, tuple)) & intf::CORRECTION_ID_MASK)).expect("11 bits")
+}
+
+/// What the server sent for that echo: the latest TSval of its clock, which shows `clock_ms` now, with these 20 bits. Right
+/// for echoes up to 16 minutes old.
+pub fn restore(time_key: &CookieKey, tuple: &FourTuple, echo: u32, clock_ms: u32) -> u32 {
+    let time = (echo >> intf::CORRECTION_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
+    let latest = clock_ms.wrapping_add(intf::CORRECTION_SLACK_MS);
+    latest.wrapping_sub(latest.wrapping_sub(time) & intf::CORRECTION_TIME_MASK)
+}
+
+/// `struct corrected_server` of `bpf/intf.h`, without the id: what is known of a server's clock.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Clock {
+    /// TSval minus the load balancer's clock in ms, modulo 2^32: what stamped connections go by. `None`: not known.
+    pub offset_ms: Option<u32>,
+    newest_ms: u32,
+    newest_client: u32,
+    /// SYN-ACKs in a row that agreed, the newest included, at most [`AGREEING`].
+    pub agreeing: u16,
+    /// SYN-ACKs, with timestamps or without.
+    pub syn_acks: u64,
+    /// Those with timestamps.
+    pub with_timestamps: u64,
+    /// Those that did not agree with the one before.
+    pub disagreed: u64,
+}
+
+impl Clock {
+    /// Whether new connections are stamped.
+    pub fn is_verified(&self) -> bool {
+        self.agreeing >= AGREEING
+    }
+
+    /// A SYN-ACK to the client of `tuple` passes at `now_ms`; its TSval, if it has one.
+    pub fn syn_ack(&mut self, tuple: &FourTuple, milliseconds: Option<u32>, now_ms: u32) {
+        self.syn_acks += 1;
+        let Some(milliseconds) = milliseconds else { return };
+        self.with_timestamps += 1;
+        let offset_ms = milliseconds.wrapping_sub(now_ms);
+        let client = client_word(tuple);
+        if self.agreeing == 0 || !agree(offset_ms, self.newest_ms, intf::CORRECTION_TOLERANCE_MS) {
+            self.disagreed += u64::from(self.agreeing > 0);
+            self.agreeing = 1;
+        } else if !self.is_verified() && client != self.newest_client {
+            self.agreeing += 1;
+        }
+        (self.newest_ms, self.newest_client) = (offset_ms, client);
+        let near = |known| agree(offset_ms, known, intf::CORRECTION_TOLERANCE_MS / 2);
+        if self.is_verified() && !self.offset_ms.is_some_and(near) {
+            self.offset_ms = Some(offset_ms);
+        }
+    }
+
+    /// A later answer of a stamped connection: it tells the clock if nothing else has.
+    pub fn answer(&mut self, milliseconds: u32, now_ms: u32) {
+        self.offset_ms.get_or_insert(milliseconds.wrapping_sub(now_ms));
+    }
+
+    /// What the server's clock shows.
+    pub fn at(&self, now_ms: u32) -> u32 {
+        now_ms.wrapping_add(self.offset_ms.unwrap_or(0))
+    }
+}
+
+/// Whether two offsets may be of one clock.
+fn agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
+    offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
+}
+
+/// Tells one connection's SYN-ACKs from another's: address XOR ports, as they stand in the packet.
+fn client_word(tuple: &FourTuple) -> u32 {
+    let bytes = tuple.bytes();
+    let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+    word(0) ^ word(bytes.len() - 4)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tuple(client: u32, port: u16) -> FourTuple {
+        FourTuple::ipv4((Ipv4Addr::from(client), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
+    }
+
+    proptest! {
+        #[test]
+        fn an_echo_names_the_server_and_gives_its_time_back(
+            seed: u64, k: [u64; 4], second: bool, client: u32, port: u16, id in 0..SERVER_IDS, sent: u32,
+            age in 0u32..900_000, early in 0u32..50_000,
+        ) {
+            let current = if second { KeyIndex::Second } else { KeyIndex::First };
+            let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
+            let keys = FleetKeys { keys, current };
+            let (time_key, tuple) = (time_key(seed), tuple(client, port));
+            let id = ServerId::try_from(id).unwrap();
+            let stamped = stamp(&keys, &time_key, &tuple, id, sent);
+            prop_assert_ne!(stamped, 0);
+            prop_assert_eq!(recognise(&FleetKeys { current: KeyIndex::First, ..keys }, &tuple, stamped), id);
+            // The clock as the load balancer knows it may run behind the server's.
+            let clock = sent.wrapping_add(age).wrapping_sub(early);
+            let restored = restore(&time_key, &tuple, stamped, clock);
+            prop_assert!(restored == sent || restored == sent.wrapping_add(1));
+        }
+
+        /// A later TSval is stamped to a later one, over any change of keys, as long as they lie less than 524 s apart.
+        #[test]
+        fn time_never_goes_back(seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_IDS) {
+            let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
+            let (time_key, tuple, id) = (time_key(seed), tuple(client, 7), ServerId::try_from(id).unwrap());
+            let with = |current, ms| stamp(&FleetKeys { keys, current }, &time_key, &tuple, id, ms);
+            let (first, second) = (with(KeyIndex::Second, sent), with(KeyIndex::First, sent.wrapping_add(later)));
+            // Zero is sent as a millisecond later.
+            prop_assert!(second.wrapping_sub(first) as i32 >= 0);
+        }
+    }
+
+    #[test]
+    fn a_clock_is_known_when_several_connections_show_it() {
+        let mut clock = Clock::default();
+        // One connection's SYN-ACK, sent again and again, proves nothing.
+        for second in 0..10u32 {
+            clock.syn_ack(&tuple(1, 1), Some(5_000_000 + second * 1000), 7 + second * 1000);
+        }
+        assert_eq!((clock.agreeing, clock.is_verified(), clock.offset_ms), (1, false, None));
+        for port in 2..5 {
+            clock.syn_ack(&tuple(1, port), Some(5_010_100), 10_000);
+        }
+        assert!(clock.is_verified() && clock.disagreed == 0);
+        assert_eq!(clock.at(10_000), 5_010_100);
+        // A little late or early it stays as it is; a clock of its own ends it, but not for the connections of before.
+        clock.syn_ack(&tuple(1, 9), Some(5_010_000), 10_200);
+        assert_eq!((clock.at(10_000), clock.is_verified()), (5_010_100, true));
+        clock.syn_ack(&tuple(1, 10), Some(77), 10_200);
+        assert_eq!((clock.at(10_000), clock.is_verified(), clock.disagreed), (5_010_100, false, 1));
+        clock.syn_ack(&tuple(1, 11), None, 10_200);
+        assert_eq!((clock.syn_acks, clock.with_timestamps), (16, 15));
+    }
+
+    #[test]
+    fn a_load_balancer_that_has_just_started_takes_the_clock_from_any_answer() {
+        let mut clock = Clock::default();
+        clock.answer(1_000, 400);
+        clock.answer(9_000, 400);
+        assert_eq!((clock.at(400), clock.is_verified()), (1_000, false));
+    }
+
+    #[test]
+    fn time_keys_differ_by_service() {
+        assert_ne!(time_key(1), time_key(2));
+        assert_eq!(time_key(1), time_key(1));
+    }
+}
