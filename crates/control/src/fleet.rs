@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::correction;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, TrafficWanted, Weight};
@@ -89,7 +90,7 @@ pub struct FleetService {
     pub traffic: TrafficWanted,
     /// How long the share of a server that joins grows.
     pub slow_start: Duration,
-    /// Seeds the policy's hash keys.
+    /// Seeds the policy's hash keys, and the time key where load balancers stamp.
     pub seed: u64,
     /// Number of buckets.
     pub buckets: BucketCount,
@@ -97,6 +98,13 @@ pub struct FleetService {
     pub members: BTreeMap<ServerId, Membership>,
     /// Whose its buckets were when that was last written down.
     pub bucket_history: BucketHistory,
+}
+
+impl FleetService {
+    /// Whether load balancers stamp its cookies themselves.
+    pub fn is_corrected(&self) -> bool {
+        self.mode.timestamps == Timestamps::LoadBalancer
+    }
 }
 
 impl Fleet {
@@ -167,6 +175,7 @@ impl Fleet {
             mode: service.mode,
             policy: service.policy.to_owned(),
             traffic: service.traffic,
+            time_key: service.is_corrected().then(|| correction::time_key(service.seed)),
             servers: service.members.keys().map(|id| server(service, *id)).collect(),
         };
         let peer = |(name, record): (&String, &LoadBalancerRecord)| Peer {

@@ -11,6 +11,8 @@ use coreward_config::ConfigError;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
+use coreward_model::consistency::Timestamps;
+use coreward_model::correction;
 use coreward_model::rss::{RssKey, uniform_below};
 use coreward_wire::ServiceIndex;
 use rand::Rng;
@@ -51,7 +53,7 @@ pub struct LoadBalancerRecord {
 pub struct ServiceRecord {
     /// What names it in tables.
     pub index: ServiceIndex,
-    /// Seeds the hash keys of its policy.
+    /// Seeds the hash keys of its policy, and its time key where load balancers stamp.
     pub seed: u64,
     /// Whose its buckets are, and were.
     pub buckets: BucketHistory,
@@ -165,18 +167,20 @@ impl Records {
     /// Gives every server of the file its id: the one the operator chose, the one it had, or a free one.
     fn apply_servers(&mut self, config: &Config, random: &mut impl Rng) -> Result<Vec<ServerId>, ConfigError> {
         let had = self.ids_by_name();
+        let corrected = corrected_servers(config);
         let mut free = self.free_ids(config);
         let mut ids = Vec::with_capacity(config.servers.len());
-        for server in &config.servers {
-            ids.push(match (&server.id, had.get(&server.name)) {
+        for (position, server) in config.servers.iter().enumerate() {
+            let room = if corrected.contains(&position) { correction::SERVER_IDS } else { ServerId::COUNT as u64 };
+            let had = had.get(&server.name).filter(|id| u64::from(id.get()) < room);
+            ids.push(match (&server.id, had) {
                 (Some((id, span)), _) => self.chosen_id(config, &server.name, *id, span)?,
                 (None, Some(id)) => *id,
-                (None, None) => draw(&mut free, random).ok_or_else(|| {
+                (None, None) => draw(&mut free, room, random).ok_or_else(|| {
                     let message = format!(
-                        "no server id is free for {:?}: all {} are in use, or reserved for connections of servers that \
+                        "no server id is free for {:?}: all {room} are in use, or reserved for connections of servers that \
                          left",
                         server.name,
-                        ServerId::COUNT
                     );
                     config.error(&server.span, &message)
                 })?,
@@ -247,10 +251,18 @@ impl ServerRecord {
     }
 }
 
-/// One of `free` at random, so that flipping bits of a cookie does not walk through the pool.
-fn draw(free: &mut Vec<ServerId>, random: &mut impl Rng) -> Option<ServerId> {
-    let count = u32::try_from(free.len()).ok().filter(|count| *count > 0)?;
-    Some(free.swap_remove(uniform_below(random, count) as usize))
+/// Positions of the servers whose ids must find room in the cookie that load balancers stamp themselves.
+fn corrected_servers(config: &Config) -> HashSet<usize> {
+    let corrected = config.services.iter().filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
+    corrected.flat_map(|service| service.servers.iter().copied()).collect()
+}
+
+/// One of `free` at random, so that flipping bits of a cookie does not walk through the pool. `room`: how many ids the
+/// cookie has room for. `free` is in ascending order, and stays so.
+fn draw(free: &mut Vec<ServerId>, room: u64, random: &mut impl Rng) -> Option<ServerId> {
+    let count = free.partition_point(|id| u64::from(id.get()) < room);
+    let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
+    Some(free.remove(uniform_below(random, count) as usize))
 }
 
 #[cfg(test)]
@@ -346,6 +358,35 @@ mod tests {
         records.apply(&config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
         let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
         assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
+    }
+
+    /// A server that comes to a service whose load balancers stamp gets an id that their cookies can hold; connections to
+    /// other services still find it by the old one.
+    #[test]
+    fn where_load_balancers_stamp_ids_are_small() {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(at(0), random);
+        let plain = config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);
+        records.apply(&plain, at(0), random).unwrap();
+        let before = ids(&records);
+        assert!(before["s1"] >= 2048, "{before:?}: choose another seed");
+        let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+        for server in ["s1", "s2", "s3", "s4"] {
+            text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
+        }
+        text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+        text +=
+            "[[service]]\nname = \"old\"\nvip = \"10.200.0.1:81\"\ntimestamps = \"lb\"\nservers = [\"s1\", \"s4\"]\n";
+        let corrected = Config::parse(Source::from_text("controller.toml", &text)).unwrap();
+        records.apply(&corrected, at(10), random).unwrap();
+        let by_name = records.ids_by_name();
+        let now = |name: &str| by_name[name].get();
+        assert!(now("s1") < 2048 && now("s4") < 2048, "{by_name:?}");
+        assert_eq!((now("s2"), now("s3")), (before["s2"], 9000));
+        let left = &records.servers[&ServerId::try_from(u64::from(before["s1"])).unwrap()];
+        assert_eq!((left.in_file, left.services["web"]), (false, Membership::LeftAt(at(10))));
+        records.apply(&corrected, at(20), random).unwrap();
+        assert_eq!(records.ids_by_name(), by_name, "they are drawn once");
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let verb = if balancer.taken_over() { "taken over" } else { "attached" };
     tracing::info!("{} {verb} at {} ({attachment:?})", config.name, config.interface);
     let (resolver, changes) = Resolver::start(&config.interface)?;
-    let forwarder = Forwarder::new(config.name.clone(), balancer, attachment, resolver);
+    let forwarder = Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, resolver);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 

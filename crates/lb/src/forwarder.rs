@@ -7,12 +7,14 @@ use std::time::Duration;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
-use coreward_model::ServiceAddress;
 use coreward_model::connection_table::{Connection, OwnerNumber, Timers};
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::TrafficWanted;
+use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{FleetConfiguration, Peer, ServerTraffic, Service, ServiceIndex, TrafficMessage, v1};
+
+use crate::routing;
 
 /// Until a configuration says otherwise.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -39,11 +41,21 @@ pub struct Forwarder {
     counted: (u64, Duration),
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     confirmed: u64,
+    /// The device's name.
+    interface: String,
+    /// What is wrong with this machine or with servers that it stamps for, as it was last logged.
+    problems: BTreeSet<String>,
 }
 
 impl Forwarder {
     /// Around a program that is attached.
-    pub fn new(name: String, balancer: LoadBalancer, attachment: lb::Attachment, resolver: Resolver) -> Self {
+    pub fn new(
+        name: String,
+        interface: String,
+        balancer: LoadBalancer,
+        attachment: lb::Attachment,
+        resolver: Resolver,
+    ) -> Self {
         Self {
             balancer,
             attachment,
@@ -56,6 +68,8 @@ impl Forwarder {
             timers: Timers::default(),
             counted: (0, Duration::ZERO),
             confirmed: 0,
+            interface,
+            problems: BTreeSet::new(),
         }
     }
 
@@ -80,6 +94,9 @@ impl Forwarder {
         let indexes = self.balancer.set_services(&services)?;
         for (service, index) in configuration.services.iter().zip(&indexes) {
             self.balancer.set_service_name(*index, &service.name);
+            if let Some(key) = service.time_key {
+                self.balancer.set_time_key(*index, key);
+            }
         }
         self.balancer.set_keys(&configuration.keys);
         self.services = configuration
@@ -250,7 +267,58 @@ impl Forwarder {
         if now.saturating_sub(self.counted.1) >= COUNT_INTERVAL {
             self.counted = (self.balancer.connections_in_use() as u64, now);
         }
+        self.log_problems();
         self.balancer.refresh_own_mac()
+    }
+
+    fn stamps(&self) -> bool {
+        self.services.values().any(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer)
+    }
+
+    /// What this machine's kernel does not do that it must.
+    fn routing_problems(&self) -> Vec<String> {
+        if self.stamps() { routing::problems(&self.interface) } else { Vec::new() }
+    }
+
+    /// Each once, when it is first seen.
+    fn log_problems(&mut self) {
+        let clocks = self.server_clocks().into_iter().filter(|clock| !clock.problem.is_empty());
+        // Without the numbers, which grow.
+        let server = |clock: v1::ServerClock| {
+            format!("{} of service {} is not stamped ({}; `coreward status`)", clock.server, clock.service, clock.state)
+        };
+        let problems: BTreeSet<String> = self.routing_problems().into_iter().chain(clocks.map(server)).collect();
+        for problem in problems.difference(&self.problems) {
+            tracing::warn!("{problem}");
+        }
+        self.problems = problems;
+    }
+
+    /// What was seen of the clocks of servers that are stamped for here. Nothing of a service whose clocks cannot be read:
+    /// the log has it.
+    fn server_clocks(&self) -> Vec<v1::ServerClock> {
+        let stamped = self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer);
+        stamped.flat_map(|(service, index)| self.server_clocks_of(service, *index)).collect()
+    }
+
+    fn server_clocks_of(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
+        let clocks = self.balancer.server_clocks(index).unwrap_or_else(|error| {
+            tracing::warn!("service {}: {error:#}", service.name);
+            Vec::new()
+        });
+        let named = |(id, clock): (ServerId, lb::ServerClock)| {
+            let server = service.servers.iter().find(|server| server.id == id)?;
+            Some(v1::ServerClock {
+                service: service.name.clone(),
+                server: server.name.clone(),
+                state: clock.state().name().to_owned(),
+                syn_acks: clock.syn_acks,
+                with_timestamps: clock.with_timestamps,
+                disagreed: clock.disagreed,
+                problem: clock.problem().unwrap_or_default(),
+            })
+        };
+        clocks.into_iter().filter_map(named).collect()
     }
 
     /// How many services have a table.
@@ -296,6 +364,8 @@ impl Forwarder {
             events: EVENT_NAMES.iter().map(|name| (*name).to_owned()).zip(events).collect(),
             connections: self.counted.0,
             unresolved_load_balancers,
+            server_clocks: self.server_clocks(),
+            warnings: self.routing_problems(),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! * [`connections_command`]: `coreward connections`
 //! * [`daemon`]: follows the controller
 //! * [`forwarder`]: what the controller says, put into the data plane
+//! * [`routing`]: whether the kernel hands servers' answers on
 //! * [`sweeper`]: which entries of the connection table may be freed
 
 pub mod capture_command;
@@ -12,4 +13,5 @@ pub mod config;
 pub mod connections_command;
 pub mod daemon;
 pub mod forwarder;
+pub mod routing;
 pub mod sweeper;

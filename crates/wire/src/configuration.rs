@@ -5,8 +5,8 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use coreward_model::connection_table::OwnerNumber;
-use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::FleetKeys;
+use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::{ServerId, policy::TrafficWanted};
@@ -87,6 +87,8 @@ pub struct Service {
     pub policy: String,
     /// What the policy wants to hear of every server.
     pub traffic: TrafficWanted,
+    /// Masks the time part of its cookies; there if, and only if, load balancers stamp.
+    pub time_key: Option<CookieKey>,
     /// Its pool, each with an id of its own.
     pub servers: Vec<Server>,
 }
@@ -178,6 +180,7 @@ impl From<&Service> for v1::Service {
             mode: Some(service.mode.into()),
             policy: service.policy.clone(),
             traffic: service.traffic.name().to_owned(),
+            time_key: service.time_key.map(Into::into),
             servers: service.servers.iter().map(v1::Server::from).collect(),
         }
     }
@@ -232,6 +235,15 @@ fn parse_owner(field: &str, number: u32) -> Result<OwnerNumber, WireError> {
 
 fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> {
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
+}
+
+/// Where load balancers stamp there must be one, or they would not do it alike.
+fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
+    match (mode.timestamps == Timestamps::LoadBalancer, key) {
+        (true, None) => Err(WireError::missing("time_key")),
+        (true, Some(key)) => Ok(Some(key.into())),
+        (false, _) => Ok(None),
+    }
 }
 
 fn parse_traffic(field: &str, name: &str) -> Result<TrafficWanted, WireError> {
@@ -308,11 +320,13 @@ impl TryFrom<&v1::Service> for Service {
     fn try_from(message: &v1::Service) -> Result<Self, WireError> {
         let servers: Vec<Server> = parse_each("servers", &message.servers)?;
         all_different("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
+        let mode = parse_mode(message.mode.as_ref())?;
         Ok(Self {
             name: message.name.clone(),
             address: parse_service_address(message.address.as_ref())?,
             index: ServiceIndex::parse("index", message.index)?,
-            mode: parse_mode(message.mode.as_ref())?,
+            mode,
+            time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
             traffic: parse_traffic("traffic", &message.traffic)?,
             servers,
@@ -373,8 +387,8 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::consistency::{Consistency, Timestamps};
-    use coreward_model::cookie::{CookieKey, KeyIndex};
+    use coreward_model::consistency::Consistency;
+    use coreward_model::cookie::KeyIndex;
     use coreward_model::tuple::Protocol;
 
     use super::*;
@@ -397,9 +411,13 @@ mod tests {
                 protocol: Protocol::Tcp,
             },
             index: ServiceIndex::new(index).unwrap(),
-            mode: ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server },
+            mode: match index {
+                0 => ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server },
+                _ => ServiceMode { consistency: Consistency::Stateless, timestamps: Timestamps::LoadBalancer },
+            },
             policy: "least".into(),
             traffic: TrafficWanted::Connections,
+            time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
             servers: vec![server(1), server(2)],
         };
         let peer = |owner: Option<u32>, address: Option<[u8; 4]>| Peer {
@@ -462,6 +480,7 @@ mod tests {
         );
         assert_eq!(error(|m| m.keys = None), "keys: missing");
         assert_eq!(error(|m| m.services[0].mode = None), "services[0].mode: missing");
+        assert_eq!(error(|m| m.services[1].time_key = None), "services[1].time_key: missing");
         assert_eq!(
             error(|m| m.services[1].traffic = "some".into()),
             "services[1].traffic: \"some\": expected one of nothing, connections, all"

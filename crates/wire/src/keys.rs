@@ -4,9 +4,21 @@ use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 
 use crate::{WireError, v1};
 
+impl From<CookieKey> for v1::CookieKey {
+    fn from(key: CookieKey) -> Self {
+        Self { k0: key.k0, k1: key.k1 }
+    }
+}
+
+impl From<v1::CookieKey> for CookieKey {
+    fn from(key: v1::CookieKey) -> Self {
+        Self { k0: key.k0, k1: key.k1 }
+    }
+}
+
 impl From<&FleetKeys> for v1::FleetKeys {
     fn from(keys: &FleetKeys) -> Self {
-        let key = keys.keys.iter().map(|key| v1::CookieKey { k0: key.k0, k1: key.k1 }).collect();
+        let key = keys.keys.map(Into::into).to_vec();
         Self { key, current: keys.current.get() as u32 }
     }
 }
@@ -23,7 +35,7 @@ impl TryFrom<&v1::FleetKeys> for FleetKeys {
             1 => KeyIndex::Second,
             other => return Err(WireError::new("current", format!("key {other} is to stamp: expected 0 or 1"))),
         };
-        Ok(Self { keys: [first, second].map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current })
+        Ok(Self { keys: [first, second].map(|key| (*key).into()), current })
     }
 }
 

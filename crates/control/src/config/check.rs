@@ -5,11 +5,12 @@ use std::hash::Hash;
 use std::time::Duration;
 
 use coreward_config::{ConfigError, Source, Spanned};
-use coreward_model::ServerId;
+use coreward_model::consistency::Timestamps;
+use coreward_model::correction;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy;
 use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, policy};
 use coreward_wire::ServiceIndex;
 
 use super::file::{File, RotationInterval, Server, Service};
@@ -105,10 +106,15 @@ impl Checker<'_> {
             let address = service.vip.get_ref().0.with(protocol);
             vips.take(address, service.vip.span())?;
             self.no_server_has(address.socket.ip(), servers, service.vip.span())?;
+            let mode = mode::of(self.source, service, protocol)?;
+            let pool = self.pool(service, &positions)?;
+            if mode.timestamps == Timestamps::LoadBalancer {
+                self.can_be_named(&service.name.get_ref().0, pool.iter().map(|position| &servers[*position]))?;
+            }
             services.push(ServiceConfig {
                 name: service.name.get_ref().0.clone(),
                 address,
-                mode: mode::of(self.source, service, protocol)?,
+                mode,
                 policy: service.policy.as_ref().map_or(policy::DEFAULT, |policy| policy.get_ref().0.0),
                 slow_start: service.slow_start_s.as_ref().map_or(Duration::ZERO, |slow_start| slow_start.0),
                 buckets: service
@@ -116,7 +122,7 @@ impl Checker<'_> {
                     .as_ref()
                     .or(file.buckets.as_ref())
                     .map_or(BucketCount::PUBLISHED, |buckets| buckets.0),
-                servers: self.pool(service, &positions)?,
+                servers: pool,
                 span: entry.span(),
             });
         }
@@ -131,6 +137,21 @@ impl Checker<'_> {
         let message =
             format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
         Err(self.source.error(span, &message))
+    }
+
+    /// The cookie that a load balancer stamps itself has less room for ids.
+    fn can_be_named<'a>(&self, service: &str, pool: impl Iterator<Item = &'a ServerConfig>) -> Result<(), ConfigError> {
+        for (id, span) in pool.filter_map(|server| server.id.as_ref()) {
+            if !correction::can_name(*id) {
+                let message = format!(
+                    "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that \
+                     its cookies hold, or none to have one drawn",
+                    correction::SERVER_IDS - 1
+                );
+                return Err(self.source.error(span.clone(), &message));
+            }
+        }
+        Ok(())
     }
 
     /// Positions of a service's servers; all of them when it names none.

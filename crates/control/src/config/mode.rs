@@ -65,9 +65,6 @@ fn of_tcp(source: &Source, service: &Service) -> Result<ServiceMode, ConfigError
 
 /// Why the service cannot have these timestamps, if it cannot.
 fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps) -> Option<String> {
-    if wanted == Timestamps::LoadBalancer {
-        return Some("timestamps by \"lb\" are not there yet: expected \"server\" or \"off\"".to_owned());
-    }
     let name = consistency.name();
     if !uses_cookies && wanted != Timestamps::Off {
         return Some(format!(
@@ -75,7 +72,8 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps
             wanted.name()
         ));
     }
-    // The server learns the index from the SYN and stamps it: nobody else can, and without a stamp nobody reads it.
+    // The server learns the index from the SYN and stamps it: nobody else can, and without a stamp nobody reads it. (The
+    // load balancer's own cookie has no room for an index beside 20 bits of time.)
     (consistency == Consistency::Stateful && wanted != Timestamps::Server).then(|| {
         format!(
             "timestamps by {:?} with consistency {name:?}: expected \"server\", who stamps the index",

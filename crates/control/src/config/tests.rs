@@ -269,9 +269,21 @@ fn several_values() {
         ),
         (
             "policy = \"pow2\"",
-            "timestamps = \"lb\"",
-            "controller.toml:24:14: key `service.timestamps`: timestamps by \"lb\" are not there yet: expected \"server\" or \
-             \"off\"",
+            "consistency = \"beamer\"\ntimestamps = \"lb\"",
+            "controller.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"beamer\", which uses \
+             no cookie: expected \"off\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "consistency = \"stateful\"\ntimestamps = \"lb\"",
+            "controller.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"stateful\": expected \
+             \"server\", who stamps the index",
+        ),
+        (
+            "id = 7",
+            "id = 2048\n[[service]]\nname = \"old\"\nvip = \"10.200.0.2:80\"\ntimestamps = \"lb\"",
+            "controller.toml:10:6: key `server.id`: server id 2048 in service \"old\", whose timestamps are by \"lb\": \
+             expected 0 to 2047, the bits that its cookies hold, or none to have one drawn",
         ),
         (
             "policy = \"pow2\"",
@@ -314,6 +326,7 @@ fn modes_of_services() {
     let cases = [
         ("", "stateless", "server"),
         ("timestamps = \"off\"", "stateless", "off"),
+        ("timestamps = \"lb\"", "stateless", "lb"),
         ("consistency = \"stateful\"", "stateful", "server"),
         ("consistency = \"hash-table\"", "hash-table", "off"),
         ("consistency = \"beamer\"\ntimestamps = \"off\"", "beamer", "off"),

@@ -1,15 +1,17 @@
 //! What becomes of weights, slow starts, counts of load balancers and changes of the pool, in virtual time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use coreward_config::Source;
-use coreward_model::ServerId;
+use coreward_model::correction;
 use coreward_model::load::CoreReadings;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
+use coreward_model::{FourTuple, ServerId};
 use coreward_wire::{LOST_AFTER, Report, ServerTraffic, ServiceIndex, TrafficMessage};
 
+use super::explain::ExplainedPacket;
 use super::{Controller, Now, Session};
 use crate::config::Config;
 use crate::fleet::Fleet;
@@ -210,4 +212,38 @@ fn load_balancers_are_lost_three_seconds_after_their_stream() {
     world.records.enrol("lb1", None);
     let controller = Controller::new(Fleet::new(&config(&[""], ""), &world.records));
     assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));
+}
+
+/// Without any agent: there is a table, the load balancers have one time key whatever becomes of the cookie keys, and nobody
+/// waits for servers that do not stamp.
+#[test]
+fn servers_that_load_balancers_stamp_for_need_no_agent() {
+    let mut world = World::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
+    assert_eq!(world.table(at(10)).members.len(), 2);
+    let fleet = &world.controller.fleet;
+    let told = fleet.for_load_balancers(|_| true);
+    let key = told.services[0].time_key.expect("load balancers stamp");
+    let server = ServerId::try_from(1).unwrap();
+    assert!(!fleet.stamps(server));
+    assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
+    assert!(world.controller.keys_status(at(10)).waiting_for.is_empty());
+
+    let (address, client) = (told.services[0].address, "10.1.0.7:1024".parse().unwrap());
+    let tuple = FourTuple::new(client, address.socket).unwrap();
+    let echo = correction::stamp(&told.keys, &key, &tuple, server, 5);
+    let packet = ExplainedPacket::Established { cookie: Some(echo), reset: false };
+    let explained = world.controller.explain(address, client, packet, at(10)).unwrap();
+    assert_eq!(explained.chosen_server, "s1", "{}", explained.reason);
+    let reset = ExplainedPacket::Established { cookie: None, reset: true };
+    let explained = world.controller.explain(address, client, reset, at(10)).unwrap();
+    assert!(explained.chosen_server.is_empty() && explained.reason.contains("is dropped"), "{}", explained.reason);
+
+    world.records.key_ring.announce(true, 2, &mut seeded_rng(8, 0));
+    world.records.key_ring.switch(at(20).wall, 3);
+    world.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
+    let rotated = world.controller.fleet.for_load_balancers(|_| true);
+    assert_ne!(rotated.keys, told.keys);
+    assert_eq!(rotated.services[0].time_key, Some(key));
+    world.configure(&["", ""], "policy = \"rr\"\n", at(30));
+    assert_eq!(world.controller.fleet.for_load_balancers(|_| true).services[0].time_key, None);
 }

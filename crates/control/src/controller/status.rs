@@ -84,6 +84,12 @@ impl Controller {
         if pool.eligible().next().is_none() {
             warnings.push("no server takes new connections: their first packets are dropped".to_owned());
         }
+        if service.fleet().is_corrected() && self.load_balancers.count() == 0 {
+            warnings.push(
+                "timestamps by load balancers: none is connected, so nobody says which servers it can stamp for"
+                    .to_owned(),
+            );
+        }
         let groups = self.groups(pool);
         let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());
         let left_over = self.names(left_over.map(|server| server.id));

@@ -82,6 +82,8 @@ fn load_balancer(balancer: &v1::LoadBalancerStatus) -> Value {
             "events": sorted(&state.events),
             "connections": state.connections,
             "unresolved_load_balancers": state.unresolved_load_balancers,
+            "server_clocks": state.server_clocks.iter().map(server_clock).collect::<Vec<_>>(),
+            "warnings": state.warnings,
         })
     });
     json!({
@@ -92,6 +94,18 @@ fn load_balancer(balancer: &v1::LoadBalancerStatus) -> Value {
         "alive": balancer.alive,
         "owner": balancer.owner,
         "address": (!balancer.address.is_empty()).then(|| shown_ip(&balancer.address)),
+    })
+}
+
+fn server_clock(clock: &v1::ServerClock) -> Value {
+    json!({
+        "service": clock.service,
+        "server": clock.server,
+        "state": clock.state,
+        "syn_acks": clock.syn_acks,
+        "with_timestamps": clock.with_timestamps,
+        "disagreed": clock.disagreed,
+        "problem": (!clock.problem.is_empty()).then_some(&clock.problem),
     })
 }
 

@@ -1,6 +1,6 @@
 //! `coreward status` for people.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -195,6 +195,26 @@ fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
     }
     if !state.unresolved_servers.is_empty() {
         let _ = writeln!(text, "  ! no MAC address known of {}", state.unresolved_servers.join(", "));
+    }
+    text += &clocks_text(&state.server_clocks);
+    warnings(&mut text, &state.warnings);
+    text
+}
+
+/// Per service how many of its servers' clocks are known, and what is wrong with the others.
+fn clocks_text(clocks: &[v1::ServerClock]) -> String {
+    let mut services: BTreeMap<&str, Vec<&v1::ServerClock>> = BTreeMap::new();
+    for clock in clocks {
+        services.entry(&clock.service).or_default().push(clock);
+    }
+    let mut text = String::new();
+    for (service, clocks) in services {
+        let known = clocks.iter().filter(|clock| clock.state == "known").count();
+        let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'", clocks.len());
+        let problems = clocks.iter().filter(|clock| !clock.problem.is_empty());
+        let named: Vec<String> =
+            problems.map(|clock| format!("{} of {service} is not stamped: {}", clock.server, clock.problem)).collect();
+        warnings(&mut text, &named);
     }
     text
 }

@@ -4,6 +4,19 @@ use std::collections::HashMap;
 
 use super::*;
 
+/// Of a load balancer that stamps.
+fn clock(server: &str, state: &str, problem: &str) -> v1::ServerClock {
+    v1::ServerClock {
+        service: "old".into(),
+        server: server.into(),
+        state: state.into(),
+        syn_acks: 9,
+        with_timestamps: 8,
+        problem: problem.into(),
+        ..Default::default()
+    }
+}
+
 fn reply() -> v1::StatusReply {
     let service = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
     let server = |n: u32, state: &str, core_load: &[f64]| v1::ServerStatus {
@@ -60,6 +73,8 @@ fn reply() -> v1::StatusReply {
                     events: HashMap::from([("connection_unknown".into(), 3)]),
                     connections: 40,
                     unresolved_load_balancers: vec!["lb2".into()],
+                    server_clocks: vec![clock("s1", "known", ""), clock("s2", "differs", "look at its sysctl")],
+                    warnings: vec!["it does not route".into()],
                     ..Default::default()
                 }),
                 state_age_ms: 300,
@@ -97,6 +112,9 @@ load balancer lb1: XDP native, as of 300 ms ago
   table      40 connections
   ! no MAC address known of load balancer lb2
   ! no MAC address known of s2
+  clocks     old: 1 of 2 servers'
+  ! s2 of old is not stamped: look at its sysctl
+  ! it does not route
 
 load balancer lb2: lost
   owner      1, at no address
@@ -113,6 +131,10 @@ fn status_for_programs() {
     assert_eq!(json["services"][0]["address"], "10.200.0.1:80/tcp");
     assert_eq!(json["servers"][0]["address"], "10.2.0.11");
     assert_eq!(json["load_balancers"][0]["state"]["table_generations"]["web"], 76);
+    let clocks = &json["load_balancers"][0]["state"]["server_clocks"];
+    assert_eq!((&clocks[0]["state"], &clocks[1]["problem"]), (&"known".into(), &"look at its sysctl".into()));
+    assert!(clocks[0]["problem"].is_null() && clocks[1]["syn_acks"] == 9);
+    assert_eq!(json["load_balancers"][0]["state"]["warnings"][0], "it does not route");
     assert_eq!(json["refused_reports"]["no_cores"], 0);
     assert!(json["servers"][1]["rss"].is_null());
     assert_eq!((&json["services"][0]["consistency"], &json["keys"]["phase"]), (&"stateful".into(), &"steady".into()));

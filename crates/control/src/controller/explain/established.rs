@@ -4,6 +4,7 @@ use coreward_model::ServerId;
 use coreward_model::connection_table::owner_and_place;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::{self, Cookie};
+use coreward_model::correction;
 use coreward_model::placement::PlacementTable;
 use coreward_model::tuple::Protocol;
 
@@ -23,6 +24,9 @@ pub enum ExplainedPacket {
     },
 }
 
+const CORRECTED_RESET: &str = "a reset without timestamps goes where the load balancer's flow table says; what that does \
+                               not know is dropped, as these servers take nothing that was sent to all";
+
 impl Case<'_> {
     /// The verdict on a packet that opens no connection.
     pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
@@ -32,7 +36,9 @@ impl Case<'_> {
             Consistency::HashTable => (None, self.hash_table_words()),
             Consistency::Beamer => self.by_bucket(table, "every packet goes by its bucket"),
             Consistency::Stateless | Consistency::Stateful => match cookie {
-                Some(echo) if mode.timestamps != Timestamps::Off => self.by_cookie(echo),
+                Some(echo) if mode.timestamps == Timestamps::LoadBalancer => self.by_corrected_cookie(echo),
+                _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, CORRECTED_RESET.to_owned()),
+                Some(echo) if mode.timestamps == Timestamps::Server => self.by_cookie(echo),
                 _ if reset => {
                     let reason = "a reset without timestamps goes where the load balancer's flow table says, and if it \
                                   says nothing to all servers, of which the one with the connection takes it";
@@ -87,6 +93,16 @@ impl Case<'_> {
             Cookie::Server(id) => (None, self.unknown_words(key, id)),
             Cookie::TableIndex(number) => (None, self.entry_words(key, number)),
         }
+    }
+
+    /// By a cookie that load balancers stamp. A connection that they do not stamp stands in the flow table instead.
+    fn by_corrected_cookie(&self, echo: u32) -> Verdict {
+        let id = correction::recognise(&self.controller.fleet.key_ring.keys, &self.tuple, echo);
+        let first = "if the load balancer's flow table does not know the connection, its cookie counts:";
+        if self.service.fleet().members.contains_key(&id) {
+            return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));
+        }
+        (None, format!("{first} it names server id {}, which is in no use, and the packet is dropped", id.get()))
     }
 
     fn unknown_words(&self, key: u32, id: ServerId) -> String {

@@ -1,0 +1,66 @@
+//! Whether this machine's kernel hands servers' answers on, which it must where the load balancer stamps them itself
+//! (`timestamps = "lb"`): they come to it as to a router, and leave by its routes.
+
+use std::path::Path;
+
+/// Below it, one directory per device, and `all`.
+const SYSCTLS: &str = "/proc/sys/net/ipv4/conf";
+
+/// What is wrong, each with the sysctl's name, its value and what was expected. Of a device whose sysctls cannot be read
+/// nothing is said.
+pub fn problems(interface: &str) -> Vec<String> {
+    let value = |directory: &str, name: &str| {
+        let text = std::fs::read_to_string(Path::new(SYSCTLS).join(directory).join(name)).ok()?;
+        text.trim().parse().ok()
+    };
+    problems_of(interface, value)
+}
+
+/// `value`: of a sysctl, by its directory and name.
+fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
+    let mut problems = Vec::new();
+    // IN_DEV_FORWARD() in include/linux/inetdevice.h: the device's own; net.ipv4.ip_forward sets all of them.
+    if value(interface, "forwarding") == Some(0) {
+        problems.push(format!(
+            "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server whose \
+             timestamps are by \"lb\" reaches a client"
+        ));
+    }
+    // IN_DEV_TX_REDIRECTS(): either of the two.
+    for directory in ["all", interface] {
+        if value(directory, "send_redirects").is_some_and(|value| value != 0) {
+            problems.push(format!(
+                "net.ipv4.conf.{directory}.send_redirects is 1: expected 0, or servers whose timestamps are by \"lb\" are told \
+                 a way to the clients that does not lead over this load balancer (ICMP redirect)"
+            ));
+        }
+    }
+    problems
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let with = |forwarding: u32, all: u32, own: u32| {
+            problems_of("eth7", |directory, name| match (directory, name) {
+                ("eth7", "forwarding") => Some(forwarding),
+                ("all", "send_redirects") => Some(all),
+                ("eth7", "send_redirects") => Some(own),
+                other => panic!("{other:?}"),
+            })
+        };
+        assert!(with(1, 0, 0).is_empty());
+        let all = with(0, 1, 1).join("\n");
+        for named in [
+            "net.ipv4.conf.eth7.forwarding is 0: expected 1",
+            "conf.all.send_redirects is 1: expected 0",
+            "conf.eth7.send_redirects",
+        ] {
+            assert!(all.contains(named), "{all}");
+        }
+        assert!(problems("there is no such device").iter().all(|problem| problem.contains("conf.all.")));
+    }
+}
