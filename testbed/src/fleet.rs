@@ -36,6 +36,8 @@ pub struct FleetOptions {
     pub load: LoadSource,
     /// Whether agents steer connections to the workers of their cores.
     pub steer: bool,
+    /// Whether servers have agents; without them nobody reports, and only load balancers can stamp.
+    pub agents: bool,
     /// What else is to stand in the controller's file, as it is: more services, for one.
     pub more: String,
 }
@@ -49,6 +51,7 @@ impl Default for FleetOptions {
             report_interval_ms: 100,
             load: LoadSource::Cpu,
             steer: true,
+            agents: true,
             more: String::new(),
         }
     }
@@ -102,8 +105,8 @@ pub fn coreward_command() -> anyhow::Result<PathBuf> {
 }
 
 impl Fleet {
-    /// Starts controller, load balancers and an agent for each server of the testbed, all of them in the pool, and waits
-    /// until every agent reports and a table is in force.
+    /// Starts controller, load balancers and, if there are to be any, an agent for each server of the testbed, all of them
+    /// in the pool, and waits until every agent reports and a table is in force.
     ///
     /// # Errors
     /// When a daemon cannot be started or is not ready in time; the error holds its log's last lines.
@@ -116,8 +119,10 @@ impl Fleet {
         for number in testbed.load_balancer_numbers() {
             fleet.start_load_balancer(testbed, number)?;
         }
-        for number in testbed.server_numbers() {
-            fleet.start_agent(testbed, number)?;
+        if fleet.options.agents {
+            for number in testbed.server_numbers() {
+                fleet.start_agent(testbed, number)?;
+            }
         }
         fleet.wait_until_ready(testbed)?;
         Ok(fleet)
@@ -255,7 +260,7 @@ impl Fleet {
         Ok(serde_json::from_slice(&output.stdout)?)
     }
 
-    /// Waits until every active server of the pool reports and the load balancer has a table.
+    /// Waits until every active server of the pool reports, if it has an agent, and the load balancer has a table.
     ///
     /// # Errors
     /// When that takes longer than ten seconds; the error holds the last lines of the daemons' logs.
@@ -276,7 +281,8 @@ impl Fleet {
     fn is_ready(&self, status: &serde_json::Value) -> bool {
         let servers = status["servers"].as_array().map_or(&[][..], Vec::as_slice);
         let reporting = servers.iter().filter(|server| server["state"] == "reporting").count();
-        let active = self.pool.values().filter(|standing| **standing == Standing::Active).count();
+        let active =
+            self.pool.values().filter(|standing| **standing == Standing::Active && self.options.agents).count();
         let balancers = status["load_balancers"].as_array().map_or(&[][..], Vec::as_slice);
         let resolved = |number: &u16| {
             let name = load_balancer_name(*number);

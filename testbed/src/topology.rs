@@ -55,6 +55,9 @@ pub struct TestbedOptions {
     /// The client stands behind a router, and packets to it may have this many bytes (68 to 1500); `None`: on the servers'
     /// segment.
     pub router_mtu: Option<u16>,
+    /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. The client
+    /// must stand behind a router.
+    pub answers_by_load_balancer: bool,
     /// VIPs on the servers, from 10.200.0.1 on (1 to 250).
     pub vips: u8,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
@@ -72,6 +75,7 @@ impl Default for TestbedOptions {
             load_balancers: 1,
             client_addresses: 4,
             router_mtu: None,
+            answers_by_load_balancer: false,
             vips: 1,
             indirection_entries: 128,
             seed: 1,
@@ -144,6 +148,11 @@ impl Testbed {
                 bail!("{value} {name} in a testbed: expected {min} to {max}");
             }
         }
+        if options.answers_by_load_balancer && options.router_mtu.is_none() {
+            bail!(
+                "answers by a load balancer without a router: expected `router_mtu`, so that there is something to route"
+            );
+        }
         if let Some(missing) = missing_privilege() {
             bail!(missing);
         }
@@ -201,7 +210,15 @@ impl Testbed {
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
         let address = load_balancer_address(number);
-        ip_batch(Some(&namespace), &format!("address add {address}/16 dev {DEVICE}\n"))?;
+        let routes = if self.options.answers_by_load_balancer { uplink::route_by_router() } else { String::new() };
+        ip_batch(Some(&namespace), &format!("address add {address}/16 dev {DEVICE}\n{routes}"))?;
+        if self.options.answers_by_load_balancer {
+            namespace.set_sysctls(&[
+                ("ipv4/ip_forward", "1"),
+                ("ipv4/conf/all/send_redirects", "0"),
+                (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+            ])?;
+        }
         self.load_balancers.push(Some(namespace));
         rss_emulation::attach_xdp_pass(&self.switch, &name)?;
         // veth leaves checksums to a NIC that is not there; a packet sent on by XDP_TX would carry the unfinished sum.

@@ -92,9 +92,16 @@ impl Testbed {
         router.set_sysctls(&[("ipv4/ip_forward", "1")])
     }
 
-    /// What a server needs to answer the client directly, as a line for `ip`.
+    /// What a server needs to answer the client, as a line for `ip`.
     pub(crate) fn route_to_client(&self) -> String {
-        let behind = |_: &Namespace| format!("route add 10.2.0.0/16 via {ROUTER_ADDRESS}\n");
-        self.router().map_or_else(String::new, behind)
+        if self.options().answers_by_load_balancer {
+            return format!("route add default via {}\n", load_balancer_address(1));
+        }
+        self.router().map_or_else(String::new, |_| route_by_router())
     }
+}
+
+/// The direct way to a client behind a router, as a line for `ip`.
+pub(crate) fn route_by_router() -> String {
+    format!("route add 10.2.0.0/16 via {ROUTER_ADDRESS}\n")
 }
