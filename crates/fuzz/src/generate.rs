@@ -7,6 +7,7 @@ use coreward_model::FourTuple;
 use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
+use coreward_model::correction;
 use coreward_model::tuple::Protocol;
 
 use crate::dice::Dice;
@@ -29,6 +30,7 @@ pub fn packet(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
         2..4 => other_protocol(plan, dice, packet),
         4..8 => fragment(plan, dice, packet),
         8..20 => icmp(plan, dice, packet),
+        20..40 => answer(plan, dice, packet),
         _ => whole(plan, dice, packet),
     }
     // From another load balancer.
@@ -108,6 +110,41 @@ fn whole(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
     }
 }
 
+/// What a server of a service that load balancers stamp sends to a client, if there is one; otherwise to a client all the
+/// same, which nobody looks at.
+fn answer(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
+    let corrected: Vec<&Planned> = plan.services.iter().filter(|planned| planned.is_corrected()).collect();
+    let planned = if corrected.is_empty() { &plan.services[0] } else { dice.pick(&corrected) };
+    let (client, source) = (client(plan, dice), planned.vip);
+    let mut address = OWN_MAC;
+    dice.fill(&mut address);
+    // Few of them, so that each is heard several times.
+    if !planned.addresses.is_empty() && !dice.chance(1, 20) {
+        address = planned.addresses[dice.below(planned.addresses.len().min(4))];
+    }
+    let flags = match dice.below(8) {
+        0..3 => SYN | ACK,
+        3 => dice.pick(&[SYN, ACK | FIN, ACK | RST, RST, 0]),
+        _ => ACK | PSH,
+    };
+    let echo = dice.u32();
+    let own = if dice.chance(1, 8) { dice.u32() } else { server_clock(plan, &address, dice) };
+    let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(dice, flags, &timestamp(own, echo)) };
+    let (payload, numbers) = (payload_length(dice), (dice.u32(), dice.u32()));
+    let ip = ip(dice, source.0, client.0, frame::TCP);
+    ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
+    packet[6..12].copy_from_slice(&address);
+}
+
+/// What the clock of the server at that address shows, a little late; every fourth server has none of its own.
+fn server_clock(plan: &Plan, address: &[u8; 6], dice: &mut Dice) -> u32 {
+    if address[5].is_multiple_of(4) {
+        return dice.u32();
+    }
+    let offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
+    plan.clock.0.wrapping_mul(100).wrapping_add(offset).wrapping_sub(dice.below(1200) as u32)
+}
+
 /// Mostly errors that quote what a server may have sent to a client, cut anywhere.
 fn icmp(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
     let (client, planned, vip) = both_ends(plan, dice);
@@ -174,6 +211,9 @@ fn segment(plan: &Plan, planned: &Planned, dice: &mut Dice, client: (Ipv4Addr, u
 
 /// What the client echoes: mostly the cookie of a server that is or was known.
 fn echo(plan: &Plan, planned: &Planned, dice: &mut Dice, tuple: FourTuple) -> u32 {
+    if planned.is_corrected() {
+        return corrected_echo(plan, planned, dice, &tuple);
+    }
     let any =
         |dice: &mut Dice| ServerId::try_from(dice.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range");
     if let Some(number) = index_of(plan, planned, &tuple).filter(|_| dice.chance(3, 4)) {
@@ -188,6 +228,16 @@ fn echo(plan: &Plan, planned: &Planned, dice: &mut Dice, tuple: FourTuple) -> u3
         _ => Cookie::Server(dice.pick(&planned.servers)),
     };
     stamp(plan, dice, &tuple, cookie)
+}
+
+/// The same where load balancers stamp.
+fn corrected_echo(plan: &Plan, planned: &Planned, dice: &mut Dice, tuple: &FourTuple) -> u32 {
+    if planned.servers.is_empty() || dice.chance(1, 10) {
+        return dice.u32();
+    }
+    let current = dice.pick(&[KeyIndex::First, KeyIndex::Second]);
+    let keys = FleetKeys { current, ..plan.setup.keys };
+    correction::stamp(&keys, &TIME_KEY, tuple, dice.pick(&planned.servers), dice.u32())
 }
 
 fn stamp(plan: &Plan, dice: &mut Dice, tuple: &FourTuple, cookie: Cookie) -> u32 {
@@ -206,13 +256,18 @@ fn index_of(plan: &Plan, planned: &Planned, tuple: &FourTuple) -> Option<u16> {
 
 fn options(dice: &mut Dice, flags: u8, echo: u32) -> Vec<u8> {
     let time = timestamp(dice.u32(), if flags & SYN != 0 && dice.chance(15, 16) { 0 } else { echo });
+    options_with(dice, flags, &time)
+}
+
+/// Options around a timestamp, or without it.
+fn options_with(dice: &mut Dice, flags: u8, time: &[u8]) -> Vec<u8> {
     match dice.below(24) {
         // As Linux sends it.
-        _ if flags & SYN != 0 && dice.chance(1, 2) => [&[2, 4, 5, 0xb4, 4, 2][..], &time, &[1, 3, 3, 7]].concat(),
-        0..16 => [&[1, 1][..], &time].concat(),
+        _ if flags & SYN != 0 && dice.chance(1, 2) => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
+        0..16 => [&[1, 1][..], time].concat(),
         16..19 => Vec::new(),
         19 => vec![1; dice.below(41)],
-        _ => soup(dice, &time),
+        _ => soup(dice, time),
     }
 }
 

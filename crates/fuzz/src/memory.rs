@@ -116,9 +116,11 @@ impl Memory {
             let client = Ipv4Addr::from(key.client_address[3].to_ne_bytes());
             ensure!(key.client_address[..3] == address_words(client.into())[..3], "{:x?}", key.client_address);
             let flow = Flow { service: key.service.into(), client: (client, u16::from_be(key.client_port)) };
-            let before = (u32::from(value.before) != intf::NO_SERVER).then_some(value.before);
+            let half_open = u32::from(value.before) == intf::HALF_OPEN_FLOW;
+            let before = (u32::from(value.before) != intf::NO_SERVER && !half_open).then_some(value.before);
             let before = before.map(|id| ServerId::try_from(u64::from(id))).transpose()?;
-            flows.insert(flow, FlowEntry { server: ServerId::try_from(u64::from(value.server_id))?, before });
+            let server = ServerId::try_from(u64::from(value.server_id))?;
+            flows.insert(flow, FlowEntry { server, before, half_open });
         }
         Ok(flows)
     }

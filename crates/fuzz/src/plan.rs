@@ -6,6 +6,7 @@ use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::correction;
 use coreward_model::lb::{Mac, Outcome, Owner, Server};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
@@ -57,6 +58,27 @@ pub struct Planned {
     pub place: usize,
     /// Ids that are or were known.
     pub servers: Vec<ServerId>,
+    /// Where their answers come from, or came from.
+    pub addresses: Vec<Mac>,
+}
+
+impl Planned {
+    /// Another state of a server; now and then at the address of another one.
+    fn server_change(&mut self, id: ServerId, dice: &mut Dice) -> Change {
+        let mut server = server(dice);
+        if let Some(mac) = &mut server.mac {
+            if !self.addresses.is_empty() && dice.chance(1, 8) {
+                *mac = dice.pick(&self.addresses);
+            }
+            self.addresses.push(*mac);
+        }
+        Change::Server(self.place, id, Some(server))
+    }
+
+    /// Whether load balancers stamp its cookies themselves.
+    pub fn is_corrected(&self) -> bool {
+        self.mode.timestamps == Timestamps::LoadBalancer
+    }
 }
 
 /// The state as far as packets are made by it.
@@ -71,6 +93,8 @@ pub struct Plan {
     pub indexed: Vec<Indexed>,
     /// MAC addresses of other load balancers.
     pub owners: Vec<Mac>,
+    /// The time as packets see it.
+    pub clock: Clock,
     rules: Vec<Rule>,
     modes: Vec<Consistency>,
     protocols: Vec<Protocol>,
@@ -96,6 +120,7 @@ impl Plan {
             clients,
             indexed: Vec::new(),
             owners: vec![[2, 0, 0, 2, 0, 1]],
+            clock: Clock(0),
             rules,
             modes,
             protocols,
@@ -129,8 +154,13 @@ impl Plan {
             let consistency = dice.pick(&[Consistency::HashTable, Consistency::None]);
             return ServiceMode { consistency, timestamps: Timestamps::Off };
         }
-        let timestamps = if dice.chance(1, 5) { Timestamps::Off } else { Timestamps::Server };
-        ServiceMode { consistency: dice.pick(&self.modes), timestamps }
+        let consistency = dice.pick(&self.modes);
+        let timestamps = match dice.below(15) {
+            0..3 => Timestamps::Off,
+            3..7 if consistency == Consistency::Stateless => Timestamps::LoadBalancer,
+            _ => Timestamps::Server,
+        };
+        ServiceMode { consistency, timestamps }
     }
 
     /// Takes note of where the services of a [`Change::Services`] were put.
@@ -139,8 +169,9 @@ impl Plan {
         let placed = services.iter().zip(places).map(|((address, mode), place)| {
             let kept = before.iter().find(|service| service.address == *address);
             let std::net::SocketAddr::V4(vip) = address.socket else { unreachable!("IPv4 only") };
-            let servers = kept.map_or(Vec::new(), |service| service.servers.clone());
-            Planned { address: *address, vip: (*vip.ip(), vip.port()), mode: *mode, place: *place, servers }
+            let (servers, addresses) =
+                kept.map_or_else(Default::default, |service| (service.servers.clone(), service.addresses.clone()));
+            Planned { address: *address, vip: (*vip.ip(), vip.port()), mode: *mode, place: *place, servers, addresses }
         });
         self.services = placed.collect();
     }
@@ -166,11 +197,13 @@ impl Plan {
         let number = match dice.below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
+            // Where load balancers stamp, nearly all can be named.
+            2..39 if planned.is_corrected() => dice.below(correction::SERVER_IDS as usize),
             _ => dice.below(intf::SERVER_ID_COUNT as usize),
         };
         let id = ServerId::try_from(number as u64).expect("in range");
         planned.servers.push(id);
-        Change::Server(planned.place, id, Some(server(dice)))
+        planned.server_change(id, dice)
     }
 
     fn new_table(&mut self, service: usize, dice: &mut Dice) -> Option<Change> {
@@ -232,7 +265,10 @@ impl Plan {
         match dice.below(14) {
             10..12 => self.owner_change(dice),
             12 => Change::OwnerLostTokens(planned.place, dice.chance(1, 2)),
-            13 => Change::Clock(Clock(dice.u32())),
+            13 => {
+                self.clock = Clock(dice.u32());
+                Change::Clock(self.clock)
+            }
             0 => {
                 self.setup.keys = keys(dice);
                 Change::Keys(self.setup.keys)
@@ -245,7 +281,8 @@ impl Plan {
             2..4 => Change::Tokens(planned.place, dice.chance(1, 2)),
             4 if !planned.servers.is_empty() => Change::Server(planned.place, dice.pick(&planned.servers), None),
             5..10 if !planned.servers.is_empty() => {
-                Change::Server(planned.place, dice.pick(&planned.servers), Some(server(dice)))
+                let id = dice.pick(&planned.servers);
+                self.services[service].server_change(id, dice)
             }
             _ => self.new_server(service, dice),
         }

@@ -1,5 +1,6 @@
 //! A load balancer twice, as BPF program and as its twin, and what may happen to both.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::mem::offset_of;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize};
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{Constants, Flow, FlowEntry, LoadBalancer, Mac, Outcome, Owner, Rate, Server, Verdict};
 use coreward_model::placement::PlacementTable;
@@ -21,7 +22,7 @@ use crate::memory::{COUNTER_WORDS, Memory};
 
 /// The address of a load balancer of which there is one.
 pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
-/// A server's time key: no load balancer looks at the time.
+/// The time key of servers, and of services that load balancers stamp.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Deliveries to all servers: one per second, and so many at once that they never run out by themselves. Whether there is
@@ -96,8 +97,14 @@ impl Instance {
     /// Without the right to.
     pub fn load(setup: &Setup) -> anyhow::Result<Self> {
         let connection_table = setup.connection_table;
-        let options =
-            dataplane::Options { to_all: TO_ALL, owner_lost: OWNER_LOST, connection_table, ..Default::default() };
+        let options = dataplane::Options {
+            to_all: TO_ALL,
+            owner_lost: OWNER_LOST,
+            connection_table,
+            // So that the twin sees the same time.
+            correction_clock: dataplane::CorrectionClock::Ticks,
+            ..Default::default()
+        };
         let mut lb = dataplane::LoadBalancer::load(options)?;
         lb.set_own_mac(MacAddress(setup.own_mac));
         lb.set_keys(&setup.keys);
@@ -120,6 +127,11 @@ impl Instance {
             Change::Services(services) => {
                 let indexes = self.lb.set_services(services)?;
                 self.services.fill(None);
+                for ((_, mode), index) in services.iter().zip(&indexes) {
+                    if mode.timestamps == Timestamps::LoadBalancer {
+                        self.lb.set_time_key(*index, TIME_KEY);
+                    }
+                }
                 places.iter().zip(indexes).for_each(|(place, index)| self.services[*place] = Some(index));
             }
             Change::Server(place, id, Some(server)) => {
@@ -238,7 +250,14 @@ impl World {
         };
         match change {
             Change::Keys(keys) => self.twin.set_keys(*keys),
-            Change::Services(services) => places = self.twin.set_services(services),
+            Change::Services(services) => {
+                places = self.twin.set_services(services);
+                for ((_, mode), place) in services.iter().zip(&places) {
+                    if mode.timestamps == Timestamps::LoadBalancer {
+                        self.twin.set_time_key(*place, TIME_KEY);
+                    }
+                }
+            }
             Change::Server(place, id, server) => self.twin.set_server(*place, *id, *server),
             Change::Table(place, table) => self.twin.install_table(*place, table.clone()),
             Change::Tokens(place, there) => self.twin.set_to_all_paid_until(*place, paid_until(*there)),
@@ -350,7 +369,21 @@ impl World {
             .or_else(|| traffic.next())
     }
 
-    /// Whether flow tables and connection tables hold the same.
+    /// What is known of servers' clocks, by id.
+    fn compare_clocks(&self, instance: &Instance, place: usize) -> anyhow::Result<Option<Difference>> {
+        let expected = self.twin.corrected(place).map(|(_, known)| {
+            let clock = known.clock;
+            (known.server, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
+        });
+        let found =
+            instance.lb.server_clocks(instance.service(place))?.into_iter().map(|(id, clock)| {
+                (id, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
+            });
+        let expected: BTreeMap<ServerId, [u64; 4]> = expected.collect();
+        Ok(differ(&format!("the clocks of service {place}"), expected, found.collect(), |clocks| format!("{clocks:?}")))
+    }
+
+    /// Whether flow tables, connection tables and what is known of servers' clocks are the same.
     ///
     /// # Errors
     /// When the kernel's cannot be read.
@@ -366,6 +399,13 @@ impl World {
         let connections = connections.or_else(|| differ("the entries in use", in_use.0, in_use.1, usize::to_string));
         if connections.is_some() {
             return Ok(connections);
+        }
+        let clocks = (0..intf::MAX_SERVICES as usize).filter(|place| self.twin.has_service(*place));
+        for place in clocks.filter(|place| instance.services[*place].is_some()) {
+            let difference = self.compare_clocks(instance, place)?;
+            if difference.is_some() {
+                return Ok(difference);
+            }
         }
         let found = instance.memory.flows()?;
         let expected = self.twin.flows();

@@ -11,6 +11,7 @@ use super::stateful::Indexed;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Traffic, Verdict};
 use crate::consistency::Consistency;
 use crate::cookie::{self, Cookie};
+use crate::correction;
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
@@ -24,10 +25,10 @@ pub(super) const BROADCAST: Mac = [0xff; 6];
 
 /// What becomes of the IP header's identification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Identification {
+pub(super) enum Identification {
     Kept,
-    /// It names the server before, if there is one.
-    Before(Option<ServerId>),
+    /// It names the server before, or `NO_SERVER`.
+    Before(u16),
 }
 
 /// An outcome; and for what is forwarded where to, and what is changed in it.
@@ -63,6 +64,10 @@ impl Decision {
         Self { echo: Some((echo, value)), ..self }
     }
 
+    pub fn with_identification(self, identification: Identification) -> Self {
+        Self { identification, ..self }
+    }
+
     pub fn with_event(self, event: intf::lb_event) -> Self {
         Self { event: Some(event), ..self }
     }
@@ -72,17 +77,18 @@ impl Decision {
         self.server
     }
 
-    fn naming(self, before: Option<ServerId>) -> Self {
+    fn naming(self, before: u16) -> Self {
         Self { identification: Identification::Before(before), ..self }
     }
 
-    fn forwards(&self) -> bool {
+    pub fn forwards(&self) -> bool {
         self.outcome(None).verdict() == Verdict::Transmit
     }
 
     fn outcome(&self, service: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
         let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let told = told.filter(|_| self.counter == intf::LB_COUNTER_FIRST);
         Outcome { counter: self.counter, service, server, told, event: self.event }
     }
 }
@@ -97,6 +103,9 @@ struct Sender {
 impl LoadBalancer {
     /// What becomes of `frame`, which is changed as it leaves. `now_ns` is a monotonic clock.
     pub fn receive(&mut self, frame: &mut [u8], now_ns: u64) -> Outcome {
+        if let Some(answered) = self.answer(frame) {
+            return answered;
+        }
         let mut read = None;
         let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::end);
         let outcome = decision.outcome(read.as_ref().map(|(service, _)| *service));
@@ -104,7 +113,7 @@ impl LoadBalancer {
             frame[..6].copy_from_slice(&decision.destination);
             frame[6..12].copy_from_slice(&self.own_mac);
             if let Identification::Before(before) = decision.identification {
-                packet::set_identification(frame, before.map_or(intf::NO_SERVER as u16, ServerId::get));
+                packet::set_identification(frame, before);
             }
             if let Some((echo, value)) = &decision.echo {
                 packet::set_echo(frame, echo, *value);
@@ -159,7 +168,7 @@ impl LoadBalancer {
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
     }
 
-    fn service_at(&self, vip: Ipv4Addr, port: u16, protocol: u8) -> Result<usize, Ended> {
+    pub(super) fn service_at(&self, vip: Ipv4Addr, port: u16, protocol: u8) -> Result<usize, Ended> {
         self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_OURS)
     }
 
@@ -177,6 +186,12 @@ impl LoadBalancer {
         let place = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
         *read = Some((place, 0));
         let tuple = FourTuple::ipv4(quote.client, quote.vip);
+        if self.is_corrected(place) && self.find_any_flow(place, quote.client).is_none() {
+            let id = quote.value.map(|value| correction::recognise(&self.keys, &tuple, value));
+            if let Some(id) = id.filter(|id| self.service(place).server(*id).is_some()) {
+                return Ok(self.deliver_to(place, id, COUNTER));
+            }
+        }
         let value = quote.value.filter(|_| self.service(place).has_cookies());
         let mut event = None;
         match value.map(|value| cookie::recognise(&self.keys, &tuple, value)) {
@@ -231,6 +246,15 @@ impl LoadBalancer {
         let service = self.service(place);
         let mode = service.mode;
         let first = packet.flags & SYN != 0;
+        if self.is_corrected(place) {
+            return match first && packet.echo.is_some() {
+                true => match self.half_open(place, packet) {
+                    Some(id) => self.deliver_to(place, id, intf::LB_COUNTER_FIRST),
+                    None => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
+                },
+                false => self.by_corrected_cookie(place, packet),
+            };
+        }
         match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {
             (Consistency::None, _) => {
                 self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED })
@@ -288,13 +312,13 @@ impl LoadBalancer {
     }
 
     /// The bucket's choice; and the decision that follows from it, which names the server before.
-    fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+    pub(super) fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let service = self.service(place);
         let choice = service.placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()));
         match choice.filter(|choice| service.server(choice.server).is_some()) {
             Some(choice) => {
                 let decision = self.deliver_to(place, choice.server, intf::LB_COUNTER_CONSISTENT);
-                (Some(choice), decision.naming(choice.before))
+                (Some(choice), decision.naming(choice.before_field()))
             }
             None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
         }
@@ -302,10 +326,12 @@ impl LoadBalancer {
 
     fn without_cookie(&mut self, place: usize, packet: &Packet, now_ns: u64) -> Decision {
         if let Some(entry) = self.find_flow(place, packet.client) {
-            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW).naming(entry.before);
+            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW).naming(entry.before_field());
         }
         if packet.flags & RST != 0 {
-            return self.deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns).naming(None);
+            return self
+                .deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns)
+                .naming(intf::NO_SERVER as u16);
         }
         let (choice, decision) = self.by_bucket(place, packet);
         match choice.filter(|_| decision.forwards() && packet.flags & SYN == 0) {
@@ -324,12 +350,18 @@ impl LoadBalancer {
         let decision =
             self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED });
         match decision.server.filter(|_| first) {
-            Some(server) => self.remembering(place, packet, FlowEntry { server, before: None }, decision),
+            Some(server) => self.remembering(place, packet, FlowEntry::of(server), decision),
             None => decision,
         }
     }
 
-    fn remembering(&mut self, place: usize, packet: &Packet, entry: FlowEntry, decision: Decision) -> Decision {
+    pub(super) fn remembering(
+        &mut self,
+        place: usize,
+        packet: &Packet,
+        entry: FlowEntry,
+        decision: Decision,
+    ) -> Decision {
         self.insert_flow(place, packet, entry);
         Decision { event: Some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }

@@ -3,15 +3,17 @@
 //!
 //! [`LoadBalancer::receive`] takes a frame and the time and says what becomes of it; what the frame is then, the counters
 //! and all state are the same, bit for bit, as the BPF program's. So two instances can be run against each other
-//! (`make fuzz`), and what is shown here (`make consistency`) holds there. Not here: `timestamps = "lb"`.
+//! (`make fuzz`), and what is shown here (`make consistency`) holds there.
 //!
 //! * [`mod@packet`]: reading a frame, and what is changed in it
 //! * [`mod@place`]: first packets
 //! * [`mod@flow`]: connections that carry no cookie
 //! * [`mod@stateful`]: connections that have an entry in the connection table
+//! * [`mod@corrected`]: services that the load balancer itself stamps
 //! * [`mod@decide`]: where a packet goes
 //! * [`mod@rate`]: how often packets go to all servers
 
+mod corrected;
 mod decide;
 mod flow;
 mod packet;
@@ -29,6 +31,8 @@ use crate::consistency::{Consistency, ServiceMode, Timestamps};
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
 use crate::{ServerId, ServiceAddress};
+pub use corrected::Corrected;
+use corrected::Correction;
 use flow::Datagram;
 pub use flow::{Flow, FlowEntry};
 use place::{Placement, RecentFirstPackets};
@@ -69,7 +73,9 @@ impl Outcome {
     /// What follows from the counter: those of `enum lb_counter` stand in this order.
     pub fn verdict(&self) -> Verdict {
         match self.counter {
-            intf::LB_COUNTER_PASSED_NOT_SERVICE => Verdict::Pass,
+            intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
+                Verdict::Pass
+            }
             counter if counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4 => Verdict::Transmit,
             _ => Verdict::Drop,
         }
@@ -138,7 +144,7 @@ impl Service {
 
     /// Whether the timestamps of its packets carry a cookie.
     fn has_cookies(&self) -> bool {
-        self.mode.timestamps != Timestamps::Off
+        self.mode.timestamps == Timestamps::Server
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
@@ -174,11 +180,15 @@ pub struct LoadBalancer {
     /// Service and server.
     fragments: HashMap<Datagram, (usize, ServerId)>,
     stateful: Stateful,
+    correction: Correction,
 }
 
 impl LoadBalancer {
     /// One that knows no service.
     pub fn new(constants: Constants, own_mac: Mac, keys: FleetKeys) -> Self {
+        let no_key = CookieKey { k0: 0, k1: 0 };
+        let mut correction = Correction::default();
+        correction.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
         Self {
             constants,
             own_mac,
@@ -190,11 +200,14 @@ impl LoadBalancer {
             flows: HashMap::new(),
             fragments: HashMap::new(),
             stateful: Stateful::new(constants.connection_table),
+            correction,
         }
     }
 
     /// Sets the cookie's keys.
     pub fn set_keys(&mut self, keys: FleetKeys) {
+        let now_ms = self.now_ms();
+        self.correction.set_keys(self.keys, &keys, now_ms);
         self.keys = keys;
     }
 
@@ -244,11 +257,13 @@ impl LoadBalancer {
         self.services[free] = Some(Service::new(address, mode));
         // Of the service that had the place before.
         self.flows.retain(|flow, _| flow.service != free);
+        self.correction.forget_service(free);
         free
     }
 
     /// Makes a server known, or changes what is known of it; `None`: forgets it.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
+        self.move_corrected(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
     }
 

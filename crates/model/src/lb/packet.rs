@@ -151,14 +151,36 @@ pub(super) struct Echo {
     at: usize,
 }
 
+impl Echo {
+    /// TSval, which stands before it.
+    pub fn own(self, frame: &[u8]) -> Echo {
+        let at = self.at - 4;
+        Echo { value: u32_at(frame, self.transport + at), at, ..self }
+    }
+}
+
 impl Packet {
     pub fn tuple(&self) -> FourTuple {
         FourTuple::ipv4(self.client, self.vip)
     }
 }
 
-/// TCP between `ports` in `packet`.
+/// TCP between `ports` in `packet`, which a client sent.
 pub(super) fn tcp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+    let read = tcp_header(packet, ports)?;
+    let flags = read.flags;
+    // Only a SYN opens; an answer to one (SYN and ACK) comes from no client. All else acknowledges, but a bare RST.
+    let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
+    possible.then_some(read).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
+}
+
+/// TCP between `ports` in `packet`, which a server sent: as a client's packet of that connection would be.
+pub(super) fn tcp_answer(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+    let Packet { client, vip, protocol, flags, echo } = tcp_header(packet, ports)?;
+    Ok(Packet { client: vip, vip: client, protocol, flags, echo })
+}
+
+fn tcp_header(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
     if segment.len() < TCP_HEADER {
@@ -166,11 +188,6 @@ pub(super) fn tcp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended>
     }
     let (header, flags) = (usize::from(segment[12] >> 4) * 4, segment[13]);
     if header < TCP_HEADER || header > segment.len() {
-        return Err(MALFORMED);
-    }
-    // Only a SYN opens; an answer to one (SYN and ACK) comes from no client. All else acknowledges, but a bare RST.
-    let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
-    if !possible {
         return Err(MALFORMED);
     }
     let options = &segment[TCP_HEADER..header];
@@ -282,7 +299,7 @@ fn mended(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
 }
 
-/// Sets TSecr, and mends the TCP checksum.
+/// Sets TSecr (or TSval, if that is what `echo` is of), and mends the TCP checksum.
 pub(super) fn set_echo(frame: &mut [u8], echo: &Echo, value: u32) {
     let (at, checksum) = (echo.transport + echo.at, echo.transport + 16);
     for half in [0, 2] {

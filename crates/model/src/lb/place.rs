@@ -41,7 +41,8 @@ impl Placement {
         }
         let bucket = self.table.bucket_count.bucket(self.hash(0, tuple)) as usize;
         let server = *self.table.consistent.get(bucket)?;
-        Some(FlowEntry { server, before: self.table.consistent_before.get(bucket).copied().flatten() })
+        let before = self.table.consistent_before.get(bucket).copied().flatten();
+        Some(FlowEntry { before, ..FlowEntry::of(server) })
     }
 }
 

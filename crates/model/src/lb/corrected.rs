@@ -1,0 +1,235 @@
+//! Services that the load balancer itself stamps (`timestamps = "lb"`): `bpf/correction.bpf.h` and `bpf/reply.bpf.h`.
+
+use std::collections::HashMap;
+
+use coreward_intf as intf;
+
+use super::decide::{Decision, Identification};
+use super::packet::{self, Packet, Part, RST, SYN};
+use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
+use crate::ServerId;
+use crate::consistency::Timestamps;
+use crate::cookie::{CookieKey, FleetKeys};
+use crate::correction::{self, Clock};
+use crate::key_switch;
+use crate::tuple::Protocol;
+
+/// Whose answers come from an address, and the clock that they show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Corrected {
+    /// What its cookies name.
+    pub server: ServerId,
+    /// What is known of its clock.
+    pub clock: Clock,
+}
+
+/// What concerns these services.
+#[derive(Debug, Default)]
+pub(super) struct Correction {
+    /// From which TSval of this load balancer's clock on the current key stamps.
+    pub switch_ms: u32,
+    /// By the service's place and where answers come from.
+    servers: HashMap<(usize, Mac), Corrected>,
+    /// Where answers come from, as it was last known.
+    addresses: HashMap<(usize, ServerId), Mac>,
+    time_keys: HashMap<usize, CookieKey>,
+}
+
+impl Correction {
+    /// Another server with that address takes it over, or nobody.
+    fn leave_address(&mut self, place: usize, mac: Mac) {
+        let others = self.addresses.iter().filter(|((of, _), at)| *of == place && **at == mac);
+        match others.map(|((_, id), _)| *id).min() {
+            Some(other) => {
+                self.servers.entry((place, mac)).and_modify(|known| known.server = other);
+            }
+            None => {
+                self.servers.remove(&(place, mac));
+            }
+        }
+    }
+
+    pub fn move_server(&mut self, place: usize, id: ServerId, mac: Mac, eligible: bool) {
+        if !correction::can_name(id) {
+            return;
+        }
+        let left = self.addresses.insert((place, id), mac).filter(|left| *left != mac);
+        let known = left.and_then(|left| self.servers.get(&(place, left)).copied()).filter(|known| known.server == id);
+        if let (Some(left), Some(_)) = (left, known) {
+            self.leave_address(place, left);
+        }
+        let here = self.servers.get(&(place, mac)).copied();
+        let other_stays = |here: Corrected| !eligible && self.addresses.get(&(place, here.server)) == Some(&mac);
+        if here.is_some_and(|here| here.server != id && other_stays(here)) {
+            return;
+        }
+        let clock = here.or(known).map(|known| known.clock).unwrap_or_default();
+        self.servers.insert((place, mac), Corrected { server: id, clock });
+    }
+
+    pub fn forget_server(&mut self, place: usize, id: ServerId) {
+        if let Some(mac) = self.addresses.remove(&(place, id))
+            && self.servers.get(&(place, mac)).is_some_and(|known| known.server == id)
+        {
+            self.leave_address(place, mac);
+        }
+    }
+
+    pub fn forget_service(&mut self, place: usize) {
+        self.addresses.retain(|(of, _), _| *of != place);
+        self.servers.retain(|(of, _), _| *of != place);
+        self.time_keys.remove(&place);
+    }
+
+    pub fn set_time_key(&mut self, place: usize, key: CookieKey) {
+        self.time_keys.insert(place, key);
+    }
+
+    fn time_key(&self, place: usize) -> CookieKey {
+        self.time_keys.get(&place).copied().unwrap_or(CookieKey { k0: 0, k1: 0 })
+    }
+
+    pub fn set_keys(&mut self, before: FleetKeys, new: &FleetKeys, now_ms: u32) {
+        self.switch_ms = key_switch::switch_ms(&(before, self.switch_ms), new, now_ms);
+    }
+}
+
+impl LoadBalancer {
+    /// Sets the key that masks the time part of a service's cookies.
+    pub fn set_time_key(&mut self, service: usize, key: CookieKey) {
+        self.correction.set_time_key(service, key);
+    }
+
+    /// Whose answers come from where.
+    pub fn corrected(&self, service: usize) -> impl Iterator<Item = (Mac, Corrected)> + '_ {
+        let of_service =
+            move |((place, mac), known): (&(usize, Mac), &Corrected)| (*place == service).then_some((*mac, *known));
+        self.correction.servers.iter().filter_map(of_service)
+    }
+
+    /// The clock by which timestamps are restored (ms).
+    pub(super) fn now_ms(&self) -> u32 {
+        self.stateful.clock.0.wrapping_mul(100)
+    }
+
+    pub(super) fn is_corrected(&self, place: usize) -> bool {
+        self.service(place).mode.timestamps == Timestamps::LoadBalancer
+    }
+
+    pub(super) fn move_corrected(&mut self, place: usize, id: ServerId, server: Option<Server>) {
+        match server {
+            None => self.correction.forget_server(place, id),
+            Some(Server { mac: Some(mac), eligible }) if self.is_corrected(place) => {
+                self.correction.move_server(place, id, mac, eligible);
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// A frame that a server of such a service may have sent: `None`, if it did not.
+    pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
+        let outer = packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
+        let whole = packet::ipv4(frame).ok()?;
+        if outer.protocol != Protocol::Tcp.number() || whole.part != Part::Whole {
+            return None;
+        }
+        let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
+        let place = self.service_at(whole.client, ports.0, outer.protocol).ok()?;
+        if !self.is_corrected(place) {
+            return None;
+        }
+        let (key, packet) = ((place, packet::source_mac(frame)), packet::tcp_answer(&whole, ports));
+        let mut answered = Outcome {
+            counter: intf::LB_COUNTER_REPLY_UNCHANGED,
+            service: Some(place),
+            server: None,
+            told: None,
+            event: None,
+        };
+        let (Ok(packet), Some(mut known)) = (packet, self.correction.servers.get(&key).copied()) else {
+            return Some(answered);
+        };
+        let own = packet.echo.map(|echo| echo.own(frame));
+        let stamped = self.stamps_answer(place, &packet, &mut known, own.map(|own| own.value), &mut answered);
+        self.correction.servers.insert(key, known);
+        if let Some(own) = own.filter(|_| stamped) {
+            let value = self.corrected_value(place, &packet, &known, own.value);
+            packet::set_echo(frame, &own, value);
+            answered.counter = intf::LB_COUNTER_REPLY_STAMPED;
+        }
+        Some(answered)
+    }
+
+    /// A SYN-ACK decides for ever whether its connection is stamped: a plain one stands in the flow table.
+    fn stamps_answer(
+        &mut self,
+        place: usize,
+        packet: &Packet,
+        known: &mut Corrected,
+        milliseconds: Option<u32>,
+        answered: &mut Outcome,
+    ) -> bool {
+        let now_ms = self.now_ms();
+        let plain = self.flows.get(&super::Flow { service: place, client: packet.client }).copied();
+        if packet.flags & SYN == 0 {
+            let Some(milliseconds) = milliseconds.filter(|_| plain.is_none()) else { return false };
+            known.clock.answer(milliseconds, now_ms);
+            return true;
+        }
+        known.clock.syn_ack(&packet.tuple(), milliseconds, now_ms);
+        if milliseconds.is_some() && known.clock.is_verified() && plain.is_none() {
+            return true;
+        }
+        let entry = FlowEntry { half_open: true, ..FlowEntry::of(known.server) };
+        if plain.is_none_or(|plain| plain.server != entry.server || !plain.half_open) {
+            self.insert_flow(place, packet, entry);
+            answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
+        }
+        false
+    }
+
+    fn corrected_value(&self, place: usize, packet: &Packet, known: &Corrected, milliseconds: u32) -> u32 {
+        let sent_ms = milliseconds.wrapping_sub(known.clock.offset_ms.unwrap_or(0));
+        let keys = self.keys.at(sent_ms, self.correction.switch_ms);
+        correction::stamp(&keys, &self.correction.time_key(place), &packet.tuple(), known.server, milliseconds)
+    }
+
+    /// The server whose plain SYN-ACK the client may not have got, if it takes first packets.
+    pub(super) fn half_open(&self, place: usize, packet: &Packet) -> Option<ServerId> {
+        let entry = self.find_flow(place, packet.client).filter(|entry| entry.half_open)?;
+        let server = self.service(place).server(entry.server)?;
+        server.takes_first_packets().then_some(entry.server)
+    }
+
+    /// A client's packet that opens no connection, or has no timestamps.
+    pub(super) fn by_corrected_cookie(&mut self, place: usize, packet: &Packet) -> Decision {
+        if let Some(entry) = self.find_flow(place, packet.client) {
+            if entry.half_open && packet.flags & SYN == 0 {
+                self.insert_flow(place, packet, FlowEntry::of(entry.server));
+            }
+            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
+        }
+        let Some(echo) = packet.echo else {
+            if packet.flags & RST != 0 {
+                return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
+            }
+            let (choice, decision) = self.by_bucket(place, packet);
+            let decision = decision.with_identification(Identification::Kept);
+            return match choice.filter(|_| decision.forwards() && packet.flags & SYN == 0) {
+                Some(choice) => self.remembering(place, packet, choice, decision),
+                None => decision,
+            };
+        };
+        let tuple = packet.tuple();
+        let id = correction::recognise(&self.keys, &tuple, echo.value);
+        let Some(server) = self.service(place).server(id) else {
+            return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
+        };
+        let decision = self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED);
+        let known = server.mac.and_then(|mac| self.correction.servers.get(&(place, mac)));
+        let clock_ms = known.map(|known| known.clock.at(self.now_ms()));
+        let restored = clock_ms
+            .map_or(echo.value, |now| correction::restore(&self.correction.time_key(place), &tuple, echo.value, now));
+        decision.telling(echo, restored)
+    }
+}
