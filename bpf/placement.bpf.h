@@ -15,6 +15,7 @@
 
 #include "intf.h"
 #include "parse.bpf.h"
+#include "service_mode.bpf.h"
 #include "toeplitz.bpf.h"
 
 /*
@@ -198,9 +199,14 @@ static __always_inline __u32 choose(struct placement_table *table, struct servic
 	return NO_SERVER;
 }
 
-/* Rules whose choice for the same packet is another one the next time. */
-static __always_inline bool rule_has_state(const struct placement_table *table)
+/*
+ * Rules whose choice for the same packet is another one the next time: a SYN that is sent again must find its server. A
+ * datagram is placed for its own sake each time, or its flow is remembered elsewhere.
+ */
+static __always_inline bool choice_is_remembered(const struct placement_table *table, const struct packet *packet)
 {
+	if (udp_in_use && packet->protocol == IPPROTO_UDP)
+		return false;
 	return rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED) || rule_is(table, PLACEMENT_RULE_ROUND_ROBIN);
 }
 
@@ -235,7 +241,7 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 	hash = table_hash(table, 0, packet);
 	key = recent_key(table, service, hash);
 	recent = &recent_first_packets[hash & (RECENT_FIRST_PACKETS - 1)];
-	if (rule_has_state(table)) {
+	if (choice_is_remembered(table, packet)) {
 		__u64 remembered = *(volatile __u64 *)recent;
 
 		id = remembered & COOKIE_ID_MASK;
@@ -248,7 +254,7 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 		return NO_SERVER;
 	if (!server_has(server_at(service, id), TAKES_FIRST_PACKETS))
 		id = fallback(table, service, hash);
-	if (rule_has_state(table) && id != NO_SERVER)
+	if (choice_is_remembered(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
 	return id;
 }

@@ -280,7 +280,8 @@ impl LoadBalancer {
 
     pub(super) fn by_rule(&mut self, place: usize, packet: &Packet, counter: intf::lb_counter) -> Decision {
         let service = self.services[place].as_mut().expect("in the directory");
-        match service.place(place, &mut self.recent, &packet.tuple()) {
+        let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent);
+        match service.place(place, recent, &packet.tuple()) {
             Some(id) => self.deliver_to(place, id, counter),
             None => Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }

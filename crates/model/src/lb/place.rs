@@ -86,11 +86,12 @@ impl Service {
         self.server(id).is_some_and(super::Server::takes_first_packets)
     }
 
-    /// The server for a first packet, one that can take it. `place` is the service's own.
+    /// The server for a first packet, one that can take it. `place` is the service's own. `recent`: so that the same SYN,
+    /// sent again, goes to the same server; `None`: a datagram, each of which is placed for its own sake.
     pub(super) fn place(
         &mut self,
         place: usize,
-        recent: &mut RecentFirstPackets,
+        recent: Option<&mut RecentFirstPackets>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         // Out of the service while its servers are asked.
@@ -104,7 +105,7 @@ impl Service {
         &mut self,
         placement: &mut Placement,
         place: usize,
-        recent: &mut RecentFirstPackets,
+        recent: Option<&mut RecentFirstPackets>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         if placement.table.members.is_empty() {
@@ -113,7 +114,8 @@ impl Service {
         let bytes = tuple.bytes();
         let hash = placement.hash(0, tuple);
         let key = RecentFirstPackets::key(hash, placement.table.generation, place);
-        if placement.has_state()
+        let mut recent = recent.filter(|_| placement.has_state());
+        if let Some(recent) = &mut recent
             && let Some(id) = recent.find(hash, key)
             && self.takes_first_packets(id)
         {
@@ -127,7 +129,7 @@ impl Service {
         );
         self.round_robin = placement.state.round_robin;
         let id = chosen.filter(|id| self.takes_first_packets(*id)).or_else(|| self.fallback(&placement.table, hash))?;
-        if placement.has_state() {
+        if let Some(recent) = recent {
             *recent.entry(hash) = key | u64::from(id.get());
         }
         Some(id)
