@@ -86,6 +86,14 @@ pub fn median_of(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
+/// What the fastest round took more than the fastest of the others. Whatever else a machine does makes rounds slower only:
+/// where its CPUs are shared (hyperthreads of other guests), this says what the program costs, and the median what the
+/// machine made of it.
+pub fn fastest_above(rounds: &[f64], others: &[f64]) -> f64 {
+    let least = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
+    least(rounds) - least(others)
+}
+
 /// Lower and upper quartile.
 pub fn quartiles(rounds: &[f64]) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
