@@ -186,23 +186,6 @@ static __always_inline void fill_connection(struct connection *connection, const
 								service_and_server);
 }
 
-/*
- * Fetches the entry that take_connection() will most likely fill. It is in no cache, as nobody has it: the CPU waits for it
- * while the rule is computed, not after it.
- */
-static __always_inline void fetch_free_entry(__u64 hash)
-{
-	__u32 partition = hash & connection_partition_mask;
-	struct connection_stack *stack = bpf_map_lookup_elem(&connection_stacks, &partition);
-	struct connection *connection;
-
-	if (!stack)
-		return;
-	connection = connection_at(hash, (*(volatile __u64 *)&stack->top & CONNECTION_STACK_PLACE_MASK) - 1);
-	if (connection)
-		(void)*(volatile __u64 *)&connection->identity;
-}
-
 /* take_connection() found no free place; others took or freed places at each attempt. */
 #define CONNECTION_TABLE_FULL -1
 #define CONNECTION_CONTENDED -2

@@ -254,7 +254,6 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 		decision->echo = syn_echo(owner, place);
 		return;
 	}
-	fetch_free_entry(hash);
 	decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
 	if (decision->outcome != LB_COUNTER_FIRST || owner >= MAX_OWNERS)

@@ -27,11 +27,14 @@ pub struct Args {
     /// Packets per program and round
     #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
     packets: u32,
+    /// Only first packets and the like whose case has this in its name, and nothing about open connections
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
 }
 
 impl Default for Args {
     fn default() -> Self {
-        Self { rounds: 15, packets: PACKETS as u32 }
+        Self { rounds: 15, packets: PACKETS as u32, only: None }
     }
 }
 
@@ -99,8 +102,10 @@ impl Measured {
 /// # Errors
 /// Without the right to load BPF programs, or when a program does not do what the case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let established = established::measure(args, &|_, _| {})?;
+    let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
+    let wanted = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
     let alone: Vec<Measured> = Case::alone()
+        .filter(wanted)
         .map(|case| measure_alone(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
     Ok(report(&established, &alone, args))
