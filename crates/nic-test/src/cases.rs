@@ -130,7 +130,16 @@ impl Case {
         let kernel = parts.packages.kernel(self.kernel);
         let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &agent::files())?;
         let console = parts.logs.join(format!("{}-{}.console", self.nic.driver(), self.kernel));
-        let mut guest = Guest::boot(&parts.packages, &kernel, &initrd, self.nic, &console)?;
+        let boot = || Guest::boot(&parts.packages, &kernel, &initrd, self.nic, &console);
+        // QEMU's emulation of several CPUs sometimes trips over itself while the guest sets up its PCI devices
+        // (system/physmem.c, iotlb_to_section): nothing of ours has run by then.
+        let mut guest = boot().or_else(|error| match format!("{error:#}").contains("Assertion") {
+            true => {
+                println!("{}: QEMU ended by an assertion of its own, once more: {error:#}", self.name());
+                boot()
+            }
+            false => Err(error),
+        })?;
         let wire = Wire::connect(&parts.packages)?;
         bring_up(&mut guest)?;
         Ok((guest, wire))
