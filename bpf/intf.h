@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
 /*
- * Every layout and every limit that the kernel's side and user space share, once.
+ * Every layout and every limit that the kernel's side and user space share, once: here, and what concerns servers alone in
+ * intf_server.h, which this file includes.
  *
  * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
  * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
@@ -605,132 +606,11 @@ struct captured_packet {
 };
 #define CAPTURE_ARRIVED 0xffffffffu
 
-/* ---- servers as they see themselves ---------------------------------------------------------------------------- */
-
 /* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost now and then. */
 #define MAX_CPUS 512
 
-/* The 4-tuple as the client's packets carry it. Addresses as in struct service_key. */
-struct flow_key {
-	__u32 client_address[4];
-	__u32 vip_address[4];
-	__u16 client_port;
-	__u16 vip_port;
-};
-
-/*
- * The hold rule (docs/design.md, "Idle connections"): a TSval sent that is not the server's own clock, kept until the
- * client has echoed it and something newer.
- */
-struct held_timestamp {
-	/* Time part as sent, before the time mask, and that of the client's echo before it. */
-	__u16 sent;
-	__u16 sent_before;
-	/* The server's own TSvals that they stand for. */
-	__u32 original;
-	__u32 original_before;
-	/* The client has echoed it. */
-	__u32 confirmed;
-};
-/* Connections that were idle for more than 32 s and have not yet gone on; about 100 bytes each. */
-#define MAX_HELD_TIMESTAMPS 65536
-/* Largest step of the 16-bit time part that a client takes as newer (ms). */
-#define LARGEST_STEP_MS 0x7fffu
-/* How far a server's own TSval may run ahead of the clock that restores it (ms). */
-#define RESTORE_SLACK_MS 16u
-
-/* One SYN as it arrived, for comparing predicted and actual receive queue. */
-struct rss_sample {
-	__u32 source_address;
-	__u32 destination_address;
-	__u16 source_port;
-	__u16 destination_port;
-	__u32 hash;
-	__u16 predicted_queue;
-	__u16 actual_queue;
-	/* Counted from 1; 0: never written. */
-	__u32 sequence;
-};
-/* Power of two. */
-#define RSS_SAMPLES 256
-
-/* The server's own RSS as the agent read it; entry_count 0: unknown, nothing is predicted. */
-struct rss_mapping {
-	__u32 entry_count;
-	__u32 generation;
-	__u16 queue[MAX_INDIRECTION_ENTRIES];
-	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
-};
-
-/* Grows whenever a pinned layout or its meaning changes: an agent never takes over what it would misread. */
-#define SERVER_LAYOUT_VERSION 2
-
-/* 256 bytes: cache lines of its own. */
-struct server_counters {
-	__u64 packets[SERVER_COUNTER_COUNT];
-	__u64 unused[32 - SERVER_COUNTER_COUNT];
-};
-
-/*
- * Connections whose index is known from the SYN, until their socket keeps it: bounded, so that a SYN flood costs no more.
- * What is lost goes by the server's id.
- */
-#define MAX_HALF_OPEN_INDEXES 65536
-/* No index: the connection goes by the server's id. */
-#define NO_CONNECTION_INDEX 0xffffu
-
-/* The same, kept with the established socket. */
-struct connection_index {
-	/* Owner and place, or NO_CONNECTION_INDEX. */
-	__u16 index;
-	/* The connection table is lost: TSvals later than newest_ms carry the server's id. */
-	__u16 given_up;
-	/* The newest TSval (the server's own) that was stamped with the index. */
-	__u32 newest_ms;
-};
-
-/* What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read. */
-struct server_state {
-	__u64 layout_version;
-	struct fleet_keys keys;
-	/* Masks the time part; drawn by the agent when the maps are made, never changed while they live. */
-	struct cookie_key time_key;
-	/* `number` of a slot: this server's id in that service, and flags. */
-	struct service_directories directories;
-	/* The newest TSval (the server's own) for which a held one was sent. */
-	__u32 last_hold_ms;
-	__u32 reserved[15];
-	__u32 sample_sequence;
-	__u32 unused[15];
-	struct rss_sample samples[RSS_SAMPLES];
-	/* One row per CPU, so that counting takes no atomic operation. */
-	struct server_counters counters[MAX_CPUS];
-};
-
-/* Receive queues that steering knows; connections of others go where the kernel sends them. */
-#define MAX_STEERED_QUEUES 1024
-/* Listening sockets of one service. */
-#define MAX_STEERED_SOCKETS 1024
-#define NO_SOCKET 0xffffffffu
-
-/* What of steer.bpf.c user space writes and reads: one per service. */
-struct steer_state {
-	/* For each receive queue the slot in `workers` of the socket that takes its connections, or NO_SOCKET. */
-	__u32 socket_of_queue[MAX_STEERED_QUEUES];
-	__u64 counters[STEER_COUNTER_COUNT];
-};
-
-/* Busy time of one CPU, as cpu_load.bpf.c keeps it. A cache line of its own. */
-struct cpu_busy_time {
-	/* Time not in the idle task up to `since_ns`. */
-	__u64 busy_ns;
-	/* The last switch between two tasks (CLOCK_MONOTONIC). */
-	__u64 since_ns;
-	/* 1: a task other than idle runs since then. */
-	__u32 running;
-	__u32 reserved;
-	__u64 unused[5];
-};
+/* Servers as they see themselves: a file of its own for its length. */
+#include "intf_server.h"
 
 /* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
 

@@ -10,7 +10,9 @@ fn main() {
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     let layouts = here.join("../bpf");
-    println!("cargo::rerun-if-changed={}", layouts.join("intf.h").display());
+    for layout in ["intf.h", "intf_server.h"] {
+        println!("cargo::rerun-if-changed={}", layouts.join(layout).display());
+    }
     // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
     let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
     for program in PROGRAMS {

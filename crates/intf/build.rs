@@ -78,12 +78,13 @@ fn names(variants: &[(String, String, i64)]) -> String {
 
 fn main() {
     let header = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf/intf.h");
+    println!("cargo::rerun-if-changed={}", header.with_file_name("intf_server.h").display());
     println!("cargo::rerun-if-changed={}", header.display());
     println!("cargo::rerun-if-changed=build.rs");
     let variants = Variants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
-        .allowlist_file(".*/intf\\.h")
+        .allowlist_file(".*/intf(_server)?\\.h")
         .parse_callbacks(Box::new(Callbacks { variants: variants.clone() }))
         .derive_default(true)
         .layout_tests(false)
