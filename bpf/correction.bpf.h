@@ -17,9 +17,9 @@
  *    stand there is stamped. So it does not matter to an open connection whether the clock is in doubt now, and a load
  *    balancer that starts with nothing in its memory goes on stamping: it takes the clock from the first answer. A later
  *    connection of the same ports stays plain as long as the entry is there: whatever is sent again of the older one, or
- *    of the handshake, is never half of each kind. A first packet that is sent again before the client has
- *    taken such a SYN-ACK goes to the same server (HALF_OPEN_FLOW). If an entry is pushed out, the connection's answers are stamped in its
- *    midst and it breaks; the table should hold all connections of servers whose clock is not known.
+ *    of the handshake, is never half of each kind. A first packet that is sent again before the client has taken such a
+ *    SYN-ACK goes to the same server (HALF_OPEN_FLOW). If an entry is pushed out, the connection's answers are stamped in
+ *    its midst and it breaks; the table should hold all connections of servers whose clock is not known.
  *
  * 3. Towards the server. The cookie names the server; TSecr is restored. What has neither entry nor a known cookie is
  *    dropped: these servers take nothing that comes to the broadcast address.
