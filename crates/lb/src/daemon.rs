@@ -12,7 +12,7 @@ use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
-use coreward_wire::{FleetConfiguration, SocketAnswer, table, v1};
+use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
@@ -23,8 +23,6 @@ use crate::config::{Config, XdpMode};
 use crate::forwarder::Forwarder;
 use crate::sweeper::Sweeper;
 
-/// The controller hears this often how things are.
-const STATE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to reach the controller: doubles from the first to the second.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// How often packets are told the time, and a part of the connection table is looked through.

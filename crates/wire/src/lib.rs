@@ -23,8 +23,8 @@ pub mod table;
 pub mod traffic;
 
 pub use configuration::{
-    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, Server, ServerBefore, Service, ServiceIndex,
-    StampedService,
+    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, STATE_INTERVAL, Server, ServerBefore, Service,
+    ServiceIndex, StampedService,
 };
 pub use error::{Context, WireError};
 pub use report::{Report, ReportError};

@@ -171,8 +171,10 @@ impl LoadBalancer {
         self.session.is_some()
     }
 
-    /// Whether its stream is open, or ended a short time ago.
+    /// Whether it was heard of a short time ago. An open stream says nothing: that of one without power stays open until
+    /// its keep-alive fails, and clients do not wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
-        self.is_connected() || now.monotonic < START_GRACE.max(self.ended + LOST_AFTER)
+        let last = self.session.as_ref().map_or(self.ended, |live| live.heard);
+        now.monotonic < START_GRACE.max(last + LOST_AFTER)
     }
 }

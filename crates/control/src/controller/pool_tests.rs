@@ -192,7 +192,7 @@ fn buckets_remember_whose_they_were_and_agents_are_told() {
 }
 
 #[test]
-fn load_balancers_are_lost_three_seconds_after_their_stream() {
+fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     let mut world = World::new(&[""], "");
     let session = world.controller.load_balancer_hello("lb1", at(10)).unwrap();
     let refused = world.controller.load_balancer_hello("lb1", at(12)).unwrap_err();
@@ -208,6 +208,11 @@ fn load_balancers_are_lost_three_seconds_after_their_stream() {
     let alive = |world: &World, now: Duration| !world.controller.alive(Now { monotonic: now, wall: now }).is_empty();
     let ended = Duration::from_secs(21);
     assert!(alive(&world, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&world, ended + LOST_AFTER));
+    // Nor does an open stream keep one alive that says nothing (its power failed).
+    let silent = world.controller.load_balancer_hello("lb1", at(30)).unwrap();
+    assert!(alive(&world, at(31)) && !alive(&world, at(30) + LOST_AFTER));
+    world.controller.load_balancer_state(silent, v1::LoadBalancerState::default(), at(40));
+    assert!(alive(&world, at(41)));
     // After the controller's start those on record have time to come back.
     world.records.enrol("lb1", None);
     let controller = Controller::new(Fleet::new(&config(&[""], ""), &world.records));
