@@ -210,9 +210,10 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     assert!(alive(&world, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&world, ended + LOST_AFTER));
     // Nor does an open stream keep one alive that says nothing (its power failed).
     let silent = world.controller.load_balancer_hello("lb1", at(30)).unwrap();
-    assert!(alive(&world, at(31)) && !alive(&world, at(30) + LOST_AFTER));
-    world.controller.load_balancer_state(silent, v1::LoadBalancerState::default(), at(40));
-    assert!(alive(&world, at(41)));
+    let heard = Duration::from_secs(30);
+    assert!(alive(&world, Duration::from_secs(31)) && !alive(&world, heard + LOST_AFTER));
+    world.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
+    assert!(alive(&world, Duration::from_secs(41)));
     // After the controller's start those on record have time to come back.
     world.records.enrol("lb1", None);
     let controller = Controller::new(Fleet::new(&config(&[""], ""), &world.records));
