@@ -8,7 +8,7 @@ use coreward_control::server::Server;
 use coreward_model::placement::PlacementTable;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
-use coreward_wire::{FleetConfiguration, SocketQuery, table, v1};
+use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketQuery, table, v1};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
@@ -437,6 +437,15 @@ async fn load_balancers_know_each_other_and_are_told_who_is_gone() {
     let running = home.start().await;
     let mut first = running.load_balancer_named("lb1", running.client().await).await;
     let second = running.load_balancer_named("lb2", running.client().await).await;
+    // One that says nothing would count as lost, too.
+    let sender = first.sender.clone();
+    let says_something = tokio::spawn(async move {
+        loop {
+            let message = Some(load_balancer_message::Message::State(v1::LoadBalancerState::default()));
+            sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+            tokio::time::sleep(STATE_INTERVAL).await;
+        }
+    });
     let peers = async |balancer: &mut LoadBalancer, wanted: &[(&str, u8, bool)]| loop {
         let peers = balancer.configuration().await.load_balancers;
         let seen: Vec<_> = peers
@@ -453,6 +462,7 @@ async fn load_balancers_know_each_other_and_are_told_who_is_gone() {
     assert_eq!(refused.code(), Code::AlreadyExists);
     drop(second);
     peers(&mut first, &[("lb1", 0, true), ("lb2", 1, false)]).await;
+    says_something.abort();
 }
 
 #[tokio::test]
