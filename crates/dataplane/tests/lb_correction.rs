@@ -12,11 +12,9 @@ use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-use nix::unistd::Pid;
 use support::balancer::{id, random_table, service};
 use support::may_load_bpf;
-use support::network::{PinDirectory, Segment, VIP, mac_address};
+use support::network::{PinDirectory, Segment, VIP, mac_address, on_one_cpu};
 
 const PORT: u16 = 80;
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -88,17 +86,6 @@ impl Bed {
     fn clocks(&self) -> Vec<ServerClock> {
         self.lb.server_clocks(self.service).unwrap().into_iter().map(|(_, clock)| clock).collect()
     }
-}
-
-/// With several CPUs a segment overtakes another one now and then. If it was sent a millisecond later, Linux forgives the
-/// older one, because TSval went back by no more than one tick (TCP_PAWS_WINDOW in include/net/tcp.h); but here a
-/// millisecond is 4,096 ticks, and the older one counts in PAWSEstab, and is dropped.
-fn on_one_cpu() {
-    let (mut one, this) = (CpuSet::new(), Pid::from_raw(0));
-    let allowed = sched_getaffinity(this).unwrap();
-    let first = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap()).unwrap();
-    one.set(first).unwrap();
-    sched_setaffinity(this, &one).unwrap();
 }
 
 /// 200 kB there and back.

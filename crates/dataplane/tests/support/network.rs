@@ -8,11 +8,26 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use coreward_dataplane::mac::MacAddress;
-use nix::sched::{CloneFlags, setns, unshare};
+use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, setns, unshare};
+use nix::unistd::Pid;
 
 pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+
+/// Keeps the calling thread, and those that it will start, on one CPU, and so the packets that they send over veth.
+///
+/// With several CPUs a segment overtakes another one now and then. If it was sent a millisecond later, Linux forgives the
+/// older one, because TSval went back by no more than one tick (TCP_PAWS_WINDOW in include/net/tcp.h); but where it is
+/// stamped a millisecond is 65,536 ticks (4,096 with timestamps = "lb"), and the older one counts in PAWSEstab, and is
+/// dropped.
+pub fn on_one_cpu() {
+    let (mut one, this) = (CpuSet::new(), Pid::from_raw(0));
+    let allowed = sched_getaffinity(this).unwrap();
+    let first = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap()).unwrap();
+    one.set(first).unwrap();
+    sched_setaffinity(this, &one).unwrap();
+}
 
 /// A device's MAC address in the calling thread's network namespace.
 pub fn mac_address(interface: &str) -> MacAddress {

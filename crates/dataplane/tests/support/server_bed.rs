@@ -13,7 +13,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
-use super::network::{CLIENT, Pair, PinDirectory, VIP};
+use super::network::{CLIENT, Pair, PinDirectory, VIP, on_one_cpu};
 use super::{ACK, FIN, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;
@@ -41,6 +41,7 @@ impl Bed {
 
     /// With one service of this mode.
     pub fn with(mode: ServiceMode) -> Self {
+        on_one_cpu();
         let (pair, pins) = (Pair::new(), PinDirectory::new());
         let mut programs = attach(&pair, &pins);
         programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
