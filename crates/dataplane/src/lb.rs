@@ -173,7 +173,7 @@ pub struct LoadBalancer {
     grace_periods: u64,
     /// When programs were told to leave the idle half of the service directory.
     directory_retired_at: u64,
-    /// The partition of the connection table that is looked at next.
+    /// The position in the connection table that is looked at next.
     next_swept: u32,
     taken_over: bool,
 }
