@@ -222,9 +222,7 @@ impl Testbed {
         self.load_balancers.push(Some(namespace));
         rss_emulation::attach_xdp_pass(&self.switch, &name)?;
         // veth leaves checksums to a NIC that is not there; a packet sent on by XDP_TX would carry the unfinished sum.
-        let mut ethtool = Command::new("ethtool");
-        ethtool.args(["-K", &name, "tx", "off"]);
-        self.run(&self.switch, ethtool)?;
+        self.set_offloads(&self.switch, &name, &["tx", "off"])?;
         Ok(number)
     }
 
@@ -267,8 +265,9 @@ impl Testbed {
         make_namespaces(&[&namespace])?;
         // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        // One transmit queue more at the port: see rss_emulation.bpf.c, "Why + 2".
-        self.connect(&namespace, &name, self.options.cores, self.options.cores + 1)?;
+        // One queue more: see rss_emulation.bpf.c, "Why + 2".
+        self.connect(&namespace, &name, self.options.cores + 1, self.options.cores + 1)?;
+        self.give_rings(&namespace, &name)?;
         let mut addresses =
             format!("address add {}/16 dev {DEVICE}\n{}", server_address(number), self.route_to_client());
         for vip in self.vips() {
@@ -310,6 +309,21 @@ impl Testbed {
         )?;
         ip_batch(Some(&self.switch), &format!("link set {port} master br0 up\n"))?;
         ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
+    }
+
+    /// Gives the host a ring of 256 packets per receive queue, as a NIC has. Without it all hosts share one backlog per CPU
+    /// (net.core.netdev_max_backlog, 1000 packets), which a burst of packets for all of 31 servers overflows.
+    /// veth has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
+    /// drivers/net/veth.c).
+    fn give_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
+        self.set_offloads(&self.switch, port, &["tso", "off"])?;
+        self.set_offloads(host, DEVICE, &["gro", "on"])
+    }
+
+    fn set_offloads(&self, namespace: &Namespace, device: &str, settings: &[&str]) -> anyhow::Result<()> {
+        let mut ethtool = Command::new("ethtool");
+        ethtool.args(["-K", device]).args(settings);
+        self.run(namespace, ethtool).map(drop)
     }
 
     /// What a NIC has when Linux brings it up: a random key, and queue `i mod cores` in entry `i`
