@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::bail;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
-use crate::event_loop::now_ns;
+use coreward_load::event_loop::now_ns;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 

@@ -8,7 +8,7 @@
 //! * [`nginx`]: stock nginx on a server
 //! * [`fleet`]: controller, load balancer and agents, started and killed
 //! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
-//! * [`paced_server`]: a server with emulated cores; [`protocol`]: what it speaks
+//! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
 //! * [`load`]: replays an arrival log; [`broken`]: how connections break
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
 //! * [`process`], [`namespace`]: what runs where
@@ -20,18 +20,17 @@ pub mod cli;
 pub mod conformity;
 pub mod counters;
 pub mod demo;
-mod event_loop;
 pub mod fleet;
 pub mod http;
 pub mod instance;
 mod interrupt;
+
 pub mod load;
 pub mod namespace;
 pub mod nginx;
 pub mod paced_server;
 pub mod pcc;
 pub mod process;
-pub mod protocol;
 pub mod rss_emulation;
 pub mod stream;
 pub mod topology;

@@ -19,8 +19,8 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use crate::broken::{Broken, Failure};
-use crate::event_loop::{Epoll, Event, now_ns};
-use crate::protocol::{MESSAGE_BYTES, Messages, Request, Response};
+use coreward_load::event_loop::{Epoll, Event, now_ns};
+use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 
 /// A request unanswered for so long makes its connection a broken one (ns).
 const TIMEOUT_NS: u64 = 10_000_000_000;

@@ -25,11 +25,11 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use crate::busy::{BusyFile, VirtualCore, read_busy_file};
-use crate::event_loop::{Epoll, now_ns};
 use crate::fleet;
 use crate::process::Process;
-use crate::protocol::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_MAX_US};
 use crate::topology::{SERVICE, Testbed};
+use coreward_load::event_loop::{Epoll, now_ns};
+use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_MAX_US};
 
 /// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
 const BACKLOG: i32 = 4096;

@@ -31,9 +31,9 @@ use coreward_model::replay::{Placer, Pools, replay};
 use coreward_model::statistics::median;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::event_loop::now_ns;
 use crate::interrupt;
 use crate::topology::missing_privilege;
+use coreward_load::event_loop::now_ns;
 use lane::Lane;
 use machine::Machine;
 use measure::SeedMeasures;

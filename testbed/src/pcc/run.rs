@@ -10,13 +10,13 @@ use super::method::Method;
 use super::timeline::{self, Change};
 use crate::broken::Broken;
 use crate::demo::machine::Machine;
-use crate::event_loop::now_ns;
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing};
 use crate::interrupt;
 use crate::load::Latency;
 use crate::stream::client::{StreamSecond, Streams};
 use crate::stream::server::StreamServers;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+use coreward_load::event_loop::now_ns;
 
 /// Between two tables; the paper's servers report ten times a second or more, but changes come once a second.
 const REPORT_INTERVAL_MS: u32 = 200;

@@ -24,11 +24,11 @@ use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::broken::{Broken, Failure};
-use crate::event_loop::{Epoll, Event, now_ns};
 use crate::fleet::coreward_command;
 use crate::load::{Latency, new_histogram};
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};
+use coreward_load::event_loop::{Epoll, Event, now_ns};
 
 const SECOND_NS: u64 = 1_000_000_000;
 /// Bytes that are so late will not come (ns): TCP has then sent them again five times or more.

@@ -19,11 +19,11 @@ use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::busy::{BusyFile, VirtualCore};
-use crate::event_loop::{Epoll, now_ns};
 use crate::fleet;
 use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};
+use coreward_load::event_loop::{Epoll, now_ns};
 
 const BACKLOG: i32 = 4096;
 const START_LIMIT: Duration = Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! What load generator and paced server say to each other: 8 bytes each way, in little-endian order.
+//! What load generators and the testbed's paced server say to each other over TCP: 8 bytes each way, in little-endian order.
 //!
 //! Requests may be sent before earlier ones are answered; answers come in the order of the requests.
 
@@ -36,16 +36,16 @@ pub struct Response {
 pub const MESSAGE_BYTES: usize = size_of::<Request>();
 const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
 
-/// Bytes as they come from a socket, cut into messages.
+/// Bytes as they come from a socket, cut into messages of [`MESSAGE_BYTES`].
 #[derive(Debug, Default)]
-pub(crate) struct Messages {
+pub struct Messages {
     /// The beginning of a message whose rest has not come yet.
     partial: Vec<u8>,
 }
 
 impl Messages {
     /// Takes in `bytes` and gives each complete message to `each`.
-    pub(crate) fn take<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
+    pub fn take<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
         if !self.partial.is_empty() {
             let missing = (MESSAGE_BYTES - self.partial.len()).min(bytes.len());
             self.partial.extend_from_slice(&bytes[..missing]);

@@ -1,19 +1,19 @@
-//! The few system calls that paced server and load generator turn on: epoll with a time-out in nanoseconds, and the
-//! clock. Both serve a few hundred requests per second for a few microseconds each; a runtime would cost more than they.
+//! The few system calls that load generators and the testbed's servers turn on: epoll with a time-out in nanoseconds, and
+//! the clock. They spend a few microseconds on a request; a runtime would cost more than they.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::time::Duration;
 
 /// CLOCK_MONOTONIC in nanoseconds: the same in every namespace and process.
-pub(crate) fn now_ns() -> u64 {
+pub fn now_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every kernel has this clock");
     Duration::from(now).as_nanos() as u64
 }
 
 /// What epoll reported of one descriptor.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Event {
+pub struct Event {
     /// As given to [`Epoll::add`].
     pub token: u64,
     /// EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP.
@@ -22,20 +22,24 @@ pub(crate) struct Event {
 
 impl Event {
     /// Whether one of these flags is set.
-    pub(crate) fn has(self, flags: i32) -> bool {
+    pub fn has(self, flags: i32) -> bool {
         self.flags & flags as u32 != 0
     }
 }
 
 /// An epoll set. A descriptor leaves it when it is closed.
 #[derive(Debug)]
-pub(crate) struct Epoll {
+pub struct Epoll {
     set: OwnedFd,
     ready: Vec<libc::epoll_event>,
 }
 
 impl Epoll {
-    pub(crate) fn new() -> io::Result<Self> {
+    /// An empty set.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
         let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
         // SAFETY: just made, owned by nobody else.
@@ -43,7 +47,11 @@ impl Epoll {
         Ok(Self { set, ready: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
 
-    pub(crate) fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
+    /// Reports a descriptor's events with `token`; `flags` as epoll_ctl(2) takes them.
+    ///
+    /// # Errors
+    /// When the kernel refuses, for instance because the descriptor is in the set already.
+    pub fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
         let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open, and the kernel copies the event before it returns.
@@ -52,15 +60,21 @@ impl Epoll {
     }
 
     /// Takes a descriptor out that stays open.
-    pub(crate) fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// When it is not in the set.
+    pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
         check(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_DEL, descriptor, std::ptr::null_mut()) })?;
         Ok(())
     }
 
-    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it for ever.
-    pub(crate) fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
+    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it for ever. A signal ends the waiting early.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
         let timeout = until_ns.map(|until_ns| {
             let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
             libc::timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }

@@ -1,0 +1,324 @@
+//! What key-value clients and servers say to each other: one request per datagram, answered by one or several. Numbers are
+//! in little-endian order.
+//!
+//! ```text
+//! request   0 type | 1 key length | 2 value length (16) | 4 id (32) | 8 service time, ns (32) | 12 key | value
+//! response  0 type | 1 status     | 2 worker (16)       | 4 id (32) | 8 part | 9 parts | 10 pairs (16) | 12 pairs ...
+//! pair      0 key length | 1 zero | 2 value length (16) | 4 key | value
+//! ```
+//!
+//! Type, worker and id stand at the same places in every datagram: whoever dispatches requests finds them without
+//! knowing anything else. A datagram with other lengths than its header says is no request, and is not answered.
+
+use std::fmt;
+
+use zerocopy::byteorder::little_endian::{U16, U32};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::request_type::RequestType;
+
+/// What a datagram may hold to cross Ethernet in one frame (1500 bytes less the headers of IPv4 and UDP).
+pub const DATAGRAM_MAX: usize = 1_472;
+/// Longest key (bytes).
+pub const KEY_MAX: usize = 255;
+/// Longest value that a server keeps (bytes): with the longest key it still fits a datagram of a response.
+pub const VALUE_MAX: usize = DATAGRAM_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_MAX;
+/// Where a datagram's type is.
+pub const TYPE_OFFSET: usize = 0;
+/// Where a datagram's id is: 4 bytes, in little-endian order.
+pub const ID_OFFSET: usize = 4;
+/// What stands before key and value of a request.
+pub const REQUEST_HEADER_BYTES: usize = size_of::<RequestHeader>();
+
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RequestHeader {
+    request_type: u8,
+    key_length: u8,
+    value_length: U16,
+    id: U32,
+    service_ns: U32,
+}
+
+/// The beginning of every datagram of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ResponseHeader {
+    /// The request's.
+    pub request_type: u8,
+    /// [`Status`].
+    pub status: u8,
+    /// Which worker answers, from 0.
+    pub worker: U16,
+    /// The request's.
+    pub id: U32,
+    /// Which datagram of the response this is, from 0.
+    pub part: u8,
+    /// How many datagrams it has, at least 1.
+    pub parts: u8,
+    /// Pairs in this datagram.
+    pub pairs: U16,
+}
+
+const _: () = assert!(std::mem::offset_of!(RequestHeader, id) == ID_OFFSET);
+const _: () = assert!(std::mem::offset_of!(ResponseHeader, id) == ID_OFFSET);
+
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct PairHeader {
+    key_length: u8,
+    reserved: u8,
+    value_length: U16,
+}
+
+/// How a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Done = 0,
+    /// GET: there is no such key.
+    NotFound = 1,
+    /// PUT: the store is full.
+    Full = 2,
+}
+
+/// Why a datagram is no request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BadRequest {
+    /// Shorter than a header.
+    #[error("{0} bytes: expected at least {REQUEST_HEADER_BYTES}")]
+    Short(usize),
+    /// Its first byte.
+    #[error(transparent)]
+    RequestType(#[from] crate::request_type::RequestTypeError),
+    /// Not as long as the lengths in it.
+    #[error("{given} bytes: expected {expected} by the lengths in the header")]
+    Length {
+        /// Of the datagram.
+        given: usize,
+        /// Header, key and value.
+        expected: usize,
+    },
+    /// A GET or PUT without a key.
+    #[error("a {0} without a key")]
+    NoKey(RequestType),
+}
+
+/// A request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Request<'a> {
+    /// What is wanted.
+    pub request_type: RequestType,
+    /// Comes back in the response.
+    pub id: u32,
+    /// How long a paced server is to take (ns); 0: as long as its table says.
+    pub service_ns: u32,
+    /// Of GET and PUT (not empty), or where a SCAN begins.
+    pub key: &'a [u8],
+    /// Of PUT.
+    pub value: &'a [u8],
+}
+
+impl fmt::Debug for Request<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { request_type, id, service_ns, key, value } = self;
+        write!(f, "{request_type} {id} {service_ns} ns {} = {} bytes", key.escape_ascii(), value.len())
+    }
+}
+
+impl<'a> Request<'a> {
+    /// Reads a datagram.
+    ///
+    /// # Errors
+    /// When it is no request.
+    pub fn parse(datagram: &'a [u8]) -> Result<Self, BadRequest> {
+        let short = |_| BadRequest::Short(datagram.len());
+        let (header, rest) = RequestHeader::read_from_prefix(datagram).map_err(short)?;
+        let request_type = RequestType::try_from(header.request_type)?;
+        let (key_length, value_length) = (usize::from(header.key_length), usize::from(header.value_length.get()));
+        if rest.len() != key_length + value_length {
+            let expected = REQUEST_HEADER_BYTES + key_length + value_length;
+            return Err(BadRequest::Length { given: datagram.len(), expected });
+        }
+        let (key, value) = rest.split_at(key_length);
+        if key.is_empty() && matches!(request_type, RequestType::GET | RequestType::PUT) {
+            return Err(BadRequest::NoKey(request_type));
+        }
+        Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
+    }
+
+    /// Puts the datagram into `buffer`, in place of what was there.
+    ///
+    /// # Panics
+    /// When the key is longer than [`KEY_MAX`] or the value longer than 65,535 bytes.
+    pub fn write(&self, buffer: &mut Vec<u8>) {
+        let header = RequestHeader {
+            request_type: self.request_type.byte(),
+            key_length: self.key.len().try_into().expect("a key of at most 255 bytes"),
+            value_length: u16::try_from(self.value.len()).expect("a value of at most 65535 bytes").into(),
+            id: self.id.into(),
+            service_ns: self.service_ns.into(),
+        };
+        buffer.clear();
+        buffer.extend_from_slice(header.as_bytes());
+        buffer.extend_from_slice(self.key);
+        buffer.extend_from_slice(self.value);
+    }
+}
+
+/// The name of the key with this number: as long for all, so that their order is that of the numbers.
+pub fn key_name(number: u32) -> String {
+    format!("user{number:010}")
+}
+
+/// The datagrams of a response, filled pair by pair.
+#[derive(Debug, Default)]
+pub struct ResponseWriter {
+    datagrams: Vec<Vec<u8>>,
+    used: usize,
+}
+
+impl ResponseWriter {
+    /// Begins a response of one datagram without pairs.
+    pub fn begin(&mut self, request: &Request<'_>, status: Status, worker: u16) {
+        self.used = 0;
+        self.add_datagram(ResponseHeader {
+            request_type: request.request_type.byte(),
+            status: status as u8,
+            worker: worker.into(),
+            id: request.id.into(),
+            part: 0,
+            parts: 1,
+            pairs: 0.into(),
+        });
+    }
+
+    /// Adds a pair, in a further datagram if it does not fit. `false`: it fits none, or there are 255 already.
+    pub fn push(&mut self, key: &[u8], value: &[u8]) -> bool {
+        let length = size_of::<PairHeader>() + key.len() + value.len();
+        let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
+            return false;
+        };
+        if size_of::<ResponseHeader>() + length > DATAGRAM_MAX {
+            return false;
+        }
+        if self.datagrams[self.used - 1].len() + length > DATAGRAM_MAX {
+            let Ok(part) = u8::try_from(self.used) else { return false };
+            let header = *self.header(self.used - 1);
+            self.add_datagram(ResponseHeader { part, pairs: 0.into(), ..header });
+        }
+        self.header(self.used - 1).pairs += 1;
+        let pair = PairHeader { key_length, reserved: 0, value_length: value_length.into() };
+        let datagram = &mut self.datagrams[self.used - 1];
+        datagram.extend_from_slice(pair.as_bytes());
+        datagram.extend_from_slice(key);
+        datagram.extend_from_slice(value);
+        true
+    }
+
+    /// The datagrams, in order.
+    pub fn finish(&mut self) -> impl Iterator<Item = &[u8]> {
+        let parts = self.used as u8;
+        (0..self.used).for_each(|index| self.header(index).parts = parts);
+        self.datagrams[..self.used].iter().map(Vec::as_slice)
+    }
+
+    fn header(&mut self, index: usize) -> &mut ResponseHeader {
+        ResponseHeader::mut_from_prefix(&mut self.datagrams[index]).expect("begins with a header").0
+    }
+
+    fn add_datagram(&mut self, header: ResponseHeader) {
+        if self.used == self.datagrams.len() {
+            self.datagrams.push(Vec::with_capacity(DATAGRAM_MAX));
+        }
+        let datagram = &mut self.datagrams[self.used];
+        datagram.clear();
+        datagram.extend_from_slice(header.as_bytes());
+        self.used += 1;
+    }
+}
+
+/// Key and value.
+pub type Pair<'a> = (&'a [u8], &'a [u8]);
+
+/// Reads a datagram of a response: its header and its pairs; `None` when it is none.
+pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<Pair<'_>>)> {
+    let (header, mut rest) = ResponseHeader::read_from_prefix(datagram).ok()?;
+    let mut pairs = Vec::with_capacity(header.pairs.get().into());
+    for _ in 0..header.pairs.get() {
+        let (pair, after) = PairHeader::read_from_prefix(rest).ok()?;
+        let (key, after) = after.split_at_checked(pair.key_length.into())?;
+        let (value, after) = after.split_at_checked(pair.value_length.get().into())?;
+        pairs.push((key, value));
+        rest = after;
+    }
+    (header.part < header.parts && rest.is_empty()).then_some((header, pairs))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_layout_is_the_documented_one() {
+        let mut datagram = Vec::new();
+        let request = Request {
+            request_type: RequestType::PUT,
+            id: 0x0102_0304,
+            service_ns: 1_000,
+            key: b"key",
+            value: b"value",
+        };
+        request.write(&mut datagram);
+        assert_eq!(datagram, b"\x02\x03\x05\x00\x04\x03\x02\x01\xe8\x03\x00\x00keyvalue");
+        assert_eq!(Request::parse(&datagram), Ok(request));
+        let mut response = ResponseWriter::default();
+        response.begin(&request, Status::Full, 0x0506);
+        assert!(response.push(b"k", b"vw"));
+        let datagrams: Vec<&[u8]> = response.finish().collect();
+        assert_eq!(datagrams, [b"\x02\x02\x06\x05\x04\x03\x02\x01\x00\x01\x01\x00\x01\x00\x02\x00kvw"]);
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused() {
+        let parse = |bytes: &[u8]| Request::parse(bytes).unwrap_err().to_string();
+        assert_eq!(parse(b"\x01"), "1 bytes: expected at least 12");
+        assert!(parse(b"\x00\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("request type 0"));
+        assert!(parse(b"\x01\x02\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00k").contains("13 bytes: expected 14"));
+        assert!(parse(b"\x01\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("a GET without a key"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            let _ = Request::parse(&bytes);
+            let _ = parse_response(&bytes);
+        }
+
+        #[test]
+        fn pairs_come_whole_and_in_order(
+            pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 1..=KEY_MAX),
+                                            prop::collection::vec(any::<u8>(), 0..=VALUE_MAX)), 0..127)
+        ) {
+            let request = Request { request_type: RequestType::GET, id: 7, service_ns: 0, key: b"k", value: b"" };
+            let mut response = ResponseWriter::default();
+            // Twice: buffers are used again.
+            for _ in 0..2 {
+                response.begin(&request, Status::Done, 3);
+                prop_assert!(pairs.iter().all(|(key, value)| response.push(key, value)));
+                let datagrams: Vec<&[u8]> = response.finish().collect();
+                let mut read = Vec::new();
+                for (index, datagram) in datagrams.iter().enumerate() {
+                    prop_assert!(datagram.len() <= DATAGRAM_MAX);
+                    let (header, some) = parse_response(datagram).unwrap();
+                    prop_assert_eq!((header.part, header.parts), (index as u8, datagrams.len() as u8));
+                    read.extend(some.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+                }
+                prop_assert_eq!(&read, &pairs);
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Receiving with the time at which the kernel had it: how late a process comes to read is not the packet's age.
+
+use std::io::{self, IoSliceMut};
+use std::net::SocketAddrV4;
+use std::os::fd::{AsFd, AsRawFd as _};
+use std::time::Duration;
+
+use nix::sys::socket::sockopt::ReceiveTimestampns;
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg, setsockopt};
+use nix::sys::time::TimeSpec;
+use nix::time::{ClockId, clock_gettime};
+
+use crate::event_loop::now_ns;
+
+/// What came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Received {
+    /// Bytes of the buffer that were filled; 0 at the end of a stream.
+    pub length: usize,
+    /// When the kernel received it, by CLOCK_MONOTONIC (ns). Of a stream: the last of the segments that were read.
+    pub arrived_ns: u64,
+    /// Who sent it; `None` on a stream.
+    pub sender: Option<SocketAddrV4>,
+    /// The datagram was longer than the buffer.
+    pub truncated: bool,
+}
+
+/// Receives from sockets that were given to [`Receiver::enable`].
+#[derive(Debug)]
+pub struct Receiver {
+    control: Vec<u8>,
+}
+
+impl Default for Receiver {
+    fn default() -> Self {
+        Self { control: nix::cmsg_space!(TimeSpec) }
+    }
+}
+
+impl Receiver {
+    /// From now on the kernel notes when something arrives at the socket (SO_TIMESTAMPNS).
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn enable(socket: &impl AsFd) -> io::Result<()> {
+        Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
+    }
+
+    /// Receives a datagram, or what there is of a stream. Waits if the socket does.
+    ///
+    /// # Errors
+    /// As recvmsg(2): WouldBlock when there is nothing, ConnectionRefused when nobody listened.
+    pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
+        let mut slices = [IoSliceMut::new(buffer)];
+        let socket = socket.as_fd().as_raw_fd();
+        let message = recvmsg::<SockaddrIn>(socket, &mut slices, Some(&mut self.control), MsgFlags::empty())?;
+        let mut arrived = None;
+        for control in message.cmsgs()? {
+            if let ControlMessageOwned::ScmTimestampns(at) = control {
+                arrived = Some(at);
+            }
+        }
+        Ok(Received {
+            length: message.bytes,
+            arrived_ns: arrived.map_or_else(now_ns, monotonic_ns),
+            sender: message.address.map(SocketAddrV4::from),
+            truncated: message.flags.contains(MsgFlags::MSG_TRUNC),
+        })
+    }
+}
+
+/// A moment of the past by CLOCK_REALTIME, which the kernel's stamps are of, by CLOCK_MONOTONIC, which nobody sets. Its age
+/// is taken now, so that a step of the clock (NTP) can only touch what was on its way at that moment.
+fn monotonic_ns(at: TimeSpec) -> u64 {
+    let nanoseconds = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
+    let real_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
+    now_ns().saturating_sub(nanoseconds(real_now).saturating_sub(nanoseconds(at)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use super::*;
+
+    #[test]
+    fn what_was_read_late_did_not_arrive_late() {
+        let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
+        receiver.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        Receiver::enable(&receiver).unwrap();
+        // The kernel begins to stamp a moment after the first socket asks for it (net_enable_timestamp defers to a work
+        // queue); what has no stamp gets the time of reading.
+        std::thread::sleep(Duration::from_millis(100));
+        let before_ns = now_ns();
+        sender.send_to(b"sent", receiver.local_addr().unwrap()).unwrap();
+        let after_ns = now_ns();
+        std::thread::sleep(Duration::from_millis(300));
+        let mut buffer = [0; 3];
+        let received = Receiver::default().receive(&receiver, &mut buffer).unwrap();
+        assert_eq!((received.length, received.truncated), (3, true));
+        assert_eq!(received.sender.map(Into::into), Some(sender.local_addr().unwrap()));
+        // Two clocks are read one after the other: allow for a pause between the two.
+        let tolerance_ns = 100_000_000;
+        assert!(
+            (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received.arrived_ns),
+            "{before_ns}, {after_ns}: {received:?}"
+        );
+    }
+}

@@ -1,0 +1,247 @@
+//! Kinds of requests, and how long each is expected to take.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// The first byte of every request (and of its response).
+///
+/// | byte | written | what |
+/// |---|---|---|
+/// | 1 | `GET` | the value of a key |
+/// | 2 | `PUT` | a key's new value |
+/// | 16 to 31 | `WORK0` to `WORK15` | nothing but time, of a class: for synthetic distributions |
+/// | 129 to 255 | `SCAN1` to `SCAN127` | this many pairs in the order of the keys, from a key on |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestType(u8);
+
+/// A byte, or a name, that is no type of request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RequestTypeError {
+    /// No such type.
+    #[error("request type {0}: expected 1 (GET), 2 (PUT), 16 to 31 (WORK) or 129 to 255 (SCAN)")]
+    Byte(u8),
+    /// No such name.
+    #[error("request type {0:?}: expected GET, PUT, SCAN1 to SCAN127 or WORK0 to WORK15")]
+    Name(String),
+}
+
+const FIRST_WORK: u8 = 16;
+/// Most pairs that a SCAN can ask for.
+pub const SCAN_MAX: u8 = 127;
+/// The byte of a SCAN of no pairs, which is no request.
+const SCAN_BASE: u8 = 128;
+/// Classes of [`RequestType::work`].
+pub const WORK_CLASSES: u8 = 16;
+
+impl RequestType {
+    /// The value of a key.
+    pub const GET: Self = Self(1);
+    /// A key's new value.
+    pub const PUT: Self = Self(2);
+
+    /// `pairs` keys and their values (1 to [`SCAN_MAX`]); `None` when out of range.
+    pub const fn scan(pairs: u8) -> Option<Self> {
+        if pairs >= 1 && pairs <= SCAN_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
+    }
+
+    /// Work of a class (below [`WORK_CLASSES`]); `None` when out of range.
+    pub const fn work(class: u8) -> Option<Self> {
+        if class < WORK_CLASSES { Some(Self(FIRST_WORK + class)) } else { None }
+    }
+
+    /// How many pairs a SCAN asks for; `None` of the others.
+    pub const fn pairs(self) -> Option<u8> {
+        if self.0 > SCAN_BASE { Some(self.0 - SCAN_BASE) } else { None }
+    }
+
+    /// The class of work; `None` of the others.
+    pub const fn class(self) -> Option<u8> {
+        if self.0 >= FIRST_WORK && self.0 < FIRST_WORK + WORK_CLASSES { Some(self.0 - FIRST_WORK) } else { None }
+    }
+
+    /// The byte.
+    pub const fn byte(self) -> u8 {
+        self.0
+    }
+}
+
+impl TryFrom<u8> for RequestType {
+    type Error = RequestTypeError;
+
+    fn try_from(byte: u8) -> Result<Self, RequestTypeError> {
+        let known = Self(byte);
+        let is_known = known == Self::GET || known == Self::PUT || known.pairs().is_some() || known.class().is_some();
+        if is_known { Ok(known) } else { Err(RequestTypeError::Byte(byte)) }
+    }
+}
+
+impl FromStr for RequestType {
+    type Err = RequestTypeError;
+
+    fn from_str(name: &str) -> Result<Self, RequestTypeError> {
+        let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        let known = match name {
+            "GET" => Some(Self::GET),
+            "PUT" => Some(Self::PUT),
+            _ => number("SCAN").and_then(Self::scan).or_else(|| number("WORK").and_then(Self::work)),
+        };
+        known.ok_or_else(|| RequestTypeError::Name(name.to_owned()))
+    }
+}
+
+impl fmt::Display for RequestType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (*self, self.pairs(), self.class()) {
+            (Self::GET, ..) => f.pad("GET"),
+            (_, Some(pairs), _) => f.pad(&format!("SCAN{pairs}")),
+            (_, _, Some(class)) => f.pad(&format!("WORK{class}")),
+            _ => f.pad("PUT"),
+        }
+    }
+}
+
+impl Serialize for RequestType {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+const fn scan(pairs: u8) -> RequestType {
+    RequestType::scan(pairs).expect("1 to 127")
+}
+
+/// What Turbo measured of Masstree (Seyedroudbari et al., HPCA 2023, caption of Figure 7): the average service time of each
+/// type of query (ns).
+pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] =
+    [(RequestType::GET, 975), (RequestType::PUT, 1_350), (scan(18), 4_700), (scan(46), 9_180), (scan(105), 17_700)];
+
+/// Text that is no table of service times.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ServiceTimesError {
+    /// Not a pair.
+    #[error("service time {0:?}: expected TYPE=MICROSECONDS, as in GET=200,SCAN46=2000")]
+    NotAPair(String),
+    /// Not a type.
+    #[error(transparent)]
+    RequestType(#[from] RequestTypeError),
+    /// Not a time.
+    #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
+    Time {
+        /// Whose.
+        request_type: RequestType,
+        /// As given.
+        given: String,
+    },
+    /// Too large a factor, or none.
+    #[error("multiplier {0}: expected a number above 0, at most 100000")]
+    Multiplier(f64),
+}
+
+/// How long requests of each type take.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ServiceTimes(BTreeMap<RequestType, u32>);
+
+impl ServiceTimes {
+    /// [`TURBO_SERVICE_NS`], each `multiplier` times as long: for machines on which the network takes longer than the
+    /// paper's requests.
+    ///
+    /// # Errors
+    /// When the multiplier is not above 0, or more than 100,000.
+    pub fn turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
+        if !(multiplier > 0.0 && multiplier <= 100_000.0) {
+            return Err(ServiceTimesError::Multiplier(multiplier));
+        }
+        let times = TURBO_SERVICE_NS.map(|(request_type, ns)| (request_type, (f64::from(ns) * multiplier) as u32));
+        Ok(Self(times.into()))
+    }
+
+    /// These, with those of `other` in place of what both have.
+    pub fn with(mut self, other: &Self) -> Self {
+        self.0.extend(&other.0);
+        self
+    }
+
+    /// The time of a type; `None` when the table has none.
+    pub fn get(&self, request_type: RequestType) -> Option<Duration> {
+        self.0.get(&request_type).map(|ns| Duration::from_nanos((*ns).into()))
+    }
+
+    /// As a request carries it (ns).
+    pub fn get_ns(&self, request_type: RequestType) -> Option<u32> {
+        self.0.get(&request_type).copied()
+    }
+
+    /// Whether there is none at all.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl FromStr for ServiceTimes {
+    type Err = ServiceTimesError;
+
+    /// `GET=200,SCAN46=2000`: microseconds by type.
+    fn from_str(text: &str) -> Result<Self, ServiceTimesError> {
+        let mut times = BTreeMap::new();
+        for pair in text.split(',') {
+            let (name, time) = pair.split_once('=').ok_or_else(|| ServiceTimesError::NotAPair(pair.to_owned()))?;
+            let request_type: RequestType = name.parse()?;
+            let wrong = || ServiceTimesError::Time { request_type, given: time.to_owned() };
+            let microseconds: f64 = time.parse().map_err(|_| wrong())?;
+            let nanoseconds = microseconds * 1e3;
+            if !(0.0..=f64::from(u32::MAX)).contains(&nanoseconds) {
+                return Err(wrong());
+            }
+            times.insert(request_type, nanoseconds as u32);
+        }
+        Ok(Self(times))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_is_a_type_with_a_name_of_its_own_or_refused() {
+        let mut known = 0;
+        for byte in 0..=u8::MAX {
+            if let Ok(request_type) = RequestType::try_from(byte) {
+                known += 1;
+                assert_eq!(request_type.byte(), byte);
+                assert_eq!(request_type.to_string().parse(), Ok(request_type));
+            }
+        }
+        assert_eq!(known, 2 + usize::from(WORK_CLASSES) + usize::from(SCAN_MAX));
+        assert_eq!("SCAN46".parse::<RequestType>().unwrap().byte(), 174);
+        for wrong in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
+            assert_eq!(wrong.parse::<RequestType>(), Err(RequestTypeError::Name(wrong.to_owned())));
+        }
+    }
+
+    #[test]
+    fn service_times_are_read_and_multiplied() {
+        let turbo = ServiceTimes::turbo(200.0).unwrap();
+        assert_eq!(turbo.get(RequestType::GET), Some(Duration::from_micros(195)));
+        assert_eq!(turbo.get(scan(105)), Some(Duration::from_micros(3540)));
+        assert_eq!(turbo.get(scan(106)), None);
+        let given: ServiceTimes = "GET=0.5,WORK3=20".parse().unwrap();
+        let both = turbo.with(&given);
+        assert_eq!([both.get_ns(RequestType::GET), both.get_ns(RequestType::PUT)], [Some(500), Some(270_000)]);
+        assert_eq!(both.get_ns(RequestType::work(3).unwrap()), Some(20_000));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let error = |text: &str| text.parse::<ServiceTimes>().unwrap_err().to_string();
+        assert!(error("GET").contains("\"GET\": expected TYPE=MICROSECONDS"));
+        assert!(error("GOT=1").contains("\"GOT\": expected GET, PUT"));
+        assert!(error("PUT=-1").contains("service time of PUT: \"-1\": expected microseconds"));
+        assert!(error("PUT=NaN").contains("NaN"));
+        assert!(ServiceTimes::turbo(f64::NAN).unwrap_err().to_string().contains("multiplier NaN"));
+    }
+}
