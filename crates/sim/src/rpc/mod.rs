@@ -24,8 +24,7 @@ use outcome::{Observer, Recorder};
 pub use peak::{Measure, Peak, PeakConfig, SloUnit, peak};
 pub use policy::{FORMS, Policy, PolicyError};
 use server::{Server, ServerSpec, Visitor};
-pub(crate) use service::Sampler;
-pub use service::{LongClass, Service, ServiceError};
+pub use service::{LongClass, Sampler, Service, ServiceError};
 use ticks::{NEVER, ticks};
 use workload::Workload;
 

@@ -162,7 +162,7 @@ impl Service {
     }
 
     /// Draws from it.
-    pub(crate) fn sampler(&self) -> Sampler {
+    pub fn sampler(&self) -> Sampler {
         match self {
             Self::Fixed => Sampler::Classes(ClassDraw::new(&[])),
             Self::Exponential => Sampler::Exponential,
@@ -174,10 +174,12 @@ impl Service {
 
 /// Draws service times.
 #[derive(Debug, Clone)]
-pub(crate) enum Sampler {
+pub enum Sampler {
+    /// Mean 1.
     Exponential,
     /// Its sigma.
     LogNormal(f64),
+    /// A time for each class.
     Classes(ClassDraw),
 }
 
@@ -186,7 +188,7 @@ const MOST_CLASSES: usize = 3;
 
 /// A draw of 32 bits below `thresholds[i]`, and not below the previous one, is class i.
 #[derive(Debug, Clone)]
-pub(crate) struct ClassDraw {
+pub struct ClassDraw {
     thresholds: [u64; MOST_CLASSES],
     times: [Tick; MOST_CLASSES],
 }
@@ -207,7 +209,7 @@ impl ClassDraw {
 impl Sampler {
     /// The class and the service time of a request.
     #[inline]
-    pub(crate) fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
+    pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
             Self::Exponential => (0, ticks(exponential(rng))),
             // The mean of a lognormal is exp(mu + sigma^2 / 2): 1.
