@@ -1,4 +1,4 @@
-//! Emulated cores: how busy one is by the clock, and the file in which servers publish it for their agents.
+//! Emulated cores: how busy one is by the clock, and the file in which servers publish it, or other numbers of their workers.
 
 use std::fs::{self, File};
 use std::io;
@@ -31,26 +31,31 @@ impl VirtualCore {
     }
 }
 
-/// The file of busy times, mapped into all workers.
+/// A file of numbers, mapped into all workers: of a paced server one per core, its busy time.
 pub(crate) struct BusyFile {
-    cores: &'static [AtomicU64],
+    numbers: &'static [AtomicU64],
     temporary: PathBuf,
 }
 
 impl BusyFile {
-    pub(crate) fn create(path: &Path, workers: u8) -> anyhow::Result<Self> {
+    pub(crate) fn create(path: &Path, count: usize) -> anyhow::Result<Self> {
         let temporary = path.with_extension("new");
         let open = || -> anyhow::Result<&'static [AtomicU64]> {
             let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary)?;
-            file.set_len(u64::from(workers) * size_of::<u64>() as u64)?;
-            map(&file, usize::from(workers))
+            file.set_len((count * size_of::<u64>()) as u64)?;
+            map(&file, count)
         };
-        let cores = open().with_context(|| format!("cannot make the busy file {}", temporary.display()))?;
-        Ok(Self { cores, temporary })
+        let numbers = open().with_context(|| format!("cannot make the busy file {}", temporary.display()))?;
+        Ok(Self { numbers, temporary })
     }
 
-    pub(crate) fn cores(&self) -> &[AtomicU64] {
-        self.cores
+    pub(crate) fn numbers(&self) -> &'static [AtomicU64] {
+        self.numbers
+    }
+
+    /// Nobody is to read it but the workers.
+    pub(crate) fn forget(&self) -> anyhow::Result<()> {
+        fs::remove_file(&self.temporary).with_context(|| format!("cannot remove {}", self.temporary.display()))
     }
 
     /// Puts it where readers look: who finds it knows that the sockets listen.

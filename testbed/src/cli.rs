@@ -1,6 +1,6 @@
 //! The sub-commands of `coreward testbed`.
 
-use crate::{conformity, instance, load, paced_server, pcc, stream};
+use crate::{conformity, instance, key_value, load, paced_server, pcc, stream};
 
 /// Options of `coreward testbed`.
 #[derive(Debug, Clone, clap::Args)]
@@ -13,6 +13,8 @@ pub struct TestbedArgs {
 enum TestbedCommand {
     /// Serve requests by the clock, one at a time per worker: a server with emulated cores
     PacedServer(paced_server::PacedServerArgs),
+    /// Serve GET, PUT and SCAN by UDP, one socket per worker, as fast as it can or by the clock
+    KeyValueServer(key_value::server::KeyValueServerArgs),
     /// Replay an arrival log against a service and print what became of it as JSON
     Load(load::LoadArgs),
     /// Serve connections that last, in several network namespaces at once
@@ -27,13 +29,14 @@ enum TestbedCommand {
     Clean,
 }
 
-/// Runs a sub-command of `coreward testbed`. Call it before any thread is started: the paced server forks.
+/// Runs a sub-command of `coreward testbed`. Call it before any thread is started: some servers fork.
 ///
 /// # Errors
 /// As the sub-command does.
 pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
         TestbedCommand::PacedServer(args) => paced_server::run(args),
+        TestbedCommand::KeyValueServer(args) => key_value::server::run(args),
         TestbedCommand::Load(args) => load::run(args),
         TestbedCommand::StreamServer(args) => stream::server::run(args),
         TestbedCommand::StreamClient(args) => stream::client::run(args),

@@ -24,11 +24,25 @@ pub fn request() {
 /// # Errors
 /// When the kernel refuses.
 pub fn catch() -> anyhow::Result<()> {
-    let action = SigAction::new(SigHandler::Handler(note), SaFlags::empty(), SigSet::empty());
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        // SAFETY: the handler only stores to an atomic.
-        unsafe { sigaction(signal, &action) }?;
+        set_handler(signal, SigHandler::Handler(note))?;
     }
+    Ok(())
+}
+
+/// For a child of a process that catches signals: a Ctrl-C at the terminal is its parent's affair, a SIGTERM ends it.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn leave_to_parent() -> anyhow::Result<()> {
+    set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
+    set_handler(Signal::SIGTERM, SigHandler::SigDfl)
+}
+
+fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
+    let action = SigAction::new(handler, SaFlags::empty(), SigSet::empty());
+    // SAFETY: the only handler of ours stores to an atomic and does nothing else.
+    unsafe { sigaction(signal, &action) }?;
     Ok(())
 }
 

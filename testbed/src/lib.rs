@@ -24,7 +24,7 @@ pub mod fleet;
 pub mod http;
 pub mod instance;
 mod interrupt;
-
+pub mod key_value;
 pub mod load;
 pub mod namespace;
 pub mod nginx;

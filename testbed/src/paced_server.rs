@@ -61,7 +61,7 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
         .map(|_| listen(args.listen))
         .collect::<io::Result<_>>()
         .with_context(|| format!("cannot listen on {}", args.listen))?;
-    let busy = BusyFile::create(&args.busy_file, args.workers)?;
+    let busy = BusyFile::create(&args.busy_file, args.workers.into())?;
     if fs::read_dir("/proc/self/task")?.count() != 1 {
         bail!("the paced server must be started from a process with a single thread: it forks");
     }
@@ -101,7 +101,7 @@ fn work(core: u8, listener: &TcpListener, busy: &BusyFile, server: u8) -> anyhow
     nix::sys::prctl::set_name(&std::ffi::CString::new(format!("core{core}"))?)?;
     let mut worker = Worker::new(server, core, listener)?;
     loop {
-        worker.turn(&busy.cores()[usize::from(core)])?;
+        worker.turn(&busy.numbers()[usize::from(core)])?;
     }
 }
 

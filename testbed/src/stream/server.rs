@@ -139,7 +139,7 @@ impl Serving {
             self.next_publish_ns = now_ns + PUBLISH_NS;
             for server in &self.servers {
                 // One writer; readers want the number, not an order with other memory.
-                server.busy.cores()[0].store(server.core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
+                server.busy.numbers()[0].store(server.core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
             }
         }
         Ok(())

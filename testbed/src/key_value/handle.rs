@@ -1,0 +1,87 @@
+//! A key-value server on a server of the testbed.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+
+use super::server::WorkerCounters;
+use super::worker::Counters;
+use crate::busy::read_busy_file;
+use crate::fleet;
+use crate::process::Process;
+use crate::topology::{SERVICE, Testbed};
+
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// A key-value server; killed when dropped.
+#[derive(Debug)]
+pub struct KeyValueServer {
+    process: Process,
+    counter_file: PathBuf,
+}
+
+impl KeyValueServer {
+    /// Process id of the master (of the only process with `--threads`).
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Process ids of the workers that live, in the order in which they were started; none with `--threads`.
+    pub fn worker_pids(&self) -> Vec<u32> {
+        let children = format!("/proc/{0}/task/{0}/children", self.pid());
+        let children = fs::read_to_string(children).unwrap_or_default();
+        children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+    }
+
+    /// Process id of a worker.
+    ///
+    /// # Errors
+    /// When it does not live.
+    pub fn worker_pid(&self, worker: u8) -> anyhow::Result<u32> {
+        let name = format!("core{worker}");
+        let is_it =
+            |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|command| command.trim_end() == name);
+        self.worker_pids().into_iter().find(is_it).with_context(|| format!("there is no worker {worker}"))
+    }
+
+    /// What each worker has done.
+    ///
+    /// # Errors
+    /// When the counter file cannot be read.
+    pub fn counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
+        let numbers = read_busy_file(&self.counter_file)?;
+        let (each, _) = numbers.as_chunks::<{ Counters::COUNT }>();
+        Ok(each.iter().map(WorkerCounters::from).collect())
+    }
+}
+
+impl Testbed {
+    /// Starts a key-value server on a server, listening on UDP at [`SERVICE`], with further `options` as
+    /// `coreward testbed key-value-server` takes them, and waits until all its sockets are bound.
+    ///
+    /// # Errors
+    /// When there is no such server, or it is not ready within ten seconds.
+    pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
+        let counter_file = self.directory().join(format!("key-value-s{number}"));
+        // One that was killed before may have left its file.
+        let _ = fs::remove_file(&counter_file);
+        let mut command = Command::new(fleet::coreward_command()?);
+        command.args(["testbed", "key-value-server", "--listen", &SERVICE.to_string()]);
+        command.arg("--counter-file").arg(&counter_file).args(options);
+        let mut process = self.spawn(self.server(number)?, command)?;
+        let end = Instant::now() + START_LIMIT;
+        while !counter_file.exists() {
+            if let Some(status) = process.try_wait()? {
+                bail!("the key-value server of server {number} ended: {status}");
+            }
+            if Instant::now() > end {
+                bail!("the key-value server of server {number} does not listen after {START_LIMIT:?}");
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(KeyValueServer { process, counter_file })
+    }
+}

@@ -1,0 +1,13 @@
+//! A key-value server: GET, PUT and SCAN over an ordered store in memory, one UDP socket per worker.
+//!
+//! Its workers are what dispatchers choose among: all sockets have one address (SO_REUSEPORT), a worker reads only its
+//! own, and knows of nobody else. Worker K is called `coreK`. By default each is a process with a store of its own, all
+//! filled alike: processes can be killed and stopped one by one, and a GET sees a PUT only at the same worker. With
+//! `--threads` they share one store behind a lock, and a GET sees every PUT, whoever answers.
+//!
+//! * [`server`]: starting and restarting workers; [`handle`]: a server on a testbed's server
+
+pub mod handle;
+pub mod server;
+mod store;
+mod worker;

@@ -1,0 +1,239 @@
+//! `coreward testbed key-value-server`: the master, which starts the workers.
+
+use std::fs;
+use std::net::{SocketAddrV4, UdpSocket};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use coreward_load::key_value::VALUE_MAX;
+use coreward_load::request_type::ServiceTimes;
+use nix::errno::Errno;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, fork};
+use serde::Serialize;
+use socket2::{Domain, Socket, Type};
+
+use super::store::Store;
+use super::worker::{Counters, Pace, Worker, set_receive_buffer};
+use crate::busy::BusyFile;
+use crate::interrupt;
+
+/// Further keys that clients may add to those that are there from the start.
+const MORE_PAIRS: usize = 1_000_000;
+
+/// How often the master looks for workers that have ended and for signals.
+const LOOK_FOR_ENDED: Duration = Duration::from_millis(20);
+
+/// Options of `coreward testbed key-value-server`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct KeyValueServerArgs {
+    /// Where to listen (UDP)
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: SocketAddrV4,
+    /// Workers, each with a socket of its own
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub workers: u8,
+    /// Keys that are there from the start: user0000000000 and on
+    #[arg(long, default_value_t = 10_000)]
+    pub keys: u32,
+    /// Length of their values (bytes)
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
+    pub value_bytes: u16,
+    /// Workers are threads with one store, instead of processes that have one each
+    #[arg(long)]
+    pub threads: bool,
+    /// Serve by the clock: each request takes the time that it asks for itself, or else its type's
+    #[arg(long)]
+    pub paced: bool,
+    /// Service times of request types (us); those of Turbo's Figure 7 need not be given
+    #[arg(long, value_name = "TYPE=US,...", requires = "paced")]
+    pub service_us: Option<ServiceTimes>,
+    /// How many times as long as in Turbo's Figure 7 (GET 0.975 us, PUT 1.35, SCAN18 4.7, SCAN46 9.18, SCAN105 17.7)
+    #[arg(long, default_value_t = 1.0, requires = "paced")]
+    pub multiplier: f64,
+    /// Receive buffer of each socket (bytes): how much may wait there [default: the kernel's]
+    #[arg(long, value_name = "BYTES")]
+    pub receive_buffer: Option<usize>,
+    /// Start a worker anew when it ends
+    #[arg(long, conflicts_with = "threads")]
+    pub restart: bool,
+    /// The master holds the workers' sockets, too, as nginx's does: what comes for a dead worker waits for its successor
+    #[arg(long, conflicts_with = "threads")]
+    pub keep_sockets: bool,
+    /// File of four little-endian u64 per worker (received, answered, refused, busy ns); appears when all sockets are bound
+    #[arg(long, value_name = "FILE")]
+    pub counter_file: Option<PathBuf>,
+}
+
+/// What a worker has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct WorkerCounters {
+    /// Datagrams that it read.
+    pub received: u64,
+    /// Requests that it answered.
+    pub answered: u64,
+    /// Datagrams that were no requests, or none that it could serve.
+    pub refused: u64,
+    /// Time that it spent on requests (ns).
+    pub busy_ns: u64,
+}
+
+impl From<&[u64; Counters::COUNT]> for WorkerCounters {
+    fn from(&[received, answered, refused, busy_ns]: &[u64; Counters::COUNT]) -> Self {
+        Self { received, answered, refused, busy_ns }
+    }
+}
+
+/// Serves until SIGINT or SIGTERM, then prints what each worker has done as one line of JSON.
+///
+/// # Errors
+/// When it cannot listen, when an option makes no sense, or when all workers have ended.
+pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
+    interrupt::catch()?;
+    let mut server = Server::new(args)?;
+    let outcome = if args.threads { server.run_threads() } else { server.run_processes() };
+    println!("{}", serde_json::to_string(&server.counters_of_all())?);
+    outcome
+}
+
+struct Server<'a> {
+    args: &'a KeyValueServerArgs,
+    store: Arc<Store>,
+    pace: Pace,
+    file: BusyFile,
+    /// By worker; `None` where only the worker has it.
+    sockets: Vec<Option<UdpSocket>>,
+}
+
+impl<'a> Server<'a> {
+    fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
+        let store = Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
+        let pace = if args.paced {
+            let more = args.service_us.clone().unwrap_or_default();
+            Pace::Clock(ServiceTimes::turbo(args.multiplier)?.with(&more))
+        } else {
+            Pace::Work
+        };
+        let anonymous = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
+        let path = args.counter_file.as_ref().unwrap_or(&anonymous);
+        let file = BusyFile::create(path, usize::from(args.workers) * Counters::COUNT)?;
+        if args.counter_file.is_none() {
+            file.forget()?;
+        }
+        Ok(Self { args, store: Arc::new(store), pace, file, sockets: Vec::new() })
+    }
+
+    fn counters(&self, worker: u8) -> Counters {
+        let (each, _) = self.file.numbers().as_chunks();
+        Counters(&each[usize::from(worker)])
+    }
+
+    fn counters_of_all(&self) -> Vec<WorkerCounters> {
+        (0..self.args.workers).map(|worker| WorkerCounters::from(&self.counters(worker).read())).collect()
+    }
+
+    fn open_socket(&self) -> anyhow::Result<UdpSocket> {
+        let open = || -> anyhow::Result<UdpSocket> {
+            let socket = Socket::new(Domain::IPV4, Type::DGRAM, None)?;
+            socket.set_reuse_port(true)?;
+            socket.bind(&self.args.listen.into())?;
+            let socket = UdpSocket::from(socket);
+            if let Some(bytes) = self.args.receive_buffer {
+                set_receive_buffer(&socket, bytes)?;
+            }
+            Ok(socket)
+        };
+        open().with_context(|| format!("cannot listen on {}", self.args.listen))
+    }
+
+    fn publish(&self) -> anyhow::Result<()> {
+        if let Some(path) = &self.args.counter_file {
+            self.file.publish(path)?;
+        }
+        tracing::info!("key-value server with {} workers on {}", self.args.workers, self.args.listen);
+        Ok(())
+    }
+
+    fn run_threads(&mut self) -> anyhow::Result<()> {
+        let (failed, failures) = std::sync::mpsc::channel();
+        for worker in 0..self.args.workers {
+            let (socket, counters) = (self.open_socket()?, self.counters(worker));
+            let (store, pace, failed) = (Arc::clone(&self.store), self.pace.clone(), failed.clone());
+            let work = move || {
+                let worker = Worker { number: worker.into(), socket: &socket, store: &store, pace: &pace, counters };
+                // The master has gone when nobody takes the message.
+                let _ = failed.send(worker.run().unwrap_err());
+            };
+            std::thread::Builder::new().name(format!("core{worker}")).spawn(work)?;
+        }
+        self.publish()?;
+        while interrupt::check().is_ok() {
+            if let Ok(failure) = failures.recv_timeout(LOOK_FOR_ENDED) {
+                return Err(failure);
+            }
+        }
+        Ok(())
+    }
+
+    fn run_processes(&mut self) -> anyhow::Result<()> {
+        if fs::read_dir("/proc/self/task")?.count() != 1 {
+            bail!("the key-value server must be started from a process with a single thread: it forks");
+        }
+        let mut workers = Vec::new();
+        for worker in 0..self.args.workers {
+            // In order: the kernel numbers the sockets of a group as they were bound.
+            self.sockets.push(None);
+            workers.push(self.start_process(worker)?);
+        }
+        self.publish()?;
+        // Not wait(2): a signal that comes just before it would not end it.
+        while interrupt::check().is_ok() {
+            match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
+                Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
+                    let Some(worker) = workers.iter().position(|worker| *worker == Some(pid)) else { continue };
+                    tracing::warn!("worker {worker} (pid {pid}) ended");
+                    workers[worker] = if self.args.restart { self.start_process(worker as u8)? } else { None };
+                    if workers.iter().all(Option::is_none) {
+                        bail!("all workers have ended");
+                    }
+                }
+                Ok(_) | Err(Errno::EINTR) => std::thread::sleep(LOOK_FOR_ENDED),
+                Err(error) => return Err(error).context("cannot wait for the workers"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Forks a worker, with the socket that the master kept or a new one.
+    fn start_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
+        let index = usize::from(number);
+        let socket = self.sockets[index].take().map_or_else(|| self.open_socket(), Ok)?;
+        let master = nix::unistd::getpid();
+        // SAFETY: there is one thread, so no lock can be held by another in the child.
+        match unsafe { fork() }.context("cannot fork a worker")? {
+            ForkResult::Parent { child } => {
+                // Without the master's copy the socket is closed when its worker ends, and leaves the group.
+                self.sockets[index] = self.args.keep_sockets.then_some(socket);
+                Ok(Some(child))
+            }
+            ForkResult::Child => {
+                let outcome = self.run_child(number, &socket, master);
+                eprintln!("key-value server: worker {number}: {:#}", outcome.unwrap_err());
+                std::process::exit(1);
+            }
+        }
+    }
+
+    fn run_child(&self, number: u8, socket: &UdpSocket, master: Pid) -> anyhow::Result<std::convert::Infallible> {
+        interrupt::leave_to_parent()?;
+        nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+        if nix::unistd::getppid() != master {
+            bail!("the master has ended");
+        }
+        nix::sys::prctl::set_name(&std::ffi::CString::new(format!("core{number}"))?)?;
+        let counters = self.counters(number);
+        Worker { number: number.into(), socket, store: &self.store, pace: &self.pace, counters }.run()
+    }
+}

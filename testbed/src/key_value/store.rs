@@ -1,0 +1,142 @@
+//! An ordered in-memory store: keys and values as bytes, in the order of the keys.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::sync::{PoisonError, RwLock};
+
+use coreward_load::key_value::{self, Request, ResponseWriter, Status};
+use coreward_load::request_type::RequestType;
+
+type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
+
+/// The store of a worker, or of all of them.
+#[derive(Debug)]
+pub(crate) struct Store {
+    pairs: RwLock<Pairs>,
+    /// A PUT of a further key is refused: clients must not fill the machine's memory.
+    pairs_max: usize,
+}
+
+impl Store {
+    /// A store with the keys that [`key_value::key_name`] gives the numbers below `keys`, each with a value of this length.
+    pub(crate) fn filled(keys: u32, value_length: usize, pairs_max: usize) -> Self {
+        let pair = |number: u32| {
+            let value: Box<[u8]> = (0..value_length).map(|index| (number as usize + index) as u8).collect();
+            (key_value::key_name(number).into_bytes().into_boxed_slice(), value)
+        };
+        Self { pairs: RwLock::new((0..keys).map(pair).collect()), pairs_max }
+    }
+
+    /// Does what is asked for and writes the response.
+    pub(crate) fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+        match request.request_type {
+            RequestType::GET => self.get(request, worker, response),
+            RequestType::PUT => {
+                let status = self.put(request.key, request.value);
+                response.begin(request, status, worker);
+            }
+            scan => {
+                response.begin(request, Status::Done, worker);
+                if let Some(pairs) = scan.pairs() {
+                    self.scan(request.key, pairs.into(), response);
+                }
+            }
+        }
+    }
+
+    fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+        let pairs = self.read();
+        let value = pairs.get(request.key);
+        response.begin(request, if value.is_some() { Status::Done } else { Status::NotFound }, worker);
+        if let Some(value) = value {
+            assert!(response.push(request.key, value), "PUT takes nothing that does not fit");
+        }
+    }
+
+    fn put(&self, key: &[u8], value: &[u8]) -> Status {
+        // A writer that panicked left the map as it was before or after its PUT.
+        let mut pairs = self.pairs.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(present) = pairs.get_mut(key) {
+            *present = value.into();
+        } else if pairs.len() < self.pairs_max {
+            pairs.insert(key.into(), value.into());
+        } else {
+            return Status::Full;
+        }
+        Status::Done
+    }
+
+    fn scan(&self, from: &[u8], count: usize, response: &mut ResponseWriter) {
+        let from = (Bound::Included(from), Bound::Unbounded);
+        for (key, value) in self.read().range::<[u8], _>(from).take(count) {
+            assert!(response.push(key, value), "127 pairs, each within one datagram");
+        }
+    }
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Pairs> {
+        self.pairs.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_load::key_value::{DATAGRAM_MAX, KEY_MAX, VALUE_MAX, key_name, parse_response};
+
+    use super::*;
+
+    /// Status and pairs of an answer, from all its datagrams.
+    type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
+
+    fn ask(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
+        let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
+        let mut response = ResponseWriter::default();
+        store.answer(&request, 2, &mut response);
+        let (mut status, mut all) = (0, Vec::new());
+        for datagram in response.finish() {
+            assert!(datagram.len() <= DATAGRAM_MAX);
+            let (header, pairs) = parse_response(datagram).unwrap();
+            assert_eq!(header.worker.get(), 2);
+            status = header.status;
+            all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+        }
+        (status, all)
+    }
+
+    #[test]
+    fn what_is_put_is_got() {
+        let store = Store::filled(3, 4, 4);
+        assert_eq!(ask(&store, "GET", b"new", b""), (Status::NotFound as u8, vec![]));
+        assert_eq!(ask(&store, "PUT", b"new", b"first"), (Status::Done as u8, vec![]));
+        assert_eq!(ask(&store, "PUT", b"new", b"second"), (Status::Done as u8, vec![]));
+        assert_eq!(ask(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
+        assert_eq!(ask(&store, "PUT", b"another", b""), (Status::Full as u8, vec![]));
+        assert_eq!(ask(&store, "PUT", b"new", b""), (Status::Done as u8, vec![]));
+        let (_, got) = ask(&store, "GET", key_name(2).as_bytes(), b"");
+        assert_eq!(got, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
+    }
+
+    #[test]
+    fn a_scan_is_in_the_order_of_the_keys() {
+        let store = Store::filled(1_000, 100, 1_001);
+        ask(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
+        let (status, pairs) = ask(&store, "SCAN105", key_name(499).as_bytes(), b"");
+        let mut expected: Vec<Vec<u8>> = (499..603).map(|number| key_name(number).into_bytes()).collect();
+        expected.insert(2, format!("{}x", key_name(500)).into_bytes());
+        let keys: Vec<Vec<u8>> = pairs.into_iter().map(|(key, _)| key).collect();
+        assert_eq!((status, keys), (0, expected));
+        // From the first key on; over the last one.
+        assert_eq!(ask(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
+        assert_eq!(ask(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
+        assert_eq!(ask(&store, "WORK3", b"", b""), (0, vec![]));
+    }
+
+    #[test]
+    fn the_longest_pairs_fit() {
+        let store = Store::filled(0, 0, 200);
+        for number in 0..127 {
+            assert_eq!(ask(&store, "PUT", &[number; KEY_MAX], &[number; VALUE_MAX]).0, Status::Done as u8);
+        }
+        assert_eq!(ask(&store, "SCAN127", b"", b"").1.len(), 127);
+        assert_eq!(ask(&store, "GET", &[5; KEY_MAX], b"").1[0].1, [5; VALUE_MAX]);
+    }
+}

@@ -1,0 +1,173 @@
+//! A worker: reads one request, serves it, answers it, and only then reads the next.
+//!
+//! What waits, waits in the socket's receive queue, as with any server that knows nothing of coreward. With paced service
+//! times the worker is a core in virtual time ([`crate::busy::VirtualCore`]): a request that arrived at t, by the kernel's
+//! own time stamp, is done at max(t, busy until) + its service time, and then it is answered. So a late wake-up delays
+//! answers but takes nothing away from the core's capacity.
+
+use std::net::UdpSocket;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use coreward_load::event_loop::now_ns;
+use coreward_load::key_value::{BadRequest, Request, ResponseWriter, VALUE_MAX};
+use coreward_load::receive::Receiver;
+use coreward_load::request_type::{RequestType, ServiceTimes};
+use nix::errno::Errno;
+use nix::sys::time::TimeSpec;
+use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
+
+use super::store::Store;
+use crate::busy::VirtualCore;
+
+/// How far behind the clock a core may be and still catch up (ns). The machine wakes us microseconds to milliseconds late,
+/// which is none of the core's time; a worker that was stopped for longer has lost that time.
+const CATCH_UP_NS: u64 = 20_000_000;
+
+/// What a worker has counted, in memory that the master and the readers of the counter file share.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Counters(pub(crate) &'static [AtomicU64; Counters::COUNT]);
+
+impl Counters {
+    /// Numbers per worker.
+    pub(crate) const COUNT: usize = 4;
+    const RECEIVED: usize = 0;
+    const ANSWERED: usize = 1;
+    const BAD: usize = 2;
+    const BUSY_NS: usize = 3;
+
+    /// Each has one writer, and readers want the numbers, not an order with other memory.
+    fn add(&self, which: usize, more: u64) {
+        let sum = u64::from_le(self.0[which].load(Ordering::Relaxed)) + more;
+        self.0[which].store(sum.to_le(), Ordering::Relaxed);
+    }
+
+    /// The numbers as they are now.
+    pub(crate) fn read(&self) -> [u64; Self::COUNT] {
+        self.0.each_ref().map(|number| u64::from_le(number.load(Ordering::Relaxed)))
+    }
+}
+
+/// What a worker takes requests to be.
+#[derive(Debug, Clone)]
+pub(crate) enum Pace {
+    /// As long as they take.
+    Work,
+    /// By the clock: as long as the request says or, if it does not, as this table says.
+    Clock(ServiceTimes),
+}
+
+/// Why a datagram was not answered.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error(transparent)]
+    BadRequest(#[from] BadRequest),
+    #[error("a {0}, for which there is no service time: give one by --service-us or in the request")]
+    NoServiceTime(RequestType),
+    #[error("a value of {0} bytes: expected at most {VALUE_MAX}")]
+    Value(usize),
+    #[error("more than a datagram may have")]
+    Truncated,
+}
+
+pub(crate) struct Worker<'a> {
+    pub number: u16,
+    pub socket: &'a UdpSocket,
+    pub store: &'a Store,
+    pub pace: &'a Pace,
+    pub counters: Counters,
+}
+
+impl Worker<'_> {
+    /// Serves; returns only when something broke.
+    pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
+        // The default of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
+        nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
+        Receiver::enable(self.socket).context("cannot have arrivals stamped")?;
+        let (mut receiver, mut response, mut core) =
+            (Receiver::default(), ResponseWriter::default(), VirtualCore::default());
+        let mut buffer = vec![0; 65_536];
+        let mut first_refusal = true;
+        loop {
+            let received = match receiver.receive(self.socket, &mut buffer) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                other => other.context("cannot receive")?,
+            };
+            self.counters.add(Counters::RECEIVED, 1);
+            let datagram = if received.truncated { Err(Refused::Truncated) } else { Ok(&buffer[..received.length]) };
+            let outcome = datagram.and_then(|datagram| {
+                let request = Request::parse(datagram)?;
+                self.serve(&request, received.arrived_ns, &mut core, &mut response)
+            });
+            match outcome {
+                Ok(()) => {
+                    let client = received.sender.context("a datagram without a sender")?;
+                    // A full send buffer waits; what the network refuses is lost, as any datagram may be.
+                    let sent = response.finish().all(|datagram| self.socket.send_to(datagram, client).is_ok());
+                    self.counters.add(Counters::ANSWERED, sent.into());
+                }
+                Err(refused) => {
+                    self.counters.add(Counters::BAD, 1);
+                    if std::mem::take(&mut first_refusal) {
+                        tracing::warn!("worker {} does not answer (counted from now on): {refused}", self.number);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Does what is asked for, and takes as long as it should.
+    fn serve(
+        &self,
+        request: &Request<'_>,
+        arrived_ns: u64,
+        core: &mut VirtualCore,
+        response: &mut ResponseWriter,
+    ) -> Result<(), Refused> {
+        if request.value.len() > VALUE_MAX {
+            return Err(Refused::Value(request.value.len()));
+        }
+        let begun_ns = now_ns();
+        let service_ns = match self.pace {
+            Pace::Work => None,
+            Pace::Clock(_) if request.service_ns > 0 => Some(request.service_ns),
+            Pace::Clock(times) => {
+                let no_time = Refused::NoServiceTime(request.request_type);
+                Some(times.get_ns(request.request_type).ok_or(no_time)?)
+            }
+        };
+        self.store.answer(request, self.number, response);
+        if let Some(service_ns) = service_ns {
+            let arrived_ns = arrived_ns.max(begun_ns.saturating_sub(CATCH_UP_NS));
+            sleep_until(core.accept(arrived_ns, service_ns.into()));
+        }
+        let busy_ns = service_ns.map_or_else(|| now_ns() - begun_ns, u64::from);
+        self.counters.add(Counters::BUSY_NS, busy_ns);
+        Ok(())
+    }
+}
+
+/// Until a moment of CLOCK_MONOTONIC (ns).
+fn sleep_until(moment_ns: u64) {
+    let moment = TimeSpec::from_duration(Duration::from_nanos(moment_ns));
+    while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
+}
+
+/// Gives the receive queue `bytes`, beyond net.core.rmem_max if we may.
+///
+/// # Errors
+/// When it gets less.
+pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
+    use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
+    use nix::sys::socket::{getsockopt, setsockopt};
+    if setsockopt(socket, RcvBufForce, &bytes).is_err() {
+        setsockopt(socket, RcvBuf, &bytes)?;
+    }
+    // The kernel doubles what it is given, for its own bookkeeping (socket(7)).
+    let given = getsockopt(socket, RcvBuf)? / 2;
+    if given < bytes {
+        bail!("receive buffer of {bytes} bytes: this process gets {given} at most (net.core.rmem_max)");
+    }
+    Ok(())
+}
