@@ -13,6 +13,7 @@ use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
+use coreward_load::cli::{self as load, LoadArgs};
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use coreward_sim::cli::{self as sim, SimArgs};
@@ -53,6 +54,8 @@ enum Command {
     Sim(SimArgs),
     /// The figures of the papers, drawn with the published numbers in them, and whether each statement holds here
     Figure(FigureArgs),
+    /// Load a service, open loop, and say how long its answers took
+    Load(LoadArgs),
     /// Pieces of the testbed
     Testbed(testbed::TestbedArgs),
 }
@@ -212,7 +215,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Demo(options) => demo::run(&options),
         Command::Sim(args) => sim::run(args),
         Command::Figure(args) => figure::run(args, live::FIGURES),
-        // Before any thread is started: the paced server forks.
+        Command::Load(args) => load::run(&args),
+        // Before any thread is started: some of its servers fork.
         Command::Testbed(args) => testbed::run(&args),
     }
 }

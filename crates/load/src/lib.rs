@@ -1,11 +1,21 @@
-//! An open-loop load generator, and the protocols that it speaks.
+//! An open-loop load generator (`coreward load`), and the protocols that it speaks.
 //!
 //! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server (TCP)
-//! * [`request_type`]: kinds of requests, and how long each takes
+//! * [`request_type`]: kinds of requests, and how long each takes; [`workload`]: which are sent; [`arrivals`]: when
+//! * [`generator`]: sends them, over a [`transport`], and knows which are [`outstanding`]
+//! * [`results`]: what became of them; [`report`]: what is told of it; [`cli`]: the command
 //! * [`receive`]: when the kernel received something; [`event_loop`]: waiting
 
+pub mod arrivals;
+pub mod cli;
 pub mod event_loop;
+pub mod generator;
 pub mod key_value;
+pub mod outstanding;
 pub mod paced;
 pub mod receive;
+pub mod report;
 pub mod request_type;
+pub mod results;
+pub mod transport;
+pub mod workload;

@@ -1,0 +1,183 @@
+//! `coreward load`.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use clap::ValueEnum;
+use coreward_sim::output::{Format, Printed as _};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::arrivals::{Arrivals, Schedule};
+use crate::generator::{self, Durations, Stream};
+use crate::key_value::VALUE_MAX;
+use crate::report::Report;
+use crate::request_type::{RequestType, ServiceTimes};
+use crate::results::Results;
+use crate::transport::{Keys, Sources, Transport, Udp};
+use crate::workload::{Mix, ServiceDistribution, Workload};
+
+const PURPOSE_ARRIVALS: u64 = 0x6c6f_6111;
+const PURPOSE_DEMANDS: u64 = 0x6c6f_6112;
+const PURPOSE_MEASURE_ARRIVALS: u64 = 0x6c6f_6113;
+const PURPOSE_MEASURE_DEMANDS: u64 = 0x6c6f_6114;
+
+/// Options of `coreward load`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct LoadArgs {
+    /// The service to load
+    #[arg(value_name = "ADDRESS:PORT")]
+    pub target: SocketAddrV4,
+    /// How requests are sent
+    #[arg(long, value_enum, default_value_t = TransportName::Udp)]
+    pub transport: TransportName,
+    /// Requests due per second
+    #[arg(long, value_parser = positive)]
+    pub rate: f64,
+    /// How they follow one another
+    #[arg(long, value_enum, default_value_t = Arrivals::Poisson)]
+    pub arrivals: Arrivals,
+    /// How long to measure (s)
+    #[arg(long, value_parser = positive, default_value_t = 10.0)]
+    pub seconds: f64,
+    /// How long to send before measuring (s)
+    #[arg(long, value_parser = not_negative, default_value_t = 1.0)]
+    pub warm_up: f64,
+    /// A request unanswered for so long after it was due is lost (s)
+    #[arg(long, value_parser = positive, default_value_t = 2.0)]
+    pub timeout: f64,
+    /// Source ports; each request comes from one of them at random
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
+    pub flows: u16,
+    /// Source addresses, taken in turn by the flows [default: the kernel's choice]
+    #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
+    pub sources: Vec<Ipv4Addr>,
+    /// Source port of the first flow, the others follow: the same flows in every run [default: the kernel's choice]
+    #[arg(long, value_name = "PORT")]
+    pub first_port: Option<u16>,
+    /// Request types and their shares: GET=0.5,PUT=0.4,SCAN46=0.1, or a mix of Turbo's Figure 7: turbo-7a (half GET, half
+    /// PUT), turbo-7b (10 % SCAN18), turbo-7c (40 % SCAN46), turbo-7d (a third each of GET, SCAN46, SCAN105)
+    #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
+    pub mix: Mix,
+    /// Ask for service times of a distribution, for paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
+    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or as `coreward sim rpc` takes it (fixed, exp, lognormal:SIGMA,
+    /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
+    #[arg(long, value_name = "DISTRIBUTION")]
+    pub service: Option<ServiceDistribution>,
+    /// The service times asked for, times this; with --mix: ask for those of Turbo's Figure 7 (GET 0.975 us ...) times this,
+    /// instead of leaving them to the server
+    #[arg(long, value_name = "FACTOR", value_parser = positive)]
+    pub multiplier: Option<f64>,
+    /// Beside the load a measuring stream of short requests (the first type of --mix, the shortest of --service): so many a
+    /// second, Poisson, counted apart
+    #[arg(long, value_name = "RATE", value_parser = positive)]
+    pub measure: Option<f64>,
+    /// Keys that requests ask for: user0000000000 and on, all alike
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub keys: u32,
+    /// Length of the values that PUT writes (bytes)
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
+    pub value_bytes: u16,
+    /// What arrivals, types, times, keys and flows are drawn from
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    pub format: Format,
+}
+
+/// How requests are sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TransportName {
+    /// The key-value protocol, one request per datagram
+    Udp,
+}
+
+fn number(text: &str, holds: fn(f64) -> bool, expected: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && holds(*number));
+    number.ok_or_else(|| format!("expected a number {expected}"))
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    number(text, |number| number > 0.0 && number <= 1e7, "above 0, at most 10000000")
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, |number| (0.0..=1e6).contains(&number), "from 0 to 1000000")
+}
+
+/// Loads a service and prints what became of it.
+///
+/// # Errors
+/// When an option makes no sense, a source cannot be bound, or there is no way to the target.
+pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
+    let (report, _) = measure(args)?;
+    print!("{}", report.printed(args.format));
+    Ok(())
+}
+
+fn measure(args: &LoadArgs) -> anyhow::Result<(Report, Results)> {
+    let load = workload(args, PURPOSE_DEMANDS)?;
+    let classes = load.classes().to_vec();
+    let schedule = Schedule::new(args.arrivals, args.rate, args.seed, PURPOSE_ARRIVALS);
+    let mut streams = vec![Stream { schedule, workload: load, first_class: 0 }];
+    let measured = classes[0];
+    if let Some(rate) = args.measure {
+        let schedule = Schedule::new(Arrivals::Poisson, rate, args.seed, PURPOSE_MEASURE_ARRIVALS);
+        let workload = workload(args, PURPOSE_MEASURE_DEMANDS)?.only_first();
+        streams.push(Stream { schedule, workload, first_class: classes.len() as u8 });
+    }
+    let mut transport = open(args)?;
+    let durations = Durations {
+        warm_up_ns: nanoseconds(args.warm_up),
+        measured_ns: nanoseconds(args.seconds),
+        timeout_ns: nanoseconds(args.timeout),
+    };
+    let bar = progress_bar(args.warm_up + args.seconds)?;
+    let results = generator::run(streams, transport.as_mut(), durations, |since_ns, results| {
+        bar.set_position(since_ns / 1_000_000);
+        let sum = |of: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(of).sum::<u64>();
+        bar.set_message(format!("{} answered, {} lost", sum(|class| class.completed), sum(|class| class.lost)));
+        Ok(())
+    })?;
+    bar.finish_and_clear();
+    let report = Report::new(&results, &classes, args.measure.map(|_| measured));
+    Ok((report, results))
+}
+
+fn nanoseconds(seconds: f64) -> u64 {
+    Duration::from_secs_f64(seconds).as_nanos() as u64
+}
+
+fn workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
+    if let Some(service) = &args.service {
+        return Ok(Workload::service(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
+    }
+    let times = args.multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
+    let workload = Workload::mix(&args.mix, &times, args.seed, purpose);
+    let unknown = workload.classes().iter().find(|class| !times.is_empty() && times.get(**class).is_none());
+    ensure!(
+        unknown.is_none(),
+        "--multiplier: Turbo's Figure 7 has no service time of {}: expected GET, PUT, SCAN18, SCAN46 and SCAN105",
+        unknown.unwrap_or(&RequestType::GET)
+    );
+    Ok(workload)
+}
+
+fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
+    if let Some(first) = args.first_port {
+        let last = u32::from(first) + u32::from(args.flows) - 1;
+        ensure!(first > 0 && last <= 65_535, "ports {first} to {last} of {} flows: expected 1 to 65535", args.flows);
+    }
+    let sources = Sources { addresses: args.sources.clone(), flows: args.flows, first_port: args.first_port };
+    let keys = Keys { count: args.keys, value_bytes: args.value_bytes };
+    Ok(match args.transport {
+        TransportName::Udp => Box::new(Udp::open(args.target, &sources, keys, args.seed)?),
+    })
+}
+
+/// On a terminal only.
+fn progress_bar(seconds: f64) -> anyhow::Result<ProgressBar> {
+    let style = ProgressStyle::with_template("{wide_bar} {elapsed} of {prefix} s, {msg}").context("progress bar")?;
+    Ok(ProgressBar::new((seconds * 1e3) as u64).with_style(style).with_prefix(format!("{seconds}")))
+}

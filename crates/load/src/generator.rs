@@ -1,0 +1,140 @@
+//! The generator: sends what is due when it is due, whatever became of what was sent before.
+//!
+//! A latency counts from when the request was *due*, not from when it was sent: a stalled server, or a late generator,
+//! cannot hide behind requests that were not sent meanwhile ("coordinated omission"). It counts to the kernel's time stamp
+//! of the response, so that a generator that reads late does not make the server slower than it is.
+
+use std::io;
+
+use crate::arrivals::Schedule;
+use crate::event_loop::now_ns;
+use crate::outstanding::{Answered, Outstanding, Sent};
+use crate::results::Results;
+use crate::transport::{Answer, Transport};
+use crate::workload::Workload;
+
+/// Time between start and the first moment at which something may be due (ns).
+const LEAD_NS: u64 = 10_000_000;
+/// Overdue requests are sent in turns of at most so many, so that responses are read in between.
+const TURN: usize = 64;
+/// How often progress is told (ns).
+const PROGRESS_NS: u64 = 100_000_000;
+/// How often to look for lost requests when nothing is due any more (ns).
+const EXPIRE_NS: u64 = 10_000_000;
+
+/// A stream of requests.
+#[derive(Debug)]
+pub struct Stream {
+    /// When.
+    pub schedule: Schedule,
+    /// What.
+    pub workload: Workload,
+    /// Number of its first class among those of all streams.
+    pub first_class: u8,
+}
+
+/// How long things take (ns).
+#[derive(Debug, Clone, Copy)]
+pub struct Durations {
+    /// At the beginning, when nothing is measured yet.
+    pub warm_up_ns: u64,
+    /// After that.
+    pub measured_ns: u64,
+    /// How long after it was due a request counts as lost.
+    pub timeout_ns: u64,
+}
+
+struct Generator<'a> {
+    streams: Vec<Stream>,
+    transport: &'a mut dyn Transport,
+    durations: Durations,
+    outstanding: Outstanding,
+    /// Empty between turns; kept for its memory.
+    answers: Vec<Answer>,
+    start_ns: u64,
+    results: Results,
+}
+
+/// Sends what the streams want sent, over `transport`, and returns when the last request is answered or lost. `progress` is
+/// called now and then with the time since the start (ns) and what there is so far.
+///
+/// # Errors
+/// When the transport fails for good.
+pub fn run(
+    streams: Vec<Stream>,
+    transport: &mut dyn Transport,
+    durations: Durations,
+    mut progress: impl FnMut(u64, &mut Results) -> anyhow::Result<()>,
+) -> anyhow::Result<Results> {
+    // The default of 50 us would make every request late by that (prctl(2), PR_SET_TIMERSLACK).
+    nix::sys::prctl::set_timerslack(1)?;
+    let start_ns = now_ns() + LEAD_NS;
+    let classes = streams.iter().map(|stream| stream.workload.classes().len()).sum();
+    let window = start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measured_ns;
+    let results = Results::new(classes, window)?;
+    let outstanding = Outstanding::default();
+    let mut generator =
+        Generator { streams, transport, durations, outstanding, answers: Vec::new(), start_ns, results };
+    let mut next_progress_ns = start_ns;
+    while generator.turn()? {
+        if now_ns() >= next_progress_ns {
+            next_progress_ns += PROGRESS_NS;
+            progress(now_ns().saturating_sub(start_ns), &mut generator.results)?;
+        }
+    }
+    generator.results.errors = generator.transport.errors();
+    Ok(generator.results)
+}
+
+impl Generator<'_> {
+    /// Sends what is due, takes in what has come. `false`: everything is settled.
+    fn turn(&mut self) -> io::Result<bool> {
+        let end_ns = self.start_ns + self.durations.warm_up_ns + self.durations.measured_ns;
+        let mut next = self.next_stream(end_ns);
+        for _ in 0..TURN {
+            let Some((stream, due_ns)) = next.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };
+            self.send(stream, due_ns);
+            next = self.next_stream(end_ns);
+        }
+        let results = &mut self.results;
+        self.outstanding.expire(now_ns().saturating_sub(self.durations.timeout_ns), |sent| results.lost(sent));
+        let Some(until_ns) = next.map(|(_, due_ns)| due_ns).or_else(|| {
+            let unanswered = self.outstanding.unanswered() > 0;
+            unanswered.then(|| now_ns() + EXPIRE_NS)
+        }) else {
+            return Ok(false);
+        };
+        let mut answers = std::mem::take(&mut self.answers);
+        self.transport.receive(until_ns.min(now_ns() + PROGRESS_NS), &mut answers)?;
+        answers.drain(..).for_each(|answer| self.take(answer));
+        self.answers = answers;
+        Ok(true)
+    }
+
+    /// The stream whose next request is due first, and when; `None` when all have come to their end.
+    fn next_stream(&self, end_ns: u64) -> Option<(usize, u64)> {
+        let due = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_ns());
+        due.enumerate().filter(|(_, due_ns)| *due_ns < end_ns).min_by_key(|(_, due_ns)| *due_ns)
+    }
+
+    fn send(&mut self, stream: usize, due_ns: u64) {
+        let stream = &mut self.streams[stream];
+        stream.schedule.advance();
+        let demand = stream.workload.draw();
+        let sent = Sent { due_ns, class: stream.first_class + demand.class };
+        let id = self.outstanding.add(sent);
+        self.results.sent(sent, now_ns());
+        self.transport.send(&demand, id);
+    }
+
+    fn take(&mut self, answer: Answer) {
+        let (part, parts) = answer.part;
+        match self.outstanding.answer(answer.id, part, parts) {
+            Answered::Complete(sent) => self.results.answered(sent, answer.arrived_ns, answer.worker),
+            Answered::Partial => {}
+            Answered::Duplicate => self.results.duplicates += 1,
+            Answered::Late => self.results.late += 1,
+            Answered::Unknown => self.results.unknown += 1,
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Requests that were sent and are not settled yet: none is forgotten.
+
+use std::collections::VecDeque;
+
+/// A request on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sent {
+    /// When it was due (ns).
+    pub due_ns: u64,
+    /// Of which class.
+    pub class: u8,
+}
+
+#[derive(Debug)]
+struct Entry {
+    sent: Sent,
+    /// The parts of its response that have come, by number.
+    parts: u128,
+    answered: bool,
+}
+
+/// What an answer was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answered {
+    /// The last missing part of the response to this request.
+    Complete(Sent),
+    /// A part of a response of several.
+    Partial,
+    /// It was here already.
+    Duplicate,
+    /// Its request's time was over, and is forgotten.
+    Late,
+    /// To a request that nobody sent.
+    Unknown,
+}
+
+/// Requests by their ids, which count up from 0 and wrap.
+#[derive(Debug, Default)]
+pub struct Outstanding {
+    /// In the order of their ids, which is that of sending.
+    entries: VecDeque<Entry>,
+    first_id: u32,
+    /// Ids that were ever in use.
+    sent: u64,
+    unanswered: usize,
+}
+
+/// Most parts of a response.
+const PARTS_MAX: u8 = 128;
+
+impl Outstanding {
+    /// Notes a request and returns its id.
+    pub fn add(&mut self, sent: Sent) -> u32 {
+        let id = self.first_id.wrapping_add(self.entries.len() as u32);
+        self.entries.push_back(Entry { sent, parts: 0, answered: false });
+        self.sent += 1;
+        self.unanswered += 1;
+        id
+    }
+
+    /// Notes part `part` of `parts` of the response to `id`.
+    pub fn answer(&mut self, id: u32, part: u8, parts: u8) -> Answered {
+        let index = id.wrapping_sub(self.first_id) as usize;
+        let Some(entry) = self.entries.get_mut(index) else {
+            let back = u64::from(self.first_id.wrapping_sub(id));
+            let settled = self.sent - self.entries.len() as u64;
+            return if back > 0 && back <= settled { Answered::Late } else { Answered::Unknown };
+        };
+        if part >= parts || parts > PARTS_MAX {
+            return Answered::Unknown;
+        }
+        let bit = 1 << part;
+        if entry.answered || entry.parts & bit != 0 {
+            return Answered::Duplicate;
+        }
+        entry.parts |= bit;
+        if entry.parts.count_ones() < parts.into() {
+            return Answered::Partial;
+        }
+        entry.answered = true;
+        self.unanswered -= 1;
+        Answered::Complete(entry.sent)
+    }
+
+    /// Forgets those that were due before `moment_ns` and tells each that was not answered. Requests must have been added in the order in
+    /// which they were due.
+    pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(Sent)) {
+        while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
+            if !entry.answered {
+                self.unanswered -= 1;
+                each(entry.sent);
+            }
+            self.entries.pop_front();
+            self.first_id = self.first_id.wrapping_add(1);
+        }
+    }
+
+    /// Requests that wait for their response.
+    pub fn unanswered(&self) -> usize {
+        self.unanswered
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sent(due_ns: u64) -> Sent {
+        Sent { due_ns, class: 0 }
+    }
+
+    #[test]
+    fn every_answer_is_told_apart() {
+        let mut outstanding = Outstanding::default();
+        let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
+        assert_eq!(outstanding.answer(ids[1], 0, 1), Answered::Complete(sent(1)));
+        assert_eq!(outstanding.answer(ids[1], 0, 1), Answered::Duplicate);
+        assert_eq!(outstanding.answer(ids[2], 1, 2), Answered::Partial);
+        assert_eq!(outstanding.answer(ids[2], 1, 2), Answered::Duplicate);
+        assert_eq!(outstanding.answer(ids[2], 2, 2), Answered::Unknown);
+        assert_eq!(outstanding.answer(4, 0, 1), Answered::Unknown);
+        assert_eq!(outstanding.answer(u32::MAX, 0, 1), Answered::Unknown);
+        let mut lost = Vec::new();
+        outstanding.expire(2, |sent| lost.push(sent.due_ns));
+        assert_eq!((lost, outstanding.unanswered()), (vec![0], 2));
+        assert_eq!(outstanding.answer(ids[0], 0, 1), Answered::Late);
+        assert_eq!(outstanding.answer(ids[2], 0, 2), Answered::Complete(sent(2)));
+        let mut lost = Vec::new();
+        outstanding.expire(u64::MAX, |sent| lost.push(sent.due_ns));
+        assert_eq!((lost, outstanding.unanswered()), (vec![3], 0));
+        assert_eq!(outstanding.answer(ids[3], 0, 1), Answered::Late);
+    }
+
+    #[test]
+    fn ids_wrap() {
+        let mut outstanding = Outstanding { first_id: u32::MAX - 1, ..Outstanding::default() };
+        let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
+        assert_eq!(ids, [u32::MAX - 1, u32::MAX, 0, 1]);
+        assert_eq!(outstanding.answer(0, 0, 1), Answered::Complete(sent(2)));
+        outstanding.expire(u64::MAX, |_| {});
+        assert_eq!(outstanding.answer(u32::MAX, 0, 1), Answered::Late);
+        assert_eq!(outstanding.answer(1, 0, 1), Answered::Late);
+        assert_eq!(outstanding.answer(2, 0, 1), Answered::Unknown);
+    }
+}

@@ -1,0 +1,182 @@
+//! What is told of a run, for people and for programs.
+
+use coreward_sim::output::Printed;
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::request_type::RequestType;
+use crate::results::{ClassResults, Results};
+use crate::transport::{Errors, Worker};
+
+/// Quantiles of times (us); `None` of nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Latency {
+    /// Median.
+    pub p50: Option<f64>,
+    /// 90th percentile.
+    pub p90: Option<f64>,
+    /// 99th percentile.
+    pub p99: Option<f64>,
+    /// 99.9th percentile.
+    pub p999: Option<f64>,
+    /// Largest.
+    pub max: Option<f64>,
+}
+
+impl From<&Histogram<u64>> for Latency {
+    fn from(histogram: &Histogram<u64>) -> Self {
+        let us = |nanoseconds: u64| (!histogram.is_empty()).then_some(nanoseconds as f64 / 1e3);
+        let at = |quantile| us(histogram.value_at_quantile(quantile));
+        Self { p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999), max: us(histogram.max()) }
+    }
+}
+
+/// Of a class of requests.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ClassReport {
+    /// Its type.
+    pub class: RequestType,
+    /// Due in the measured time.
+    pub requests: u64,
+    /// Of these, answered in time.
+    pub completed: u64,
+    /// Of these, not answered in time.
+    pub lost: u64,
+    /// From due to answered.
+    pub latency_us: Latency,
+}
+
+/// Who answered how many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct WorkerReport {
+    /// Server and worker.
+    #[serde(flatten)]
+    pub worker: Worker,
+    /// Requests.
+    pub completed: u64,
+}
+
+/// Of a run. Everything but `measure` and `workers` is about the load alone.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// Requests due per second.
+    pub offered_rps: f64,
+    /// Responses that arrived per second of the measured time.
+    pub completed_rps: f64,
+    /// Requests that were due in the measured time and not answered before the time-out.
+    pub lost: u64,
+    /// From when a request was due to its response, of those that were answered.
+    pub latency_us: Latency,
+    /// How long was measured (s).
+    pub seconds: f64,
+    /// Requests that were due in the measured time.
+    pub requests: u64,
+    /// Of these, answered in time.
+    pub completed: u64,
+    /// By class.
+    pub classes: Vec<ClassReport>,
+    /// The measuring stream.
+    pub measure: Option<ClassReport>,
+    /// How late the generator sent. Much more than the latencies that matter says that the machine was too busy.
+    pub lateness_us: Latency,
+    /// Requests answered, load and measuring stream, by who answered.
+    pub workers: Vec<WorkerReport>,
+    /// Responses that had come before.
+    pub duplicates: u64,
+    /// Responses after the time-out (or once more long after the first).
+    pub late: u64,
+    /// Responses to no request.
+    pub unknown: u64,
+    /// What went wrong on the way.
+    #[serde(flatten)]
+    pub errors: Errors,
+}
+
+impl Report {
+    /// Of the results of the load's classes, followed by the measuring stream's, if there was one.
+    pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
+        let class = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
+            class: *class,
+            requests: of_class.requests,
+            completed: of_class.completed,
+            lost: of_class.lost,
+            latency_us: Latency::from(&of_class.latency),
+        };
+        let (of_load, of_measure) = results.classes.split_at(load.len());
+        let seconds = (results.window.end - results.window.start) as f64 / 1e9;
+        let sum = |of: fn(&ClassResults) -> u64| of_load.iter().map(of).sum::<u64>();
+        let mut latency = results.lateness.clone();
+        latency.reset();
+        of_load.iter().for_each(|of_class| latency.add(&of_class.latency).expect("made alike"));
+        let worker = |(worker, completed): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed };
+        Self {
+            offered_rps: sum(|class| class.requests) as f64 / seconds,
+            completed_rps: sum(|class| class.arrived) as f64 / seconds,
+            lost: sum(|class| class.lost),
+            latency_us: Latency::from(&latency),
+            seconds,
+            requests: sum(|class| class.requests),
+            completed: sum(|class| class.completed),
+            classes: of_load.iter().zip(load).map(class).collect(),
+            measure: of_measure.iter().zip(&measure).map(class).next(),
+            lateness_us: Latency::from(&results.lateness),
+            workers: results.workers.iter().map(worker).collect(),
+            duplicates: results.duplicates,
+            late: results.late,
+            unknown: results.unknown,
+            errors: results.errors,
+        }
+    }
+}
+
+impl Printed for Report {
+    fn columns(&self) -> Vec<&'static str> {
+        vec!["class", "requests", "completed", "lost", "p50 us", "p90 us", "p99 us", "p99.9 us", "max us"]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        let of_class = |name: String, class: &ClassReport| {
+            row(name, [class.requests, class.completed, class.lost], class.latency_us)
+        };
+        let mut rows: Vec<_> = self.classes.iter().map(|class| of_class(class.class.to_string(), class)).collect();
+        if self.classes.len() > 1 {
+            rows.push(row("all".to_owned(), [self.requests, self.completed, self.lost], self.latency_us));
+        }
+        rows.extend(self.measure.iter().map(|class| of_class(format!("{} (measuring)", class.class), class)));
+        rows
+    }
+
+    fn remarks(&self) -> Vec<String> {
+        let (offered, completed, lateness) = (self.offered_rps, self.completed_rps, self.lateness_us);
+        let mut remarks = vec![
+            format!("{offered:.0} requests a second were due, {completed:.0} were answered, for {} s.", self.seconds),
+            format!("Sent late by {} us (p99), {} us at worst.", number(lateness.p99), number(lateness.max)),
+        ];
+        if !self.workers.is_empty() {
+            let of_worker = |of: &WorkerReport| format!("{}/{}: {}", of.worker.server, of.worker.worker, of.completed);
+            let workers: Vec<String> = self.workers.iter().map(of_worker).collect();
+            remarks.push(format!("Answered by server/worker: {}.", workers.join(", ")));
+        }
+        let odd = [
+            (self.duplicates, "duplicate responses"),
+            (self.late, "responses after the time-out"),
+            (self.unknown, "responses to no request"),
+            (self.errors.refused, "refusals (nobody listened)"),
+            (self.errors.not_sent, "requests that the kernel did not take"),
+            (self.errors.malformed, "malformed responses"),
+            (self.errors.broken_connections, "broken connections"),
+        ];
+        remarks.extend(odd.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}.")));
+        remarks
+    }
+}
+
+fn row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) -> Vec<String> {
+    let counts = [requests, completed, lost].map(|count| count.to_string());
+    let times = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(number);
+    std::iter::once(name).chain(counts).chain(times).collect()
+}
+
+fn number(microseconds: Option<f64>) -> String {
+    microseconds.map_or_else(|| "-".to_owned(), |number| format!("{number:.1}"))
+}

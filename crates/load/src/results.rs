@@ -1,0 +1,106 @@
+//! What became of the requests, by class.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use hdrhistogram::Histogram;
+
+use crate::outstanding::Sent;
+use crate::transport::{Errors, Worker};
+
+/// Of one class. All but `latency` count requests that were due in the measured time.
+#[derive(Debug)]
+pub struct ClassResults {
+    /// Due.
+    pub requests: u64,
+    /// Answered in time.
+    pub completed: u64,
+    /// Not answered before the time-out.
+    pub lost: u64,
+    /// From when a request was due to its response (ns).
+    pub latency: Histogram<u64>,
+    /// Responses that arrived in the measured time, to requests due before or in it.
+    pub arrived: u64,
+}
+
+/// Everything counted.
+#[derive(Debug)]
+pub struct Results {
+    /// The measured time (CLOCK_MONOTONIC, ns).
+    pub window: Range<u64>,
+    /// By class.
+    pub classes: Vec<ClassResults>,
+    /// From when a request was due to when it was sent (ns): how late the generator itself was.
+    pub lateness: Histogram<u64>,
+    /// Requests answered, by who answered.
+    pub workers: BTreeMap<Worker, u64>,
+    /// Responses that had come before.
+    pub duplicates: u64,
+    /// Responses after the time-out.
+    pub late: u64,
+    /// Responses to no request.
+    pub unknown: u64,
+    /// What went wrong on the way.
+    pub errors: Errors,
+}
+
+/// Three significant digits, from 1 ns to ten minutes; what is longer counts as that.
+fn new_histogram() -> anyhow::Result<Histogram<u64>> {
+    Ok(Histogram::new_with_max(600_000_000_000, 3)?)
+}
+
+impl Results {
+    /// Nothing yet.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(classes: usize, window: Range<u64>) -> anyhow::Result<Self> {
+        let class = |_| {
+            let latency = new_histogram()?;
+            Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency, arrived: 0 })
+        };
+        Ok(Self {
+            window,
+            classes: (0..classes).map(class).collect::<anyhow::Result<_>>()?,
+            lateness: new_histogram()?,
+            workers: BTreeMap::new(),
+            duplicates: 0,
+            late: 0,
+            unknown: 0,
+            errors: Errors::default(),
+        })
+    }
+
+    /// A request was sent at `now_ns`.
+    pub(crate) fn sent(&mut self, sent: Sent, now_ns: u64) {
+        if let Some(class) = self.measured(sent) {
+            class.requests += 1;
+            self.lateness.saturating_record(now_ns.saturating_sub(sent.due_ns));
+        }
+    }
+
+    /// A request was answered by a response that arrived at `arrived_ns`.
+    pub(crate) fn answered(&mut self, sent: Sent, arrived_ns: u64, worker: Option<Worker>) {
+        if self.window.contains(&arrived_ns) {
+            self.classes[usize::from(sent.class)].arrived += 1;
+        }
+        if let Some(class) = self.measured(sent) {
+            class.completed += 1;
+            class.latency.saturating_record(arrived_ns.saturating_sub(sent.due_ns));
+            if let Some(worker) = worker {
+                *self.workers.entry(worker).or_default() += 1;
+            }
+        }
+    }
+
+    /// A request was given up.
+    pub(crate) fn lost(&mut self, sent: Sent) {
+        if let Some(class) = self.measured(sent) {
+            class.lost += 1;
+        }
+    }
+
+    fn measured(&mut self, sent: Sent) -> Option<&mut ClassResults> {
+        self.window.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
+    }
+}

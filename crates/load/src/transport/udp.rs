@@ -1,0 +1,169 @@
+//! Requests of the key-value protocol as datagrams, each from one of many sockets.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
+use std::os::fd::AsFd as _;
+
+use anyhow::Context as _;
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand_xoshiro::Xoshiro256PlusPlus;
+use zerocopy::FromBytes as _;
+
+use super::{Answer, Errors, Transport, Worker};
+use crate::event_loop::Epoll;
+use crate::key_value::{Request, ResponseHeader, key_name};
+use crate::receive::Receiver;
+use crate::request_type::RequestType;
+use crate::workload::Demand;
+
+/// What responses may wait for a generator that is late (bytes).
+const RECEIVE_BUFFER: usize = 4 << 20;
+const PURPOSE_KEYS: u64 = 0x6c6f_6101;
+const PURPOSE_FLOWS: u64 = 0x6c6f_6102;
+
+/// Where requests come from.
+#[derive(Debug, Clone)]
+pub struct Sources {
+    /// Addresses; flows take them in turn.
+    pub addresses: Vec<Ipv4Addr>,
+    /// How many flows: source ports.
+    pub flows: u16,
+    /// The first one's port, the others follow; `None`: the kernel chooses.
+    pub first_port: Option<u16>,
+}
+
+impl Sources {
+    /// Address and port of flow `index`; port 0: the kernel's choice.
+    pub fn source(&self, index: u16) -> SocketAddrV4 {
+        let count = self.addresses.len();
+        let address = self.addresses.get(usize::from(index) % count.max(1)).copied().unwrap_or(Ipv4Addr::UNSPECIFIED);
+        SocketAddrV4::new(address, self.first_port.map_or(0, |first| first + index))
+    }
+}
+
+/// What keys and values requests have.
+#[derive(Debug, Clone, Copy)]
+pub struct Keys {
+    /// How many there are.
+    pub count: u32,
+    /// Length of the values that PUT writes (bytes).
+    pub value_bytes: u16,
+}
+
+/// UDP.
+#[derive(Debug)]
+pub struct Udp {
+    sockets: Vec<UdpSocket>,
+    epoll: Epoll,
+    keys: Keys,
+    value: Vec<u8>,
+    key_rng: Xoshiro256PlusPlus,
+    flow_rng: Xoshiro256PlusPlus,
+    receiver: Receiver,
+    datagram: Vec<u8>,
+    buffer: Vec<u8>,
+    errors: Errors,
+}
+
+impl Udp {
+    /// Opens the sockets, all connected to `target`.
+    ///
+    /// # Errors
+    /// When a source cannot be bound.
+    pub fn open(target: SocketAddrV4, sources: &Sources, keys: Keys, seed: u64) -> anyhow::Result<Self> {
+        let epoll = Epoll::new()?;
+        let mut sockets = Vec::new();
+        for index in 0..sources.flows {
+            let source = sources.source(index);
+            let socket = UdpSocket::bind(source).with_context(|| format!("cannot bind the source {source}"))?;
+            socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
+            socket.set_nonblocking(true)?;
+            // As much as net.core.rmem_max allows.
+            socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
+            Receiver::enable(&socket)?;
+            epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
+            sockets.push(socket);
+        }
+        Ok(Self {
+            sockets,
+            epoll,
+            keys,
+            value: vec![b'v'; keys.value_bytes.into()],
+            key_rng: seeded_rng(seed, PURPOSE_KEYS),
+            flow_rng: seeded_rng(seed, PURPOSE_FLOWS),
+            receiver: Receiver::default(),
+            datagram: Vec::new(),
+            buffer: vec![0; 65_536],
+            errors: Errors::default(),
+        })
+    }
+
+    fn write(&mut self, demand: &Demand, id: u32) {
+        let key = match demand.request_type.class() {
+            None => key_name(uniform_below(&mut self.key_rng, self.keys.count)),
+            Some(_) => String::new(),
+        };
+        let value: &[u8] = if demand.request_type == RequestType::PUT { &self.value } else { &[] };
+        let request = Request {
+            request_type: demand.request_type,
+            id,
+            service_ns: demand.service_ns,
+            key: key.as_bytes(),
+            value,
+        };
+        request.write(&mut self.datagram);
+    }
+
+    /// Counts what went wrong; whether a further attempt may do.
+    fn failed(&mut self, error: &io::Error) -> bool {
+        let refused = error.kind() == io::ErrorKind::ConnectionRefused;
+        if refused {
+            self.errors.refused += 1;
+        } else {
+            self.errors.not_sent += 1;
+        }
+        refused
+    }
+}
+
+impl Transport for Udp {
+    fn send(&mut self, demand: &Demand, id: u32) {
+        self.write(demand, id);
+        let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
+        // An ICMP error that came back for an earlier datagram is told by the next call, whatever that is (udp(7)).
+        if let Err(error) = self.sockets[socket].send(&self.datagram)
+            && self.failed(&error)
+            && let Err(error) = self.sockets[socket].send(&self.datagram)
+        {
+            self.failed(&error);
+        }
+    }
+
+    fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
+        for event in self.epoll.wait(Some(until_ns))? {
+            // One each: what else waits there is reported again at once.
+            let received = match self.receiver.receive(&self.sockets[event.token as usize], &mut self.buffer) {
+                Ok(received) => received,
+                Err(error) => {
+                    self.errors.refused += u64::from(error.kind() == io::ErrorKind::ConnectionRefused);
+                    continue;
+                }
+            };
+            let Ok((header, _)) = ResponseHeader::read_from_prefix(&self.buffer[..received.length]) else {
+                self.errors.malformed += 1;
+                continue;
+            };
+            answers.push(Answer {
+                id: header.id.get(),
+                part: (header.part, header.parts),
+                arrived_ns: received.arrived_ns,
+                worker: Some(Worker { server: 0, worker: header.worker.get() }),
+            });
+        }
+        Ok(())
+    }
+
+    fn errors(&self) -> Errors {
+        self.errors
+    }
+}

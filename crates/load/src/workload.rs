@@ -1,0 +1,306 @@
+//! What is asked for: request types by their shares, or service times of a distribution.
+
+use std::fmt;
+use std::str::FromStr;
+
+use coreward_model::rss::seeded_rng;
+use coreward_sim::random::unit;
+use coreward_sim::rpc::ticks::units;
+use coreward_sim::rpc::{Sampler, Service, ServiceError};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASSES};
+
+/// A request to be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Demand {
+    /// Its class: an index of [`Workload::classes`].
+    pub class: u8,
+    /// What is asked for.
+    pub request_type: RequestType,
+    /// How long the server is to take (ns); 0: as long as it thinks right.
+    pub service_ns: u32,
+}
+
+/// Shares of request types: `GET=0.5,PUT=0.5`, or a preset's name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mix(Vec<(RequestType, f64)>);
+
+/// Text that is no mix.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum MixError {
+    /// Neither a preset nor a list of shares.
+    #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
+    NotAMix(String),
+    /// Not a type.
+    #[error(transparent)]
+    RequestType(#[from] RequestTypeError),
+    /// The same type again.
+    #[error("mix: {0} is there twice")]
+    Twice(RequestType),
+    /// Not a share.
+    #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
+    Share {
+        /// Whose.
+        request_type: RequestType,
+        /// As given.
+        given: String,
+    },
+    /// More or less than everything.
+    #[error("the shares of the mix add up to {0}: expected 1")]
+    Sum(f64),
+    /// More types than there may be.
+    #[error("mix of {0} types: expected at most 16")]
+    Types(usize),
+}
+
+/// The query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half PUT.
+/// The paper gives no shares for the others: (b) and (c) "roughly match" the bimodal distributions of its Sect. VII-A,
+/// 10 % five times and 40 % ten times as long; (d) is trimodal with a mean of 9.2 us, which a third each of GET, SCAN46 and
+/// SCAN105 has. The scenarios turbo-7a to turbo-7d simulate the same.
+const PRESETS: [(&str, &str); 4] = [
+    ("turbo-7a", "GET=0.5,PUT=0.5"),
+    ("turbo-7b", "GET=0.9,SCAN18=0.1"),
+    ("turbo-7c", "GET=0.6,SCAN46=0.4"),
+    ("turbo-7d", "GET=0.34,SCAN46=0.33,SCAN105=0.33"),
+];
+
+/// Most classes of a workload.
+const CLASSES_MAX: usize = 16;
+
+impl FromStr for Mix {
+    type Err = MixError;
+
+    fn from_str(given: &str) -> Result<Self, MixError> {
+        let preset = PRESETS.iter().find(|(name, _)| *name == given);
+        let text = preset.map_or(given, |(_, text)| text);
+        let mut shares = Vec::new();
+        for pair in text.split(',') {
+            let (name, share) = pair.split_once('=').ok_or_else(|| MixError::NotAMix(given.to_owned()))?;
+            let request_type: RequestType = name.parse()?;
+            if shares.iter().any(|(present, _)| *present == request_type) {
+                return Err(MixError::Twice(request_type));
+            }
+            let number = share.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+            let number = number.ok_or_else(|| MixError::Share { request_type, given: share.to_owned() })?;
+            shares.push((request_type, number));
+        }
+        let sum: f64 = shares.iter().map(|(_, share)| share).sum();
+        if (sum - 1.0).abs() > 1e-6 {
+            return Err(MixError::Sum(sum));
+        }
+        if shares.len() > CLASSES_MAX {
+            return Err(MixError::Types(shares.len()));
+        }
+        Ok(Self(shares))
+    }
+}
+
+impl fmt::Display for Mix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (request_type, share)) in self.0.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            write!(f, "{comma}{request_type}={share}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A distribution of service times, in microseconds where it says so: `exp:3`, or as `coreward sim rpc` takes it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ServiceDistribution {
+    service: Service,
+    /// Of the shortest class, or the mean (us).
+    unit_us: f64,
+}
+
+/// RingLeader's synthetic workloads (Lin et al., NSDI 2023, Table 2): of Bimodal 95 % take 5 us and 5 % 100 us, of High
+/// Bimodal 99 % take 3 us and 1 % 100 us; the short ones are of high priority. Exp(3) is `exp:3`.
+const RINGLEADER: [(&str, &str, f64); 2] =
+    [("ringleader-bimodal", "bimodal:0.05:20", 5.0), ("ringleader-high-bimodal", "bimodal:0.01:33.333333", 3.0)];
+
+impl FromStr for ServiceDistribution {
+    type Err = ServiceError;
+
+    fn from_str(given: &str) -> Result<Self, ServiceError> {
+        if let Some((_, text, unit_us)) = RINGLEADER.iter().find(|(name, ..)| *name == given) {
+            return Ok(Self { service: text.parse()?, unit_us: *unit_us });
+        }
+        if let Some(mean) = given.strip_prefix("exp:") {
+            let mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
+            let expected = "exp:MICROSECONDS, above 0, at most 1000000";
+            let unit_us = mean.ok_or_else(|| ServiceError::Parameters { given: given.to_owned(), expected })?;
+            return Ok(Self { service: Service::Exponential, unit_us });
+        }
+        Ok(Self { service: given.parse()?, unit_us: 1.0 })
+    }
+}
+
+impl fmt::Display for ServiceDistribution {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {} us", self.service, self.unit_us)
+    }
+}
+
+impl ServiceDistribution {
+    /// The mean service time (us), before any multiplier.
+    pub fn mean_us(&self) -> f64 {
+        self.service.mean() * self.unit_us
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Draw {
+    /// Type, the sum of the shares up to it, and the service time to ask for.
+    Mix(Vec<(RequestType, f64, u32)>),
+    /// With the length of a unit (ns).
+    Service(Sampler, f64),
+}
+
+/// Draws requests.
+#[derive(Debug, Clone)]
+pub struct Workload {
+    draw: Draw,
+    classes: Vec<RequestType>,
+    rng: Xoshiro256PlusPlus,
+}
+
+impl Workload {
+    /// Requests of a mix, which ask for the times in `times`, or, where it has none, for no particular time.
+    pub fn mix(mix: &Mix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
+        let mut below = 0.0;
+        let mut entry = |(request_type, share): &(RequestType, f64)| {
+            below += share;
+            (*request_type, below, times.get_ns(*request_type).unwrap_or(0))
+        };
+        let mut entries: Vec<_> = mix.0.iter().map(&mut entry).collect();
+        // The shares may add up to a little less than 1.
+        entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
+        let classes = mix.0.iter().map(|(request_type, _)| *request_type).collect();
+        Self { draw: Draw::Mix(entries), classes, rng: seeded_rng(seed, purpose) }
+    }
+
+    /// Requests that ask for times of a distribution, each time multiplied. Each class of the distribution is a type of
+    /// [`RequestType::work`].
+    pub fn service(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
+        let unit_ns = service.unit_us * 1e3 * multiplier;
+        let count = service.service.class_times().len().min(WORK_CLASSES.into());
+        let classes = (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASSES")).collect();
+        Self { draw: Draw::Service(service.service.sampler(), unit_ns), classes, rng: seeded_rng(seed, purpose) }
+    }
+
+    /// Only requests of its first type; of a distribution, only such as take its shortest class's time, or its mean where it has
+    /// no classes (Turbo's measuring client, Sect. VII-A): for a measuring stream.
+    pub fn only_first(mut self) -> Self {
+        match &mut self.draw {
+            Draw::Mix(entries) => {
+                entries.truncate(1);
+                entries[0].1 = f64::INFINITY;
+            }
+            Draw::Service(sampler, _) => *sampler = Service::Fixed.sampler(),
+        }
+        self.classes.truncate(1);
+        self
+    }
+
+    /// The types that it has, the shortest first for distributions.
+    pub fn classes(&self) -> &[RequestType] {
+        &self.classes
+    }
+
+    /// The next request.
+    pub fn draw(&mut self) -> Demand {
+        match &self.draw {
+            Draw::Mix(entries) => {
+                let drawn = unit(&mut self.rng);
+                let class = entries.iter().position(|(_, below, _)| drawn < *below).expect("the last is infinite");
+                let (request_type, _, service_ns) = entries[class];
+                Demand { class: class as u8, request_type, service_ns }
+            }
+            Draw::Service(sampler, unit_ns) => {
+                let (class, ticks) = sampler.sample(&mut self.rng);
+                // 0 would ask for the server's own time; `as` keeps what is longer than 4.3 s at that.
+                let service_ns = ((units(ticks) * unit_ns) as u32).max(1);
+                Demand { class, request_type: self.classes[usize::from(class)], service_ns }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn mean_us(service: &str) -> f64 {
+        let mut workload = Workload::service(&service.parse().unwrap(), 100.0, 1, 2);
+        let count = 200_000;
+        (0..count).map(|_| f64::from(workload.draw().service_ns) / 1e5).sum::<f64>() / f64::from(count)
+    }
+
+    #[test]
+    fn ringleaders_distributions_have_their_means() {
+        for (name, mean) in [("exp:3", 3.0), ("ringleader-bimodal", 9.75), ("ringleader-high-bimodal", 3.97)] {
+            let drawn = mean_us(name);
+            // Standard errors of 200,000 draws: at most 0.05 us.
+            assert!((drawn - mean).abs() < 0.15, "{name}: {drawn} us");
+            assert!((name.parse::<ServiceDistribution>().unwrap().mean_us() - mean).abs() < 1e-6);
+        }
+    }
+
+    #[test]
+    fn turbos_mixes_have_its_service_times() {
+        let times = ServiceTimes::turbo(1.0).unwrap();
+        for (name, mean_us) in [("turbo-7a", 1.1625), ("turbo-7b", 1.3475), ("turbo-7c", 4.257), ("turbo-7d", 9.2019)] {
+            let mut workload = Workload::mix(&name.parse().unwrap(), &times, 3, 4);
+            let count = 100_000;
+            let sum: f64 = (0..count).map(|_| f64::from(workload.draw().service_ns) / 1e3).sum();
+            assert!((sum / f64::from(count) / mean_us - 1.0).abs() < 0.02, "{name}: {}", sum / f64::from(count));
+        }
+    }
+
+    #[test]
+    fn classes_are_types_of_their_own() {
+        let workload = Workload::service(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
+        let names: Vec<String> = workload.classes().iter().map(RequestType::to_string).collect();
+        assert_eq!(names, ["WORK0", "WORK1", "WORK2"]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let error = |text: &str| text.parse::<Mix>().unwrap_err().to_string();
+        assert!(error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
+        assert!(error("GET=0.5").contains("add up to 0.5: expected 1"));
+        assert!(error("GET=0.5,GET=0.5").contains("GET is there twice"));
+        assert!(error("GET=NaN,PUT=1").contains("share of GET: \"NaN\""));
+        assert!(error("SCAN0=1").contains("SCAN0"));
+        let error = |text: &str| text.parse::<ServiceDistribution>().unwrap_err().to_string();
+        assert!(error("exp:0").contains("expected exp:MICROSECONDS"));
+        assert!(error("bimodal:1.5:2").contains("fraction 1.5"));
+    }
+
+    proptest! {
+        #[test]
+        fn shares_are_as_asked_for(weights in prop::collection::vec(1u32..100, 1..6), seed in any::<u64>()) {
+            let total: u32 = weights.iter().sum();
+            let share = |weight: &u32| f64::from(*weight) / f64::from(total);
+            let pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share(weight));
+            let text: Vec<String> = weights.iter().enumerate().map(pair).collect();
+            let mix: Mix = text.join(",").parse().unwrap();
+            let mut workload = Workload::mix(&mix, &ServiceTimes::default(), seed, 1);
+            let (count, mut drawn) = (20_000, vec![0u32; weights.len()]);
+            for _ in 0..count {
+                let demand = workload.draw();
+                drawn[usize::from(demand.class)] += 1;
+                prop_assert_eq!(demand.request_type, workload.classes()[usize::from(demand.class)]);
+            }
+            for (weight, drawn) in weights.iter().zip(&drawn) {
+                let (expected, drawn) = (share(weight), f64::from(*drawn) / f64::from(count));
+                // Six standard deviations: once in 5e8 draws.
+                let deviation = (expected * (1.0 - expected) / f64::from(count)).sqrt();
+                prop_assert!((drawn - expected).abs() <= 6.0 * deviation, "{drawn} of {expected}");
+            }
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Key-value server and load generator, without anything between them: what is asked for is answered, by the clock where it
+//! should be, and what is not answered is counted.
+
+use std::net::UdpSocket;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
+use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::topology::{SERVICE, VIP, server_address};
+use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+/// A testbed whose client sends what is for the VIP to server 1.
+fn testbed(instance: &str) -> anyhow::Result<Testbed> {
+    let options = TestbedOptions { instance: instance.to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
+    let testbed = Testbed::create(options)?;
+    let mut ip = Command::new("ip");
+    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+    testbed.run(testbed.client(), ip)?;
+    Ok(testbed)
+}
+
+fn start_load(testbed: &Testbed, options: &str) -> anyhow::Result<Process> {
+    let mut command = Command::new(coreward_command()?);
+    command.args(["load", &SERVICE.to_string(), "--format", "json"]).args(options.split_whitespace());
+    command.stdout(Stdio::piped());
+    testbed.spawn(testbed.client(), command)
+}
+
+fn report(mut load: Process) -> anyhow::Result<Value> {
+    let status = load.wait(Duration::from_secs(60))?;
+    assert!(status.success(), "{status}");
+    Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
+}
+
+/// A client that asks one question after the other.
+struct Client {
+    socket: UdpSocket,
+    next_id: u32,
+}
+
+/// An answer's status, worker and pairs.
+type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
+
+impl Client {
+    fn open() -> anyhow::Result<Self> {
+        let socket = UdpSocket::bind("0.0.0.0:0")?;
+        socket.connect(SERVICE)?;
+        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        Ok(Self { socket, next_id: 0 })
+    }
+
+    fn ask(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<Answer> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let (key, value) = (key.as_bytes(), value.as_bytes());
+        let request = Request { request_type: request_type.parse()?, id, service_ns: 0, key, value };
+        let mut datagram = Vec::new();
+        request.write(&mut datagram);
+        self.socket.send(&datagram)?;
+        let (mut buffer, mut all, mut parts) = ([0; DATAGRAM_MAX + 1], Vec::new(), 1);
+        let mut answer = (0, 0);
+        let mut part = 0;
+        while part < parts {
+            let length = self.socket.recv(&mut buffer).with_context(|| format!("no answer to {request:?}"))?;
+            let (header, pairs) = parse_response(&buffer[..length]).context("a response")?;
+            assert_eq!((header.id.get(), header.request_type), (id, request.request_type.byte()));
+            assert_eq!(header.part, part, "parts come in order on one segment");
+            all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+            (answer, parts) = ((header.status, header.worker.get()), header.parts);
+            part += 1;
+        }
+        Ok((answer.0, answer.1, all))
+    }
+}
+
+#[test]
+fn a_get_sees_what_was_put() -> anyhow::Result<()> {
+    if skip_without_privilege("a_get_sees_what_was_put") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvget")?;
+    let put_and_get = |shared: bool| {
+        testbed.client().within(|| {
+            let mut clients: Vec<Client> = (0..24).map(|_| Client::open()).collect::<anyhow::Result<_>>()?;
+            let (_, writer, _) = clients[0].ask("PUT", "new", "value")?;
+            let mut others = 0;
+            for client in &mut clients {
+                let (status, worker, pairs) = client.ask("GET", "new", "")?;
+                others += usize::from(worker != writer);
+                if shared || worker == writer {
+                    assert_eq!((status, pairs), (Status::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())]));
+                } else {
+                    assert_eq!((status, pairs), (Status::NotFound as u8, vec![]), "a store per process");
+                }
+                // All stores are filled alike.
+                let (status, _, pairs) = client.ask("SCAN105", &key_name(5_000), "")?;
+                assert_eq!((status, pairs.len()), (Status::Done as u8, 105));
+                assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
+            }
+            // 24 flows all at one of four workers: once in 4^23.
+            assert!(others > 0, "every flow at worker {writer}");
+            Ok(())
+        })
+    };
+    let server = testbed.start_key_value_server(1, &[])?;
+    assert_eq!(server.worker_pids().len(), 4);
+    put_and_get(false)?;
+    drop(server);
+    let _server = testbed.start_key_value_server(1, &["--threads"])?;
+    put_and_get(true)
+}
+
+#[test]
+fn what_is_no_request_is_counted_and_not_answered() -> anyhow::Result<()> {
+    if skip_without_privilege("what_is_no_request_is_counted_and_not_answered") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvbad")?;
+    // SCAN47 has no published time.
+    let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
+    testbed.client().within(|| {
+        let mut client = Client::open()?;
+        client.socket.send(b"")?;
+        client.socket.send(&[0; 12])?;
+        client.socket.send(&[1; 65_000])?;
+        let mut unpaced = Vec::new();
+        let request_type = "SCAN47".parse()?;
+        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut unpaced);
+        client.socket.send(&unpaced)?;
+        // It is served in order: whatever was answered before would come first, with another id.
+        client.ask("GET", &key_name(1), "")?;
+        Ok(())
+    })?;
+    let [counters] = server.counters()?[..] else { panic!("one worker") };
+    assert_eq!((counters.received, counters.answered, counters.refused), (5, 1, 4), "{counters:?}");
+    assert_eq!(counters.busy_ns, 975);
+    Ok(())
+}
+
+#[test]
+fn latency_counts_from_when_a_request_was_due() -> anyhow::Result<()> {
+    if skip_without_privilege("latency_counts_from_when_a_request_was_due") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvdue")?;
+    let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];
+    let server = testbed.start_key_value_server(1, &options)?;
+    // One worker, a request every millisecond, each taking two: request i is due at i and done at 2 i (D/D/1 at twice its
+    // capacity), so latencies are spread evenly from 2 ms to 2 s. A generator that waited for answers would see 2 ms.
+    let load = "--rate 1000 --arrivals fixed --seconds 2 --warm-up 0 --timeout 20 --mix GET=1";
+    let report = report(start_load(&testbed, load)?)?;
+    assert_eq!((report["requests"].as_u64(), report["lost"].as_u64()), (Some(1999), Some(0)), "{report}");
+    for (quantile, expected_ms) in [("p50", 1_000.0), ("p90", 1_800.0), ("p99", 1_980.0), ("max", 2_000.0)] {
+        let measured_ms = report["latency_us"][quantile].as_f64().unwrap() / 1e3;
+        // Up to 100 ms for a machine that is busy with something else; less than 2 us a request for rounding.
+        assert!(
+            (expected_ms - 5.0..expected_ms + 100.0).contains(&measured_ms),
+            "{quantile}: {measured_ms} ms: {report}"
+        );
+    }
+    // The first second of answers is all that the measured time had: 1000 of 2000.
+    let completed = report["completed_rps"].as_f64().unwrap();
+    assert!((450.0..=505.0).contains(&completed), "{completed}");
+    // The work is served to the nanosecond.
+    assert_eq!(server.counters()?[0].busy_ns, 1_999 * 2_000_000);
+    Ok(())
+}
+
+#[test]
+fn what_a_dead_worker_had_is_lost_and_counted() -> anyhow::Result<()> {
+    if skip_without_privilege("what_a_dead_worker_had_is_lost_and_counted") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvdead")?;
+    // The master holds the socket: the kernel goes on giving the dead worker its share.
+    let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
+    let load = start_load(&testbed, "--rate 500 --seconds 3 --warm-up 0 --timeout 1 --mix GET=0.5,PUT=0.5")?;
+    std::thread::sleep(Duration::from_millis(1_500));
+    kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
+    let report = report(load)?;
+    let count = |name: &str| report[name].as_u64().unwrap();
+    assert_eq!(count("requests"), count("completed") + count("lost"), "{report}");
+    // Half of the flows for half of the time, give or take the flows' luck.
+    assert!(count("lost") > count("requests") / 20 && count("lost") < count("requests") / 2, "{report}");
+    let answered: u64 = server.counters()?.iter().map(|counters| counters.answered).sum();
+    assert!((count("completed")..=count("completed") + 1).contains(&answered), "{answered}: {report}");
+    let by_class = |name: &str| -> u64 {
+        report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
+    };
+    assert_eq!((by_class("requests"), by_class("lost")), (count("requests"), count("lost")));
+    Ok(())
+}
+
+#[test]
+fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
+    if skip_without_privilege("a_worker_that_ends_is_started_anew") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvrestart")?;
+    let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
+    let before = server.worker_pid(1)?;
+    kill(Pid::from_raw(before.try_into()?), Signal::SIGKILL)?;
+    let end = std::time::Instant::now() + Duration::from_secs(5);
+    while server.worker_pid(1).ok().is_none_or(|pid| pid == before) {
+        assert!(std::time::Instant::now() < end, "worker 1 does not come back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let report = report(start_load(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --measure 100")?)?;
+    assert_eq!(report["lost"], 0, "{report}");
+    let workers = report["workers"].as_array().unwrap();
+    assert_eq!(workers.len(), 2, "{report}");
+    // Nothing is named differently from what programs were promised.
+    for name in ["offered_rps", "completed_rps", "lost", "latency_us", "classes", "measure", "lateness_us"] {
+        assert!(report.get(name).is_some(), "{name}: {report}");
+    }
+    for name in ["p50", "p90", "p99", "p999", "max"] {
+        assert!(report["latency_us"][name].is_f64() && report["measure"]["latency_us"][name].is_f64(), "{report}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() -> anyhow::Result<()> {
+    let error = |arguments: &str| -> anyhow::Result<String> {
+        let output = Command::new(coreward_command()?).args(arguments.split(' ')).output()?;
+        assert!(!output.status.success(), "{arguments}");
+        Ok(String::from_utf8(output.stderr)?)
+    };
+    assert!(error("load 127.0.0.1:9 --rate 0")?.contains("expected a number above 0"));
+    assert!(error("load 127.0.0.1:9 --rate 1 --mix GET=2")?.contains("share of GET: \"2\""));
+    assert!(error("load 127.0.0.1:9 --rate 1 --mix SCAN5=1 --multiplier 2")?.contains("no service time of SCAN5"));
+    assert!(error("load 127.0.0.1:9 --rate 1 --first-port 65500")?.contains("ports 65500 to 65563 of 64 flows"));
+    assert!(error("load 127.0.0.1:9 --rate 1 --sources 192.0.2.1")?.contains("cannot bind the source 192.0.2.1:0"));
+    let server = "testbed key-value-server --listen 127.0.0.1:0";
+    assert!(error(&format!("{server} --paced --multiplier 0"))?.contains("multiplier 0: expected"));
+    assert!(error(&format!("{server} --service-us GET=1"))?.contains("--paced"));
+    Ok(())
+}
