@@ -45,7 +45,6 @@ use coreward_model::{ServerId, ServiceAddress};
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use correction::{ClockState, IdTooLarge, ServerClock};
 pub use counters::{COUNTERS, Counters, EVENTS};
-pub use servers::Traffic;
 pub use services::ModeError;
 pub use tables::TableError;
 

@@ -5,10 +5,11 @@ mod support;
 
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::lb::{Options, Server, Traffic};
+use coreward_dataplane::lb::{Options, Server};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie};
+use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementState, PlacementTable, Rule};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
@@ -254,14 +255,14 @@ fn traffic_is_counted_by_server() {
         balancer.destination(frame);
     }
     let counted = balancer.lb.traffic(balancer.services[0], server);
-    assert_eq!(counted, Traffic { opened: 1, closed: 2, packets: 0, bytes: 0 });
+    assert_eq!(counted, ServerTraffic { opened: 1, closed: 2, packets: 0, bytes: 0 });
     balancer.lb.count_traffic(true).unwrap();
     for frame in &frames {
         balancer.destination(frame);
     }
     let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
     let counted = balancer.lb.traffic(balancer.services[0], server);
-    assert_eq!(counted, Traffic { opened: 2, closed: 4, packets: 4, bytes });
+    assert_eq!(counted, ServerTraffic { opened: 2, closed: 4, packets: 4, bytes });
     // What goes to all, or nowhere, is no server's.
     balancer.run(&packet(client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.services[0], server, Server { mac: None, eligible: true });

@@ -4,8 +4,9 @@ mod support;
 
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::lb::{Options, Server, Traffic};
+use coreward_dataplane::lb::{Options, Server};
 use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementState, PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
@@ -105,7 +106,7 @@ fn datagrams_go_one_by_one() {
         }
     }
     assert_eq!(balancer.events(0, "flow_inserted"), 0);
-    assert!(ids.iter().all(|id| balancer.lb.traffic(balancer.services[0], *id) == Traffic::default()));
+    assert!(ids.iter().all(|id| balancer.lb.traffic(balancer.services[0], *id) == ServerTraffic::default()));
 }
 
 #[test]

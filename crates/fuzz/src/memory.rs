@@ -11,7 +11,7 @@ use coreward_dataplane::mapped::Mapped;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::cookie::CookieKey;
-use coreward_model::lb::{Flow, FlowEntry, Traffic};
+use coreward_model::lb::{Flow, FlowEntry, ServerTraffic};
 use coreward_model::tuple::address_words;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
@@ -92,10 +92,10 @@ impl Memory {
     }
 
     /// What was sent to a server.
-    pub fn traffic(&self, service: usize, id: ServerId) -> Traffic {
+    pub fn traffic(&self, service: usize, id: ServerId) -> ServerTraffic {
         let position = service * ServerId::COUNT + usize::from(id.get());
         let word = |field| self.traffic.load(position * size_of::<intf::server_traffic>() + field);
-        Traffic {
+        ServerTraffic {
             opened: word(offset_of!(intf::server_traffic, opened)),
             closed: word(offset_of!(intf::server_traffic, closed)),
             packets: word(offset_of!(intf::server_traffic, packets)),

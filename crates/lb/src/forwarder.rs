@@ -12,7 +12,7 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::{FleetConfiguration, Peer, ServerTraffic, Service, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{FleetConfiguration, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::routing;
 
@@ -219,10 +219,7 @@ impl Forwarder {
         let wanted = self.services.values().filter(|(service, _)| service.traffic != TrafficWanted::Nothing);
         let counts: Vec<_> = wanted
             .flat_map(|(service, index)| service.servers.iter().map(move |server| (service.index, *index, server.id)))
-            .map(|(service, index, server)| {
-                let lb::Traffic { opened, closed, packets, bytes } = self.balancer.traffic(index, server);
-                (service, server, ServerTraffic { opened, closed, packets, bytes })
-            })
+            .map(|(service, index, server)| (service, server, self.balancer.traffic(index, server)))
             .collect();
         (!counts.is_empty()).then_some(TrafficMessage { counts })
     }

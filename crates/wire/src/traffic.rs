@@ -1,23 +1,11 @@
 //! What load balancers count for policies.
 
 use coreward_model::ServerId;
+pub use coreward_model::lb::ServerTraffic;
 
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{Context as _, WireError, v1};
-
-/// What one load balancer sent to one server for one service since its maps were made.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ServerTraffic {
-    /// First packets.
-    pub opened: u64,
-    /// Packets with FIN or RST.
-    pub closed: u64,
-    /// Packets, where a policy asks for them.
-    pub packets: u64,
-    /// Frame bytes, where a policy asks for them.
-    pub bytes: u64,
-}
 
 /// A message of traffic: service, server, and what went there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

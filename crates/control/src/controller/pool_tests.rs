@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use coreward_config::Source;
 use coreward_model::correction;
-use coreward_model::load::CoreReadings;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use coreward_wire::{LOST_AFTER, Report, ServerTraffic, ServiceIndex, TrafficMessage};
 
 use super::explain::ExplainedPacket;
+use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use crate::config::Config;
 use crate::fleet::Fleet;
@@ -63,19 +63,7 @@ impl World {
     }
 
     fn report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
-        let report = Report {
-            sent: now.wall,
-            time_to_live: Duration::from_secs(60),
-            readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: vec![0; 2] },
-            open_connections,
-            rss_generation: 0,
-            rss: None,
-            rss_matched: 0,
-            rss_mismatched: 0,
-            counters: Vec::new(),
-            warnings: Vec::new(),
-            configuration_generation: 0,
-        };
+        let report = Report { open_connections, ..plain_report(sequence, now, &[0; 2]) };
         self.controller.report(session, Ok(report), now).unwrap();
     }
 

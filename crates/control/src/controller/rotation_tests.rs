@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use coreward_config::Source;
 use coreward_model::cookie::FleetKeys;
-use coreward_model::load::CoreReadings;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{Report, v1};
 use proptest::prelude::*;
 
 use super::rotation::{KeyStep, NotRotated};
+use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use crate::config::Config;
 use crate::fleet::Fleet;
@@ -234,20 +234,8 @@ impl World {
 }
 
 fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
-    let readings = CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: vec![0] };
-    Report {
-        sent: now.wall,
-        time_to_live: Duration::from_millis(1),
-        readings,
-        open_connections: 0,
-        rss_generation: 0,
-        rss: None,
-        rss_matched: 0,
-        rss_mismatched: 0,
-        counters: Vec::new(),
-        warnings: Vec::new(),
-        configuration_generation,
-    }
+    let time_to_live = Duration::from_millis(1);
+    Report { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
 /// A world in which everybody is connected and has what there is, and the key is old enough.

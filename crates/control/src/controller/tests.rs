@@ -104,12 +104,23 @@ fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
 /// Readings are taken by a clock that runs like the controller's.
 fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
     Report {
-        sent: now.wall,
         time_to_live: Duration::from_millis(300),
-        readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: busy_ns.to_vec() },
         open_connections: 10,
         rss_generation: 1,
         rss: (sequence == 1).then(|| plain_rss(128, 4)),
+        ..plain_report(sequence, now, busy_ns)
+    }
+}
+
+/// A report for a minute, without RSS.
+pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
+    Report {
+        sent: now.wall,
+        time_to_live: Duration::from_secs(60),
+        readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: busy_ns.to_vec() },
+        open_connections: 0,
+        rss_generation: 0,
+        rss: None,
         rss_matched: 0,
         rss_mismatched: 0,
         counters: Vec::new(),

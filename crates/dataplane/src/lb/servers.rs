@@ -4,23 +4,11 @@ use std::mem::offset_of;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
+use coreward_model::lb::ServerTraffic;
 
 use super::program::Variant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
 use crate::mac::MacAddress;
-
-/// What was sent to a server, since its service has its place.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// First packets.
-    pub opened: u64,
-    /// Packets with FIN or RST: no more than a hint (a retransmission counts again).
-    pub closed: u64,
-    /// All packets, while they were counted ([`LoadBalancer::count_traffic`]).
-    pub packets: u64,
-    /// Their frame bytes.
-    pub bytes: u64,
-}
 
 /// The MAC address in a `struct server_entry`, if it is resolved.
 pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
@@ -70,10 +58,10 @@ impl LoadBalancer {
     }
 
     /// What was sent to a server.
-    pub fn traffic(&self, service: ServiceIndex, id: ServerId) -> Traffic {
+    pub fn traffic(&self, service: ServiceIndex, id: ServerId) -> ServerTraffic {
         let start = entry_at::<intf::server_traffic>(service, id.get());
         let load = |field| self.maps.traffic.load(start + field);
-        Traffic {
+        ServerTraffic {
             opened: load(offset_of!(intf::server_traffic, opened)),
             closed: load(offset_of!(intf::server_traffic, closed)),
             packets: load(offset_of!(intf::server_traffic, packets)),

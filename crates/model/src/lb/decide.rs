@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use super::flow::Datagram;
 use super::packet::{self, Echo, Ended, FIN, Ipv4, Packet, Part, RST, SYN};
 use super::stateful::Indexed;
-use super::{FlowEntry, LoadBalancer, Mac, Outcome, Traffic, Verdict};
+use super::{FlowEntry, LoadBalancer, Mac, Outcome, ServerTraffic, Verdict};
 use crate::consistency::Consistency;
 use crate::cookie::{self, Cookie};
 use crate::correction;
@@ -233,7 +233,7 @@ impl LoadBalancer {
     fn count_traffic(&mut self, outcome: &Outcome, server: ServerId, flags: u8, bytes: u64) {
         let Some(service) = outcome.service else { return };
         let counted = self.constants.count_traffic;
-        let traffic: &mut Traffic = self.service_mut(service).traffic.entry(server).or_default();
+        let traffic: &mut ServerTraffic = self.service_mut(service).traffic.entry(server).or_default();
         traffic.opened += u64::from(flags & SYN != 0 || outcome.counter == intf::LB_COUNTER_FIRST);
         traffic.closed += u64::from(flags & (FIN | RST) != 0);
         if counted {

@@ -97,14 +97,14 @@ impl Server {
     }
 }
 
-/// What was sent to one server of one service.
+/// What a load balancer sent to one server for one service since its maps were made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Traffic {
+pub struct ServerTraffic {
     /// First packets.
     pub opened: u64,
-    /// Packets with FIN or RST.
+    /// Packets with FIN or RST: no more than a hint (a retransmission counts again).
     pub closed: u64,
-    /// All packets, if they are counted.
+    /// All packets, while they are counted: where a policy asks for them.
     pub packets: u64,
     /// Their frames' bytes.
     pub bytes: u64,
@@ -115,7 +115,7 @@ pub struct Traffic {
 struct Service {
     address: ServiceAddress,
     mode: ServiceMode,
-    traffic: HashMap<ServerId, Traffic>,
+    traffic: HashMap<ServerId, ServerTraffic>,
     servers: Vec<Option<Server>>,
     placement: Option<Placement>,
     /// The counter of rule `RoundRobin`: it goes on from table to table.
@@ -333,7 +333,7 @@ impl LoadBalancer {
     }
 
     /// What was sent to each server that anything was sent to.
-    pub fn traffic(&self, service: usize) -> &HashMap<ServerId, Traffic> {
+    pub fn traffic(&self, service: usize) -> &HashMap<ServerId, ServerTraffic> {
         &self.service(service).traffic
     }
 
