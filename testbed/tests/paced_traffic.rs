@@ -1,6 +1,8 @@
 //! Load generator and paced server, without a load balancer between them: what is due is served, by the clock, and what
 //! breaks is seen.
 
+mod support;
+
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -9,18 +11,9 @@ use anyhow::Context as _;
 use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
 use coreward_testbed::fleet::coreward_command;
 use coreward_testbed::load::LoadReport;
-use coreward_testbed::topology::{SERVICE, VIP, server_address};
-use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
-
-/// A testbed whose client sends what is for the VIP to server 1.
-fn testbed(instance: &str) -> anyhow::Result<Testbed> {
-    let options = TestbedOptions { instance: instance.to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
-    let testbed = Testbed::create(options)?;
-    let mut ip = Command::new("ip");
-    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-    testbed.run(testbed.client(), ip)?;
-    Ok(testbed)
-}
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Process, Testbed, skip_without_privilege};
+use support::load::testbed;
 
 fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
     let path = testbed.directory().join("arrivals.txt");

@@ -1,6 +1,7 @@
 //! `coreward load`.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -10,11 +11,11 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arrivals::{Arrivals, Schedule};
 use crate::generator::{self, Durations, Stream};
+use crate::histogram_log::{HistogramLog, Output};
 use crate::key_value::VALUE_MAX;
 use crate::report::Report;
 use crate::request_type::{RequestType, ServiceTimes};
-use crate::results::Results;
-use crate::transport::{Keys, Sources, Transport, Udp};
+use crate::transport::{Connections, Http, Keys, Paced, Sources, Transport, Udp};
 use crate::workload::{Mix, ServiceDistribution, Workload};
 
 const PURPOSE_ARRIVALS: u64 = 0x6c6f_6111;
@@ -46,7 +47,7 @@ pub struct LoadArgs {
     /// A request unanswered for so long after it was due is lost (s)
     #[arg(long, value_parser = positive, default_value_t = 2.0)]
     pub timeout: f64,
-    /// Source ports; each request comes from one of them at random
+    /// Source ports, that is, sockets or connections; each request takes one of them at random
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
     pub flows: u16,
     /// Source addresses, taken in turn by the flows [default: the kernel's choice]
@@ -81,6 +82,12 @@ pub struct LoadArgs {
     /// What arrivals, types, times, keys and flows are drawn from
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// What HTTP asks for
+    #[arg(long, default_value = "/", value_parser = path)]
+    pub path: String,
+    /// Write the latencies of each second and class to this file, in HdrHistogram's log format
+    #[arg(long, value_name = "FILE")]
+    pub histogram_log: Option<PathBuf>,
     /// What to print
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
@@ -89,8 +96,12 @@ pub struct LoadArgs {
 /// How requests are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TransportName {
-    /// The key-value protocol, one request per datagram
+    /// The key-value server's protocol, one request per datagram
     Udp,
+    /// The paced server's protocol on connections that stay open; each request says how long it takes, in whole us
+    Tcp,
+    /// HTTP/1.1 with keep-alive: GET of --path on one of the connections that are free
+    Http,
 }
 
 fn number(text: &str, holds: fn(f64) -> bool, expected: &str) -> Result<f64, String> {
@@ -106,17 +117,22 @@ fn not_negative(text: &str) -> Result<f64, String> {
     number(text, |number| (0.0..=1e6).contains(&number), "from 0 to 1000000")
 }
 
+fn path(text: &str) -> Result<String, String> {
+    let fits = text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic());
+    if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
+}
+
 /// Loads a service and prints what became of it.
 ///
 /// # Errors
 /// When an option makes no sense, a source cannot be bound, or there is no way to the target.
 pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
-    let (report, _) = measure(args)?;
+    let report = measure(args)?;
     print!("{}", report.printed(args.format));
     Ok(())
 }
 
-fn measure(args: &LoadArgs) -> anyhow::Result<(Report, Results)> {
+fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let load = workload(args, PURPOSE_DEMANDS)?;
     let classes = load.classes().to_vec();
     let schedule = Schedule::new(args.arrivals, args.rate, args.seed, PURPOSE_ARRIVALS);
@@ -134,15 +150,21 @@ fn measure(args: &LoadArgs) -> anyhow::Result<(Report, Results)> {
         timeout_ns: nanoseconds(args.timeout),
     };
     let bar = progress_bar(args.warm_up + args.seconds)?;
-    let results = generator::run(streams, transport.as_mut(), durations, |since_ns, results| {
+    let mut tags: Vec<String> = classes.iter().map(RequestType::to_string).collect();
+    tags.push(format!("{measured}-measuring"));
+    let mut output = Output::create(args.histogram_log.as_deref())?;
+    let mut log = HistogramLog::begin(&mut output, tags, &format!("coreward load {}", args.target))?;
+    let intervals = args.histogram_log.is_some();
+    let mut results = generator::run(streams, transport.as_mut(), durations, intervals, |since_ns, results| {
         bar.set_position(since_ns / 1_000_000);
         let sum = |of: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(of).sum::<u64>();
         bar.set_message(format!("{} answered, {} lost", sum(|class| class.completed), sum(|class| class.lost)));
-        Ok(())
+        log.advance(since_ns, results)
     })?;
+    log.finish(results.ended_ns, &mut results)?;
+    output.flush()?;
     bar.finish_and_clear();
-    let report = Report::new(&results, &classes, args.measure.map(|_| measured));
-    Ok((report, results))
+    Ok(Report::new(&results, &classes, args.measure.map(|_| measured)))
 }
 
 fn nanoseconds(seconds: f64) -> u64 {
@@ -153,12 +175,14 @@ fn workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     if let Some(service) = &args.service {
         return Ok(Workload::service(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
     }
-    let times = args.multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
+    // Over TCP requests have nothing but a time.
+    let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
+    let times = multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
     let workload = Workload::mix(&args.mix, &times, args.seed, purpose);
     let unknown = workload.classes().iter().find(|class| !times.is_empty() && times.get(**class).is_none());
     ensure!(
         unknown.is_none(),
-        "--multiplier: Turbo's Figure 7 has no service time of {}: expected GET, PUT, SCAN18, SCAN46 and SCAN105",
+        "Turbo's Figure 7 has no service time of {}: expected GET, PUT, SCAN18, SCAN46 and SCAN105",
         unknown.unwrap_or(&RequestType::GET)
     );
     Ok(workload)
@@ -173,6 +197,13 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     let keys = Keys { count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
         TransportName::Udp => Box::new(Udp::open(args.target, &sources, keys, args.seed)?),
+        TransportName::Tcp => Box::new(Connections::open(Paced, args.target, sources, args.seed)?),
+        TransportName::Http => {
+            let only_get = args.service.is_none() && args.multiplier.is_none() && args.mix.to_string() == "GET=1";
+            ensure!(only_get, "--transport http asks for --path only: expected no --mix, --service or --multiplier");
+            let http = Http::new(&args.path, &args.target.to_string());
+            Box::new(Connections::open(http, args.target, sources, args.seed)?)
+        }
     })
 }
 

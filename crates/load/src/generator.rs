@@ -56,7 +56,7 @@ struct Generator<'a> {
 }
 
 /// Sends what the streams want sent, over `transport`, and returns when the last request is answered or lost. `progress` is
-/// called now and then with the time since the start (ns) and what there is so far.
+/// called now and then with the time since the start (ns) and what there is so far. `intervals`: record them, too.
 ///
 /// # Errors
 /// When the transport fails for good.
@@ -64,6 +64,7 @@ pub fn run(
     streams: Vec<Stream>,
     transport: &mut dyn Transport,
     durations: Durations,
+    intervals: bool,
     mut progress: impl FnMut(u64, &mut Results) -> anyhow::Result<()>,
 ) -> anyhow::Result<Results> {
     // The default of 50 us would make every request late by that (prctl(2), PR_SET_TIMERSLACK).
@@ -71,7 +72,7 @@ pub fn run(
     let start_ns = now_ns() + LEAD_NS;
     let classes = streams.iter().map(|stream| stream.workload.classes().len()).sum();
     let window = start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measured_ns;
-    let results = Results::new(classes, window)?;
+    let results = Results::new(classes, window, intervals)?;
     let outstanding = Outstanding::default();
     let mut generator =
         Generator { streams, transport, durations, outstanding, answers: Vec::new(), start_ns, results };
@@ -82,6 +83,7 @@ pub fn run(
             progress(now_ns().saturating_sub(start_ns), &mut generator.results)?;
         }
     }
+    generator.results.ended_ns = now_ns().saturating_sub(start_ns);
     generator.results.errors = generator.transport.errors();
     Ok(generator.results)
 }
@@ -124,7 +126,7 @@ impl Generator<'_> {
         let sent = Sent { due_ns, class: stream.first_class + demand.class };
         let id = self.outstanding.add(sent);
         self.results.sent(sent, now_ns());
-        self.transport.send(&demand, id);
+        self.transport.send(&demand, id, due_ns + self.durations.timeout_ns);
     }
 
     fn take(&mut self, answer: Answer) {

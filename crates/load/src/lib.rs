@@ -3,13 +3,14 @@
 //! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server (TCP)
 //! * [`request_type`]: kinds of requests, and how long each takes; [`workload`]: which are sent; [`arrivals`]: when
 //! * [`generator`]: sends them, over a [`transport`], and knows which are [`outstanding`]
-//! * [`results`]: what became of them; [`report`]: what is told of it; [`cli`]: the command
+//! * [`results`]: what became of them; [`report`], [`histogram_log`]: what is told of it; [`cli`]: the command
 //! * [`receive`]: when the kernel received something; [`event_loop`]: waiting
 
 pub mod arrivals;
 pub mod cli;
 pub mod event_loop;
 pub mod generator;
+pub mod histogram_log;
 pub mod key_value;
 pub mod outstanding;
 pub mod paced;

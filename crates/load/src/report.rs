@@ -163,6 +163,7 @@ impl Printed for Report {
             (self.unknown, "responses to no request"),
             (self.errors.refused, "refusals (nobody listened)"),
             (self.errors.not_sent, "requests that the kernel did not take"),
+            (self.errors.failed, "requests that the server could not do"),
             (self.errors.malformed, "malformed responses"),
             (self.errors.broken_connections, "broken connections"),
         ];

@@ -42,6 +42,10 @@ pub struct Results {
     pub unknown: u64,
     /// What went wrong on the way.
     pub errors: Errors,
+    /// When the last request was settled (ns since the start).
+    pub ended_ns: u64,
+    /// As `latency` of each class, of the present interval; empty when nobody asked for it.
+    intervals: Vec<Histogram<u64>>,
 }
 
 /// Three significant digits, from 1 ns to ten minutes; what is longer counts as that.
@@ -54,7 +58,7 @@ impl Results {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(classes: usize, window: Range<u64>) -> anyhow::Result<Self> {
+    pub fn new(classes: usize, window: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let class = |_| {
             let latency = new_histogram()?;
             Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency, arrived: 0 })
@@ -68,7 +72,16 @@ impl Results {
             late: 0,
             unknown: 0,
             errors: Errors::default(),
+            ended_ns: 0,
+            intervals: (0..if intervals { classes } else { 0 })
+                .map(|_| new_histogram())
+                .collect::<anyhow::Result<_>>()?,
         })
+    }
+
+    /// The latencies of each class since they were last reset.
+    pub fn intervals(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
+        self.intervals.iter_mut()
     }
 
     /// A request was sent at `now_ns`.
@@ -84,9 +97,13 @@ impl Results {
         if self.window.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived += 1;
         }
+        let latency_ns = arrived_ns.saturating_sub(sent.due_ns);
         if let Some(class) = self.measured(sent) {
             class.completed += 1;
-            class.latency.saturating_record(arrived_ns.saturating_sub(sent.due_ns));
+            class.latency.saturating_record(latency_ns);
+            if let Some(interval) = self.intervals.get_mut(usize::from(sent.class)) {
+                interval.saturating_record(latency_ns);
+            }
             if let Some(worker) = worker {
                 *self.workers.entry(worker).or_default() += 1;
             }

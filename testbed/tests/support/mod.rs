@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "every test file uses some of it")]
 
+pub mod load;
+
 use std::process::Command;
 use std::time::{Duration, Instant};
 

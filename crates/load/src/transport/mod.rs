@@ -1,12 +1,39 @@
 //! How requests get to the server and responses back.
 
+mod connections;
+mod http;
+mod tcp;
 mod udp;
 
 use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4};
 
-pub use udp::{Keys, Sources, Udp};
+pub use connections::{Connections, Malformed, Protocol, Reply};
+pub use http::Http;
+pub use tcp::Paced;
+pub use udp::{Keys, Udp};
 
 use crate::workload::Demand;
+
+/// Where requests come from.
+#[derive(Debug, Clone)]
+pub struct Sources {
+    /// Addresses; flows take them in turn.
+    pub addresses: Vec<Ipv4Addr>,
+    /// How many flows: source ports.
+    pub flows: u16,
+    /// The first one's port, the others follow; `None`: the kernel chooses.
+    pub first_port: Option<u16>,
+}
+
+impl Sources {
+    /// Address and port of flow `index`; port 0: the kernel's choice.
+    pub fn source(&self, index: u16) -> SocketAddrV4 {
+        let count = self.addresses.len();
+        let address = self.addresses.get(usize::from(index) % count.max(1)).copied().unwrap_or(Ipv4Addr::UNSPECIFIED);
+        SocketAddrV4::new(address, self.first_port.map_or(0, |first| first + index))
+    }
+}
 
 /// A response, or a part of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,14 +66,17 @@ pub struct Errors {
     pub not_sent: u64,
     /// What came was no response.
     pub malformed: u64,
-    /// Connections that ended before the test did.
+    /// The server answered that it could not do it: HTTP status 400 and above, a PUT into a full store.
+    pub failed: u64,
+    /// Connections that ended with requests on their way.
     pub broken_connections: u64,
 }
 
 /// One way of sending requests.
 pub trait Transport {
-    /// Sends a request, or queues it if its connection is not free. What cannot be sent is counted and goes unanswered.
-    fn send(&mut self, demand: &Demand, id: u32);
+    /// Sends a request, or queues it until a connection is free, but not beyond `deadline_ns`. What cannot be sent is counted
+    /// and goes unanswered.
+    fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64);
 
     /// Waits for answers until a moment of [`crate::event_loop::now_ns`] at the latest and puts those that came into `answers`.
     ///

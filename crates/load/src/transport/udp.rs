@@ -1,7 +1,7 @@
 //! Requests of the key-value protocol as datagrams, each from one of many sockets.
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
+use std::net::{SocketAddrV4, UdpSocket};
 use std::os::fd::AsFd as _;
 
 use anyhow::Context as _;
@@ -9,9 +9,9 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use zerocopy::FromBytes as _;
 
-use super::{Answer, Errors, Transport, Worker};
+use super::{Answer, Errors, Sources, Transport, Worker};
 use crate::event_loop::Epoll;
-use crate::key_value::{Request, ResponseHeader, key_name};
+use crate::key_value::{Request, ResponseHeader, Status, key_name};
 use crate::receive::Receiver;
 use crate::request_type::RequestType;
 use crate::workload::Demand;
@@ -20,26 +20,6 @@ use crate::workload::Demand;
 const RECEIVE_BUFFER: usize = 4 << 20;
 const PURPOSE_KEYS: u64 = 0x6c6f_6101;
 const PURPOSE_FLOWS: u64 = 0x6c6f_6102;
-
-/// Where requests come from.
-#[derive(Debug, Clone)]
-pub struct Sources {
-    /// Addresses; flows take them in turn.
-    pub addresses: Vec<Ipv4Addr>,
-    /// How many flows: source ports.
-    pub flows: u16,
-    /// The first one's port, the others follow; `None`: the kernel chooses.
-    pub first_port: Option<u16>,
-}
-
-impl Sources {
-    /// Address and port of flow `index`; port 0: the kernel's choice.
-    pub fn source(&self, index: u16) -> SocketAddrV4 {
-        let count = self.addresses.len();
-        let address = self.addresses.get(usize::from(index) % count.max(1)).copied().unwrap_or(Ipv4Addr::UNSPECIFIED);
-        SocketAddrV4::new(address, self.first_port.map_or(0, |first| first + index))
-    }
-}
 
 /// What keys and values requests have.
 #[derive(Debug, Clone, Copy)]
@@ -127,7 +107,7 @@ impl Udp {
 }
 
 impl Transport for Udp {
-    fn send(&mut self, demand: &Demand, id: u32) {
+    fn send(&mut self, demand: &Demand, id: u32, _deadline_ns: u64) {
         self.write(demand, id);
         let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
         // An ICMP error that came back for an earlier datagram is told by the next call, whatever that is (udp(7)).
@@ -153,6 +133,7 @@ impl Transport for Udp {
                 self.errors.malformed += 1;
                 continue;
             };
+            self.errors.failed += u64::from(header.status == Status::Full as u8);
             answers.push(Answer {
                 id: header.id.get(),
                 part: (header.part, header.parts),

@@ -1,0 +1,341 @@
+//! Connections that stay open, for protocols on TCP.
+//!
+//! A request goes to a connection at random where the protocol lets requests follow each other before they are answered;
+//! where it does not, to one that is free, and waits if none is: for that wait the server, or the number of connections, is to
+//! blame, so it is part of the latency. A connection that ends is opened again; what was on its way there is lost.
+
+use std::collections::VecDeque;
+use std::io::{self, Write as _};
+use std::net::{SocketAddrV4, TcpStream};
+use std::os::fd::AsFd as _;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand_xoshiro::Xoshiro256PlusPlus;
+use socket2::{Domain, Socket, Type};
+
+use super::{Answer, Errors, Sources, Transport, Worker};
+use crate::event_loop::{Epoll, Event, now_ns};
+use crate::receive::Receiver;
+use crate::workload::Demand;
+
+const PURPOSE_FLOWS: u64 = 0x6c6f_6103;
+/// A server that does not accept within this time is not there.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// When to try again after a connection could not be opened (ns).
+const RETRY_NS: u64 = 100_000_000;
+
+/// What came back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Reply {
+    /// Of the request, where the protocol has ids.
+    pub id: Option<u32>,
+    /// Who answered, where the protocol says so.
+    pub worker: Option<Worker>,
+    /// The server says that it could not do what it was asked for.
+    pub failed: bool,
+    /// The server will close the connection now.
+    pub closes: bool,
+}
+
+/// Bytes that are no response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Malformed;
+
+/// What is spoken on a connection; responses come in the order of the requests.
+pub trait Protocol {
+    /// Cuts the bytes of one connection into replies.
+    type Reader: Default + std::fmt::Debug;
+    /// Whether a request may follow another that is not answered yet.
+    const PIPELINED: bool;
+
+    /// Adds a request to the bytes to be sent.
+    fn write(&self, demand: &Demand, id: u32, output: &mut Vec<u8>);
+
+    /// Takes in bytes and gives each complete reply to `each`.
+    ///
+    /// # Errors
+    /// When they are no response.
+    fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed>;
+}
+
+#[derive(Debug)]
+struct Connection<R> {
+    stream: TcpStream,
+    /// Whether the server has accepted.
+    open: bool,
+    /// What the socket's buffer did not take yet.
+    output: Vec<u8>,
+    /// Requests on their way, the oldest first.
+    pending: VecDeque<u32>,
+    reader: R,
+    closes: bool,
+}
+
+/// A request for which no connection was free.
+#[derive(Debug)]
+struct Waiting {
+    demand: Demand,
+    id: u32,
+    deadline_ns: u64,
+}
+
+/// Connections that speak `P`.
+#[derive(Debug)]
+pub struct Connections<P: Protocol> {
+    protocol: P,
+    target: SocketAddrV4,
+    sources: Sources,
+    epoll: Epoll,
+    /// `None` between attempts to open it.
+    connections: Vec<Option<Connection<P::Reader>>>,
+    /// Those that are open and have nothing to do; only without pipelining.
+    free: Vec<usize>,
+    waiting: VecDeque<Waiting>,
+    /// When to open which again.
+    retries: VecDeque<(u64, usize)>,
+    rng: Xoshiro256PlusPlus,
+    receiver: Receiver,
+    events: Vec<Event>,
+    buffer: Vec<u8>,
+    errors: Errors,
+}
+
+impl<P: Protocol> Connections<P> {
+    /// Opens a connection per flow.
+    ///
+    /// # Errors
+    /// When a source cannot be bound, or nobody accepts.
+    pub fn open(protocol: P, target: SocketAddrV4, sources: Sources, seed: u64) -> anyhow::Result<Self> {
+        let mut all = Self {
+            protocol,
+            target,
+            epoll: Epoll::new()?,
+            connections: Vec::new(),
+            free: Vec::new(),
+            waiting: VecDeque::new(),
+            retries: VecDeque::new(),
+            rng: seeded_rng(seed, PURPOSE_FLOWS),
+            receiver: Receiver::default(),
+            events: Vec::new(),
+            buffer: vec![0; 65_536],
+            errors: Errors::default(),
+            sources,
+        };
+        for index in 0..usize::from(all.sources.flows) {
+            let source = all.sources.source(index as u16);
+            let socket = all.bind(index).with_context(|| format!("cannot bind the source {source}"))?;
+            let connected = socket.connect_timeout(&target.into(), CONNECT_LIMIT);
+            connected.with_context(|| format!("cannot connect from {source} to {target}"))?;
+            all.connections.push(None);
+            all.enter(index, socket, true)?;
+        }
+        Ok(all)
+    }
+
+    fn bind(&self, index: usize) -> io::Result<Socket> {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        // The port may be in TIME-WAIT towards another service.
+        socket.set_reuse_address(true)?;
+        socket.bind(&self.sources.source(index as u16).into())?;
+        socket.set_tcp_nodelay(true)?;
+        Receiver::enable(&socket)?;
+        Ok(socket)
+    }
+
+    fn enter(&mut self, index: usize, socket: Socket, open: bool) -> io::Result<()> {
+        socket.set_nonblocking(true)?;
+        let stream = TcpStream::from(socket);
+        // Edge-triggered: one report when it is connected, then one per arrival of data.
+        let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
+        self.epoll.add(stream.as_fd(), index as u64, flags)?;
+        let (output, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
+        self.connections[index] = Some(Connection { stream, open, output, pending, reader, closes: false });
+        if open {
+            self.is_free(index);
+        }
+        Ok(())
+    }
+
+    /// Begins to open a connection again.
+    fn reopen(&mut self, index: usize) {
+        self.connections[index] = None;
+        self.free.retain(|free| *free != index);
+        let attempt = || -> io::Result<Socket> {
+            let socket = self.bind(index)?;
+            socket.set_nonblocking(true)?;
+            match socket.connect(&self.target.into()) {
+                Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => Err(error),
+                _ => Ok(socket),
+            }
+        };
+        if attempt().and_then(|socket| self.enter(index, socket, false)).is_err() {
+            self.connections[index] = None;
+            self.errors.refused += 1;
+            self.retries.push_back((now_ns() + RETRY_NS, index));
+        }
+    }
+
+    /// An open connection has nothing on its way: it takes what waits.
+    fn is_free(&mut self, index: usize) {
+        if P::PIPELINED {
+            return;
+        }
+        let now_ns = now_ns();
+        while let Some(waiting) = self.waiting.pop_front() {
+            // Nobody waits for the answer any more: it is counted as lost.
+            if waiting.deadline_ns > now_ns {
+                return self.send_on(index, &waiting.demand, waiting.id);
+            }
+        }
+        self.free.push(index);
+    }
+
+    fn send_on(&mut self, index: usize, demand: &Demand, id: u32) {
+        let Some(connection) = &mut self.connections[index] else {
+            self.errors.not_sent += 1;
+            return;
+        };
+        self.protocol.write(demand, id, &mut connection.output);
+        connection.pending.push_back(id);
+        if connection.open && connection.flush().is_err() {
+            self.broke(index);
+        }
+    }
+
+    /// A connection ended while requests were on their way, or could not be opened.
+    fn broke(&mut self, index: usize) {
+        let Some(connection) = &self.connections[index] else { return };
+        if connection.open {
+            self.errors.broken_connections += 1;
+            self.reopen(index);
+        } else {
+            self.errors.refused += 1;
+            self.connections[index] = None;
+            self.retries.push_back((now_ns() + RETRY_NS, index));
+        }
+    }
+
+    fn ready(&mut self, index: usize, event: Event, answers: &mut Vec<Answer>) {
+        let Some(connection) = &mut self.connections[index] else { return };
+        if event.has(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
+            return self.broke(index);
+        }
+        if event.has(libc::EPOLLOUT) {
+            let opened = !std::mem::replace(&mut connection.open, true);
+            if connection.flush().is_err() {
+                return self.broke(index);
+            }
+            if opened {
+                self.is_free(index);
+            }
+        }
+        if event.has(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
+            self.read(index, event.has(libc::EPOLLRDHUP), answers);
+        }
+    }
+
+    /// Reads all there is. A short read says that the socket is empty (epoll(7), question 9), unless the stream's end
+    /// stands behind the data.
+    fn read(&mut self, index: usize, ended: bool, answers: &mut Vec<Answer>) {
+        loop {
+            let Some(connection) = &mut self.connections[index] else { return };
+            let received = match self.receiver.receive(&connection.stream, &mut self.buffer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(_) => return self.broke(index),
+                Ok(received) => received,
+            };
+            let bytes = &self.buffer[..received.length];
+            if bytes.is_empty() {
+                // Between requests a server may close when it likes.
+                return if connection.pending.is_empty() { self.reopen(index) } else { self.broke(index) };
+            }
+            let had_work = !connection.pending.is_empty();
+            let failed = &mut self.errors.failed;
+            if connection.take(bytes, received.arrived_ns, failed, answers, P::read).is_err() {
+                self.errors.malformed += 1;
+                return self.broke(index);
+            }
+            if connection.closes {
+                return if connection.pending.is_empty() { self.reopen(index) } else { self.broke(index) };
+            }
+            if had_work && connection.pending.is_empty() {
+                self.is_free(index);
+            }
+            if !ended && received.length < self.buffer.len() {
+                return;
+            }
+        }
+    }
+}
+
+type Read<R> = fn(&mut R, &[u8], &mut dyn FnMut(Reply)) -> Result<(), Malformed>;
+
+impl<R> Connection<R> {
+    fn flush(&mut self) -> io::Result<()> {
+        while !self.output.is_empty() {
+            match self.stream.write(&self.output) {
+                Ok(length) => drop(self.output.drain(..length)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Matches replies with the requests that they answer.
+    fn take(
+        &mut self,
+        bytes: &[u8],
+        arrived_ns: u64,
+        failed: &mut u64,
+        answers: &mut Vec<Answer>,
+        read: Read<R>,
+    ) -> Result<(), Malformed> {
+        let (pending, closes, mut in_order) = (&mut self.pending, &mut self.closes, true);
+        read(&mut self.reader, bytes, &mut |reply| match pending.pop_front() {
+            Some(id) if reply.id.is_none_or(|of| of == id) => {
+                *failed += u64::from(reply.failed);
+                *closes |= reply.closes;
+                answers.push(Answer { id, part: (0, 1), arrived_ns, worker: reply.worker });
+            }
+            _ => in_order = false,
+        })?;
+        if in_order { Ok(()) } else { Err(Malformed) }
+    }
+}
+
+impl<P: Protocol> Transport for Connections<P> {
+    fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64) {
+        if P::PIPELINED {
+            let index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
+            return self.send_on(index, demand, id);
+        }
+        if self.free.is_empty() {
+            return self.waiting.push_back(Waiting { demand: *demand, id, deadline_ns });
+        }
+        let chosen = uniform_below(&mut self.rng, self.free.len() as u32) as usize;
+        let index = self.free.swap_remove(chosen);
+        self.send_on(index, demand, id);
+    }
+
+    fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
+        let retry_ns = self.retries.front().map_or(u64::MAX, |(at_ns, _)| *at_ns);
+        let mut events = std::mem::take(&mut self.events);
+        events.extend(self.epoll.wait(Some(until_ns.min(retry_ns)))?);
+        for event in events.drain(..) {
+            self.ready(event.token as usize, event, answers);
+        }
+        self.events = events;
+        while let Some((_, index)) = self.retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns()) {
+            self.retries.pop_front();
+            self.reopen(index);
+        }
+        Ok(())
+    }
+
+    fn errors(&self) -> Errors {
+        self.errors
+    }
+}

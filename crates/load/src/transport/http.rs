@@ -1,0 +1,183 @@
+//! HTTP/1.1 with keep-alive (RFC 9112): GET of one path, one request at a time on a connection.
+
+use super::connections::{Malformed, Protocol, Reply};
+use crate::workload::Demand;
+
+/// Most header fields of a response.
+const HEADERS_MAX: usize = 64;
+/// Longest head of a response (bytes).
+const HEAD_MAX: usize = 65_536;
+
+/// Asks for one path.
+#[derive(Debug, Clone)]
+pub struct Http {
+    request: Vec<u8>,
+}
+
+impl Http {
+    /// `path` begins with a slash; `host` is what the Host field says.
+    pub fn new(path: &str, host: &str) -> Self {
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: coreward\r\n\r\n");
+        Self { request: request.into_bytes() }
+    }
+}
+
+impl Protocol for Http {
+    type Reader = Reader;
+    const PIPELINED: bool = false;
+
+    fn write(&self, _demand: &Demand, _id: u32, output: &mut Vec<u8>) {
+        output.extend_from_slice(&self.request);
+    }
+
+    fn read(reader: &mut Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed> {
+        reader.unread.extend_from_slice(bytes);
+        let mut at = 0;
+        while let Some(taken) = reader.step(at, each)? {
+            at += taken;
+        }
+        reader.unread.drain(..at);
+        Ok(())
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Expected {
+    #[default]
+    Head,
+    /// So many bytes of a body that is as long as its head said.
+    Body(u64),
+    ChunkSize,
+    /// So many bytes, the line end behind them among them.
+    Chunk(u64),
+    Trailer,
+}
+
+/// Where in a response a connection is.
+#[derive(Debug, Default)]
+pub struct Reader {
+    unread: Vec<u8>,
+    expected: Expected,
+    reply: Reply,
+}
+
+impl Reader {
+    /// Takes the next piece of a response from `at` on and returns its length; `None`: it has not come yet.
+    fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, Malformed> {
+        let rest = &self.unread[at..];
+        let taken = match self.expected {
+            Expected::Head => {
+                let Some((length, expected, reply)) = head(rest)? else { return Ok(None) };
+                (self.expected, self.reply) = (expected, reply);
+                length
+            }
+            Expected::Body(left) | Expected::Chunk(left) => {
+                let taken = left.min(rest.len() as u64);
+                if taken == 0 && left > 0 {
+                    return Ok(None);
+                }
+                let is_body = matches!(self.expected, Expected::Body(_));
+                self.expected = match left - taken {
+                    0 if is_body => Expected::Body(0),
+                    0 => Expected::ChunkSize,
+                    left if is_body => Expected::Body(left),
+                    left => Expected::Chunk(left),
+                };
+                taken as usize
+            }
+            Expected::ChunkSize => match httparse::parse_chunk_size(rest).map_err(|_| Malformed)? {
+                httparse::Status::Partial => return Ok(None),
+                httparse::Status::Complete((length, size)) => {
+                    self.expected = if size == 0 {
+                        Expected::Trailer
+                    } else {
+                        Expected::Chunk(size.checked_add(2).ok_or(Malformed)?)
+                    };
+                    length
+                }
+            },
+            Expected::Trailer => {
+                let Some(end) = rest.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
+                if end == 0 {
+                    self.expected = Expected::Body(0);
+                }
+                end + 2
+            }
+        };
+        if self.expected == Expected::Body(0) {
+            self.expected = Expected::Head;
+            each(self.reply);
+        }
+        Ok(Some(taken))
+    }
+}
+
+/// A response's head: its length, what follows it, and what it says.
+fn head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malformed> {
+    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+    let mut response = httparse::Response::new(&mut headers);
+    let httparse::Status::Complete(length) = response.parse(bytes).map_err(|_| Malformed)? else {
+        return if bytes.len() > HEAD_MAX { Err(Malformed) } else { Ok(None) };
+    };
+    let field = |name: &str| {
+        let header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
+        header.and_then(|header| std::str::from_utf8(header.value).ok())
+    };
+    let has = |name: &str, word: &str| {
+        field(name).is_some_and(|value| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word)))
+    };
+    let code = response.code.ok_or(Malformed)?;
+    let expected = if code == 204 || code == 304 {
+        Expected::Body(0)
+    } else if has("transfer-encoding", "chunked") {
+        Expected::ChunkSize
+    } else {
+        // A body that ends with the connection would leave nothing to keep alive.
+        Expected::Body(field("content-length").and_then(|length| length.trim().parse().ok()).ok_or(Malformed)?)
+    };
+    let persists = response.version == Some(1) || has("connection", "keep-alive");
+    let closes = !persists || has("connection", "close");
+    Ok(Some((length, expected, Reply { failed: code >= 400, closes, ..Reply::default() })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The replies to these bytes, however they are cut.
+    fn replies(bytes: &[u8]) -> Result<Vec<Reply>, Malformed> {
+        let read = |piece: usize| {
+            let (mut reader, mut replies) = (Reader::default(), Vec::new());
+            for bytes in bytes.chunks(piece) {
+                Http::read(&mut reader, bytes, &mut |reply| replies.push(reply))?;
+            }
+            Ok(replies)
+        };
+        let whole = read(bytes.len());
+        (1..bytes.len()).for_each(|piece| assert_eq!(read(piece), whole, "in pieces of {piece} bytes"));
+        whole
+    }
+
+    const DONE: Reply = Reply { id: None, worker: None, failed: false, closes: false };
+
+    #[test]
+    fn responses_are_told_apart() {
+        let with_length =
+            b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
+        assert_eq!(replies(with_length), Ok(vec![DONE, Reply { failed: true, ..DONE }]));
+        let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
+        assert_eq!(replies(chunked), Ok(vec![DONE]));
+        let closing = b"HTTP/1.1 304 Not Modified\r\nConnection: Close\r\n\r\n";
+        assert_eq!(replies(closing), Ok(vec![Reply { closes: true, ..DONE }]));
+        let old = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";
+        assert_eq!(replies(old), Ok(vec![Reply { closes: true, ..DONE }]));
+        assert_eq!(replies(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP"), Ok(vec![]));
+    }
+
+    #[test]
+    fn what_is_no_response_is_refused() {
+        assert_eq!(replies(b"220 mail.example\r\n\r\n"), Err(Malformed));
+        assert_eq!(replies(b"HTTP/1.1 200 OK\r\n\r\nuntil the end"), Err(Malformed));
+        assert_eq!(replies(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), Err(Malformed));
+    }
+}

@@ -1,0 +1,30 @@
+//! The paced server's protocol.
+
+use zerocopy::IntoBytes as _;
+
+use super::Worker;
+use super::connections::{Malformed, Protocol, Reply};
+use crate::paced::{Messages, Request, Response};
+use crate::workload::Demand;
+
+/// [`crate::paced`] on TCP: each request says how long it takes.
+#[derive(Debug, Clone, Copy)]
+pub struct Paced;
+
+impl Protocol for Paced {
+    type Reader = Messages;
+    const PIPELINED: bool = true;
+
+    fn write(&self, demand: &Demand, id: u32, output: &mut Vec<u8>) {
+        let request = Request { service_us: demand.service_ns.div_ceil(1_000).into(), id: id.into() };
+        output.extend_from_slice(request.as_bytes());
+    }
+
+    fn read(reader: &mut Messages, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed> {
+        reader.take(bytes, |response: Response| {
+            let worker = Some(Worker { server: response.server, worker: response.core.into() });
+            each(Reply { id: Some(response.id.get()), worker, ..Reply::default() });
+        });
+        Ok(())
+    }
+}
