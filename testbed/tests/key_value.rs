@@ -205,6 +205,26 @@ fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
 }
 
 #[test]
+fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
+    if skip_without_privilege("an_interrupted_run_reports_what_it_measured") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvctrlc")?;
+    let _server = testbed.start_key_value_server(1, &[])?;
+    let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0")?;
+    std::thread::sleep(Duration::from_millis(1_500));
+    load.signal(Signal::SIGINT)?;
+    let report = report(load)?;
+    let seconds = report["seconds"].as_f64().unwrap();
+    assert!(seconds > 0.5 && seconds < 20.0, "{report}");
+    let requests = report["requests"].as_f64().unwrap();
+    // Poisson: 1,500 give or take six standard deviations.
+    assert!((requests / seconds / 1_000.0 - 1.0).abs() < 0.16, "{report}");
+    assert_eq!((report["lost"].as_u64(), &report["completed"]), (Some(0), &report["requests"]), "{report}");
+    Ok(())
+}
+
+#[test]
 fn what_makes_no_sense_is_refused() -> anyhow::Result<()> {
     let error = |arguments: &str| -> anyhow::Result<String> {
         let output = Command::new(coreward_command()?).args(arguments.split(' ')).output()?;

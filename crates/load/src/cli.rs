@@ -2,6 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -10,6 +11,7 @@ use coreward_sim::output::{Format, Printed as _};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arrivals::{Arrivals, Schedule};
+use crate::event_loop::now_ns;
 use crate::generator::{self, Durations, Stream};
 use crate::histogram_log::{HistogramLog, Output};
 use crate::key_value::VALUE_MAX;
@@ -22,6 +24,9 @@ const PURPOSE_ARRIVALS: u64 = 0x6c6f_6111;
 const PURPOSE_DEMANDS: u64 = 0x6c6f_6112;
 const PURPOSE_MEASURE_ARRIVALS: u64 = 0x6c6f_6113;
 const PURPOSE_MEASURE_DEMANDS: u64 = 0x6c6f_6114;
+
+/// A signal came (SIGINT, SIGTERM): what was measured until then is reported.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options of `coreward load`.
 #[derive(Debug, Clone, clap::Args)]
@@ -155,7 +160,11 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let mut output = Output::create(args.histogram_log.as_deref())?;
     let mut log = HistogramLog::begin(&mut output, tags, &format!("coreward load {}", args.target))?;
     let intervals = args.histogram_log.is_some();
+    ctrlc::set_handler(|| INTERRUPTED.store(true, Ordering::Relaxed))?;
     let mut results = generator::run(streams, transport.as_mut(), durations, intervals, |since_ns, results| {
+        if INTERRUPTED.load(Ordering::Relaxed) {
+            results.stop(now_ns());
+        }
         bar.set_position(since_ns / 1_000_000);
         let sum = |of: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(of).sum::<u64>();
         bar.set_message(format!("{} answered, {} lost", sum(|class| class.completed), sum(|class| class.lost)));
@@ -164,6 +173,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     log.finish(results.ended_ns, &mut results)?;
     output.flush()?;
     bar.finish_and_clear();
+    ensure!(!results.window.is_empty(), "interrupted before anything was measured");
     Ok(Report::new(&results, &classes, args.measure.map(|_| measured)))
 }
 

@@ -56,7 +56,7 @@ struct Generator<'a> {
 }
 
 /// Sends what the streams want sent, over `transport`, and returns when the last request is answered or lost. `progress` is
-/// called now and then with the time since the start (ns) and what there is so far. `intervals`: record them, too.
+/// called now and then with the time since the start (ns) and what there is so far, which it may [`Results::stop`]. `intervals`: record them, too.
 ///
 /// # Errors
 /// When the transport fails for good.
@@ -91,7 +91,7 @@ pub fn run(
 impl Generator<'_> {
     /// Sends what is due, takes in what has come. `false`: everything is settled.
     fn turn(&mut self) -> io::Result<bool> {
-        let end_ns = self.start_ns + self.durations.warm_up_ns + self.durations.measured_ns;
+        let end_ns = self.results.window.end;
         let mut next = self.next_stream(end_ns);
         for _ in 0..TURN {
             let Some((stream, due_ns)) = next.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };

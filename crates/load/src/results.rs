@@ -79,6 +79,11 @@ impl Results {
         })
     }
 
+    /// The measured time ends now, if it would last longer.
+    pub fn stop(&mut self, now_ns: u64) {
+        self.window.end = self.window.end.min(now_ns.max(self.window.start));
+    }
+
     /// The latencies of each class since they were last reset.
     pub fn intervals(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
         self.intervals.iter_mut()
