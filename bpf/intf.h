@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
 /*
  * Every layout and every limit that the kernel's side and user space share, once: here, and what concerns servers alone in
- * intf_server.h, which this file includes.
+ * intf_server.h and intf_dispatch.h, which this file includes.
  *
  * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
  * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
@@ -611,6 +611,8 @@ struct captured_packet {
 
 /* Servers as they see themselves: a file of its own for its length. */
 #include "intf_server.h"
+/* Requests at a server's workers: another. */
+#include "intf_dispatch.h"
 
 /* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
 

@@ -8,13 +8,15 @@ use std::sync::{Arc, Mutex};
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
 /// Enums whose variants become a list of names, and the prefix that the names lose.
-const NAMED_ENUMS: [(&str, &str, &str); 6] = [
+const NAMED_ENUMS: [(&str, &str, &str); 8] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),
     ("steer_counter", "STEER_COUNTER_", "STEER_COUNTER_NAMES"),
     ("placement_rule", "PLACEMENT_RULE_", "PLACEMENT_RULE_NAMES"),
     ("consistency", "CONSISTENCY_", "CONSISTENCY_NAMES"),
     ("lb_event", "LB_EVENT_", "LB_EVENT_NAMES"),
+    ("dispatch_policy", "DISPATCH_POLICY_", "DISPATCH_POLICY_NAMES"),
+    ("dispatch_counter", "DISPATCH_COUNTER_", "DISPATCH_COUNTER_NAMES"),
 ];
 
 type Variants = Arc<Mutex<Vec<(String, String, i64)>>>;
@@ -78,13 +80,15 @@ fn names(variants: &[(String, String, i64)]) -> String {
 
 fn main() {
     let header = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf/intf.h");
-    println!("cargo::rerun-if-changed={}", header.with_file_name("intf_server.h").display());
+    for part in ["intf_server.h", "intf_dispatch.h"] {
+        println!("cargo::rerun-if-changed={}", header.with_file_name(part).display());
+    }
     println!("cargo::rerun-if-changed={}", header.display());
     println!("cargo::rerun-if-changed=build.rs");
     let variants = Variants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
-        .allowlist_file(".*/intf(_server)?\\.h")
+        .allowlist_file(".*/intf(_server|_dispatch)?\\.h")
         .parse_callbacks(Box::new(Callbacks { variants: variants.clone() }))
         .derive_default(true)
         .layout_tests(false)

@@ -11,6 +11,7 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
+use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_load::cli::{self as load, LoadArgs};
@@ -36,6 +37,8 @@ enum Command {
     Lb(LbArgs),
     /// The agent of a server: attaches the programs, or takes over those at work, reports, follows the controller
     Agent(AgentArgs),
+    /// At a server: which worker of a UDP service gets a request, for servers as they are
+    Dispatch(DispatchArgs),
     /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
     Status(StatusArgs),
     /// Where a new connection would go, and why
@@ -195,6 +198,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
         }
         Command::Agent(args) => agent(args),
+        Command::Dispatch(args) => {
+            rights::require("coreward dispatch")?;
+            print(&dispatch::run(&args)?)
+        }
         Command::Status(StatusArgs { ask }) => print(&show::status(ask.controller, ask.format.into())?),
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {

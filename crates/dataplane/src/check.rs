@@ -1,13 +1,16 @@
 //! Whether this kernel takes the programs: each is loaded, attached to nothing, and let go.
 
 use std::mem::MaybeUninit;
+use std::net::Ipv4Addr;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
 use libbpf_rs::ObjectBuilder;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
+use crate::dispatch::{self, Policy, RequestId, RequestType};
 use crate::skeleton;
+use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
 /// Loads every program; gives the name of each with what the kernel said.
@@ -25,9 +28,32 @@ fn load(name: &str, object: &[u8]) -> anyhow::Result<()> {
             each(intf::CONSISTENCY_COUNT).try_for_each(|mode| load_lb(1 << intf::PLACEMENT_RULE_TABLE, mode))?;
             load_lb(all_rules, all_modes)?;
         }
+        "dispatch" => {
+            for (policy, learn, ids) in Policy::all().flat_map(|policy| [(policy, false, false), (policy, true, true)])
+            {
+                load_dispatch(policy, learn, ids).with_context(|| format!("with the policy {}", policy.name()))?;
+            }
+        }
         _ => drop(ObjectBuilder::default().open_memory(object)?.load()?),
     }
     Ok(())
+}
+
+fn load_dispatch(policy: Policy, learn: bool, ids: bool) -> anyhow::Result<()> {
+    let match_nothing = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
+    let options = dispatch::Options {
+        service: (Ipv4Addr::UNSPECIFIED, 53).into(),
+        policy,
+        request_id: ids.then_some(RequestId { offset: 0, response_offset: 0, bytes: 2 }),
+        type_offset: 0,
+        types: if ids { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
+        other_class: 0,
+        learn,
+    };
+    let mut storage = MaybeUninit::uninit();
+    let mut open = DispatchSkelBuilder::default().open(&mut storage)?;
+    dispatch::set_constants(&mut open, &options)?;
+    open.load().map(drop).map_err(Into::into)
 }
 
 fn load_lb(rules: u32, modes: u32) -> anyhow::Result<()> {

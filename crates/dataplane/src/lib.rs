@@ -2,10 +2,13 @@
 
 pub mod check;
 pub mod cpu_load;
+pub mod dispatch;
 pub mod lb;
+pub mod listeners;
 pub mod mac;
 pub mod mapped;
 pub mod neighbour;
+pub mod reuseport;
 pub mod server;
 pub mod service_slots;
 pub mod sockets;

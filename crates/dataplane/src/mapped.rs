@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -56,6 +56,7 @@ impl<T: FromBytes + IntoBytes> Mapped<[T]> {
 }
 
 const WORD: usize = size_of::<u64>();
+const HALF: usize = size_of::<u32>();
 
 impl<T: ?Sized> Mapped<T> {
     fn map(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
@@ -100,6 +101,24 @@ impl<T: ?Sized> Mapped<T> {
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
         let word = &self.words_at(offset, WORD)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// The 32-bit word at `offset`, which programs change by atomic operations of that size.
+    ///
+    /// # Panics
+    /// When `offset` is no multiple of 4 or outside.
+    pub fn half(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(HALF) && offset + HALF <= self.bytes.get(), "no 32-bit word at {offset}");
+        // SAFETY: inside the mapping, aligned, and of atomic type, as all access to this memory is.
+        unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }
+    }
+
+    /// The word at `offset`, which programs change by atomic operations.
+    ///
+    /// # Panics
+    /// When `offset` is no multiple of 8 or outside.
+    pub fn word(&self, offset: usize) -> &AtomicU64 {
+        &self.words_at(offset, WORD)[0]
     }
 
     /// A copy of what stands at `offset`. Each word is whole; a program may write between two of them.

@@ -1,21 +1,20 @@
 //! `bpf/steer.bpf.c` at a group of listening sockets: loaded, attached, pinned, taken over, filled, read.
 //!
-//! A socket can be in one REUSEPORT_SOCKARRAY only, so a restarted agent cannot install a second steering beside the
-//! first: it takes over the pinned array and puts its program in the place of the one attached. Pinned below `steer/NAME/`
-//! of one directory of a bpffs: `workers` and `state`.
+//! A restarted agent takes over what is pinned below `steer/NAME/` of one directory of a bpffs (`workers` and `state`) and
+//! puts its program in the place of the one attached: [`crate::reuseport`] says why.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::mem::{MaybeUninit, offset_of};
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use coreward_intf as intf;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{MapCore as _, MapFlags};
 
 use crate::mapped::Mapped;
+use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
 /// Names of the counters that [`Steer::counters`] gives.
@@ -24,14 +23,11 @@ pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 /// How many counters there are.
 pub const COUNTERS: usize = intf::STEER_COUNTER_COUNT as usize;
 
-/// What identifies a socket as long as it lives (SO_COOKIE).
-pub type SocketCookie = u64;
-
 /// The steering of one service. Dropping this leaves it at work.
 #[derive(Debug)]
 pub struct Steer {
     program: OwnedFd,
-    workers: libbpf_rs::MapHandle,
+    workers: SocketArray,
     state: Mapped<intf::steer_state>,
     taken_over: bool,
 }
@@ -56,7 +52,7 @@ impl Steer {
         })?;
         let steer = Self {
             program: loaded.progs.steer.as_fd().try_clone_to_owned()?,
-            workers: libbpf_rs::MapHandle::try_from(&loaded.maps.workers)?,
+            workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
             state: Mapped::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
             taken_over,
         };
@@ -76,46 +72,12 @@ impl Steer {
     /// # Errors
     /// When the socket is in no SO_REUSEPORT group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let program = self.program.as_raw_fd();
-        // SAFETY: the pointer and the length are those of an int that lives until the call returns.
-        let attached = unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_ATTACH_REUSEPORT_EBPF,
-                (&raw const program).cast(),
-                size_of_val(&program) as u32,
-            )
-        };
-        nix::errno::Errno::result(attached).map(drop).context("attaching to the group of listening sockets")
-    }
-
-    /// Takes the program from the group that `socket` is in: the kernel then picks by itself.
-    ///
-    /// # Errors
-    /// When none is attached.
-    pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let unused = 0i32;
-        // SAFETY: as in `attach`.
-        let detached = unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_DETACH_REUSEPORT_BPF,
-                (&raw const unused).cast(),
-                size_of_val(&unused) as u32,
-            )
-        };
-        nix::errno::Errno::result(detached).map(drop).context("detaching from the group of listening sockets")
+        reuseport::attach(self.program.as_fd(), socket)
     }
 
     /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
-        let cookie = |slot: u32| {
-            let value = self.workers.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
-            Some((slot, SocketCookie::from_ne_bytes(value.try_into().ok()?)))
-        };
-        (0..intf::MAX_STEERED_SOCKETS).filter_map(cookie).collect()
+        self.workers.sockets()
     }
 
     /// Puts a listening socket into a free slot and returns the slot.
@@ -123,14 +85,8 @@ impl Steer {
     /// # Errors
     /// When all slots are taken, the socket does not listen, or it is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
-        let taken = self.sockets();
-        let Some(slot) = (0..intf::MAX_STEERED_SOCKETS).find(|slot| !taken.contains_key(slot)) else {
-            bail!("more than {} listening sockets of one service", intf::MAX_STEERED_SOCKETS);
-        };
-        let descriptor = socket.as_raw_fd() as u64;
-        self.workers
-            .update(&slot.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::NO_EXIST)
-            .context("a listening socket cannot be steered (is it in the array of another steering?)")?;
+        let slot = self.workers.free_slot()?;
+        self.workers.put(slot, socket)?;
         Ok(slot)
     }
 

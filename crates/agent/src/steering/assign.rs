@@ -1,6 +1,7 @@
 //! Which listening socket takes the connections of which receive queue. Pure.
 
-use super::listeners::Listener;
+use coreward_dataplane::listeners::Listener;
+
 use crate::config::Steer;
 
 /// For each queue the position in `listeners` of the one that takes its connections; `None`: the kernel picks.

@@ -2,11 +2,10 @@
 //!
 //! The server is unmodified and already running. Once a second [`Steering::look`] compares its listening sockets with
 //! those that are steered; when they changed (a start, a reload with another number of workers, a worker that was
-//! respawned), the epoll sets of all processes are looked through again ([`listeners`]), new sockets are put into the
+//! respawned), the epoll sets of all processes are looked through again ([`coreward_dataplane::listeners`]), new sockets are put into the
 //! array, and queues are assigned ([`assign`]).
 
 mod assign;
-mod listeners;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,12 +15,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use coreward_dataplane::listeners::{self, Inode, Listener};
+use coreward_dataplane::reuseport;
 use coreward_dataplane::steer::{self, Steer as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 
 use crate::config::Steer;
-use listeners::{Inode, Listener};
 
 /// The epoll sets are looked through at least this often: a worker may have been pinned to another CPU.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
@@ -107,8 +107,8 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
         if let Some(address) = entry.file_name().to_str().and_then(address_of_pin) {
             // Sockets that are not there any more have taken the program with them.
-            for listener in listeners::waiting(&listeners::listening(address)?)?.iter().take(1) {
-                if let Err(error) = Program::detach(listeners::take(listener)?.as_fd()) {
+            for listener in listeners::waiting(&listeners::listening(address.into())?)?.iter().take(1) {
+                if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
                     tracing::debug!("{address}: {error:#}");
                 }
             }
@@ -125,7 +125,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 impl Service {
     /// Gives a warning when connections of some queue go to workers of the kernel's choice.
     fn look(&mut self, mode: Steer, address: SocketAddrV4, cpu_of_queue: &[usize]) -> anyhow::Result<Option<String>> {
-        let inodes = listeners::listening(address)?;
+        let inodes = listeners::listening(address.into())?;
         if inodes.is_empty() {
             self.seen = None;
             return Ok(Some("nobody listens".to_owned()));
@@ -163,7 +163,7 @@ impl Service {
         let mut attached = false;
         for listener in found {
             let socket = listeners::take(listener)?;
-            let cookie = listeners::socket_cookie(&socket)?;
+            let cookie = reuseport::socket_cookie(socket.as_fd())?;
             slots.push(match steered.get(&cookie) {
                 Some(slot) => *slot,
                 None => self.program.add_socket(socket.as_fd())?,

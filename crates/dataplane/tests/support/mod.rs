@@ -4,6 +4,7 @@
 #![allow(dead_code)]
 
 pub mod balancer;
+pub mod dispatch_bed;
 pub mod hand_client;
 pub mod network;
 pub mod packet_socket;

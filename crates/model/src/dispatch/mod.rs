@@ -7,22 +7,28 @@
 //! (HPCA'23, Sect. V-A).
 
 mod assignment;
+mod class_bounds;
 mod jbsrq;
 mod jlq;
 mod jsq;
 mod least;
+mod repair;
 mod rss;
 mod spread;
 mod stealing;
+mod weight;
 
 pub use assignment::{Assignment, Change, CoreAllocation, LoadHint, LoadMonitor, UnknownAssignment};
+pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
 pub use jbsrq::{JoinBoundedShortestRankedQueue, Lambda, LambdaOutOfRange};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{Key, LeastTree};
+pub use repair::{LearnedTime, Liveness, given_up};
 pub use rss::{BucketHash, regroup};
 pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Theft};
+pub use weight::Weight;
 
 /// What the NIC knows of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,285 @@
+//! `bpf/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, kept right, read.
+//!
+//! Pinned below one directory of a bpffs for each service: `workers` (the array of sockets), `sockets` (their slots),
+//! `state`, `requests` and `responses_link`. [`Dispatch`] is what changes them, [`Books`] reads and repairs what the
+//! programs count; both work while requests come.
+
+mod books;
+mod options;
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_intf as intf;
+use coreward_model::dispatch::{ClassBounds, Weight};
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
+
+pub use books::{Books, WorkerCounts};
+pub use options::{
+    LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_TYPES, Options, Patience, Policy, RequestId, RequestType,
+    UnknownPolicy,
+};
+
+use crate::reuseport::{self, SocketArray, SocketCookie};
+use crate::skeleton::dispatch::{DispatchSkelBuilder, OpenDispatchSkel};
+
+/// Names of the counters that [`Books::counters`] gives.
+pub use coreward_intf::DISPATCH_COUNTER_NAMES as COUNTER_NAMES;
+
+/// The most workers of one service.
+pub const MAX_WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
+/// The most priority classes of one service.
+pub const MAX_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
+
+const PIN_WORKERS: &str = "workers";
+const PIN_SOCKETS: &str = "sockets";
+const PIN_STATE: &str = "state";
+const PIN_REQUESTS: &str = "requests";
+const PIN_LINK: &str = "responses_link";
+
+/// The dispatch of one service. Dropping this leaves it at work.
+#[derive(Debug)]
+pub struct Dispatch {
+    program: OwnedFd,
+    workers: SocketArray,
+    sockets: MapHandle,
+    books: Books,
+    queues: Link,
+    _responses: Link,
+    policy: Policy,
+    taken_over: bool,
+}
+
+impl Dispatch {
+    /// Loads the programs and begins to see responses. `pins`: the service's own directory; what is pinned there from
+    /// before is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a cgroup2
+    /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
+    ///
+    /// # Errors
+    /// When `pins` is not on a bpffs, what is pinned is of another version, or the kernel refuses a program.
+    ///
+    /// # Panics
+    /// When `options` has more than [`MAX_TYPES`] types.
+    pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
+        assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
+        fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
+        let taken_over = pins.join(PIN_WORKERS).exists();
+        let mut storage = MaybeUninit::uninit();
+        let mut open = DispatchSkelBuilder::default().open(&mut storage).context("bpf/dispatch.bpf.c")?;
+        set_constants(&mut open, options)?;
+        open.maps.workers.set_pin_path(pins.join(PIN_WORKERS))?;
+        open.maps.sockets.set_pin_path(pins.join(PIN_SOCKETS))?;
+        open.maps.bss_state.set_pin_path(pins.join(PIN_STATE))?;
+        open.maps.bss_requests.set_pin_path(pins.join(PIN_REQUESTS))?;
+        let another = || format!("{} is of another version (end it with --detach first)", pins.display());
+        let loaded = open.load().with_context(|| format!("the kernel refused bpf/dispatch.bpf.c, or {}", another()))?;
+        let books = Books::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
+        if taken_over {
+            ensure!(books.is_of_this_version(), another());
+        } else {
+            books.start()?;
+        }
+        books.describe(options);
+        let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(PIN_LINK))?;
+        Ok(Self {
+            program: loaded.progs.dispatch.as_fd().try_clone_to_owned()?,
+            workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
+            sockets: (&loaded.maps.sockets).try_into()?,
+            books,
+            queues: loaded.progs.queues.attach().context("attaching the look at the queues (iter/udp)")?,
+            _responses: responses,
+            policy: options.policy,
+            taken_over,
+        })
+    }
+
+    /// Whether pinned state of an earlier process was taken over.
+    pub fn taken_over(&self) -> bool {
+        self.taken_over
+    }
+
+    /// What the programs count.
+    pub fn books(&self) -> &Books {
+        &self.books
+    }
+
+    /// Attaches the program to the group that `socket` is in, in place of one attached before.
+    ///
+    /// # Errors
+    /// When the socket is in no SO_REUSEPORT group.
+    pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        reuseport::attach(self.program.as_fd(), socket)
+    }
+
+    /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
+    pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
+        self.workers.sockets()
+    }
+
+    /// Makes the reader of `socket` a worker; its slot. It gets requests from now on. (`pid`: for those who ask.)
+    ///
+    /// # Errors
+    /// When all slots are taken, or the socket is in another array or without SO_REUSEPORT.
+    pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
+        let slot = self.workers.free_slot()?;
+        let cookie = reuseport::socket_cookie(socket)?;
+        let key = socket.as_raw_fd().to_ne_bytes();
+        self.sockets.update(&key, &slot.to_ne_bytes(), MapFlags::ANY).context("storage of the socket's slot")?;
+        self.books.occupy(slot, cookie, pid);
+        if let Err(error) = self.workers.put(slot, socket) {
+            self.books.vacate(slot);
+            return Err(error);
+        }
+        self.books.open(slot);
+        Ok(slot)
+    }
+
+    /// How many requests of each class a worker may have outstanding before it takes another one. For `jsq` only the first
+    /// class counts. `bounds` gives them for so many workers in the order of their slots.
+    ///
+    /// # Panics
+    /// When there are more bounds than workers can be.
+    pub fn set_bounds(&self, bounds: impl Fn(u16) -> ClassBounds) {
+        let slots: Vec<u32> = self.sockets().into_keys().collect();
+        let bounds = bounds(slots.len().max(1) as u16);
+        let rows: Vec<Vec<u32>> = (0..MAX_CLASSES as u8).map(|class| bounds.of(class).to_vec()).collect();
+        // jsq compares with the first, whatever slot that belongs to.
+        let first = (self.policy == Policy::ShortestQueue).then(|| rows[0][0]);
+        self.books.set_bounds(&slots, &rows, first);
+    }
+
+    /// The expected service time of each type, in the order of [`Options::types`]; the last is for all others.
+    ///
+    /// # Panics
+    /// When there are more times than types can be.
+    pub fn set_expected(&self, times: &[Duration]) {
+        for (number, time) in times.iter().enumerate() {
+            self.books.set_weight(number, Weight::new(*time));
+        }
+    }
+
+    /// What should be done every [`LOOK_INTERVAL`]: reads the queues, gives up requests that will have no response, bars
+    /// workers that do not read. Whether a worker has died since the last look. `now`: of any clock that only goes on.
+    ///
+    /// # Errors
+    /// When the kernel does not let the queues be read.
+    pub fn look(&mut self, now: Duration, patience: &Patience) -> anyhow::Result<bool> {
+        self.books.begin_look();
+        self.read_queues()?;
+        Ok(self.books.repair(&self.workers.sockets(), now, patience))
+    }
+
+    /// Lets `bpf/dispatch.bpf.c`, `queues`, pass over all UDP sockets of this network namespace.
+    fn read_queues(&self) -> anyhow::Result<()> {
+        let mut iter = Iter::new(&self.queues).context("looking at the queues")?;
+        let mut nothing = [0; 8];
+        // The program prints nothing: the first read runs it over everything.
+        while iter.read(&mut nothing).context("reading the queues")? > 0 {}
+        Ok(())
+    }
+}
+
+/// Ends the dispatch whose pins are in `pins`, but for the program at the group of sockets ([`reuseport::detach`]): the
+/// sockets are free for another array, no response is seen any more.
+///
+/// # Errors
+/// When something cannot be taken away.
+pub fn remove(pins: &Path) -> anyhow::Result<()> {
+    if let Ok(map) = MapHandle::from_pinned_path(pins.join(PIN_WORKERS)) {
+        let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
+        workers.sockets().into_keys().for_each(|slot| workers.clear(slot));
+    }
+    let link = pins.join(PIN_LINK);
+    if link.exists() {
+        // Fails when its cgroup is gone; then there is nothing to take off.
+        if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
+            tracing::debug!("{}: {error}", link.display());
+        }
+    }
+    match fs::remove_dir_all(pins) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(pins.display().to_string()),
+        _ => Ok(()),
+    }
+}
+
+/// What the programs of a service count, for those who only want to read.
+///
+/// # Errors
+/// When nothing of this version is pinned there.
+pub fn pinned_books(pins: &Path) -> anyhow::Result<Books> {
+    let map =
+        |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
+    let books = Books::new(&map(PIN_STATE)?, &map(PIN_REQUESTS)?)?;
+    ensure!(books.is_of_this_version(), "{} is of another version", pins.display());
+    Ok(books)
+}
+
+/// Where the cgroup2 file system is mounted, by /proc/mounts: all processes are in or below it.
+///
+/// # Errors
+/// When it is not mounted.
+pub fn cgroup_root() -> anyhow::Result<PathBuf> {
+    let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
+    let mount = |line: &str| {
+        let mut words = line.split(' ');
+        let (path, kind) = (words.nth(1)?, words.next()?);
+        (kind == "cgroup2").then(|| PathBuf::from(path))
+    };
+    mounts
+        .lines()
+        .find_map(mount)
+        .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
+}
+
+/// Writes what the verifier makes a program of this service from.
+pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
+    let namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
+    let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
+    constants.policy = options.policy.number();
+    constants.service_port = options.service.port().to_be();
+    constants.service_address = books::client_words(options.service.ip());
+    constants.network_namespace = namespace.ino() as u32;
+    constants.learning = options.learn;
+    if let Some(id) = options.request_id {
+        constants.request_id_bytes = id.bytes.into();
+        constants.request_id_offset = id.offset.into();
+        constants.response_id_offset = id.response_offset.into();
+    }
+    constants.type_count = options.types.len() as u32;
+    constants.type_offset = options.type_offset.into();
+    let matches = open.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
+    for ((number, place), kind) in (0..).zip(&mut matches.types).zip(&options.types) {
+        place.value = u64::from_ne_bytes(kind.value);
+        place.mask = u64::from_ne_bytes(kind.mask);
+        place.class = kind.class.into();
+        place.number = number;
+    }
+    let others = &mut matches.types[options.types.len()];
+    (others.class, others.number) = (options.other_class.into(), options.types.len() as u32);
+    Ok(())
+}
+
+fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Path) -> anyhow::Result<Link> {
+    if pin.exists() {
+        let mut link = Link::open(pin).with_context(|| pin.display().to_string())?;
+        if link.update_prog(program).is_ok() {
+            return Ok(link);
+        }
+        // Its cgroup is gone.
+        fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
+    }
+    let directory = File::open(cgroup).with_context(|| cgroup.display().to_string())?;
+    let mut link = program.attach_cgroup(directory.as_raw_fd()).with_context(|| {
+        format!("seeing responses at {}: expected a directory of a cgroup2 file system", cgroup.display())
+    })?;
+    link.pin(pin).with_context(|| format!("pinning {}", pin.display()))?;
+    Ok(link)
+}

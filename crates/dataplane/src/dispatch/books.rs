@@ -1,0 +1,365 @@
+//! The books of one service: what its workers have outstanding, read and kept right while the programs write.
+//!
+//! One rule for all who write (`bpf/dispatch_state.bpf.h`): who takes an entry out of `requests` by compare-and-swap
+//! subtracts what it had added. User space takes those that will have no response.
+
+use std::collections::BTreeMap;
+use std::mem::offset_of;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context as _;
+use coreward_intf as intf;
+use coreward_model::dispatch::{Liveness, Weight, given_up};
+use rand::TryRng as _;
+use rand::rngs::SysRng;
+
+use super::options::{LOOK_INTERVAL, Options, Patience};
+use crate::mapped::Mapped;
+use crate::reuseport::SocketCookie;
+
+type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
+
+const WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
+const CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
+/// What a request is expected to take as long as nobody knows. All alike, so that `jlq` does as `jsq`.
+const UNKNOWN_TIME: Duration = Duration::from_micros(10);
+/// The flags above a worker's expected work.
+const WORK_FLAGS: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
+
+/// What is known of one worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkerCounts {
+    /// Where its socket stands in the array.
+    pub slot: u32,
+    /// The process that reads it.
+    pub pid: u32,
+    /// Requests without a response so far.
+    pub outstanding: u32,
+    /// Expected work of those (`jlq`).
+    pub outstanding_work: Duration,
+    /// Requests that went to it.
+    pub dispatched: u64,
+    /// Requests whose response was seen.
+    pub completed: u64,
+    /// Requests given up: no response, dropped, or the worker before in this slot died.
+    pub repaired: u64,
+    /// Datagrams that waited in its queue at the last look.
+    pub queued: u32,
+    /// Datagrams that its full receive buffer dropped, by the kernel's count (32 bits).
+    pub dropped: u32,
+    /// Whether it gets requests.
+    pub eligible: bool,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Books {
+    state: Mapped<intf::dispatch_state>,
+    requests: Mapped<Requests>,
+    liveness: BTreeMap<u32, Liveness>,
+}
+
+/// As `struct client` of bpf/dispatch_request.bpf.h has addresses; an unspecified one is 0.
+pub(super) fn client_words(address: IpAddr) -> [u64; 2] {
+    match address {
+        IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],
+        IpAddr::V6(v6) => {
+            let octets = v6.octets();
+            [&octets[..8], &octets[8..]].map(|half| u64::from_ne_bytes(half.try_into().expect("8 bytes")))
+        }
+    }
+}
+
+const fn outstanding_at(slot: u32) -> usize {
+    offset_of!(intf::dispatch_state, outstanding) + slot as usize * size_of::<u32>()
+}
+
+const fn work_at(slot: u32) -> usize {
+    offset_of!(intf::dispatch_state, work) + slot as usize * size_of::<u64>()
+}
+
+const fn worker_at(slot: u32) -> usize {
+    offset_of!(intf::dispatch_state, workers) + slot as usize * size_of::<intf::dispatch_worker>()
+}
+
+/// An entry of `requests`.
+#[derive(Debug, Clone, Copy)]
+struct Entry(u64);
+
+impl Entry {
+    fn slot(self) -> u32 {
+        (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
+    }
+
+    /// How many looks ago it was dispatched, modulo 256.
+    fn age(self, epoch: u64) -> u32 {
+        epoch.wrapping_sub(self.0 >> intf::DISPATCH_EPOCH_SHIFT) as u32 & intf::DISPATCH_EPOCH_MASK
+    }
+
+    fn work(self) -> u64 {
+        Weight::from_bits(self.0 as u16).ns()
+    }
+}
+
+impl Books {
+    pub(super) fn new(state: &impl AsFd, requests: &impl AsFd) -> anyhow::Result<Self> {
+        Ok(Self {
+            state: Mapped::new(state).context("mapping dispatch_state (of another version?)")?,
+            requests: Mapped::new(requests).context("mapping the requests in flight (of another version?)")?,
+            liveness: BTreeMap::new(),
+        })
+    }
+
+    pub(super) fn is_of_this_version(&self) -> bool {
+        self.state.load(offset_of!(intf::dispatch_state, layout_version)) == u64::from(intf::DISPATCH_LAYOUT_VERSION)
+    }
+
+    /// Fills what was just made.
+    pub(super) fn start(&self) -> anyhow::Result<()> {
+        let mut seed = [0; 8];
+        SysRng.try_fill_bytes(&mut seed).context("random numbers of the kernel")?;
+        self.state.store(offset_of!(intf::dispatch_state, seed), u64::from_ne_bytes(seed));
+        (0..intf::MAX_DISPATCH_WORKERS).for_each(|slot| self.bar(slot, intf::DISPATCH_GONE | intf::DISPATCH_BARRED));
+        (0..intf::MAX_DISPATCH_TYPES as usize).for_each(|number| self.set_weight(number, Weight::new(UNKNOWN_TIME)));
+        let version = intf::DISPATCH_LAYOUT_VERSION.into();
+        self.state.store(offset_of!(intf::dispatch_state, layout_version), version);
+        Ok(())
+    }
+
+    /// Notes whose books these are.
+    pub(super) fn describe(&self, options: &Options) {
+        let at = |field| self.state.half(field);
+        at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
+        at(offset_of!(intf::dispatch_state, port)).store(options.service.port().into(), Ordering::Relaxed);
+        let octets = match options.service.ip() {
+            IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+            IpAddr::V6(v6) => v6.octets(),
+        };
+        self.state.write(offset_of!(intf::dispatch_state, address), &octets);
+    }
+
+    /// The service and its policy's name.
+    pub fn service(&self) -> (SocketAddr, &'static str) {
+        let octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
+        let at = |field| self.state.half(field).load(Ordering::Relaxed);
+        let policy = at(offset_of!(intf::dispatch_state, policy)) as usize;
+        let port = at(offset_of!(intf::dispatch_state, port)) as u16;
+        let name = intf::DISPATCH_POLICY_NAMES.get(policy).copied().unwrap_or("unknown");
+        (SocketAddr::new(Ipv6Addr::from(*octets).to_canonical(), port), name)
+    }
+
+    /// How long ago the last look was, by the wall clock: more than some [`LOOK_INTERVAL`]s, and nobody repairs.
+    pub fn since_last_look(&self) -> Duration {
+        let looked = self.state.load(offset_of!(intf::dispatch_state, looked_ms));
+        Duration::from_millis(wall_clock_ms().saturating_sub(looked))
+    }
+
+    /// The counters in the order of [`super::COUNTER_NAMES`].
+    pub fn counters(&self) -> [u64; intf::DISPATCH_COUNTER_COUNT as usize] {
+        *self.state.read(offset_of!(intf::dispatch_state, counters))
+    }
+
+    /// Every slot that has or had a worker.
+    pub fn workers(&self) -> Vec<WorkerCounts> {
+        (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker(slot)).collect()
+    }
+
+    fn worker(&self, slot: u32) -> Option<WorkerCounts> {
+        let outstanding = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed);
+        let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
+        (worker.socket != 0 || worker.dispatched != 0).then(|| WorkerCounts {
+            slot,
+            pid: worker.pid,
+            outstanding: outstanding & intf::DISPATCH_COUNT_MASK,
+            outstanding_work: Duration::from_nanos(self.state.load(work_at(slot)) & !WORK_FLAGS),
+            dispatched: worker.dispatched,
+            completed: worker.completed,
+            repaired: worker.repaired,
+            queued: worker.queued,
+            dropped: worker.dropped,
+            eligible: outstanding & !intf::DISPATCH_COUNT_MASK == 0,
+        })
+    }
+
+    /// Service times observed of each type so far: their sum (ns) and how many.
+    pub fn observed(&self, types: usize) -> Vec<(u64, u64)> {
+        let read = |number: usize| {
+            let kind = self.state.read::<intf::dispatch_type>(type_at(number));
+            (kind.observed_ns, kind.observed)
+        };
+        (0..types).map(read).collect()
+    }
+
+    pub(super) fn set_weight(&self, number: usize, weight: Weight) {
+        assert!(number < intf::MAX_DISPATCH_TYPES as usize, "type {number}");
+        let at = type_at(number) + offset_of!(intf::dispatch_type, weight);
+        self.state.store(at, weight.bits().into());
+    }
+
+    /// `rows`: by class, for the workers in `slots`; `first`: what stands in slot 0 whatever worker has it.
+    pub(super) fn set_bounds(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
+        for (class, row) in rows.iter().take(CLASSES).enumerate() {
+            let at = |slot: u32| {
+                let place = class * WORKERS + slot as usize;
+                self.state.half(offset_of!(intf::dispatch_state, bound) + place * size_of::<u32>())
+            };
+            slots.iter().zip(row).for_each(|(slot, bound)| at(*slot).store(*bound, Ordering::Relaxed));
+            first.into_iter().for_each(|bound| at(0).store(bound, Ordering::Relaxed));
+        }
+    }
+
+    /// The slot gets a worker; it is opened when the worker's socket stands in the array.
+    pub(super) fn occupy(&self, slot: u32, socket: SocketCookie, pid: u32) {
+        self.give_up_all(slot);
+        self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), socket);
+        self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, pid)).store(pid, Ordering::Relaxed);
+    }
+
+    /// The slot's worker is gone.
+    pub(super) fn vacate(&self, slot: u32) {
+        self.bar(slot, intf::DISPATCH_GONE | intf::DISPATCH_BARRED);
+        self.give_up_all(slot);
+        self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), 0);
+        for field in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
+            self.state.half(worker_at(slot) + field).store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// The slot's worker gets requests from now on.
+    pub(super) fn open(&self, slot: u32) {
+        self.unbar(slot);
+        self.set_order();
+    }
+
+    /// Until the programs' next look the present requests are of a new age.
+    pub(super) fn begin_look(&self) {
+        self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
+        self.state.store(offset_of!(intf::dispatch_state, looked_ms), wall_clock_ms());
+    }
+
+    /// After the queues were read. `sockets`: what stands in the array. Whether a worker has died.
+    pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, patience: &Patience) -> bool {
+        let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKERS];
+        self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
+        let mut died = false;
+        for (slot, entries) in (0..).zip(&entries) {
+            let socket = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, socket));
+            if socket == 0 {
+                // Dispatched by another CPU in the moment when the worker died.
+                entries.iter().for_each(|(place, entry)| self.give_up(*place, *entry));
+                continue;
+            }
+            if sockets.get(&slot) != Some(&socket) {
+                tracing::info!("worker {slot} is gone");
+                self.liveness.remove(&slot);
+                self.vacate(slot);
+                died = true;
+                continue;
+            }
+            self.judge(slot, now, patience);
+            self.give_up_old(slot, entries, patience.response_timeout);
+        }
+        self.set_order();
+        died
+    }
+
+    fn entries(&self) -> impl Iterator<Item = (usize, Entry)> + '_ {
+        let entry = |place| Some((place, Entry(self.requests.load(place * size_of::<u64>()))));
+        (0..intf::DISPATCH_REQUESTS as usize).filter_map(entry).filter(|(_, entry)| entry.0 != 0)
+    }
+
+    fn queued(&self, slot: u32) -> usize {
+        self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed) as usize
+    }
+
+    /// Bars a worker that does not read. The programs unbar it by its first response; here too, in case that came from
+    /// another socket or its queue was emptied without one.
+    fn judge(&mut self, slot: u32, now: Duration, patience: &Patience) {
+        let responses = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, responses));
+        let completed = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, completed));
+        let signs = responses.wrapping_add(completed);
+        let queued = self.queued(slot);
+        let liveness = self.liveness.entry(slot).or_insert_with(|| Liveness::new(now, signs));
+        let stalled = liveness.is_stalled(now, signs, queued, patience.stall_after);
+        let barred = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & intf::DISPATCH_BARRED != 0;
+        match (stalled, barred) {
+            (true, false) => {
+                tracing::warn!("worker {slot}: {queued} requests wait, and no response for {:?}", patience.stall_after);
+                self.bar(slot, intf::DISPATCH_BARRED);
+            }
+            (false, true) => self.unbar(slot),
+            _ => {}
+        }
+    }
+
+    fn give_up_old(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
+        let epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
+        let ages: Vec<u32> = entries.iter().map(|(_, entry)| entry.age(epoch)).collect();
+        let looks = timeout.div_duration_f64(LOOK_INTERVAL).ceil() as u32;
+        for at in given_up(&ages, self.queued(slot), looks) {
+            self.give_up(entries[at].0, entries[at].1);
+        }
+    }
+
+    /// Gives up whatever the slot's worker has outstanding: nobody will answer.
+    fn give_up_all(&self, slot: u32) {
+        let of_slot: Vec<_> = self.entries().filter(|(_, entry)| entry.slot() == slot).collect();
+        of_slot.into_iter().for_each(|(place, entry)| self.give_up(place, entry));
+        let surplus = self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, surplus));
+        let surplus_work = self.state.word(worker_at(slot) + offset_of!(intf::dispatch_worker, surplus_work));
+        self.subtract(slot, surplus.swap(0, Ordering::Relaxed), surplus_work.swap(0, Ordering::Relaxed));
+    }
+
+    fn give_up(&self, place: usize, entry: Entry) {
+        // Not if a response took it meanwhile.
+        if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
+            self.subtract(entry.slot(), 1, entry.work());
+            let repaired = worker_at(entry.slot()) + offset_of!(intf::dispatch_worker, repaired);
+            self.state.word(repaired).fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn subtract(&self, slot: u32, requests: u32, work: u64) {
+        self.state.half(outstanding_at(slot)).fetch_sub(requests, Ordering::AcqRel);
+        self.state.word(work_at(slot)).fetch_sub(work, Ordering::AcqRel);
+    }
+
+    fn bar(&self, slot: u32, flags: u32) {
+        let above_work = u64::from(flags >> intf::DISPATCH_FLAGS_SHIFT) << intf::DISPATCH_WORK_FLAGS_SHIFT;
+        self.state.half(outstanding_at(slot)).fetch_or(flags, Ordering::AcqRel);
+        self.state.word(work_at(slot)).fetch_or(above_work, Ordering::AcqRel);
+    }
+
+    fn unbar(&self, slot: u32) {
+        self.state.half(outstanding_at(slot)).fetch_and(intf::DISPATCH_COUNT_MASK, Ordering::AcqRel);
+        self.state.word(work_at(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
+    }
+
+    /// Which slots take turns, and up to which slot there are workers.
+    fn set_order(&self) {
+        let flags = |slot| self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK;
+        let present: Vec<u32> =
+            (0..intf::MAX_DISPATCH_WORKERS).filter(|slot| flags(*slot) & intf::DISPATCH_GONE == 0).collect();
+        // The kernel's own choice knows no stalled worker.
+        let random = self.state.half(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
+            == intf::DISPATCH_POLICY_RANDOM;
+        let mut order = [0u8; WORKERS];
+        let turns = present.iter().filter(|slot| random || flags(**slot) == 0);
+        let count = order.iter_mut().zip(turns).map(|(place, slot)| *place = *slot as u8).count();
+        self.state.write(offset_of!(intf::dispatch_state, order), &order);
+        let slots = present.last().map_or(0, |slot| slot + 1);
+        self.state.half(offset_of!(intf::dispatch_state, slots)).store(slots, Ordering::Release);
+        self.state.half(offset_of!(intf::dispatch_state, order_count)).store(count as u32, Ordering::Release);
+    }
+}
+
+fn type_at(number: usize) -> usize {
+    offset_of!(intf::dispatch_state, types) + number * size_of::<intf::dispatch_type>()
+}
+
+fn wall_clock_ms() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
+}

@@ -1,0 +1,117 @@
+//! Groups of SO_REUSEPORT sockets: the program that chooses among them, and the array that it chooses from.
+//!
+//! A socket can be in one REUSEPORT_SOCKARRAY only, so what is restarted cannot install a second array beside the first:
+//! it takes over the pinned one and puts its program in the place of the one attached.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+
+use anyhow::{Context as _, bail};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+
+/// What identifies a socket as long as it lives (SO_COOKIE).
+pub type SocketCookie = u64;
+
+/// Attaches a program of type sk_reuseport to the group that `socket` is in, in place of one attached before.
+///
+/// # Errors
+/// When the socket is in no SO_REUSEPORT group.
+pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+    set_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd()).context("attaching to the group of sockets")
+}
+
+/// Takes the program from the group that `socket` is in: the kernel then picks by itself.
+///
+/// # Errors
+/// When none is attached.
+pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+    set_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
+}
+
+fn set_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::Result<()> {
+    // SAFETY: the pointer and the length are those of an int that lives until the call returns.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            (&raw const value).cast(),
+            size_of_val(&value) as u32,
+        )
+    };
+    nix::errno::Errno::result(result).map(drop)
+}
+
+/// What identifies the socket in the array.
+///
+/// # Errors
+/// When it is no socket.
+pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
+    let mut cookie: SocketCookie = 0;
+    let mut length = size_of_val(&cookie) as libc::socklen_t;
+    // SAFETY: both pointers are of variables that live until the call returns, and the length is the first's.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_COOKIE,
+            (&raw mut cookie).cast(),
+            &raw mut length,
+        )
+    };
+    nix::errno::Errno::result(result).context("SO_COOKIE")?;
+    Ok(cookie)
+}
+
+/// A BPF_MAP_TYPE_REUSEPORT_SOCKARRAY.
+#[derive(Debug)]
+pub struct SocketArray {
+    map: MapHandle,
+    slots: u32,
+}
+
+impl SocketArray {
+    /// `map` must be of that type and have so many slots.
+    pub fn new(map: MapHandle, slots: u32) -> Self {
+        Self { map, slots }
+    }
+
+    /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
+    pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
+        let cookie = |slot: u32| {
+            let value = self.map.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
+            Some((slot, SocketCookie::from_ne_bytes(value.try_into().ok()?)))
+        };
+        (0..self.slots).filter_map(cookie).collect()
+    }
+
+    /// The first slot without a socket.
+    ///
+    /// # Errors
+    /// When all slots are taken.
+    pub fn free_slot(&self) -> anyhow::Result<u32> {
+        let taken = self.sockets();
+        let Some(slot) = (0..self.slots).find(|slot| !taken.contains_key(slot)) else {
+            bail!("more than {} sockets of one service", self.slots);
+        };
+        Ok(slot)
+    }
+
+    /// Puts a socket into a slot that is free.
+    ///
+    /// # Errors
+    /// When the slot is not free, the socket is in no SO_REUSEPORT group, or it is in another array.
+    pub fn put(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let descriptor = socket.as_raw_fd() as u64;
+        self.map
+            .update(&slot.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::NO_EXIST)
+            .context("a socket cannot be put into the array (is it in another one, or without SO_REUSEPORT?)")
+    }
+
+    /// Takes the socket out of a slot. What is not there is no error.
+    pub fn clear(&self, slot: u32) {
+        if let Err(error) = self.map.delete(&slot.to_ne_bytes()) {
+            tracing::debug!("slot {slot}: {error}");
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! A UDP service in this process: a socket per worker, in a network namespace of the calling thread, and the dispatch at it.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::dispatch::{self, Dispatch, Options, Patience, Policy, WorkerCounts};
+use nix::sched::{CloneFlags, unshare};
+use socket2::{Domain, Protocol, Socket, Type};
+
+pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
+
+/// Runs `test` in a thread that is in a network namespace of its own, with its loopback up.
+pub fn in_namespace(test: impl FnOnce() + Send) {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).unwrap();
+            let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
+            assert!(up.success());
+            test();
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+pub fn options(policy: Policy) -> Options {
+    Options {
+        service: SERVICE,
+        policy,
+        request_id: None,
+        type_offset: 0,
+        types: Vec::new(),
+        other_class: 0,
+        learn: false,
+    }
+}
+
+/// A socket of the service, as a worker opens it.
+pub fn worker_socket(service: SocketAddr) -> UdpSocket {
+    let socket = Socket::new(Domain::for_address(service), Type::DGRAM, Some(Protocol::UDP)).unwrap();
+    socket.set_reuse_port(true).unwrap();
+    socket.bind(&service.into()).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    socket.into()
+}
+
+/// A directory for pins that goes with it.
+pub struct Pins(pub PathBuf);
+
+impl Pins {
+    pub fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Self(PathBuf::from(format!("/sys/fs/bpf/coreward-dispatch-test-{}-{number}", std::process::id())))
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        dispatch::remove(&self.0).unwrap();
+    }
+}
+
+/// Workers that read and answer when the test says so.
+pub struct Bed {
+    pub dispatch: Dispatch,
+    pub workers: BTreeMap<u32, UdpSocket>,
+    pub pins: Pins,
+    clock: Duration,
+}
+
+/// A datagram that a worker read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Read {
+    pub slot: u32,
+    pub client: SocketAddr,
+    pub payload: Vec<u8>,
+}
+
+impl Bed {
+    pub fn new(workers: usize, options: &Options) -> Self {
+        let pins = Pins::new();
+        let dispatch = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), options).unwrap();
+        let mut bed = Self { dispatch, workers: BTreeMap::new(), pins, clock: Duration::ZERO };
+        (0..workers).for_each(|_| drop(bed.add_worker()));
+        bed
+    }
+
+    /// Another worker, with its slot.
+    pub fn add_worker(&mut self) -> u32 {
+        let socket = worker_socket(self.dispatch.books().service().0);
+        let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
+        self.dispatch.attach(socket.as_fd()).unwrap();
+        self.workers.insert(slot, socket);
+        slot
+    }
+
+    /// The client sends, and it is dispatched: the loopback delivers a little later when the machine is busy.
+    pub fn send(&self, client: &UdpSocket, payload: &[u8]) {
+        let dispatched = || self.dispatch.books().workers().iter().map(|worker| worker.dispatched).sum::<u64>();
+        let before = dispatched();
+        client.send(payload).unwrap();
+        wait_for("a request to be dispatched", || (dispatched() > before).then_some(()));
+    }
+
+    /// What the workers find in their queues: so many datagrams, and no more.
+    pub fn read(&self, count: usize) -> Vec<Read> {
+        let mut read = Vec::new();
+        wait_for("datagrams at the workers", || {
+            self.read_now(&mut read);
+            (read.len() >= count).then_some(())
+        });
+        self.read_now(&mut read);
+        assert_eq!(read.len(), count, "{read:?}");
+        read
+    }
+
+    fn read_now(&self, read: &mut Vec<Read>) {
+        for (slot, socket) in &self.workers {
+            let mut buffer = [0; 2048];
+            while let Ok((length, client)) = socket.recv_from(&mut buffer) {
+                read.push(Read { slot: *slot, client, payload: buffer[..length].to_vec() });
+            }
+        }
+    }
+
+    /// The one datagram that is in the workers' queues.
+    pub fn read_one(&self) -> Read {
+        self.read(1).remove(0)
+    }
+
+    /// The worker answers with what it was sent.
+    pub fn answer(&self, read: &Read) {
+        self.workers[&read.slot].send_to(&read.payload, read.client).unwrap();
+    }
+
+    /// One look, 100 ms after the one before. Whether a worker was found dead.
+    pub fn look(&mut self, patience: &Patience) -> bool {
+        self.clock += dispatch::LOOK_INTERVAL;
+        self.dispatch.look(self.clock, patience).unwrap()
+    }
+
+    pub fn counts(&self, slot: u32) -> WorkerCounts {
+        let workers = self.dispatch.books().workers();
+        workers.into_iter().find(|worker| worker.slot == slot).unwrap()
+    }
+
+    /// What each worker has outstanding.
+    pub fn outstanding(&self) -> Vec<u32> {
+        self.dispatch.books().workers().iter().map(|worker| worker.outstanding).collect()
+    }
+
+    pub fn counter(&self, counter: coreward_intf::dispatch_counter) -> u64 {
+        self.dispatch.books().counters()[counter as usize]
+    }
+}
+
+/// A client with a port of its own.
+pub fn client() -> UdpSocket {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    socket.connect(SERVICE).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    socket
+}
+
+/// # Panics
+/// When there is nothing after two seconds.
+fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(2);
+    loop {
+        if let Some(outcome) = done() {
+            return outcome;
+        }
+        assert!(Instant::now() < end, "waited in vain for {what}");
+        std::thread::yield_now();
+    }
+}

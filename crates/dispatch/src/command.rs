@@ -1,0 +1,86 @@
+//! The arguments of `coreward dispatch`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use coreward_dataplane::dispatch::Policy;
+
+use crate::config::{Config, PIN_DIRECTORY, Service};
+use crate::{daemon, service, status};
+
+/// `coreward dispatch`.
+#[derive(Debug, Clone, clap::Args)]
+#[group(id = "which", required = true, multiple = true, args = ["config", "listen", "detach", "status"])]
+pub struct DispatchArgs {
+    /// Services and how their requests are dispatched (docs/dispatch.md)
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// One service, by the address and port that its UDP sockets are bound to
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "config")]
+    listen: Option<SocketAddr>,
+    /// With --listen: which worker gets a request: random, rr, jsq, jlq or jbsrq
+    #[arg(long, default_value = "jsq", requires = "listen", conflicts_with = "config")]
+    policy: Policy,
+    /// Where the data plane lives, in a BPF file system
+    #[arg(long, value_name = "DIRECTORY", conflicts_with = "config")]
+    pin_directory: Option<PathBuf>,
+    /// End it, for the services named or for all: the kernel picks by itself again
+    #[arg(long)]
+    detach: bool,
+    /// Print what each worker has outstanding, dispatched, completed, repaired
+    #[arg(long, conflicts_with = "detach")]
+    status: bool,
+    /// With --status: what to print
+    #[arg(long, value_enum, default_value_t = Format::Text, requires = "status")]
+    format: Format,
+}
+
+/// How status is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// For people
+    Text,
+    /// One object, for programs
+    Json,
+}
+
+/// Does what is asked; gives what is to be printed.
+///
+/// # Errors
+/// When the file is wrong or the kernel refuses something.
+pub fn run(args: &DispatchArgs) -> anyhow::Result<String> {
+    let config = args.config()?;
+    let pin_directory = match &config {
+        Some(config) => config.pin_directory.clone(),
+        None => args.pin_directory.clone().unwrap_or_else(|| PIN_DIRECTORY.into()),
+    };
+    let pins: Vec<PathBuf> = match &config {
+        Some(config) => {
+            config.services.iter().map(|named| service::pins(&pin_directory, named.options.service)).collect()
+        }
+        None => service::all_pins(&pin_directory),
+    };
+    match config {
+        _ if args.detach => pins.iter().try_for_each(|pins| service::detach(pins)).map(|()| String::new()),
+        _ if args.status && args.format == Format::Json => Ok(status::json(&pins)?.to_string()),
+        _ if args.status => status::text(&pins),
+        Some(config) => daemon::run(&config).map(|()| String::new()),
+        None => anyhow::bail!("expected --config FILE or --listen ADDRESS:PORT"),
+    }
+}
+
+impl DispatchArgs {
+    /// What the file says, or one service; `None`: nothing is said.
+    fn config(&self) -> anyhow::Result<Option<Config>> {
+        if let Some(path) = &self.config {
+            return Ok(Some(Config::load(path)?));
+        }
+        let Some(listen) = self.listen else { return Ok(None) };
+        anyhow::ensure!(listen.port() != 0, "--listen {listen}: expected a port from 1 to 65535");
+        Ok(Some(Config {
+            pin_directory: self.pin_directory.clone().unwrap_or_else(|| PIN_DIRECTORY.into()),
+            cgroup: None,
+            services: vec![Service::new(listen, self.policy)],
+        }))
+    }
+}

@@ -1,0 +1,207 @@
+//! One service: its workers found, made known to the program, and looked after.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use coreward_dataplane::dispatch::{self, Dispatch};
+use coreward_dataplane::listeners::{self, Inode, Listener};
+use coreward_dataplane::reuseport;
+use coreward_model::dispatch::LearnedTime;
+
+use crate::config;
+
+/// How often workers are looked for, while none dies.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The dispatch of one service. Dropping it leaves it at work.
+#[derive(Debug)]
+pub struct Service {
+    config: config::Service,
+    dispatch: Dispatch,
+    started: Instant,
+    searched: Option<Instant>,
+    /// All of these are workers.
+    known: BTreeSet<Inode>,
+    learned: Vec<LearnedTime>,
+    observed: Vec<(u64, u64)>,
+    /// What was said last, so that it is said once.
+    warned: Option<String>,
+}
+
+impl Service {
+    /// Loads the programs, or takes over from those at work.
+    ///
+    /// # Errors
+    /// As [`Dispatch::load`].
+    pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
+        let listen = config.options.service;
+        let dispatch = Dispatch::load(&pins(pin_directory, listen), cgroup, &config.options)
+            .with_context(|| format!("service {listen}"))?;
+        let learned: Vec<LearnedTime> =
+            config.expected.iter().map(|time| time.map_or_else(LearnedTime::default, LearnedTime::expected)).collect();
+        let taken_over = if dispatch.taken_over() { ", taken over from before" } else { "" };
+        tracing::info!("{listen}: requests are dispatched by {}{taken_over}", config.options.policy.name());
+        let observed = dispatch.books().observed(learned.len());
+        let service = Self {
+            config: config.clone(),
+            dispatch,
+            started: Instant::now(),
+            searched: None,
+            known: BTreeSet::new(),
+            learned,
+            observed,
+            warned: None,
+        };
+        service.set_expected();
+        Ok(service)
+    }
+
+    /// What should be done every [`dispatch::LOOK_INTERVAL`].
+    pub fn look(&mut self) {
+        let looked = self.dispatch.look(self.started.elapsed(), &self.config.patience);
+        let died = looked.unwrap_or_else(|error| {
+            self.warn(format!("{error:#}"));
+            false
+        });
+        if self.config.options.learn {
+            self.learn();
+        }
+        if died || self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
+            self.searched = Some(Instant::now());
+            match self.search(died) {
+                Ok(()) => self.warned = None,
+                Err(error) => self.warn(format!("{error:#}")),
+            }
+        }
+    }
+
+    fn warn(&mut self, warning: String) {
+        if self.warned.as_ref() != Some(&warning) {
+            tracing::warn!("{}: {warning}", self.config.options.service);
+            self.warned = Some(warning);
+        }
+    }
+
+    fn learn(&mut self) {
+        let observed = self.dispatch.books().observed(self.learned.len());
+        let expected = self.config.expected.iter();
+        for (((learned, before), now), expected) in
+            self.learned.iter_mut().zip(&self.observed).zip(&observed).zip(expected)
+        {
+            // What somebody has said is not learned.
+            if expected.is_none() {
+                learned.observe(now.0.wrapping_sub(before.0), now.1.wrapping_sub(before.1));
+            }
+        }
+        self.observed = observed;
+        self.set_expected();
+    }
+
+    fn set_expected(&self) {
+        let known: Vec<Duration> = self.learned.iter().filter_map(|learned| learned.time()).collect();
+        // Before a type's first response: as the others on average.
+        let mean = known.iter().sum::<Duration>().checked_div(known.len() as u32).unwrap_or(Duration::from_micros(10));
+        let times: Vec<Duration> = self.learned.iter().map(|learned| learned.time().unwrap_or(mean)).collect();
+        self.dispatch.set_expected(&times);
+    }
+
+    /// Makes workers of all sockets of the service.
+    fn search(&mut self, died: bool) -> anyhow::Result<()> {
+        let listen = self.config.options.service;
+        let inodes = listeners::receiving(listen)?;
+        if inodes == self.known && !died {
+            return Ok(());
+        }
+        self.known.clear();
+        anyhow::ensure!(!inodes.is_empty(), "nobody receives there");
+        let found = owners(&inodes)?;
+        let steered: BTreeSet<u64> = self.dispatch.sockets().into_values().collect();
+        let mut problem = None;
+        let mut complete = found.len() == inodes.len();
+        for listener in &found {
+            match self.add(listener, &steered) {
+                Ok(()) => {}
+                Err(error) => {
+                    complete = false;
+                    problem = Some(error);
+                }
+            }
+        }
+        self.dispatch.set_bounds(|workers| self.config.bounds(workers));
+        if complete {
+            self.known = inodes;
+        }
+        problem.map_or(Ok(()), Err)
+    }
+
+    fn add(&self, listener: &Listener, steered: &BTreeSet<u64>) -> anyhow::Result<()> {
+        let socket = listeners::take(listener)?;
+        if !steered.contains(&reuseport::socket_cookie(socket.as_fd())?) {
+            let slot = self.dispatch.add_worker(socket.as_fd(), listener.pid as u32)?;
+            tracing::info!("{}: worker {slot} is process {}", self.config.options.service, listener.pid);
+        }
+        // Of several groups (a server that was restarted) each needs the program.
+        self.dispatch.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
+    }
+}
+
+/// Who reads each socket: by epoll, or else who has it open.
+fn owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
+    let mut found = listeners::waiting(inodes)?;
+    let without: BTreeSet<Inode> =
+        inodes.iter().copied().filter(|inode| found.iter().all(|listener| listener.inode != *inode)).collect();
+    if !without.is_empty() {
+        found.extend(listeners::holding(&without)?);
+    }
+    // In the order in which the workers were started.
+    found.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
+    Ok(found)
+}
+
+/// Ends the dispatch of a service: the kernel picks by itself again.
+///
+/// # Errors
+/// When something cannot be taken away.
+pub fn detach(pins: &Path) -> anyhow::Result<()> {
+    if let Ok(books) = dispatch::pinned_books(pins) {
+        let listen = books.service().0;
+        // Sockets that are not there any more have taken the program with them.
+        for listener in owners(&listeners::receiving(listen)?)? {
+            if let Err(error) = listeners::take(&listener).and_then(|socket| reuseport::detach(socket.as_fd())) {
+                tracing::debug!("{listen}: {error:#}");
+            }
+        }
+        tracing::info!("{listen}: the kernel dispatches");
+    }
+    dispatch::remove(pins)
+}
+
+/// A service's directory; bpffs takes no dots in names.
+pub fn pins(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
+    let address = listen.ip().to_string().replace(['.', ':'], "_");
+    pin_directory.join(format!("{address}_{}", listen.port()))
+}
+
+/// The directories of all services.
+pub fn all_pins(pin_directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(pin_directory).into_iter().flatten().flatten();
+    let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    found.sort();
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_have_no_dots() {
+        let at = |listen: &str| pins(Path::new("/d"), listen.parse().unwrap());
+        assert_eq!(at("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
+        assert_eq!(at("[::]:53"), Path::new("/d/___53"));
+    }
+}

@@ -1,0 +1,132 @@
+//! `jbsrq-fifo`: bounded shortest queues by priority class, where cores serve in the order of arrival.
+
+use super::{Dispatcher, Header, LeastTree};
+
+/// What RingLeader's JBSRQ (NSDI'23, Sect. 4.2) becomes for a stock server, whose queue is a FIFO and which cannot be made
+/// to yield: what is before a request in the queue delays it whatever its priority, so every request under way
+/// counts in full (lambda = 1). What is left to priority is eligibility: a class may be barred from some cores, or may
+/// send to them only while they have less to do than others may give them.
+///
+/// Nothing waits at the NIC: a request goes to the core with the fewest requests under way among those that are below
+/// their bound for its class; when there is none, to the one with the fewest that the class is not barred from, and is
+/// counted.
+#[derive(Debug, Clone)]
+pub struct ClassBoundedShortestQueue {
+    under_way: Vec<u32>,
+    /// By class, then core.
+    bounds: ClassBounds,
+    /// By class; ranks of cores that are at their bound are above [`AT_BOUND`].
+    ranks: Vec<LeastTree<u32>>,
+    over_bound: u64,
+}
+
+const AT_BOUND: u32 = 1 << 30;
+const BARRED: u32 = 1 << 31;
+
+/// How many requests a core may have under way before it takes another one of a class; 0: it takes none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClassBounds {
+    cores: u16,
+    bounds: Vec<Vec<u32>>,
+}
+
+impl ClassBounds {
+    /// The first `reserved` cores are the highest class's: all others are `barred` there at so many requests, 0 for always.
+    /// At least one core is left to them. Everywhere else `bound` holds.
+    pub fn reserving(cores: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
+        let reserved = usize::from(reserved.min(cores.saturating_sub(1)));
+        let row = |class: u8| {
+            let at = |core: usize| if class > 0 && core < reserved { reserved_bound } else { bound };
+            (0..usize::from(cores)).map(at).collect()
+        };
+        Self { cores, bounds: (0..classes.max(1)).map(row).collect() }
+    }
+
+    /// The bound of each core for a class.
+    pub fn of(&self, class: u8) -> &[u32] {
+        &self.bounds[usize::from(class).min(self.bounds.len() - 1)]
+    }
+}
+
+impl ClassBoundedShortestQueue {
+    /// All cores idle.
+    pub fn new(bounds: ClassBounds) -> Self {
+        let tree = LeastTree::new(bounds.cores, 0);
+        let mut dispatcher = Self {
+            under_way: vec![0; usize::from(bounds.cores)],
+            ranks: vec![tree; bounds.bounds.len()],
+            bounds,
+            over_bound: 0,
+        };
+        (0..dispatcher.bounds.cores).for_each(|core| dispatcher.rank(core));
+        dispatcher
+    }
+
+    /// Requests that came when every core that would take them was at its bound.
+    pub fn over_bound(&self) -> u64 {
+        self.over_bound
+    }
+
+    fn rank(&mut self, core: u16) {
+        let under_way = self.under_way[usize::from(core)];
+        for (ranks, bounds) in self.ranks.iter_mut().zip(&self.bounds.bounds) {
+            let bound = bounds[usize::from(core)];
+            let at_bound = if under_way >= bound { AT_BOUND } else { 0 };
+            ranks.set(core, under_way | at_bound | if bound == 0 { BARRED } else { 0 });
+        }
+    }
+}
+
+impl Dispatcher for ClassBoundedShortestQueue {
+    #[inline]
+    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+        let class = usize::from(header.service).min(self.ranks.len() - 1);
+        let (core, rank) = self.ranks[class].least();
+        self.over_bound += u64::from(rank & AT_BOUND != 0);
+        self.under_way[usize::from(core)] += 1;
+        self.rank(core);
+        Some(core)
+    }
+
+    #[inline]
+    fn completed(&mut self, core: u16, _header: &Header) {
+        self.under_way[usize::from(core)] -= 1;
+        self.rank(core);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::header;
+    use super::*;
+
+    fn placed(dispatcher: &mut ClassBoundedShortestQueue, class: u8) -> u16 {
+        dispatcher.place(0, &header(class, 1)).unwrap()
+    }
+
+    #[test]
+    fn a_low_class_stays_off_reserved_cores() {
+        let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::reserving(3, 2, 1, 2, 0));
+        let low: Vec<_> = (0..6).map(|_| placed(&mut fifo, 1)).collect();
+        assert_eq!(low, [1, 2, 1, 2, 1, 2], "also above the bound, which is counted");
+        assert_eq!(fifo.over_bound(), 2);
+        assert_eq!((0..3).map(|_| placed(&mut fifo, 0)).collect::<Vec<_>>(), [0, 0, 0]);
+        assert_eq!(fifo.over_bound(), 3, "core 0 had its two");
+        fifo.completed(2, &header(1, 1));
+        fifo.completed(2, &header(1, 1));
+        assert_eq!(placed(&mut fifo, 0), 2, "a high class goes everywhere");
+    }
+
+    #[test]
+    fn a_bound_on_reserved_cores_lets_low_classes_use_what_is_idle() {
+        let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::reserving(2, 2, 1, 4, 1));
+        assert_eq!([placed(&mut fifo, 1), placed(&mut fifo, 1), placed(&mut fifo, 1)], [0, 1, 1]);
+    }
+
+    #[test]
+    fn one_core_is_left_to_low_classes() {
+        let bounds = ClassBounds::reserving(2, 2, 5, 4, 0);
+        assert_eq!((bounds.of(0), bounds.of(1), bounds.of(7)), (&[4, 4][..], &[0, 4][..], &[0, 4][..]));
+        assert_eq!(ClassBounds::reserving(1, 2, 1, 4, 0).of(1), [4]);
+    }
+}

@@ -1,0 +1,108 @@
+//! What user space puts right at every look: requests that will have no response, workers that do not read.
+
+use std::time::Duration;
+
+/// Which requests of one worker are given up. `ages`: how many looks ago each was dispatched, in any order; those of the
+/// present look (age 0) are left alone. `queued`: how many datagrams wait at the worker. Gives positions in `ages`.
+///
+/// The queue is a FIFO, so it holds the youngest of what was dispatched; only what is older can have been read, or dropped,
+/// and is given up when it is older than `timeout` looks. So what stays is never fewer than what waits.
+pub fn given_up(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
+    let mut oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
+    oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
+    oldest_first.truncate(oldest_first.len().saturating_sub(queued));
+    oldest_first.retain(|at| ages[*at] > timeout);
+    oldest_first
+}
+
+/// Whether a worker still reads its queue: it is stalled when datagrams wait and nothing was answered for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Liveness {
+    responses: u64,
+    /// When it last had nothing to do, or had answered.
+    since: Duration,
+}
+
+impl Liveness {
+    /// At `now`, a worker that has sent so many responses.
+    pub fn new(now: Duration, responses: u64) -> Self {
+        Self { responses, since: now }
+    }
+
+    /// Whether the worker is stalled at `now`, with so many responses sent and datagrams queued.
+    pub fn is_stalled(&mut self, now: Duration, responses: u64, queued: usize, stall_after: Duration) -> bool {
+        if responses != self.responses || queued == 0 {
+            *self = Self::new(now, responses);
+        }
+        now.saturating_sub(self.since) >= stall_after
+    }
+}
+
+/// Expected service time, learned: an exponentially weighted moving average over looks.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct LearnedTime {
+    mean_ns: Option<f64>,
+}
+
+/// What one look counts for: half of what is known is renewed by 7 looks with responses.
+const LOOK_SHARE: f64 = 0.1;
+
+impl LearnedTime {
+    /// Starts with a time that somebody expects.
+    pub fn expected(time: Duration) -> Self {
+        Self { mean_ns: Some(time.as_nanos() as f64) }
+    }
+
+    /// Service times observed since the look before: their sum and how many.
+    pub fn observe(&mut self, sum_ns: u64, count: u64) {
+        if count > 0 {
+            let observed = sum_ns as f64 / count as f64;
+            self.mean_ns = Some(self.mean_ns.map_or(observed, |mean| mean + LOOK_SHARE * (observed - mean)));
+        }
+    }
+
+    /// What to expect now; `None` before the first response.
+    pub fn time(self) -> Option<Duration> {
+        self.mean_ns.map(|mean| Duration::from_nanos(mean as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_wait_in_the_queue_is_not_given_up() {
+        // Two wait: they are the youngest, however old they are (a worker that was stopped).
+        assert_eq!(given_up(&[30, 20, 25, 40], 2, 10), [3, 0]);
+        assert_eq!(given_up(&[30, 20, 25, 40], 4, 10), []);
+        assert_eq!(given_up(&[30, 20, 25, 40], 9, 10), []);
+        // Nothing waits: all that is older than the timeout.
+        assert_eq!(given_up(&[3, 20, 10, 11], 0, 10), [1, 3]);
+        // What came after the queue was looked at is not taken for older than what waits in it.
+        assert_eq!(given_up(&[0, 0, 20, 20], 2, 10), []);
+        assert_eq!(given_up(&[], 0, 10), []);
+    }
+
+    #[test]
+    fn a_worker_with_a_queue_and_no_response_is_stalled() {
+        let ms = Duration::from_millis;
+        let mut worker = Liveness::new(ms(0), 5);
+        assert!(!worker.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");
+        assert!(!worker.is_stalled(ms(1299), 5, 1, ms(300)));
+        assert!(worker.is_stalled(ms(1300), 5, 1, ms(300)));
+        assert!(worker.is_stalled(ms(5000), 5, 2, ms(300)));
+        assert!(!worker.is_stalled(ms(5001), 6, 2, ms(300)), "it answered");
+    }
+
+    #[test]
+    fn learned_times_follow_what_is_observed() {
+        let mut learned = LearnedTime::default();
+        learned.observe(0, 0);
+        assert_eq!(learned.time(), None);
+        learned.observe(3_000, 3);
+        assert_eq!(learned.time(), Some(Duration::from_nanos(1_000)));
+        (0..100).for_each(|_| learned.observe(10_000, 2));
+        assert!(learned.time().unwrap() > Duration::from_nanos(4_990), "{learned:?}");
+    }
+}

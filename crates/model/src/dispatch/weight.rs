@@ -1,0 +1,68 @@
+//! The expected work of a request as it is kept in 16 bits of its entry.
+
+use std::time::Duration;
+
+/// A service time rounded to 11 bits: a mantissa and a power of two, from 1 ns to more than an hour. So a response takes
+/// away exactly what its request added, whatever was learned in between.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Weight(u16);
+
+const MANTISSA_BITS: u32 = 11;
+const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
+
+impl Weight {
+    /// The longest time that a weight can stand for: 2047 << 31 ns, 73 minutes.
+    pub const LONGEST: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
+
+    /// The nearest weight, within 1/2048; times beyond [`Weight::LONGEST`] count as that.
+    pub fn new(time: Duration) -> Self {
+        let ns = time.min(Self::LONGEST).as_nanos() as u64;
+        let bits = u64::BITS - ns.leading_zeros();
+        let mut exponent = bits.saturating_sub(MANTISSA_BITS);
+        let mut mantissa = if exponent == 0 { ns } else { (ns >> (exponent - 1)).div_ceil(2) };
+        if mantissa > u64::from(MANTISSA_MASK) {
+            mantissa >>= 1;
+            exponent += 1;
+        }
+        Self((exponent as u16) << MANTISSA_BITS | mantissa as u16)
+    }
+
+    /// As it stands in an entry.
+    pub fn bits(self) -> u16 {
+        self.0
+    }
+
+    /// From an entry.
+    pub fn from_bits(bits: u16) -> Self {
+        Self(bits)
+    }
+
+    /// What it stands for, in ns.
+    pub fn ns(self) -> u64 {
+        u64::from(self.0 & MANTISSA_MASK) << (self.0 >> MANTISSA_BITS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_weight_is_near_and_monotonous(ns in 0u64..Weight::LONGEST.as_nanos() as u64) {
+            let weight = Weight::new(Duration::from_nanos(ns));
+            prop_assert!(weight.ns().abs_diff(ns) <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.ns());
+            prop_assert!(Weight::new(Duration::from_nanos(ns + 1)).ns() >= weight.ns());
+            prop_assert_eq!(Weight::from_bits(weight.bits()), weight);
+        }
+    }
+
+    #[test]
+    fn the_ends_of_the_range() {
+        assert_eq!(Weight::new(Duration::ZERO).ns(), 0);
+        assert_eq!(Weight::new(Duration::from_nanos(2047)).ns(), 2047);
+        assert_eq!(Weight::new(Duration::MAX).ns(), Weight::LONGEST.as_nanos() as u64);
+    }
+}
