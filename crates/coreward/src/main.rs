@@ -200,7 +200,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Agent(args) => agent(args),
         Command::Dispatch(args) => {
             rights::require("coreward dispatch")?;
-            print(&dispatch::run(&args)?)
+            dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Status(StatusArgs { ask }) => print(&show::status(ask.controller, ask.format.into())?),
         Command::Explain(args) => print(&explain(&args)?),

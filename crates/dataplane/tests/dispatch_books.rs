@@ -17,7 +17,7 @@ const PATIENCE: Patience =
     Patience { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
 
 fn looks(bed: &mut Bed, count: u32) {
-    (0..count).for_each(|_| drop(bed.look(&PATIENCE)));
+    (0..count).for_each(|_| _ = bed.look(&PATIENCE));
 }
 
 fn unmatched(bed: &Bed) -> u64 {
@@ -278,7 +278,7 @@ fn after_the_end_the_kernel_picks_and_sockets_are_free_for_another_array() {
             reuseport::detach(socket.as_fd()).unwrap();
             dispatch::remove(&bed.pins.0).unwrap();
             let from: Vec<UdpSocket> = (0..50).map(|_| client()).collect();
-            from.iter().for_each(|client| drop(client.send(b"a").unwrap()));
+            from.iter().for_each(|client| _ = client.send(b"a").unwrap());
             let read = bed.read(50);
             assert!((0..2).all(|slot| read.iter().any(|read| read.slot == slot)));
             assert_eq!(bed.outstanding(), [0, 0]);

@@ -44,11 +44,11 @@ enum Format {
     Json,
 }
 
-/// Does what is asked; gives what is to be printed.
+/// Does what is asked; gives what is to be printed, if anything.
 ///
 /// # Errors
 /// When the file is wrong or the kernel refuses something.
-pub fn run(args: &DispatchArgs) -> anyhow::Result<String> {
+pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {
         Some(config) => config.pin_directory.clone(),
@@ -61,10 +61,10 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<String> {
         None => service::all_pins(&pin_directory),
     };
     match config {
-        _ if args.detach => pins.iter().try_for_each(|pins| service::detach(pins)).map(|()| String::new()),
-        _ if args.status && args.format == Format::Json => Ok(status::json(&pins)?.to_string()),
-        _ if args.status => status::text(&pins),
-        Some(config) => daemon::run(&config).map(|()| String::new()),
+        _ if args.detach => pins.iter().try_for_each(|pins| service::detach(pins)).map(|()| None),
+        _ if args.status && args.format == Format::Json => Ok(Some(status::json(&pins)?.to_string())),
+        _ if args.status => status::text(&pins).map(Some),
+        Some(config) => daemon::run(&config).map(|()| None),
         None => anyhow::bail!("expected --config FILE or --listen ADDRESS:PORT"),
     }
 }

@@ -59,7 +59,7 @@ impl Service {
             patience: Patience::default(),
             expected: vec![None],
             bound: DEFAULT_BOUND,
-            reserved: 0,
+            reserved: DEFAULT_RESERVED,
             reserved_bound: 0,
             classes: 1,
         }
@@ -73,6 +73,8 @@ impl Service {
 
 /// As RingLeader's queues are (NSDI'23, Sect. 7.1).
 const DEFAULT_BOUND: u32 = 4;
+/// Where there is more than one class.
+const DEFAULT_RESERVED: u16 = 1;
 
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -178,7 +180,7 @@ impl Reader<'_> {
         }
         let mut service = Service::new(listen, table.policy.0);
         service.bound = self.number(&table.bound, 1..=65535)?.unwrap_or(DEFAULT_BOUND);
-        service.reserved = self.number(&table.reserved, 0..=MAX_WORKERS as u16 - 1)?.unwrap_or(0);
+        service.reserved = self.number(&table.reserved, 0..=MAX_WORKERS as u16 - 1)?.unwrap_or(DEFAULT_RESERVED);
         service.reserved_bound = self.number(&table.reserved_bound, 0..=65535)?.unwrap_or(0);
         let look_ms = LOOK_INTERVAL.as_millis() as u64;
         let longest_ms = LONGEST_RESPONSE_TIMEOUT.as_millis() as u64;

@@ -86,7 +86,7 @@ impl Bed {
         let pins = Pins::new();
         let dispatch = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), options).unwrap();
         let mut bed = Self { dispatch, workers: BTreeMap::new(), pins, clock: Duration::ZERO };
-        (0..workers).for_each(|_| drop(bed.add_worker()));
+        (0..workers).for_each(|_| _ = bed.add_worker());
         bed
     }
 

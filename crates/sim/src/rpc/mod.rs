@@ -4,6 +4,7 @@
 //! Requests come in at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores
 //! serve them, and responses go out by the same NIC. docs/sim-rpc.md says what is modelled.
 
+mod class_bounds;
 pub mod cli;
 mod config;
 mod jbsrq;
@@ -17,6 +18,7 @@ mod workload;
 
 use coreward_model::rss::IndirectionTable;
 
+pub use class_bounds::ClassBoundOptions;
 pub use config::{Config, Error};
 pub use jbsrq::{JbsrqOptions, Priorities};
 pub use outcome::{Class, Quantiles, Window};

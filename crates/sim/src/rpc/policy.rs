@@ -4,6 +4,7 @@ use std::fmt;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 
+use super::class_bounds::ClassBoundOptions;
 use super::jbsrq::{JbsrqOptions, Priorities};
 use crate::names::UnknownName;
 
@@ -24,6 +25,8 @@ pub enum Policy {
     BoundedShortestQueue(NonZeroU16),
     /// `jbsrq[:OPTIONS]`: RingLeader's bounded, ranked queues with priorities
     RankedQueue(JbsrqOptions),
+    /// `jbsrq-fifo[:OPTIONS]`: what of it holds where cores serve in the order of arrival, as stock servers do
+    ClassBoundedQueue(ClassBoundOptions),
     /// `rss`: connections hashed to buckets, buckets to cores
     Rss,
     /// `rss-rebalanced:T`: as `rss`, and every T the buckets are regrouped as well as can be
@@ -58,7 +61,7 @@ pub enum PolicyError {
 }
 
 /// Every policy, with its parameters.
-pub const FORMS: [&str; 12] = [
+pub const FORMS: [&str; 13] = [
     "cfcfs",
     "random",
     "rr",
@@ -66,6 +69,7 @@ pub const FORMS: [&str; 12] = [
     "jlq",
     "jbsq:N",
     "jbsrq[:OPTION=VALUE,...]",
+    "jbsrq-fifo[:OPTION=VALUE,...]",
     "rss",
     "rss-rebalanced:T",
     "work-stealing[:COST]",
@@ -101,6 +105,10 @@ impl FromStr for Policy {
             ("jbsrq", options) => {
                 let options = options.unwrap_or_default().parse();
                 Ok(Self::RankedQueue(options.map_err(|detail| wrong(&format!(": {detail}")))?))
+            }
+            ("jbsrq-fifo", options) => {
+                let options = options.unwrap_or_default().parse();
+                Ok(Self::ClassBoundedQueue(options.map_err(|detail| wrong(&format!(": {detail}")))?))
             }
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(every)) => {
@@ -139,6 +147,8 @@ impl fmt::Display for Policy {
             Self::BoundedShortestQueue(bound) => write!(f, "jbsq:{bound}"),
             Self::RankedQueue(options) if *options == JbsrqOptions::default() => f.write_str("jbsrq"),
             Self::RankedQueue(options) => write!(f, "jbsrq:{options}"),
+            Self::ClassBoundedQueue(options) if *options == ClassBoundOptions::default() => f.write_str("jbsrq-fifo"),
+            Self::ClassBoundedQueue(options) => write!(f, "jbsrq-fifo:{options}"),
             Self::Rss => f.write_str("rss"),
             Self::RssRebalanced(every) => write!(f, "rss-rebalanced:{every}"),
             Self::WorkStealing(cost) => write!(f, "work-stealing:{cost}"),
@@ -151,7 +161,11 @@ impl fmt::Display for Policy {
 impl Policy {
     /// Whether classes of requests are told apart.
     pub fn priorities(&self) -> Priorities {
-        if let Self::RankedQueue(options) = self { options.priorities } else { Priorities::None }
+        match self {
+            Self::RankedQueue(options) => options.priorities,
+            Self::ClassBoundedQueue(_) => Priorities::Classes,
+            _ => Priorities::None,
+        }
     }
 
     /// The load below which the queues of this policy are stable, as a fraction of what the cores could serve: requests
@@ -184,6 +198,8 @@ mod tests {
             "jbsq:3",
             "jbsrq",
             "jbsrq:lambda=0.5",
+            "jbsrq-fifo",
+            "jbsrq-fifo:reserved=2",
             "rss",
             "rss-rebalanced:50",
             "work-stealing:0.25",

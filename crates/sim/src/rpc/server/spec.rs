@@ -3,8 +3,8 @@
 use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{
-    Assignment, BucketHash, CoreAllocation, Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue,
-    JoinShortestQueue, RandomCore, RoundRobinCore,
+    Assignment, BucketHash, ClassBoundedShortestQueue, CoreAllocation, Dispatcher, JoinBoundedShortestRankedQueue,
+    JoinLightestQueue, JoinShortestQueue, RandomCore, RoundRobinCore,
 };
 use coreward_model::rss::IndirectionTable;
 
@@ -52,6 +52,9 @@ impl ServerSpec<'_> {
             Policy::LightestQueue => nic(visitor, JoinLightestQueue::new(cores), fifo()),
             Policy::BoundedShortestQueue(bound) => nic(visitor, JoinShortestQueue::bounded(cores, *bound), fifo()),
             Policy::RankedQueue(options) => self.ranked(visitor, options),
+            Policy::ClassBoundedQueue(options) => {
+                nic(visitor, ClassBoundedShortestQueue::new(options.bounds(cores, self.classes)), fifo())
+            }
             Policy::Rss => nic(visitor, self.bucket_hash(), fifo()),
             Policy::RssRebalanced(every) => {
                 visitor.visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo(), 1), ticks(*every)))

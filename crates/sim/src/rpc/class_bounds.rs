@@ -1,0 +1,87 @@
+//! The options of `jbsrq-fifo`: priority classes where cores serve in the order of arrival.
+
+use std::fmt;
+use std::str::FromStr;
+
+use coreward_model::dispatch::ClassBounds;
+
+use crate::names::UnknownName;
+
+/// Who may go where; as `coreward dispatch --policy jbsrq` when nothing is said.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClassBoundOptions {
+    /// `reserved`: the first cores, which are the shortest class's
+    pub reserved: u16,
+    /// `bound`: how many requests a core has under way before others are preferred
+    pub bound: u16,
+    /// `reserved-bound`: the other classes go to a reserved core while it has fewer under way
+    pub reserved_bound: u16,
+}
+
+impl Default for ClassBoundOptions {
+    fn default() -> Self {
+        Self { reserved: 1, bound: 4, reserved_bound: 0 }
+    }
+}
+
+const OPTIONS: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
+
+impl ClassBoundOptions {
+    /// For so many cores and classes.
+    pub fn bounds(&self, cores: u16, classes: u8) -> ClassBounds {
+        ClassBounds::reserving(cores, classes, self.reserved, self.bound.into(), self.reserved_bound.into())
+    }
+}
+
+/// `reserved=2,bound=4,...`; the error says what was expected.
+impl FromStr for ClassBoundOptions {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut options = Self::default();
+        for option in text.split(',').filter(|option| !option.is_empty()) {
+            let (name, value) = option.split_once('=').unwrap_or((option, ""));
+            let number = |least: u16| {
+                let number = value.parse().ok().filter(|number: &u16| *number >= least);
+                number.ok_or_else(|| format!("{name} {value:?}: expected a number from {least} to 65535"))
+            };
+            match name {
+                "reserved" => options.reserved = number(0)?,
+                "bound" => options.bound = number(1)?,
+                "reserved-bound" => options.reserved_bound = number(0)?,
+                _ => return Err(UnknownName::new("option", name, OPTIONS).to_string()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// The options that differ from the defaults.
+impl fmt::Display for ClassBoundOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let default = Self::default();
+        let options = [
+            ("reserved", self.reserved, default.reserved),
+            ("bound", self.bound, default.bound),
+            ("reserved-bound", self.reserved_bound, default.reserved_bound),
+        ];
+        let differing = options.iter().filter(|(_, value, default)| value != default);
+        let texts: Vec<String> = differing.map(|(name, value, _)| format!("{name}={value}")).collect();
+        f.write_str(&texts.join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let error = |text: &str| text.parse::<ClassBoundOptions>().unwrap_err();
+        assert_eq!(error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
+        assert!(error("reserve=1").contains("reserved"), "{}", error("reserve=1"));
+        let options: ClassBoundOptions = "reserved=2,reserved-bound=1".parse().unwrap();
+        assert_eq!((options.bounds(4, 2).of(0), options.bounds(4, 2).of(1)), (&[4; 4][..], &[1, 1, 4, 4][..]));
+        assert_eq!(options.to_string(), "reserved=2,reserved-bound=1");
+    }
+}
