@@ -14,8 +14,8 @@
  * Why + 2: netdev_pick_tx() (net/core/dev.c) takes queue_mapping as receive queue + 1 and makes queue_mapping - 1 the
  * port's transmit queue; veth_xmit() (drivers/net/veth.c) leaves that number in place, and since Linux 5.17 does not
  * call skb_record_rx_queue() itself. So what we write arrives less 1. The port has one transmit queue more than the
- * server has cores, so that the last one still fits, and the server's device one receive queue more: veth_xmit() also takes
- * the number for the one of a ring, and ring 0 is never used.
+ * server has receive queues, so that the last one still fits. Where the server has rings (TestbedOptions::rings) its device
+ * has one receive queue more, too: veth_xmit() takes the number for a ring's, and ring 0 is never used.
  *
  * What can go wrong: a queue that the device does not have is folded modulo the number of queues by the kernel
  * (skb_tx_hash()). While the agent writes new registers some frames may meet a mixture of old and new, as on a real NIC.

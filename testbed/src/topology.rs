@@ -48,6 +48,9 @@ pub struct TestbedOptions {
     pub servers: u16,
     /// Cores (receive queues) of each server (1 to 64).
     pub cores: u16,
+    /// Each server has a ring of 256 packets per receive queue, as a NIC has, where otherwise all hosts share one backlog per
+    /// CPU: for many servers that packets for all of them reach. Agents see one receive queue more than there are cores.
+    pub rings: bool,
     /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
     pub load_balancers: u16,
     /// Addresses of the client, from 10.1.0.7 on (behind a router from 10.2.0.7 on; 1 to 200).
@@ -72,6 +75,7 @@ impl Default for TestbedOptions {
             instance: "testbed".to_owned(),
             servers: 4,
             cores: 4,
+            rings: false,
             load_balancers: 1,
             client_addresses: 4,
             router_mtu: None,
@@ -266,8 +270,13 @@ impl Testbed {
         // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         // One queue more: see rss_emulation.bpf.c, "Why + 2".
-        self.connect(&namespace, &name, self.options.cores + 1, self.options.cores + 1)?;
-        self.give_rings(&namespace, &name)?;
+        let port_queues = self.options.cores + 1;
+        if self.options.rings {
+            self.connect(&namespace, &name, port_queues, port_queues)?;
+            self.give_rings(&namespace, &name)?;
+        } else {
+            self.connect(&namespace, &name, self.options.cores, port_queues)?;
+        }
         let mut addresses =
             format!("address add {}/16 dev {DEVICE}\n{}", server_address(number), self.route_to_client());
         for vip in self.vips() {
@@ -311,9 +320,8 @@ impl Testbed {
         ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
     }
 
-    /// Gives the host a ring of 256 packets per receive queue, as a NIC has. Without it all hosts share one backlog per CPU
-    /// (net.core.netdev_max_backlog, 1000 packets), which a burst of packets for all of 31 servers overflows.
-    /// veth has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
+    /// [`TestbedOptions::rings`]. The backlog (net.core.netdev_max_backlog) has 1000 packets, which some 40 for all of 31
+    /// servers overflow. veth has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
     /// drivers/net/veth.c).
     fn give_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;

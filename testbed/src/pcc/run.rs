@@ -154,6 +154,7 @@ impl Site {
             instance: "pcc".to_owned(),
             servers: timeline::SERVERS + timeline::count(Change::AddServer),
             cores: 1,
+            rings: true,
             load_balancers: timeline::LOAD_BALANCERS,
             client_addresses: CLIENT_ADDRESSES,
             seed,
