@@ -2,7 +2,8 @@
 //! Everything that decides is the code that decides live; what serves the packets or requests is left to the caller
 //! ([`crate::replay`] for arrival logs, the simulator for traces).
 //!
-//! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made.
+//! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made. Reports
+//! may be older than the table, as they are where agents do not report all at once ([`Fleet::report_measured_at`]).
 
 use crate::load::{Alpha, CoreReadings, LoadTracker};
 use crate::placement::{BucketCount, PlacementState, PlacementTable};
@@ -126,15 +127,35 @@ impl Fleet {
         self.eligible[position] = eligible;
     }
 
+    /// Policies that take turns go on at this one.
+    pub fn set_turn(&mut self, turn: u64) {
+        self.state.round_robin = turn;
+    }
+
     /// Every agent reports, `policy` computes a table, and it is switched in. `busy_ns` is the absolute busy time of each
     /// core, `open_connections` the number of each server.
     ///
     /// # Panics
     /// When `measured_ns` is not after the previous report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
+        self.report_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy);
+    }
+
+    /// [`Fleet::report`] where each server's cores were read at a moment of their own; `None`: the server has not reported yet.
+    ///
+    /// # Panics
+    /// When one of `measured_ns` is not after the server's previous report's.
+    pub fn report_measured_at(
+        &mut self,
+        measured_ns: &[Option<u64>],
+        busy_ns: &[u64],
+        open_connections: &[u32],
+        policy: &mut dyn Policy,
+    ) {
         self.sequence += 1;
         let of_servers = busy_ns.chunks(usize::from(self.plan.cores));
-        for (tracker, busy_ns) in self.trackers.iter_mut().zip(of_servers) {
+        for ((tracker, busy_ns), measured_ns) in self.trackers.iter_mut().zip(of_servers).zip(measured_ns) {
+            let Some(measured_ns) = *measured_ns else { continue };
             let readings = CoreReadings { sequence: self.sequence, measured_ns, busy_ns: busy_ns.to_vec() };
             tracker.report(readings, self.plan.alpha).expect("reports are in order");
         }

@@ -7,7 +7,7 @@ use crate::fleet::{Fleet, FleetPlan, FleetShape, TableDraw};
 use crate::load::Alpha;
 use crate::placement::BucketCount;
 use crate::policy::Policy;
-use crate::rss::{RssKey, seeded_rng};
+use crate::rss::{RssKey, seeded_rng, uniform_below};
 use crate::statistics::{mean, variance_pct};
 
 /// What is replayed against.
@@ -23,6 +23,8 @@ pub struct Pools {
     pub report_interval_us: u64,
     /// Weight of the newest report.
     pub alpha: Alpha,
+    /// When agents report, and where turns begin.
+    pub circumstances: Circumstances,
     /// Windows that start before this are left out (us).
     pub warm_up_us: u64,
     /// Draws the fleet's RSS key.
@@ -38,10 +40,21 @@ impl Default for Pools {
             buckets: BucketCount::PUBLISHED,
             report_interval_us: 100_000,
             alpha: Alpha::PUBLISHED,
+            circumstances: Circumstances::Ideal,
             warm_up_us: 5_000_000,
             seed: 1,
         }
     }
+}
+
+/// When agents report, and where turns begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Circumstances {
+    /// All agents measure at the moment of the table; the first turn is the first server's.
+    Ideal,
+    /// As they happen to be live. Each agent's clock began at a moment of its own, so that its reports are between nothing
+    /// and a report interval old when a table is made of them; and turns go on from those of connections before.
+    Drawn,
 }
 
 /// Means over the 1 s windows after the warm-up.
@@ -51,6 +64,12 @@ pub struct Variances {
     pub server_pct: f64,
     /// Of the work that cores served.
     pub core_pct: f64,
+}
+
+impl Pools {
+    fn bin_us(&self) -> u64 {
+        self.report_interval_us / BINS_PER_REPORT
+    }
 }
 
 /// How a connection finds its core.
@@ -64,6 +83,8 @@ pub enum Placer<'a> {
 }
 
 const WINDOW_US: u64 = 1_000_000;
+/// Work is counted in so many pieces of a report interval.
+const BINS_PER_REPORT: u64 = 10;
 
 /// A server begins or ceases to take new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,7 +123,7 @@ pub fn replay_by_second(
     let shape = FleetShape { servers, cores, buckets, alpha, tables: TableDraw::Balanced };
     let plan = shape.drawn(&mut seeded_rng(pools.seed, PURPOSE_FLEET));
     let datacentre = replayed(log, pools, plan, changes, Placer::Policy(policy));
-    let bins_per_second = (WINDOW_US / pools.report_interval_us) as usize;
+    let bins_per_second = (WINDOW_US / pools.bin_us()) as usize;
     let seconds = (log.duration_us / WINDOW_US) as usize;
     let busy_ns = |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
     (0..=seconds).map(|second| datacentre.busy_us.iter().map(|bins| busy_ns(bins, second)).collect()).collect()
@@ -143,10 +164,14 @@ fn replayed(
 struct Datacentre {
     pools: Pools,
     fleet: Fleet,
-    /// Per core (as the fleet numbers them): when it is free, and its busy time in bins of one report interval.
+    /// Per core (as the fleet numbers them): when it is free, and its busy time in bins.
     free_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
+    /// Per core: busy time as last reported, and the bins that were in it.
     reported_us: Vec<u64>,
+    reported_bins: Vec<usize>,
+    /// By server: how many bins its report is old when a table is made.
+    age: Vec<usize>,
     /// Per core: when each open connection ends.
     open: Vec<Vec<u64>>,
     /// Per core: work by the window in which it is due, of all connections placed so far.
@@ -155,9 +180,19 @@ struct Datacentre {
 
 impl Datacentre {
     fn new(log: &ArrivalLog, pools: Pools, plan: FleetPlan) -> Self {
-        let fleet = Fleet::new(plan).expect("as many entries as buckets");
-        let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.report_interval_us + 2) as usize);
+        let mut fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
+        let mut rng = seeded_rng(pools.seed, PURPOSE_CIRCUMSTANCES);
+        let age = match pools.circumstances {
+            Circumstances::Ideal => vec![0; usize::from(pools.servers)],
+            Circumstances::Drawn => {
+                fleet.set_turn(uniform_below(&mut rng, u32::MAX).into());
+                (0..pools.servers).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
+            }
+        };
         Self {
+            age,
+            reported_bins: vec![0; cores],
             pools,
             fleet,
             free_us: vec![0; cores],
@@ -170,18 +205,22 @@ impl Datacentre {
 
     /// Agents report, the controller computes, the table is switched in.
     fn tick(&mut self, now_us: u64, placer: &mut Placer<'_>) {
-        let bin = (now_us / self.pools.report_interval_us) as usize;
+        let bin_us = self.pools.bin_us();
+        let bin = (now_us / bin_us) as usize;
         for core in 0..self.free_us.len() {
-            if bin > 0 {
-                self.reported_us[core] += self.busy_us[core].get(bin - 1).copied().unwrap_or(0);
-            }
+            let until = bin.saturating_sub(self.age[core / usize::from(self.pools.cores)]);
+            let new = self.busy_us[core].iter().take(until).skip(self.reported_bins[core]);
+            self.reported_us[core] += new.sum::<u64>();
+            self.reported_bins[core] = until;
             self.open[core].retain(|end_us| *end_us > now_us);
         }
         let Placer::Policy(policy) = placer else { return };
+        let measured_ns = |age: &usize| bin.checked_sub(*age).map(|bin| bin as u64 * bin_us * 1_000);
+        let measured_ns: Vec<Option<u64>> = self.age.iter().map(measured_ns).collect();
         let busy_ns: Vec<u64> = self.reported_us.iter().map(|us| us * 1_000).collect();
         let of_servers = self.open.chunks(usize::from(self.pools.cores));
         let open: Vec<u32> = of_servers.map(|cores| cores.iter().map(|open| open.len() as u32).sum()).collect();
-        self.fleet.report(now_us * 1_000, &busy_ns, &open, *policy);
+        self.fleet.report_measured_at(&measured_ns, &busy_ns, &open, *policy);
     }
 
     fn place(&mut self, log: &ArrivalLog, connection: usize, placer: &Placer<'_>) -> usize {
@@ -209,7 +248,7 @@ impl Datacentre {
         let start_us = self.free_us[core].max(due_us);
         let end_us = start_us + service_us;
         self.free_us[core] = end_us;
-        let bin_us = self.pools.report_interval_us;
+        let bin_us = self.pools.bin_us();
         let mut from_us = start_us;
         while from_us < end_us {
             let bin = from_us / bin_us;
@@ -222,9 +261,9 @@ impl Datacentre {
     }
 
     fn variances(&self, pools: Pools) -> Variances {
-        let bins_per_window = (WINDOW_US / pools.report_interval_us) as usize;
-        let first = (pools.warm_up_us / pools.report_interval_us) as usize;
-        let last = self.busy_us.first().map_or(0, Vec::len) - 2;
+        let bins_per_window = (WINDOW_US / pools.bin_us()) as usize;
+        let first = (pools.warm_up_us / pools.bin_us()) as usize;
+        let last = self.busy_us.first().map_or(0, Vec::len) - 2 * BINS_PER_REPORT as usize;
         let (mut servers_pct, mut cores_pct) = (Vec::new(), Vec::new());
         for start in (first..(last + 1).saturating_sub(bins_per_window)).step_by(bins_per_window) {
             let work: Vec<f64> = self
@@ -244,6 +283,8 @@ impl Datacentre {
 const PURPOSE_RSS_KEY: u64 = 4;
 /// [`seeded_rng`]'s stream for a replayed fleet of which everything is drawn.
 const PURPOSE_FLEET: u64 = 5;
+/// [`seeded_rng`]'s stream for [`Circumstances::Drawn`].
+const PURPOSE_CIRCUMSTANCES: u64 = 7;
 
 #[cfg(test)]
 mod tests {
@@ -292,6 +333,33 @@ mod tests {
         assert!(served(4, 3, 8) > 1_000_000_000, "{}", served(4, 3, 8));
         // Elephants stay: it goes on serving, less than the others.
         assert!((1..served(1, 5, 8)).contains(&served(0, 5, 8)), "{} {}", served(0, 5, 8), served(1, 5, 8));
+    }
+
+    #[test]
+    fn agents_that_report_at_moments_of_their_own_are_read_then() {
+        let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
+        let pools = Pools { circumstances: Circumstances::Drawn, ..Pools::default() };
+        let plan = FleetShape {
+            servers: pools.servers,
+            cores: pools.cores,
+            buckets: pools.buckets,
+            alpha: pools.alpha,
+            tables: TableDraw::Balanced,
+        };
+        let plan = plan.drawn(&mut seeded_rng(1, PURPOSE_FLEET));
+        let mut datacentre = Datacentre::new(&log, pools, plan);
+        datacentre.age = vec![0, 3, 9, 5];
+        // Each server's first core is busy from 0 to 150 ms.
+        (0..4).for_each(|server| datacentre.serve(server * 4, 0, 150_000));
+        let mut policy = crate::policy::named("crossrss", 1).unwrap();
+        let mut placer = Placer::Policy(policy.as_mut());
+        let mut reported = |now_us| {
+            datacentre.tick(now_us, &mut placer);
+            [0, 4, 8, 12].map(|core| datacentre.reported_us[core])
+        };
+        assert_eq!(reported(0), [0; 4]);
+        assert_eq!(reported(100_000), [100_000, 70_000, 10_000, 50_000]);
+        assert_eq!(reported(200_000), [150_000, 150_000, 110_000, 150_000]);
     }
 
     #[test]

@@ -234,8 +234,8 @@ impl DemoResults {
         lines.extend(["".to_owned(), self.live_against_simulated().to_string()]);
         lines.push(format!(
             "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, in\n\
-             brackets their range over {DRAWS} draws of server ids and RSS key. A live run is one such draw: if both are the\n\
-             same, one of {} live medians lies outside.",
+             brackets their range over {DRAWS} draws of server ids, RSS key, the moments of agents' reports and whose turn is\n\
+             first. A live run is one such draw: if both are the same, one of {} live medians lies outside.",
             DRAWS.div_ceil(2)
         ));
         lines.extend(self.warning());

@@ -1,14 +1,15 @@
 //! The demo's arrival logs in the simulator, under the same policies, beside what was measured live.
 //!
 //! A live run is one draw: the controller draws server ids and the RSS key by chance, and with them which connections meet
-//! at a core. So the simulator replays the same logs with many draws, the same changes of the pool and the same windows.
+//! at a core; when each agent reports, and whose turn it is, are chance, too. So the simulator replays the same logs with many
+//! draws, the same changes of the pool and the same windows.
 //! What is compared is what the demo prints: the median over the seeds. The noise is its range over the draws.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use coreward_model::arrivals::ArrivalLog;
 use coreward_model::policy;
-use coreward_model::replay::{PoolChange, Pools, replay_by_second};
+use coreward_model::replay::{Circumstances, PoolChange, Pools, replay_by_second};
 use coreward_model::statistics::median;
 
 use super::measure::{Sample, Variances, windows};
@@ -51,7 +52,9 @@ pub fn simulate(
 /// Medians over the logs, all replayed on the same fleet, as live.
 fn draw_of(options: &DemoOptions, policy: &str, draw: u64, logs: &[&ArrivalLog], timeline: &Timeline) -> Variances {
     let of_log = |(position, log): (usize, &&ArrivalLog)| {
-        let pools = Pools { servers: options.servers + 1, cores: options.cores, seed: draw, ..Pools::default() };
+        let circumstances = Circumstances::Drawn;
+        let servers = options.servers + 1;
+        let pools = Pools { servers, cores: options.cores, seed: draw, circumstances, ..Pools::default() };
         let changes = changes(options.servers, position as u16, timeline);
         let mut policy = policy::named(policy, draw).expect("the demo has run it");
         let busy_ns = replay_by_second(log, pools, &changes, policy.as_mut());
