@@ -105,6 +105,13 @@ static __always_inline bool read_client(struct sk_reuseport_md *ctx, struct clie
 	return false;
 }
 
+/* Dispatched all the same. */
+static __always_inline void untracked(__u32 slot)
+{
+	count(DISPATCH_COUNTER_UNTRACKED);
+	__sync_fetch_and_add(&state.workers[slot].untracked, 1);
+}
+
 static __always_inline void add(struct sk_reuseport_md *ctx, const struct client *client, __u32 slot, __u32 type)
 {
 	struct dispatch_worker *worker = &state.workers[slot];
@@ -117,7 +124,7 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 	entry = tag_of(hash) | (__u64)type << DISPATCH_TYPE_SHIFT | (__u64)slot << DISPATCH_WORKER_SHIFT |
 		(state.epoch & DISPATCH_EPOCH_MASK) << DISPATCH_EPOCH_SHIFT | (weight & DISPATCH_WEIGHT_MASK);
 	if (!put(hash, entry)) {
-		count(DISPATCH_COUNTER_UNTRACKED);
+		untracked(slot);
 		return;
 	}
 	if (policy == DISPATCH_POLICY_JLQ)
@@ -179,8 +186,7 @@ int dispatch(struct sk_reuseport_md *ctx)
 	if (read_client(ctx, &client))
 		add(ctx, &client, slot, type);
 	else
-		count(DISPATCH_COUNTER_UNTRACKED);
-	__sync_fetch_and_add(&state.workers[slot].dispatched, 1);
+		untracked(slot);
 	return SK_PASS;
 }
 

@@ -66,6 +66,7 @@ static __always_inline __u64 least(__u32 class)
 {
 	__u64 best[LANES] = {~0ull >> 1, ~0ull >> 1, ~0ull >> 1, ~0ull >> 1};
 	__u32 slot, slots = state.slots;
+	__u64 idle;
 
 	/* What is beyond `slots` is empty, and ranks behind all others. */
 	for (slot = 0; slot < MAX_DISPATCH_WORKERS && slot < slots; slot += LANES) {
@@ -73,6 +74,12 @@ static __always_inline __u64 least(__u32 class)
 		best[1] = lesser(rank_of(slot + 1, class), best[1]);
 		best[2] = lesser(rank_of(slot + 2, class), best[2]);
 		best[3] = lesser(rank_of(slot + 3, class), best[3]);
+		/* Nobody has less than nothing: the first idle worker ends the search. */
+		idle = is_less(best[0], 1 << RANK_SHIFT) | is_less(best[1], 1 << RANK_SHIFT) |
+		       is_less(best[2], 1 << RANK_SHIFT) | is_less(best[3], 1 << RANK_SHIFT);
+		asm volatile("" : "+r"(idle));
+		if (idle)
+			break;
 	}
 	return lesser(lesser(best[0], best[1]), lesser(best[2], best[3]));
 }

@@ -89,7 +89,8 @@ struct dispatch_type {
 
 /* Two cache lines: one that packets write, one that user space writes and the programs hardly read. */
 struct dispatch_worker {
-	__u64 dispatched;
+	/* Dispatched and not counted. (All dispatched: these, completed, repaired, and outstanding without surplus.) */
+	__u64 untracked;
 	/* Requests whose response was seen. */
 	__u64 completed;
 	/* Datagrams that the worker's socket sent from the service's port. */

@@ -2,6 +2,7 @@
 
 mod agent;
 mod controller;
+mod dispatch;
 mod placement;
 mod sim;
 
@@ -32,6 +33,8 @@ enum Command {
     Xdp(xdp::Args),
     /// What a SYN flood on one CPU costs established packets on another (needs root)
     Flood(flood::Args),
+    /// What it costs to choose a worker for a request (needs root)
+    Dispatch(dispatch::Args),
     /// What the agent costs (needs root)
     Agent(agent::Args),
     /// What the controller costs, with agents that only pretend
@@ -53,6 +56,7 @@ fn main() -> anyhow::Result<()> {
         }
         Command::Xdp(args) => arguments.show(&xdp::run(args)?),
         Command::Flood(args) => arguments.show(&flood::run(args)?),
+        Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
@@ -60,6 +64,7 @@ fn main() -> anyhow::Result<()> {
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
             arguments.show(&flood::run(&flood::Args::default())?)?;
+            arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&controller::run(&controller::Args::default())?)?;
             arguments.show(&sim::run(&sim::Args::default())?)

@@ -106,6 +106,11 @@ impl Dispatch {
         self.taken_over
     }
 
+    /// The program that chooses.
+    pub fn program(&self) -> BorrowedFd<'_> {
+        self.program.as_fd()
+    }
+
     /// What the programs count.
     pub fn books(&self) -> &Books {
         &self.books

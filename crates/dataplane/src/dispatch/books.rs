@@ -170,12 +170,15 @@ impl Books {
     fn worker(&self, slot: u32) -> Option<WorkerCounts> {
         let outstanding = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed);
         let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
-        (worker.socket != 0 || worker.dispatched != 0).then(|| WorkerCounts {
+        // Not counted by itself, which would cost every request an atomic operation: it is the sum of where requests are.
+        let in_flight = (outstanding & intf::DISPATCH_COUNT_MASK).saturating_sub(worker.surplus);
+        let dispatched = worker.untracked + worker.completed + worker.repaired + u64::from(in_flight);
+        (worker.socket != 0 || dispatched != 0).then(|| WorkerCounts {
             slot,
             pid: worker.pid,
             outstanding: outstanding & intf::DISPATCH_COUNT_MASK,
             outstanding_work: Duration::from_nanos(self.state.load(work_at(slot)) & !WORK_FLAGS),
-            dispatched: worker.dispatched,
+            dispatched,
             completed: worker.completed,
             repaired: worker.repaired,
             queued: worker.queued,
