@@ -214,6 +214,8 @@ impl Balancer {
             let freed = self.free(|connections| connections.take(batch as usize).collect())?;
             ensure!(freed == batch as usize, "{}: {freed} entries were taken by {batch} packets", self.case);
         }
+        let left = self.entries_in_use();
+        ensure!(left == 0, "{}: {left} more entries were taken than packets came", self.case);
         Ok(time / f64::from(batches))
     }
 
