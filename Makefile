@@ -7,7 +7,7 @@ FUZZ := target/release/coreward-fuzz
 
 FIGURES ?= out/figures
 
-.PHONY: help install build demo figures test test-nic conformity fuzz consistency lint bench clean
+.PHONY: help install build deb demo figures test test-nic conformity soak fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,10 +31,17 @@ test: ## all tests; what needs missing rights is skipped by name
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic
 
+deb: build ## Debian packages with systemd units, man pages and completions: out/deb/
+	@scripts/deb
+
 conformity: build ## stock clients and servers for minutes while everything changes, with and without SYN cookies
 	@scripts/install run
 	@$(COREWARD) testbed conformity
 	@$(COREWARD) testbed conformity --syncookies 2
+
+soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="--seconds 300 --seed 1")
+	@scripts/install run
+	@$(COREWARD) testbed dispatch-soak $(SOAK)
 
 fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
 	@$(FUZZ) packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The parts of the kernel's structs that the look at the queues reads; libbpf relocates them to the running kernel's. */
+/* The parts of the kernel's structs that are read here; libbpf relocates them to the running kernel's. */
 #ifndef COREWARD_DISPATCH_QUEUE_BPF_H
 #define COREWARD_DISPATCH_QUEUE_BPF_H
 
@@ -53,6 +53,15 @@ struct inet_sock {
 struct udp_sock {
 	struct inet_sock inet;
 	struct sk_buff_head reader_queue;
+};
+
+struct sk_buff {
+	unsigned char *head;
+	__u16 network_header;
+};
+
+struct sk_reuseport_kern {
+	struct sk_buff *skb;
 };
 
 struct bpf_iter_meta;

@@ -55,8 +55,20 @@ static __always_inline __u64 age_of(__u64 entry, __u64 epoch)
 	return (epoch - (entry >> DISPATCH_EPOCH_SHIFT)) & DISPATCH_EPOCH_MASK;
 }
 
-/* False: no room. */
-static __always_inline bool put(__u64 hash, __u64 entry)
+/*
+ * By CPU: the entry of the request that was dispatched there last, and where it is. The kernel queues a datagram right after
+ * it has asked for the socket, on the same CPU with bottom halves off (net/ipv4/udp.c, udp_unicast_rcv_skb), so a datagram
+ * that the queue does not take is this one. Entry 0: it has none.
+ */
+struct dispatched {
+	__u64 entry;
+	__u32 place;
+} __attribute__((aligned(64)));
+
+struct dispatched dispatched[DISPATCH_CPUS] SEC(".bss.dispatched") = {};
+
+/* Where it is; DISPATCH_REQUESTS: no room. */
+static __always_inline __u32 put(__u64 hash, __u64 entry)
 {
 	__u32 probe, way;
 
@@ -65,10 +77,10 @@ static __always_inline bool put(__u64 hash, __u64 entry)
 
 		for (way = 0; way < DISPATCH_WAYS; way++) {
 			if (!set[way] && !__sync_val_compare_and_swap(&set[way], 0, entry))
-				return true;
+				return &set[way] - requests;
 		}
 	}
-	return false;
+	return DISPATCH_REQUESTS;
 }
 
 /* The oldest entry of a set with these bits, taken; 0: there is none. */

@@ -68,6 +68,9 @@ enum dispatch_counter {
 #define DISPATCH_WEIGHT_MASK 0xffffu
 #define DISPATCH_MANTISSA_BITS 11
 
+/* CPUs on which the request that is being queued is known; a power of two. Beyond it CPUs share. */
+#define DISPATCH_CPUS 1024
+
 /* How the type is told: the first whose masked bytes are the payload's. Written before the program is loaded. */
 struct dispatch_match {
 	/* As they stand in the payload from `type_offset` on. */

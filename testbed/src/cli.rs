@@ -1,6 +1,6 @@
 //! The sub-commands of `coreward testbed`.
 
-use crate::{conformity, instance, key_value, load, paced_server, pcc, stream};
+use crate::{conformity, dispatch_soak, instance, key_value, load, paced_server, pcc, stock_server, stream};
 
 /// Options of `coreward testbed`.
 #[derive(Debug, Clone, clap::Args)]
@@ -25,6 +25,10 @@ enum TestbedCommand {
     Pcc(pcc::PccArgs),
     /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
     Conformity(conformity::Options),
+    /// `coreward dispatch` under load while workers die and stop, and it is detached and attached; prints what was seen as JSON
+    DispatchSoak(dispatch_soak::Options),
+    /// Stock Knot DNS under queries of unequal cost: the kernel's choice of a worker against `coreward dispatch`'s
+    StockServer(stock_server::StockServerArgs),
     /// Remove what killed testbeds left behind
     Clean,
 }
@@ -42,6 +46,8 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::StreamClient(args) => stream::client::run(args),
         TestbedCommand::Pcc(args) => pcc::main(args),
         TestbedCommand::Conformity(options) => conformity::main(*options),
+        TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
+        TestbedCommand::StockServer(args) => stock_server::main(args),
         TestbedCommand::Clean => {
             instance::clean()?.iter().for_each(|name| println!("removed testbed {name}"));
             Ok(())

@@ -12,7 +12,10 @@ pub type Counters = BTreeMap<String, u64>;
 
 /// Segments dropped for their timestamps: what a wrong cookie layout shows up as.
 pub const TIMESTAMP_DROPS: [&str; 4] =
-    ["TcpExtPAWSActive", "TcpExtPAWSEstab", "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
+    ["TcpExtPAWSActive", OVERTAKEN_DATA, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
+
+/// Of them, those with data of an established connection: also what a newer segment overtook by more than a tick.
+pub const OVERTAKEN_DATA: &str = "TcpExtPAWSEstab";
 
 /// Pure acknowledgements that a newer segment overtook on its way. The kernel counts them apart since 6.14, as they are
 /// no failure of PAWS (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.

@@ -38,8 +38,14 @@ pub struct FleetOptions {
     pub steer: bool,
     /// Whether servers have agents; without them nobody reports, and only load balancers can stamp.
     pub agents: bool,
-    /// What else is to stand in the controller's file, as it is: more services, for one.
+    /// What else is to stand in the fleet's file, as it is: more services, for one.
     pub more: String,
+    /// What else is to stand in load balancers' files.
+    pub more_of_load_balancers: String,
+    /// The same for the file of every agent.
+    pub agents_more: String,
+    /// Whether daemons run with no more rights than their systemd units leave them.
+    pub confined: bool,
 }
 
 impl Default for FleetOptions {
@@ -53,6 +59,9 @@ impl Default for FleetOptions {
             steer: true,
             agents: true,
             more: String::new(),
+            more_of_load_balancers: String::new(),
+            agents_more: String::new(),
+            confined: false,
         }
     }
 }
@@ -113,8 +122,9 @@ impl Fleet {
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, Standing> =
             testbed.server_numbers().into_iter().map(|number| (number, Standing::Active)).collect();
-        write_controller_file(testbed, &options, &pool)?;
-        let controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?;
+        write_controller_files(testbed, &options, &pool)?;
+        let confined = options.confined;
+        let controller = start_daemon(testbed, testbed.controller(), "controller", "controller", confined)?;
         let mut fleet = Self { options, pool, controller, load_balancers: BTreeMap::new(), agents: BTreeMap::new() };
         for number in testbed.load_balancer_numbers() {
             fleet.start_load_balancer(testbed, number)?;
@@ -133,8 +143,14 @@ impl Fleet {
     /// # Errors
     /// When there is no such load balancer or the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        write_load_balancer_file(testbed, number)?;
-        let daemon = start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
+        write_load_balancer_file(testbed, &self.options, number)?;
+        let daemon = start_daemon(
+            testbed,
+            testbed.load_balancer(number)?,
+            "lb",
+            &load_balancer_name(number),
+            self.options.confined,
+        )?;
         self.load_balancers.insert(number, daemon);
         Ok(())
     }
@@ -191,7 +207,13 @@ impl Fleet {
     /// When there is no such server or the daemon cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         write_agent_file(testbed, &self.options, number)?;
-        let agent = start_daemon(testbed, testbed.server(number)?, "agent", &format!("agent-s{number}"))?;
+        let agent = start_daemon(
+            testbed,
+            testbed.server(number)?,
+            "agent",
+            &format!("agent-s{number}"),
+            self.options.confined,
+        )?;
         self.agents.insert(number, agent);
         Ok(())
     }
@@ -201,7 +223,7 @@ impl Fleet {
     /// # Errors
     /// When the file cannot be written or the controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, Standing>) -> anyhow::Result<()> {
-        write_controller_file(testbed, &self.options, &pool)?;
+        write_controller_files(testbed, &self.options, &pool)?;
         self.pool = pool;
         self.controller.signal(Signal::SIGHUP)
     }
@@ -241,7 +263,8 @@ impl Fleet {
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
             DaemonName::Controller => {
-                self.controller = start_daemon(testbed, testbed.controller(), "controller", "controller")?;
+                let confined = self.options.confined;
+                self.controller = start_daemon(testbed, testbed.controller(), "controller", "controller", confined)?;
                 Ok(())
             }
             DaemonName::LoadBalancer(number) => self.start_load_balancer(testbed, number),
@@ -338,10 +361,43 @@ fn configuration(testbed: &Testbed, daemon: &str) -> PathBuf {
 }
 
 /// `daemon`: sub-command of coreward; `name`: of its files.
-fn start_daemon(testbed: &Testbed, namespace: &Namespace, daemon: &str, name: &str) -> anyhow::Result<Process> {
+/// The capabilities that the daemon's systemd unit leaves it, as in `CAP_BPF CAP_NET_ADMIN`.
+///
+/// # Errors
+/// When there is no such daemon.
+pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
+    let unit = match daemon {
+        "controller" => include_str!("../../packaging/systemd/coreward-controller.service"),
+        "lb" => include_str!("../../packaging/systemd/coreward-lb.service"),
+        "agent" => include_str!("../../packaging/systemd/coreward-agent.service"),
+        other => bail!("{other:?} has no unit: expected controller, lb or agent"),
+    };
+    let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
+    Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
+}
+
+/// setpriv(1) does with the bounding set what systemd does.
+fn confined_command(daemon: &str) -> anyhow::Result<Command> {
+    let mut bounding_set = "-all".to_owned();
+    for capability in unit_capabilities(daemon)? {
+        let name = capability.strip_prefix("CAP_").context("a capability that does not begin with CAP_")?;
+        write!(bounding_set, ",+{}", name.to_lowercase())?;
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--no-new-privs", "--bounding-set", &bounding_set]).arg(coreward_command()?);
+    Ok(command)
+}
+
+fn start_daemon(
+    testbed: &Testbed,
+    namespace: &Namespace,
+    daemon: &str,
+    name: &str,
+    confined: bool,
+) -> anyhow::Result<Process> {
     let log_path = testbed.directory().join(format!("{name}.log"));
     let log = File::options().create(true).append(true).open(&log_path)?;
-    let mut command = Command::new(coreward_command()?);
+    let mut command = if confined { confined_command(daemon)? } else { Command::new(coreward_command()?) };
     command.arg(daemon).arg("--config").arg(configuration(testbed, name));
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     let mut process = testbed.spawn(namespace, command)?;
@@ -352,17 +408,18 @@ fn start_daemon(testbed: &Testbed, namespace: &Namespace, daemon: &str, name: &s
     Ok(process)
 }
 
-fn write_controller_file(
+fn write_controller_files(
     testbed: &Testbed,
     options: &FleetOptions,
     pool: &BTreeMap<u16, Standing>,
 ) -> anyhow::Result<()> {
-    let mut text = format!(
-        "listen = \"{}\"\nstore = \"{}\"\nreport_interval_ms = {}\n",
+    let text = format!(
+        "listen = \"{}\"\nstore = \"{}\"\nfleet = \"fleet.toml\"\n",
         controller_address(),
         testbed.directory().join("controller.redb").display(),
-        options.report_interval_ms,
     );
+    write(&configuration(testbed, "controller"), &text)?;
+    let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     for (number, standing) in pool {
         let state = if *standing == Standing::Active { "active" } else { "draining" };
         let address = server_address(*number);
@@ -379,15 +436,16 @@ fn write_controller_file(
         }
     }
     text += &options.more;
-    write(&configuration(testbed, "controller"), &text)
+    write(&configuration(testbed, "fleet"), &text)
 }
 
-fn write_load_balancer_file(testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let name = load_balancer_name(number);
     let text = format!(
-        "name = \"{name}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n",
+        "name = \"{name}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n{}",
         controller_address(),
         testbed.load_balancer_pin_directory(number).display(),
+        options.more_of_load_balancers,
     );
     write(&configuration(testbed, &name), &text)
 }
@@ -403,10 +461,11 @@ fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> a
     let text = format!(
         "server = \"s{number}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
-         rss = {{ source = \"testbed\", path = \"{}\" }}\n",
+         rss = {{ source = \"testbed\", path = \"{}\" }}\n{}",
         controller_address(),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss(number).display(),
+        options.agents_more,
     );
     write(&configuration(testbed, &format!("agent-s{number}")), &text)
 }

@@ -10,7 +10,10 @@
 //! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
 //! * [`load`]: replays an arrival log; [`broken`]: how connections break
+//! * [`stock_server`]: Knot DNS as it is, with `coreward dispatch` and without
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
+//! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
+//! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
 //! * [`process`], [`namespace`]: what runs where
 //! * [`demo`]: `coreward demo`; [`cli`]: `coreward testbed`
 
@@ -20,6 +23,8 @@ pub mod cli;
 pub mod conformity;
 pub mod counters;
 pub mod demo;
+pub mod dispatch_figure;
+pub mod dispatch_soak;
 pub mod fleet;
 pub mod http;
 pub mod instance;
@@ -32,6 +37,7 @@ pub mod paced_server;
 pub mod pcc;
 pub mod process;
 pub mod rss_emulation;
+pub mod stock_server;
 pub mod stream;
 pub mod topology;
 pub mod uplink;

@@ -1,5 +1,7 @@
 //! The agent itself: what it watches, what it is told, what it says. When it does so, [`crate::daemon`] decides.
 
+mod metrics;
+
 use std::collections::HashMap;
 use std::fs;
 use std::net::SocketAddr;
@@ -8,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
 use coreward_dataplane::sockets::open_sockets;
+use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::key_switch;
@@ -17,6 +20,7 @@ use coreward_wire::{AgentConfiguration, Report, ReportedRss, SocketAnswer, Socke
 
 use crate::chain::Chain;
 use crate::config::{self, Config};
+use crate::hazards::Hazards;
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
 use crate::load::{LoadSource, monotonic_ms, monotonic_ns, queues};
@@ -28,7 +32,7 @@ use crate::rss::testbed::TestbedRss;
 use crate::rss::verdict::{Judge, Verdict};
 use crate::stall::{Counts, StallJudge};
 use crate::steering::{self, Steering};
-use crate::{connections, hazards, timestamps};
+use crate::{connections, dispatch, timestamps};
 
 /// Until the controller says otherwise.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -59,6 +63,7 @@ pub struct Agent {
     warnings: Vec<String>,
     hazards: Vec<String>,
     hazards_at: Option<Instant>,
+    dispatcher: Option<Dispatcher>,
 }
 
 /// Index of the device, and that it is one on which the programs can work.
@@ -89,6 +94,7 @@ impl Agent {
         })?;
         let verb = if programs.taken_over() { "taken over" } else { "attached" };
         tracing::info!("{}: programs {verb} at {} ({:?})", config.server, config.interface, programs.attachment());
+        let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
         let load: Box<dyn LoadSource> = match &config.load {
             config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
             config::Load::Published { path } => Box::new(PublishedLoad::new(path.clone())),
@@ -112,6 +118,7 @@ impl Agent {
             warnings: vec![],
             hazards: vec![],
             hazards_at: None,
+            dispatcher,
         };
         agent.rss_changed();
         agent.look_after();
@@ -121,6 +128,11 @@ impl Agent {
     /// The server's name in the controller's file.
     pub fn server(&self) -> &str {
         &self.config.server
+    }
+
+    /// Where metrics are served.
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.config.metrics
     }
 
     /// Where the controller listens.
@@ -214,8 +226,9 @@ impl Agent {
         self.warnings.extend(not_in_force);
         self.warnings.extend(self.load.warnings());
         self.warnings.extend(self.steering.look(&self.cpu_of_queue));
+        self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
         if self.hazards_at.is_none_or(|at| at.elapsed() > HAZARDS_INTERVAL) {
-            self.hazards = hazards::find(&self.config.interface);
+            self.hazards = Hazards::gather(&self.config.interface).words(&self.config.interface);
             self.hazards_at = Some(Instant::now());
         }
         self.warnings.extend(self.hazards.iter().cloned());
@@ -298,9 +311,34 @@ impl Agent {
             rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
             counters: named(&counters, &self.steering),
             warnings: self.warnings.clone(),
+            dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
             configuration_generation: self.confirmed(),
         };
         Some(report.into())
+    }
+
+    /// Dispatches as the file now says. What else has changed in it counts at the next start.
+    ///
+    /// # Errors
+    /// When the kernel refuses something; what was in force stays.
+    pub fn reload(&mut self, config: Config) -> anyhow::Result<()> {
+        if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
+            tracing::warn!("only [dispatch] is read again: the rest of the file needs a restart");
+        }
+        match (&self.dispatcher, &config.dispatch) {
+            (Some(dispatcher), Some(wanted)) if dispatcher.is_running() => dispatcher.replace(wanted.clone())?,
+            (_, Some(wanted)) => self.dispatcher = Some(Dispatcher::start(wanted)?),
+            (_, None) => self.end_dispatch()?,
+        }
+        self.config.dispatch = config.dispatch;
+        self.look_after();
+        Ok(())
+    }
+
+    /// The kernel picks by itself again.
+    fn end_dispatch(&mut self) -> anyhow::Result<()> {
+        self.dispatcher = None;
+        self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
     }
 
     /// Puts the NIC's RSS back, for an end in order. Programs and sysctl stay while services are stamped: without them
@@ -320,6 +358,7 @@ impl Agent {
     /// # Errors
     /// When something cannot be taken off.
     pub fn detach(mut self) -> anyhow::Result<()> {
+        self.end_dispatch()?;
         self.rss.restore(&mut self.memory);
         steering::remove(&self.config.pin_directory)?;
         timestamps::restore(&mut self.memory)?;

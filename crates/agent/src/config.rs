@@ -3,14 +3,12 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use coreward_config::ConfigError;
-use serde::Deserialize;
+use coreward_config::{Mistakes, Name, Source, choices, table, tagged_table};
 
 /// What the daemon is told. Services, ids and keys come from the controller.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// The server's name in the controller's file.
+    /// The server's name in the fleet's file.
     pub server: String,
     /// Where the controller listens.
     pub controller: SocketAddr,
@@ -19,29 +17,51 @@ pub struct Config {
     /// A directory in a BPF file system: what packets need lives there and outlives the daemon.
     pub pin_directory: PathBuf,
     /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
-    #[serde(default)]
     pub manage_rss: bool,
     /// Set net.ipv4.tcp_timestamps=2, which restoring by the clock needs; without it somebody else must have.
-    #[serde(default = "yes")]
     pub manage_timestamps: bool,
     /// Which worker serves the connections of core k.
-    #[serde(default)]
     pub steer: Steer,
     /// Where the load of the cores is found.
-    #[serde(default)]
     pub load: Load,
     /// Where the RSS key and table are.
-    #[serde(default)]
     pub rss: Rss,
+    /// Where metrics are served for Prometheus; `None`: nowhere.
+    pub metrics: Option<SocketAddr>,
+    /// Which worker of UDP services gets a request.
+    pub dispatch: Option<coreward_dispatch::config::Config>,
 }
 
-fn yes() -> bool {
-    true
+table! {
+    /// The file.
+    pub struct File {
+        /// This server's name in the fleet's file.
+        server: Name,
+        /// Where the controller listens.
+        controller: SocketAddr,
+        /// The Ethernet device on which the services' packets come and go.
+        interface: String,
+        /// A directory in a BPF file system, made when missing; one per agent.
+        pin_directory: PathBuf,
+        /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
+        manage_rss: bool = false,
+        /// Set net.ipv4.tcp_timestamps=2 once a service is stamped here; without it somebody else must.
+        manage_timestamps: bool = true,
+        /// Which worker takes the connections of receive queue k.
+        steer: Steer = Steer::Affinity,
+        /// Where the load of the cores is found.
+        load: Load = Load::Cpu {},
+        /// Where the RSS key and table are.
+        rss: Rss = Rss::Ethtool {},
+        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        metrics: Option<SocketAddr>,
+        /// Which worker of UDP services gets a request.
+        dispatch: Option<coreward_dispatch::config::Table>,
+    }
 }
 
 /// Which worker of a server serves the connections that RSS sends to core k.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Steer {
     /// The one that may run on that core's CPU and on no other.
     #[default]
@@ -52,63 +72,73 @@ pub enum Steer {
     Off,
 }
 
-/// Where the load of the cores is found.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(tag = "source", rename_all = "lowercase", deny_unknown_fields)]
-pub enum Load {
-    /// Busy time of the CPU that serves each receive queue. (Braces, that unknown keys be refused here as well.)
-    Cpu {},
-    /// A file of little-endian u64, one per core: how long it has been busy (ns).
-    Published {
-        /// The file.
-        path: PathBuf,
-    },
-}
+choices!(
+    Steer,
+    "steering",
+    [("affinity", Steer::Affinity), ("order", Steer::Order), ("off", Steer::Off)]
+        .map(|(name, steer)| (name.to_owned(), steer))
+);
 
-/// Where the RSS key and table are.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(tag = "source", rename_all = "lowercase", deny_unknown_fields)]
-pub enum Rss {
-    /// In the NIC, by ETHTOOL_GRSSH.
-    Ethtool {},
-    /// In the testbed's emulated NIC.
-    Testbed {
-        /// Its registers: a pinned map of `struct emulated_rss`.
-        path: PathBuf,
-        /// Length of the table to set.
-        #[serde(default = "testbed_entries")]
-        entries: usize,
-    },
-}
-
-impl Default for Load {
-    fn default() -> Self {
-        Load::Cpu {}
+tagged_table! {
+    /// Where the load of the cores is found.
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    pub enum Load by "source" {
+        /// Busy time of the CPU that serves each receive queue.
+        Cpu as "cpu" {},
+        /// A file of little-endian u64, one per core: how long it has been busy (ns).
+        Published as "published" {
+            /// The file.
+            path: PathBuf,
+        },
     }
 }
 
-impl Default for Rss {
-    fn default() -> Self {
-        Rss::Ethtool {}
+tagged_table! {
+    /// Where the RSS key and table are.
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    pub enum Rss by "source" {
+        /// In the NIC, by ETHTOOL_GRSSH.
+        Ethtool as "ethtool" {},
+        /// In the testbed's emulated NIC.
+        Testbed as "testbed" {
+            /// Its registers: a pinned map of `struct emulated_rss`.
+            path: PathBuf,
+            /// Length of the table to set.
+            entries: usize = 128,
+        },
     }
-}
-
-fn testbed_entries() -> usize {
-    128
 }
 
 impl Config {
     /// # Errors
-    /// When the file cannot be read or something in it is wrong.
-    pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        coreward_config::load(path)
+    /// When the file cannot be read; everything in it that is wrong.
+    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+        Self::parse(&Source::read(path)?)
+    }
+
+    /// # Errors
+    /// Everything in the text that is wrong.
+    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        source.read_as(|file: File, reader| {
+            Some(Self {
+                server: file.server.0,
+                controller: file.controller,
+                interface: file.interface,
+                pin_directory: file.pin_directory,
+                manage_rss: file.manage_rss,
+                manage_timestamps: file.manage_timestamps,
+                steer: file.steer,
+                load: file.load,
+                rss: file.rss,
+                metrics: file.metrics,
+                dispatch: file.dispatch.map(|table| table.check_within(reader)),
+            })
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::Source;
-
     use super::*;
 
     const SHORTEST: &str = r#"server = "s1"
@@ -118,7 +148,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
 "#;
 
     fn parse(text: &str) -> Result<Config, String> {
-        Source::from_text("agent.toml", text).parse().map_err(|error| error.to_string())
+        Config::parse(&Source::from_text("agent.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
@@ -126,6 +156,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
         let config = parse(SHORTEST).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps), (false, true));
         assert_eq!((config.steer, config.load, config.rss), (Steer::Affinity, Load::Cpu {}, Rss::Ethtool {}));
+        assert_eq!(config.dispatch, None);
     }
 
     #[test]
@@ -141,19 +172,52 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn errors_name_line_key_and_what_was_expected() {
+    fn dispatch_is_what_coreward_dispatch_takes() {
+        let table = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
+        let own = format!("[[service]]\n{table}[[service.type]]\nprefix = \"get \"\n");
+        let own = coreward_dispatch::config::Config::parse(&Source::from_text("dispatch.toml", &own)).unwrap();
+        let text = format!("{SHORTEST}[[dispatch.service]]\n{table}[[dispatch.service.type]]\nprefix = \"get \"\n");
+        assert_eq!(parse(&text).unwrap().dispatch, Some(own));
         assert_eq!(
-            parse(&format!("{SHORTEST}steer = \"yes\"\n")).unwrap_err(),
-            "agent.toml:5:9: key `steer`: unknown variant `yes`, expected one of `affinity`, `order`, `off`"
+            parse(&format!("{SHORTEST}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n")).unwrap_err(),
+            "agent.toml:7:9: key `dispatch.service.bound`: 0: expected a whole number from 1 to 65535"
         );
         assert_eq!(
-            parse(&format!("{SHORTEST}manage_rs = true\n")).unwrap_err(),
-            "agent.toml:5:1: key `manage_rs`: unknown field `manage_rs`, expected one of `server`, `controller`, \
-             `interface`, `pin_directory`, `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`"
+            parse(&format!("{SHORTEST}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{table}"))
+                .unwrap_err(),
+            "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the daemon \
+             serves all"
         );
-        let error = parse(&format!("{SHORTEST}load = {{ source = \"published\" }}\n")).unwrap_err();
-        assert!(error.starts_with("agent.toml:5:") && error.contains("missing field `path`"), "{error}");
-        let error = parse(&format!("{SHORTEST}load = {{ source = \"cpu\", path = \"x\" }}\n")).unwrap_err();
-        assert!(error.contains("unknown field `path`"), "{error}");
+        let mistakes = parse(&format!("{SHORTEST}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
+        assert_eq!(mistakes.lines().count(), 2, "{mistakes}");
+        assert!(mistakes.contains("agent.toml:6:1: key `dispatch.service.liste`: is not known"), "{mistakes}");
+    }
+
+    #[test]
+    fn mistakes_name_line_key_and_what_was_expected() {
+        let cases = [
+            (
+                "steer = \"oder\"",
+                "5:9: key `steer`: steering \"oder\" is not known: expected \"affinity\", \"order\" or \"off\" (nearest: \
+                 `order`)",
+            ),
+            (
+                "manage_rs = true",
+                "5:1: key `manage_rs`: is not known: expected one of `server`, `controller`, `interface`, `pin_directory`, \
+                 `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `metrics`, `dispatch` (nearest: `manage_rss`)",
+            ),
+            ("load = { source = \"published\" }", "5:8: key `load.path`: is missing: expected a path in quotes"),
+            (
+                "load = { source = \"cpu\", path = \"x\" }",
+                "5:26: key `load.path`: is not known: expected one of `source`",
+            ),
+            (
+                "rss = { source = \"testbed\", path = \"x\", entries = -1 }",
+                "5:51: key `rss.entries`: -1: expected a whole number from 0 on",
+            ),
+        ];
+        for (line, message) in cases {
+            assert_eq!(parse(&format!("{SHORTEST}{line}\n")).unwrap_err(), format!("agent.toml:{message}"));
+        }
     }
 }

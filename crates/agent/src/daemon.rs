@@ -2,15 +2,17 @@
 //! it, and without the controller.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use coreward_metrics::endpoint::Scrapes;
+use coreward_metrics::page::Page;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::{AgentConfiguration, SocketQuery, v1};
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::mpsc;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
@@ -29,19 +31,17 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Runs until SIGTERM or SIGINT. What packets need is pinned and stays at work; the NIC's RSS is put back.
+/// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. What packets need is pinned and stays at work; the NIC's RSS is put back.
 ///
 /// # Errors
 /// When the file is wrong, the interface does not exist, or the kernel refuses the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let mut agent = Agent::start(Config::load(config)?)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        tokio::select! {
-            outcome = serve(&mut agent) => outcome,
-            _ = terminate.recv() => Ok(()),
-            _ = interrupt.recv() => Ok(()),
-        }
+        let hangup = signal(SignalKind::hangup())?;
+        let scrapes = Scrapes::listen(agent.metrics_address())?;
+        let chores = Chores { look: every(LOOK_INTERVAL), reload: Some((hangup, config.to_owned())), scrapes };
+        coreward_daemon::until_told(serve_with(&mut agent, chores)).await
     })?;
     agent.leave()
 }
@@ -51,8 +51,62 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// When the controller's address is none.
 pub async fn serve(agent: &mut Agent) -> anyhow::Result<()> {
+    serve_with(agent, Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() }).await
+}
+
+async fn serve_with(agent: &mut Agent, mut chores: Chores) -> anyhow::Result<()> {
     let endpoint = endpoint(agent.controller())?;
-    match follow_for_ever(&endpoint, agent).await {}
+    match follow_for_ever(&endpoint, agent, &mut chores).await {}
+}
+
+/// What is to be done whether there is a controller or not.
+struct Chores {
+    look: Interval,
+    /// SIGHUP, and the file to read then.
+    reload: Option<(Signal, PathBuf)>,
+    scrapes: Scrapes,
+}
+
+enum Chore {
+    Look,
+    Reload(PathBuf),
+    Scrape(oneshot::Sender<Page>),
+}
+
+impl Chores {
+    /// Nothing is lost when the future is dropped.
+    async fn next(&mut self) -> Chore {
+        let reload = async {
+            match &mut self.reload {
+                Some((hangup, path)) => {
+                    hangup.recv().await;
+                    path.clone()
+                }
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = self.look.tick() => Chore::Look,
+            path = reload => Chore::Reload(path),
+            scrape = self.scrapes.next() => Chore::Scrape(scrape),
+        }
+    }
+}
+
+impl Chore {
+    fn perform(self, agent: &mut Agent) {
+        let path = match self {
+            Self::Look => return agent.look_after(),
+            // Who asked may have gone.
+            Self::Scrape(scrape) => return drop(scrape.send(agent.metrics())),
+            Self::Reload(path) => path,
+        };
+        let outcome = Config::load(&path).map_err(anyhow::Error::from).and_then(|config| agent.reload(config));
+        match outcome {
+            Ok(()) => tracing::info!("{}: [dispatch] is in force", path.display()),
+            Err(error) => tracing::error!("what was in force stays: {error:#}"),
+        }
+    }
 }
 
 /// Takes everything off that an agent has put on and puts everything back; stamped connections break.
@@ -99,12 +153,11 @@ impl<E: Into<anyhow::Error>> From<E> for End {
     }
 }
 
-async fn follow_for_ever(endpoint: &Endpoint, agent: &mut Agent) -> std::convert::Infallible {
-    let mut look = every(LOOK_INTERVAL);
+async fn follow_for_ever(endpoint: &Endpoint, agent: &mut Agent, chores: &mut Chores) -> std::convert::Infallible {
     let mut pause = RETRY_INTERVALS.0;
     loop {
         let mut heard = false;
-        let end = follow(endpoint, agent, &mut look, &mut heard).await;
+        let end = follow(endpoint, agent, chores, &mut heard).await;
         if heard {
             pause = RETRY_INTERVALS.0;
         }
@@ -127,7 +180,7 @@ async fn follow_for_ever(endpoint: &Endpoint, agent: &mut Agent) -> std::convert
         loop {
             tokio::select! {
                 () = &mut retry => break,
-                _ = look.tick() => agent.look_after(),
+                chore = chores.next() => chore.perform(agent),
             }
         }
         pause = (pause * 2).min(RETRY_INTERVALS.1);
@@ -135,7 +188,7 @@ async fn follow_for_ever(endpoint: &Endpoint, agent: &mut Agent) -> std::convert
 }
 
 /// One stream, until it ends. `heard`: whether anything came.
-async fn follow(endpoint: &Endpoint, agent: &mut Agent, look: &mut Interval, heard: &mut bool) -> Result<(), End> {
+async fn follow(endpoint: &Endpoint, agent: &mut Agent, chores: &mut Chores, heard: &mut bool) -> Result<(), End> {
     let mut client = ControlClient::new(endpoint.connect().await?);
     let (messages, receiver) = mpsc::channel(4);
     let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
@@ -175,7 +228,7 @@ async fn follow(endpoint: &Endpoint, agent: &mut Agent, look: &mut Interval, hea
                     rss_generation_told = generation;
                 }
             }
-            _ = look.tick() => agent.look_after(),
+            chore = chores.next() => chore.perform(agent),
         }
     }
 }

@@ -6,41 +6,84 @@ use std::path::Path;
 use crate::rss::ethtool::flow_rules;
 use crate::sysfs;
 
-/// All that is found now, in words for `coreward status`. Looks through /proc: not more often than a few times a minute.
-pub fn find(interface: &str) -> Vec<String> {
-    let mut found = Vec::new();
-    if let Some(directory) = sysfs::device_directory(interface) {
-        let queues = queues_with_packet_steering(&directory.join("queues"));
-        if !queues.is_empty() {
-            found.push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", queues.join(", ")));
-        }
-    }
-    let flows = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
-    let flow_steering = !matches!(flows.trim(), "" | "0");
-    let (ntuple, rules) = flow_rules(interface);
-    if flow_steering {
-        let kind = if ntuple { "accelerated RFS" } else { "RFS" };
-        found.push(format!("{kind} is on (rps_sock_flow_entries {}): expected 0", flows.trim()));
-    }
-    if rules > 0 {
-        found.push(format!(
-            "{interface} has {rules} flow rules (`ethtool -n {interface}`), which override its RSS table"
-        ));
-    }
-    if runs("irqbalance") {
-        found.push("irqbalance is running: it moves receive queues from CPU to CPU".to_owned());
-    }
-    found
+/// What was found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Hazards {
+    /// Receive queues whose packets RPS spreads over CPUs.
+    pub steered_queues: Vec<String>,
+    /// Receive queues with a table of flows for RFS.
+    pub flow_queues: Vec<String>,
+    /// net.core.rps_sock_flow_entries: RFS needs both this and [`Self::flow_queues`] (get_rps_cpu() in net/core/dev.c).
+    pub flow_entries: u64,
+    /// The driver takes rules for single flows, and with RFS sets them itself (accelerated RFS).
+    pub takes_flow_rules: bool,
+    /// How many such rules there are.
+    pub flow_rules: u64,
+    /// Whether irqbalance runs.
+    pub irqbalance: bool,
 }
 
-fn queues_with_packet_steering(queues: &Path) -> Vec<String> {
+impl Hazards {
+    /// All that is found now. Looks through /proc: not more often than a few times a minute.
+    pub fn gather(interface: &str) -> Self {
+        let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
+        let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));
+        let flows = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
+        let (takes_flow_rules, flow_rules) = flow_rules(interface);
+        Self {
+            steered_queues: set("rps_cpus"),
+            flow_queues: set("rps_flow_cnt"),
+            flow_entries: flows.trim().parse().unwrap_or(0),
+            takes_flow_rules,
+            flow_rules,
+            irqbalance: runs("irqbalance"),
+        }
+    }
+
+    /// Whether RFS chooses CPUs.
+    pub fn flow_steering(&self) -> bool {
+        self.flow_entries > 0 && !self.flow_queues.is_empty()
+    }
+
+    /// What RFS is called here.
+    pub fn flow_steering_name(&self) -> &'static str {
+        if self.takes_flow_rules { "accelerated RFS" } else { "RFS" }
+    }
+
+    /// In words for `coreward status`.
+    pub fn words(&self, interface: &str) -> Vec<String> {
+        let mut found = Vec::new();
+        if !self.steered_queues.is_empty() {
+            found.push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.steered_queues.join(", ")));
+        }
+        if self.flow_steering() {
+            let (kind, entries, queues) = (self.flow_steering_name(), self.flow_entries, self.flow_queues.join(", "));
+            found.push(format!(
+                "{kind} is on for {interface} (rps_sock_flow_entries {entries}, {queues}): expected rps_flow_cnt 0"
+            ));
+        }
+        if self.flow_rules > 0 {
+            let rules = self.flow_rules;
+            found.push(format!(
+                "{interface} has {rules} flow rules (`ethtool -n {interface}`), which override its RSS table"
+            ));
+        }
+        if self.irqbalance {
+            found.push("irqbalance is running: it moves receive queues from CPU to CPU".to_owned());
+        }
+        found
+    }
+}
+
+/// The receive queues whose attribute is not 0.
+fn queues_with(queues: &Path, attribute: &str) -> Vec<String> {
     let mut found: Vec<String> = fs::read_dir(queues)
         .into_iter()
         .flatten()
         .flatten()
         .filter(|queue| {
-            let mask = fs::read_to_string(queue.path().join("rps_cpus")).unwrap_or_default();
-            mask.chars().any(|digit| digit.is_ascii_hexdigit() && digit != '0')
+            let value = fs::read_to_string(queue.path().join(attribute)).unwrap_or_default();
+            value.chars().any(|digit| digit.is_ascii_hexdigit() && digit != '0')
         })
         .filter_map(|queue| queue.file_name().into_string().ok())
         .collect();
@@ -67,7 +110,32 @@ mod tests {
             fs::write(queues.path().join(queue).join("rps_cpus"), mask).unwrap();
         }
         fs::create_dir(queues.path().join("tx-0")).unwrap();
-        assert_eq!(queues_with_packet_steering(queues.path()), ["rx-1", "rx-10"]);
+        assert_eq!(queues_with(queues.path(), "rps_cpus"), ["rx-1", "rx-10"]);
+        assert!(queues_with(queues.path(), "rps_flow_cnt").is_empty());
+    }
+
+    #[test]
+    fn each_hazard_is_said_in_words() {
+        assert!(Hazards::default().words("eth7").is_empty());
+        let hazards = Hazards {
+            steered_queues: vec!["rx-0".to_owned()],
+            flow_queues: vec!["rx-1".to_owned(), "rx-2".to_owned()],
+            flow_entries: 32_768,
+            takes_flow_rules: true,
+            flow_rules: 3,
+            irqbalance: true,
+        };
+        let words = hazards.words("eth7").join("\n");
+        for expected in [
+            "RPS is on for eth7 (rx-0)",
+            "accelerated RFS is on for eth7 (rps_sock_flow_entries 32768, rx-1, rx-2)",
+            "eth7 has 3 flow rules",
+            "irqbalance is running",
+        ] {
+            assert!(words.contains(expected), "{words}");
+        }
+        // Entries of the host, but no table at this device's queues: the kernel does not look.
+        assert!(!Hazards { flow_queues: vec![], ..hazards }.flow_steering());
     }
 
     #[test]

@@ -6,11 +6,13 @@
 //! * [`load`]: how busy the cores are
 //! * [`rss`]: the NIC's key and indirection table: read, set, put back, checked
 //! * [`steering`]: connections of core k to the worker of core k
+//! * [`dispatch`]: requests of UDP services to workers
 //! * [`timestamps`]: the sysctl that the cookie needs
 //! * [`chain`]: where servers are that packets may be handed to
 //! * [`stall`]: whether stamped connections get on
 //! * [`hazards`]: what on this host overrides RSS
 //! * [`rss_command`]: `coreward agent rss`
+//! * [`sysfs`]: a device's directory in /sys
 //! * [`remembered`]: original settings, to be put back
 
 pub mod agent;
@@ -18,6 +20,7 @@ pub mod chain;
 pub mod config;
 pub mod connections;
 pub mod daemon;
+pub mod dispatch;
 pub mod hazards;
 pub mod load;
 pub mod remembered;
@@ -25,5 +28,5 @@ pub mod rss;
 pub mod rss_command;
 pub mod stall;
 pub mod steering;
-mod sysfs;
+pub mod sysfs;
 pub mod timestamps;

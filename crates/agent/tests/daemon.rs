@@ -74,6 +74,14 @@ impl Control for Listener {
     async fn rotate_keys(&self, _: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
         Err(Status::unimplemented("not here"))
     }
+
+    async fn get_fleet(&self, _: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn apply_fleet(&self, _: Request<v1::ApplyFleetRequest>) -> Result<Response<v1::ApplyFleetReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
 }
 
 /// Lets the agent follow a controller for so long; what the controller heard.

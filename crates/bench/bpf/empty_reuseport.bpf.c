@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The floor under bpf/dispatch.bpf.c: asked which socket gets a datagram, and leaves it to the kernel. */
+/*
+ * The floors under bpf/dispatch.bpf.c: `empty` is asked which socket gets a datagram and leaves it to the kernel, `selects` names
+ * always the same one, `empty_egress` sees what sockets send and lets it pass.
+ */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 
@@ -8,6 +11,29 @@ int empty(struct sk_reuseport_md *ctx)
 {
 	(void)ctx;
 	return SK_PASS;
+}
+
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} only SEC(".maps");
+
+SEC("sk_reuseport")
+int selects(struct sk_reuseport_md *ctx)
+{
+	__u32 slot = 0;
+
+	bpf_sk_select_reuseport(ctx, &only, &slot, 0);
+	return SK_PASS;
+}
+
+SEC("cgroup_skb/egress")
+int empty_egress(struct __sk_buff *skb)
+{
+	(void)skb;
+	return 1;
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

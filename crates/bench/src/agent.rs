@@ -92,6 +92,8 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
         steer: Steer::Affinity,
         load: config::Load::Published { path: busy },
         rss: config::Rss::Testbed { path: registers, entries: 128 },
+        metrics: None,
+        dispatch: None,
     })
 }
 
@@ -120,7 +122,7 @@ struct Window {
 }
 
 async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
-    Ok(controller.connect().await?.status(v1::StatusRequest {}).await?.into_inner().accepted_reports)
+    Ok(controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner().accepted_reports)
 }
 
 async fn windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {

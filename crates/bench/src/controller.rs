@@ -119,9 +119,10 @@ impl Controller {
         // A port that is free now; the controller takes it next.
         let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let store = directory.join("controller.redb");
+        let config = directory.join("controller.toml");
+        std::fs::write(&config, format!("listen = \"{address}\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n"))?;
         let mut text = format!(
-            "listen = \"{address}\"\nstore = {store:?}\nreport_interval_ms = {}\n[[service]]\nname = \"web\"\n\
-             vip = \"10.200.0.1:80\"\npolicy = {:?}\n",
+            "report_interval = \"{}ms\"\n[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = {:?}\n",
             args.report_interval_ms, args.policy
         );
         for agent in 0..args.agents {
@@ -129,8 +130,7 @@ impl Controller {
             text +=
                 &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", name(agent), octets[2], octets[3]);
         }
-        let config = directory.join("controller.toml");
-        std::fs::write(&config, text)?;
+        std::fs::write(directory.join("fleet.toml"), text)?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.arg("controller-process").arg("--config").arg(config).spawn()?;
         Ok(Self { process, address })
@@ -209,7 +209,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
         windows.push(window(controller, Duration::from_secs(args.window_seconds)).await?);
     }
     let resident_mib = controller.resident_mib()?;
-    let status = controller.connect().await?.status(v1::StatusRequest {}).await?.into_inner();
+    let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
     let reporting = status.servers.iter().filter(|server| server.state == "reporting").count();
     ensure!(reporting == args.agents as usize, "{reporting} of {} agents report", args.agents);
     let refused: u64 = status.refused_reports.values().sum();
@@ -230,7 +230,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
 async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result<Window> {
     let mut client = controller.connect().await?;
     let mut accepted = async || {
-        let status = client.status(v1::StatusRequest {}).await?.into_inner();
+        let status = client.status(v1::StatusRequest::default()).await?.into_inner();
         Ok::<_, tonic::Status>((status.accepted_reports as f64, Instant::now()))
     };
     let (reports_before, first) = accepted().await?;
@@ -337,6 +337,7 @@ impl PretendedServer {
             rss_mismatched: 0,
             counters,
             warnings: Vec::new(),
+            dispatch: Vec::new(),
             configuration_generation: 1,
         }
     }

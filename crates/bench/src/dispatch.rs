@@ -4,19 +4,22 @@
 //! this process, and the kernel says how long the programs ran (BPF_ENABLE_STATS): its two clock reads are in every figure
 //! and not in the differences.
 
+use std::fs::File;
 use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::path::PathBuf;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use coreward_bench::namespace::{self, ip};
 use coreward_bench::report::{Report, Table};
 use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, RequestType};
 use coreward_dataplane::reuseport;
 use coreward_model::dispatch::ClassBounds;
-use libbpf_rs::libbpf_sys;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{Link, MapCore as _, MapFlags, libbpf_sys};
+
+use coreward_bench::xdp::{above, fastest_above, median_of};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -59,11 +62,14 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new()?;
     ip("link set lo up")?;
     let _statistics = enable_statistics()?;
+    let mut sent = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
     let mut table = Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "program, ns", "empty, ns"]);
     for workers in WORKERS {
-        let mut services = vec![Service::empty(workers)?];
+        let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::Selects)?];
+        let mut names = vec!["(always the same)"];
         for policy in Policy::all() {
             services.push(Service::dispatched(workers, policy)?);
+            names.push(policy.name());
         }
         // By service, round by round.
         let mut times = vec![Vec::new(); services.len()];
@@ -72,17 +78,18 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
                 times.push(service.round(args.requests)?);
             }
         }
+        if workers == WORKERS[0] {
+            egress_rows(args, &services, &mut sent)?;
+        }
         let empty = times[0].clone();
-        for (policy, times) in Policy::all().zip(&times[1..]) {
-            let above = times.iter().zip(&empty).map(|(time, empty)| time - empty).collect();
-            let fastest = |times: &[f64]| times.iter().copied().fold(f64::INFINITY, f64::min);
+        for (name, times) in names.into_iter().zip(&times[1..]) {
             table.row([
-                policy.name().into(),
+                name.into(),
                 (workers as u64).into(),
-                median(above).into(),
-                (fastest(times) - fastest(&empty)).into(),
-                median(times.clone()).into(),
-                median(empty.clone()).into(),
+                median_of(&above(times, &empty)).into(),
+                fastest_above(times, &empty).into(),
+                median_of(times).into(),
+                median_of(&empty).into(),
             ]);
         }
     }
@@ -94,16 +101,52 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             "dispatch.bpf.c on real datagrams over a loopback, {CLIENTS} clients, up to {BURST} outstanding, by the \
              kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved. Between two runs \
              the whole path of a datagram runs, so caches are as warm as they are in life. jlq and jbsrq tell two types of \
-             requests apart."
+             requests apart. `(always the same)` only calls the helper that names a socket: what it costs to say anything."
         ),
-        tables: vec![table],
+        tables: vec![table, sent],
     })
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
+/// What the program costs that sees what sockets send: for a response of the service, and for any other datagram.
+fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::Result<()> {
+    // By `jsq` and by `random`; the latter is asked nothing meanwhile.
+    let jsq = FLOORS + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
+    let (empty, own, other) = (&services[0].egress, &services[jsq].egress, &services[FLOORS].egress);
+    let (mut of_service, mut of_others, mut of_empty) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..args.rounds {
+        let before = [empty, own, other].map(|program| run_time(program.as_fd()));
+        services[jsq].round(args.requests)?;
+        let after = [empty, own, other].map(|program| run_time(program.as_fd()));
+        let mut spent = Vec::new();
+        for (before, after) in before.into_iter().zip(after) {
+            let (before, after) = (before?, after?);
+            spent.push(((after.0 - before.0) as f64, (after.1 - before.1) as f64));
+        }
+        let each: Vec<f64> = spent.iter().map(|(time, runs)| time / runs).collect();
+        // Every request was sent here, too, and is none of the service's; every one was answered.
+        let responses = f64::from(args.requests);
+        ensure!(spent[1].1 > responses * 1.5, "{} datagrams for {responses} requests", spent[1].1);
+        of_service.push((spent[1].0 - (spent[1].1 - responses) * each[2]) / responses - each[0]);
+        of_others.push(each[2] - each[0]);
+        of_empty.push(each[0]);
+    }
+    let empty = median_of(&of_empty);
+    table.row(["a response of the service".into(), median_of(&of_service).into(), empty.into()]);
+    table.row(["any other UDP datagram".into(), median_of(&of_others).into(), empty.into()]);
+    Ok(())
 }
+
+/// What is measured above, or beside, the dispatch.
+#[derive(Debug, Clone, Copy)]
+enum Floor {
+    /// Leaves the choice to the kernel.
+    Empty,
+    /// Names one socket.
+    Selects,
+}
+
+/// Services that are none of a policy, and stand before those.
+const FLOORS: usize = 2;
 
 /// A service with as many workers as sockets, all of them here.
 struct Service {
@@ -111,6 +154,9 @@ struct Service {
     workers: Vec<UdpSocket>,
     clients: Vec<UdpSocket>,
     program: OwnedFd,
+    /// What sees the datagrams that sockets send.
+    egress: OwnedFd,
+    _link: Option<Link>,
     /// Kept at work.
     dispatch: Option<(Dispatch, Pins)>,
 }
@@ -137,13 +183,24 @@ impl Service {
         Ok((address, sockets))
     }
 
-    fn empty(workers: usize) -> anyhow::Result<Self> {
+    fn floor(workers: usize, floor: Floor) -> anyhow::Result<Self> {
         let (address, workers) = Self::sockets(workers)?;
         let mut storage = MaybeUninit::uninit();
         let loaded = skeleton::EmptyReuseportSkelBuilder::default().open(&mut storage)?.load()?;
-        let program = loaded.progs.empty.as_fd().try_clone_to_owned()?;
+        let program = match floor {
+            Floor::Empty => loaded.progs.empty.as_fd(),
+            Floor::Selects => {
+                let socket = (workers[0].as_raw_fd() as u64).to_ne_bytes();
+                loaded.maps.only.update(&0u32.to_ne_bytes(), &socket, MapFlags::ANY)?;
+                loaded.progs.selects.as_fd()
+            }
+        };
+        let program = program.try_clone_to_owned()?;
         reuseport::attach(program.as_fd(), workers[0].as_fd())?;
-        Ok(Self { address, workers, clients: clients(address)?, program, dispatch: None })
+        let egress = loaded.progs.empty_egress.as_fd().try_clone_to_owned()?;
+        let cgroup = File::open(dispatch::cgroup_root()?)?;
+        let link = Some(loaded.progs.empty_egress.attach_cgroup(cgroup.as_raw_fd())?);
+        Ok(Self { address, workers, clients: clients(address)?, program, egress, _link: link, dispatch: None })
     }
 
     fn dispatched(workers: usize, policy: Policy) -> anyhow::Result<Self> {
@@ -168,7 +225,9 @@ impl Service {
         dispatch.attach(sockets[0].as_fd())?;
         dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 2, 1, 4, 0));
         let program = dispatch.program().try_clone_to_owned()?;
-        Ok(Self { address, workers: sockets, clients: clients(address)?, program, dispatch: Some((dispatch, pins)) })
+        let egress = dispatch.responses_program().try_clone_to_owned()?;
+        let (clients, dispatch) = (clients(address)?, Some((dispatch, pins)));
+        Ok(Self { address, workers: sockets, clients, program, egress, _link: None, dispatch })
     }
 
     /// How long the program ran per request (ns).

@@ -15,7 +15,8 @@ use crate::report::{Report, Table};
 use balancer::Balancer;
 use established::ByConnections;
 use runner::{PACKETS, Runner};
-use turns::{Program, Rounds, Turn, above, fastest_above, in_turns, median_of, quartiles};
+use turns::{Program, Rounds, Turn, in_turns, quartiles};
+pub use turns::{above, fastest_above, median_of};
 use workload::Case;
 
 /// How long to measure.

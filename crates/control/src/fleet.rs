@@ -1,7 +1,8 @@
-//! The configuration in force: the operator's file and the records put together.
+//! The configuration in force: the fleet's document and the records put together.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_model::bucket_history::BucketHistory;
@@ -17,9 +18,9 @@ use coreward_wire::{
     AgentConfiguration, FleetConfiguration, Peer, Server, ServerBefore, Service, ServiceIndex, StampedService,
 };
 
-use crate::config::{Config, ServerConfig, ServerState};
+use crate::config::{FleetConfig, ServerConfig, ServerState};
 use crate::key_ring::KeyRing;
-use crate::records::{LoadBalancerRecord, Membership, Records, ServerRecord};
+use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord};
 
 /// Everything the controller decides by, apart from reports.
 #[derive(Debug, Clone)]
@@ -44,6 +45,10 @@ pub struct Fleet {
     pub services: Vec<FleetService>,
     /// Those that are connected or may come back, by name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
+    /// What the operator wrote.
+    pub document: Document,
+    /// The file in which it stands; `None`: it was applied.
+    pub file: Option<PathBuf>,
     ids: HashMap<String, ServerId>,
 }
 
@@ -109,7 +114,7 @@ impl FleetService {
 
 impl Fleet {
     /// `records` have taken in `config`.
-    pub fn new(config: &Config, records: &Records) -> Self {
+    pub fn new(config: &FleetConfig, records: &Records) -> Self {
         let listed: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
         let servers: BTreeMap<ServerId, FleetServer> = records
@@ -134,12 +139,19 @@ impl Fleet {
             key_ring: records.key_ring.clone(),
             key_rotation: config.key_rotation,
             retire_after: config.retire_after,
-            rss_key: config.rss_key.clone().unwrap_or_else(|| records.rss_key.clone()),
+            rss_key: records.rss_key.clone(),
             servers,
             services: config.services.iter().map(|service| fleet_service(service, records)).collect(),
             load_balancers: records.load_balancers.clone(),
+            document: records.document.clone(),
+            file: None,
             ids,
         }
+    }
+
+    /// With what the controller's own file says: where the document stands, and an RSS key in place of the one on record.
+    pub fn of_controller(self, file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
+        Self { file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 
     /// The id of the server with that name, also when it left.

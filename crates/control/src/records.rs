@@ -5,9 +5,10 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_config::ConfigError;
+use coreward_config::{Mistakes, Span};
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
@@ -17,7 +18,7 @@ use coreward_model::rss::{RssKey, uniform_below};
 use coreward_wire::ServiceIndex;
 use rand::Rng;
 
-use crate::config::{Config, Span};
+use crate::config::FleetConfig;
 use crate::key_ring::KeyRing;
 
 /// Everything on record.
@@ -35,6 +36,17 @@ pub struct Records {
     pub servers: BTreeMap<ServerId, ServerRecord>,
     /// By name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
+    /// What the operator wrote.
+    pub document: Document,
+}
+
+/// The fleet's document that is in force, as the operator wrote it, with comments.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Document {
+    /// Grows with every change of the text; 0: there never was one.
+    pub generation: u64,
+    /// TOML.
+    pub text: Arc<str>,
 }
 
 /// What is kept of a load balancer. It needs no entry in the file: it is in the fleet from its first hello on.
@@ -91,20 +103,25 @@ impl Records {
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
+            document: Document::default(),
         }
     }
 
-    /// Takes the configuration in. On an error the records are as they were.
+    /// Takes the fleet's document in. On an error the records are as they were.
     ///
     /// # Errors
-    /// When an id that the operator chose still belongs to another server, or when no id is free.
-    pub fn apply(&mut self, config: &Config, now: Duration, random: &mut impl Rng) -> Result<(), ConfigError> {
+    /// When ids that the operator chose still belong to other servers, or no id is free: all of them.
+    pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Mistakes> {
         let mut next = self.clone();
         next.retire(config.retire_after, now);
         next.apply_services(config, random);
         let ids = next.apply_servers(config, random)?;
         next.apply_memberships(config, &ids, now);
         next.generation += 1;
+        let text = config.source().text();
+        if *text != next.document.text {
+            next.document = Document { generation: next.document.generation + 1, text: text.clone() };
+        }
         *self = next;
         Ok(())
     }
@@ -144,7 +161,7 @@ impl Records {
         self.servers != before || self.load_balancers.len() != load_balancers
     }
 
-    fn apply_services(&mut self, config: &Config, random: &mut impl Rng) {
+    fn apply_services(&mut self, config: &FleetConfig, random: &mut impl Rng) {
         let listed: HashSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         self.services.retain(|name, _| listed.contains(name.as_str()));
         let mut taken: HashSet<ServiceIndex> = self.services.values().map(|service| service.index).collect();
@@ -165,41 +182,45 @@ impl Records {
     }
 
     /// Gives every server of the file its id: the one the operator chose, the one it had, or a free one.
-    fn apply_servers(&mut self, config: &Config, random: &mut impl Rng) -> Result<Vec<ServerId>, ConfigError> {
+    fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Mistakes> {
         let had = self.ids_by_name();
         let corrected = corrected_servers(config);
         let mut free = self.free_ids(config);
         let mut ids = Vec::with_capacity(config.servers.len());
+        let mut wrong: Vec<(Span, String)> = Vec::new();
         for (position, server) in config.servers.iter().enumerate() {
             let room = if corrected.contains(&position) { correction::SERVER_IDS } else { ServerId::COUNT as u64 };
             let had = had.get(&server.name).filter(|id| u64::from(id.get()) < room);
-            ids.push(match (&server.id, had) {
-                (Some((id, span)), _) => self.chosen_id(config, &server.name, *id, span)?,
-                (None, Some(id)) => *id,
+            let id = match (&server.id, had) {
+                (Some((id, span)), _) => self.chosen_id(&server.name, *id).map_err(|message| (span.clone(), message)),
+                (None, Some(id)) => Ok(*id),
                 (None, None) => draw(&mut free, room, random).ok_or_else(|| {
                     let message = format!(
                         "no server id is free for {:?}: all {room} are in use, or reserved for connections of servers that \
                          left",
                         server.name,
                     );
-                    config.error(&server.span, &message)
-                })?,
-            });
+                    (server.span.clone(), message)
+                }),
+            };
+            match id {
+                Ok(id) => ids.push(id),
+                Err(mistake) => wrong.push(mistake),
+            }
         }
-        Ok(ids)
+        if wrong.is_empty() { Ok(ids) } else { Err(config.mistakes(wrong)) }
     }
 
-    /// An id that the operator chose, unless connections to another server may carry it.
-    fn chosen_id(&self, config: &Config, name: &str, id: ServerId, span: &Span) -> Result<ServerId, ConfigError> {
+    /// An id that the operator chose, unless connections to another server may carry it; then why it cannot be.
+    fn chosen_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
         };
-        let message = format!(
+        Err(format!(
             "server id {id} belongs to server {:?}, whose connections may still carry it: expected one that is free, or \
              none to have one drawn",
             owner.name
-        );
-        Err(config.error(span, &message))
+        ))
     }
 
     /// The id of every server on record; of two with one name (the operator changed its id) the one in the file.
@@ -213,7 +234,7 @@ impl Records {
         by_name
     }
 
-    fn free_ids(&self, config: &Config) -> Vec<ServerId> {
+    fn free_ids(&self, config: &FleetConfig) -> Vec<ServerId> {
         let chosen: HashSet<ServerId> = config.servers.iter().filter_map(|s| s.id.as_ref().map(|id| id.0)).collect();
         (0..ServerId::COUNT as u64)
             .filter_map(|id| ServerId::try_from(id).ok())
@@ -222,7 +243,7 @@ impl Records {
     }
 
     /// Writes down who is in which pool; `ids` are those of `config.servers`.
-    fn apply_memberships(&mut self, config: &Config, ids: &[ServerId], now: Duration) {
+    fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         for server in self.servers.values_mut() {
             server.in_file = false;
             for membership in server.services.values_mut().filter(|membership| **membership == Membership::Present) {
@@ -252,7 +273,7 @@ impl ServerRecord {
 }
 
 /// Positions of the servers whose ids must find room in the cookie that load balancers stamp themselves.
-fn corrected_servers(config: &Config) -> HashSet<usize> {
+fn corrected_servers(config: &FleetConfig) -> HashSet<usize> {
     let corrected = config.services.iter().filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
     corrected.flat_map(|service| service.servers.iter().copied()).collect()
 }
@@ -274,8 +295,8 @@ mod tests {
     use super::*;
 
     /// A file with these servers, all in one service, and those of `elsewhere` in another.
-    fn config(servers: &[&str], elsewhere: &[&str]) -> Config {
-        let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    fn config(servers: &[&str], elsewhere: &[&str]) -> FleetConfig {
+        let mut text = String::new();
         for server in servers {
             // "s5=7" is server s5 with the id 7.
             let (name, id) = server.split_once('=').map_or((*server, None), |(name, id)| (name, Some(id)));
@@ -287,7 +308,7 @@ mod tests {
         if !elsewhere.is_empty() {
             text += &format!("[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = {elsewhere:?}\n");
         }
-        Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+        FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
     }
 
     fn at(seconds: u64) -> Duration {
@@ -329,7 +350,7 @@ mod tests {
         let taken = records.apply(&config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
         assert_eq!(
             taken.to_string(),
-            "controller.toml:9:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still \
+            "fleet.toml:7:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still \
              carry it: expected one that is free, or none to have one drawn"
         );
         assert_eq!(records.generation, 2, "a refused configuration changes nothing");
@@ -370,14 +391,14 @@ mod tests {
         records.apply(&plain, at(0), random).unwrap();
         let before = ids(&records);
         assert!(before["s1"] >= 2048, "{before:?}: choose another seed");
-        let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+        let mut text = String::new();
         for server in ["s1", "s2", "s3", "s4"] {
             text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
         }
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
         text +=
             "[[service]]\nname = \"old\"\nvip = \"10.200.0.1:81\"\ntimestamps = \"lb\"\nservers = [\"s1\", \"s4\"]\n";
-        let corrected = Config::parse(Source::from_text("controller.toml", &text)).unwrap();
+        let corrected = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
         records.apply(&corrected, at(10), random).unwrap();
         let by_name = records.ids_by_name();
         let now = |name: &str| by_name[name].get();
@@ -399,7 +420,7 @@ mod tests {
             records.servers.insert(id.try_into().unwrap(), gone);
         }
         let error = records.apply(&config(&["s1"], &[]), at(1), random).unwrap_err().to_string();
-        assert!(error.starts_with("controller.toml:3:1: key `server`: no server id is free for \"s1\""), "{error}");
+        assert!(error.starts_with("fleet.toml:1:1: key `server`: no server id is free for \"s1\""), "{error}");
     }
 
     #[test]

@@ -20,19 +20,21 @@ use redb::{Database, ReadableDatabase as _, ReadableTable as _, TableDefinition}
 use serde::{Deserialize, Serialize};
 
 use crate::key_ring::{KeyPhase, KeyRing};
-use crate::records::{LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
+use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
 const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
 const SERVERS: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
 const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
+/// The fleet's document, by its generation; one row.
+const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
 /// The only row of [`FLEET`].
 const FLEET_ROW: &str = "fleet";
 
-/// Of the rows' layout. A file of another version is refused, not guessed at; but for the first one, to which this one
+/// Of the rows' layout. A file of another version is refused, not guessed at; but for those before, to which this one
 /// only adds.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 const FIRST_FORMAT: u32 = 1;
 
 /// The open file.
@@ -177,6 +179,14 @@ impl Store {
                 }
             }
         }
+        match transaction.open_table(DOCUMENT) {
+            Err(redb::TableError::TableDoesNotExist(_)) => {}
+            opened => {
+                if let Some((generation, text)) = opened?.last()? {
+                    records.document = Document { generation: generation.value(), text: text.value().into() };
+                }
+            }
+        }
         Ok(Some(records))
     }
 
@@ -185,6 +195,7 @@ impl Store {
         transaction.delete_table(SERVICES)?;
         transaction.delete_table(SERVERS)?;
         transaction.delete_table(LOAD_BALANCERS)?;
+        transaction.delete_table(DOCUMENT)?;
         {
             let mut fleet = transaction.open_table(FLEET)?;
             fleet.insert(FLEET_ROW, serde_json::to_vec(&FleetRow::from(records))?.as_slice())?;
@@ -200,6 +211,8 @@ impl Store {
             for (name, known) in &records.load_balancers {
                 load_balancers.insert(name.as_str(), serde_json::to_vec(&LoadBalancerRow::from(known))?.as_slice())?;
             }
+            let document = &records.document;
+            transaction.open_table(DOCUMENT)?.insert(document.generation, &*document.text)?;
         }
         transaction.commit()?;
         Ok(())
@@ -234,7 +247,7 @@ impl From<&Records> for FleetRow {
 
 impl FleetRow {
     fn parse(self) -> anyhow::Result<Records> {
-        let known = [FIRST_FORMAT, FORMAT].contains(&self.format);
+        let known = (FIRST_FORMAT..=FORMAT).contains(&self.format);
         anyhow::ensure!(known, "format {}: expected {FORMAT}", self.format);
         let current = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
         Ok(Records {
@@ -249,6 +262,7 @@ impl FleetRow {
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
+            document: Document::default(),
         })
     }
 }
@@ -334,6 +348,7 @@ mod tests {
     fn records() -> Records {
         let mut records = Records::draw(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
+        records.document = Document { generation: 4, text: "# The first.\nalpha = 0.5\n".into() };
         records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));
         records.enrol("lb1", Some([10, 2, 0, 1].into()));
         records.enrol("lb2", None);

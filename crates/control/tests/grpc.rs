@@ -1,97 +1,25 @@
 //! The controller as its peers see it: real gRPC over loopback, with agents and load balancers that only pretend.
 
-use std::net::SocketAddr;
-use std::path::PathBuf;
+mod support;
+
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use coreward_control::server::Server;
 use coreward_model::placement::PlacementTable;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
 use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketQuery, table, v1};
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-/// Everything here happens within milliseconds; a test that waits this long has failed.
-const PATIENCE: Duration = Duration::from_secs(10);
+use support::{Home, Running, in_time};
 
 /// SIGHUP reaches every controller of this process: who sends one, and who starts a controller anew
 /// (a reload under way would still hold its store) or counts generations, runs alone.
 static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
-async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
-}
-
-/// A directory with a configuration and a store.
-struct Home {
-    directory: tempfile::TempDir,
-}
-
-impl Home {
-    fn new(servers: &[&str], more: &str) -> Self {
-        let home = Self { directory: tempfile::tempdir().unwrap() };
-        home.write(servers, more);
-        home
-    }
-
-    fn config(&self) -> PathBuf {
-        self.directory.path().join("controller.toml")
-    }
-
-    fn write(&self, servers: &[&str], more: &str) {
-        let store = self.directory.path().join("controller.redb");
-        let mut text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nreport_interval_ms = 10\n");
-        for server in servers {
-            text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
-        }
-        std::fs::write(self.config(), format!("{text}{more}")).unwrap();
-    }
-
-    async fn start(&self) -> Running {
-        // A controller that was killed may still be writing: other than a process, a task is not gone at once.
-        let server = in_time("the store", async {
-            loop {
-                match Server::bind(&self.config()).await {
-                    Err(error) if error.to_string().contains("is in use") => tokio::task::yield_now().await,
-                    bound => break bound.unwrap(),
-                }
-            }
-        })
-        .await;
-        let address = server.address();
-        Running { address, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
-    }
-}
-
-/// A controller in a task of its own.
-struct Running {
-    address: SocketAddr,
-    task: JoinHandle<()>,
-}
-
 impl Running {
-    fn endpoint(&self) -> Endpoint {
-        Endpoint::from_shared(format!("http://{}", self.address)).unwrap()
-    }
-
-    async fn client(&self) -> ControlClient<Channel> {
-        ControlClient::connect(self.endpoint()).await.unwrap()
-    }
-
-    async fn status(&self) -> v1::StatusReply {
-        self.client().await.status(v1::StatusRequest {}).await.unwrap().into_inner()
-    }
-
-    /// Ends it at once, as SIGKILL would.
-    async fn kill(self) {
-        self.task.abort();
-        let _ = self.task.await;
-    }
-
     async fn agent(&self, server: &str) -> Agent {
         let (sender, receiver) = mpsc::channel(4);
         let hello = v1::AgentHello { server: server.into(), version: "test".into() };
@@ -337,10 +265,7 @@ async fn who_does_not_belong_is_told_so() {
     assert_eq!(refused.code(), Code::AlreadyExists);
     let refused = running.agent("s9").await.configuration().await.unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
-    assert_eq!(
-        refused.message(),
-        "server \"s9\" is not known: expected the name of a [[server]] of the controller's file"
-    );
+    assert_eq!(refused.message(), "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file");
     let status = running.status().await;
     assert_eq!((status.refused_reports["unknown_server"], status.refused_reports["duplicate_session"]), (1, 1));
     // The first one still reports; when it hangs up, there is room for another at once.

@@ -1,11 +1,10 @@
 //! The figures that are measured on this machine; `coreward_sim::figure::live` says how one is added.
 
 use coreward_bench::figure;
+use coreward_dataplane::rights;
 use coreward_sim::figure::library::Embedded;
 use coreward_sim::figure::live::LiveFigure;
-use coreward_testbed::pcc;
-
-use crate::rights;
+use coreward_testbed::{dispatch_figure, pcc};
 
 /// Every one, in any order: lists and pages have the papers' order.
 pub const FIGURES: &[LiveFigure] = &[
@@ -22,6 +21,29 @@ pub const FIGURES: &[LiveFigure] = &[
         figure: Embedded { name: "cheetah-9-live", text: include_str!("../../../scenarios/live/cheetah-9-live.toml") },
         measure: pcc::figure::measure,
         interrupt: Some(pcc::figure::interrupt),
+    },
+    LiveFigure {
+        figure: Embedded { name: "turbo-9-live", text: include_str!("../../../scenarios/live/turbo-9-live.toml") },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
+        figure: Embedded { name: "turbo-6d-live", text: include_str!("../../../scenarios/live/turbo-6d-live.toml") },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
+        figure: Embedded {
+            name: "ringleader-classes-live",
+            text: include_str!("../../../scenarios/live/ringleader-classes-live.toml"),
+        },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
+        figure: Embedded { name: "path-live", text: include_str!("../../../scenarios/live/path-live.toml") },
+        measure: dispatch_figure::path_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
     },
 ];
 

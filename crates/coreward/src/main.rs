@@ -1,7 +1,9 @@
 //! The one command; each sub-command is a crate's, nothing is decided here.
 
+mod apply;
+mod check;
 mod live;
-mod rights;
+mod shell;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,7 +13,9 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
+use coreward_dataplane::rights;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
+use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_load::cli::{self as load, LoadArgs};
@@ -31,7 +35,7 @@ struct Cli {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// The controller: reports in, tables out (SIGHUP: read the file again)
+    /// The controller: reports in, tables out (SIGHUP: read the files again)
     Controller(ConfigArgs),
     /// The load balancer: attaches the XDP program, or takes over the one at work, and follows the controller
     Lb(LbArgs),
@@ -45,10 +49,18 @@ enum Command {
     Explain(ExplainArgs),
     /// The cookie keys: which one stamps, and their rotation
     Keys(KeysArgs),
+    /// Whether configuration files are right: every mistake at once, with line, key and what was expected
+    Check(check::CheckArgs),
+    /// Put another document of the fleet (servers and services) in force, after a look at what it changes
+    Apply(apply::ApplyArgs),
+    /// The fleet's document that is in force
+    Fleet(FleetArgs),
     /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees them
     Capture(CaptureArgs),
     /// The heaviest connections of a stateful service, live, from the load balancer's connection table
     Connections(ConnectionsArgs),
+    /// Whether this machine is fit for its role, and what mends it; 1 when it is not
+    Doctor(DoctorArgs),
     /// Whether this kernel takes every BPF program
     CheckKernel,
     /// Watch the whole system work: the same connections under every policy, side by side (needs root)
@@ -61,6 +73,10 @@ enum Command {
     Load(LoadArgs),
     /// Pieces of the testbed
     Testbed(testbed::TestbedArgs),
+    /// What a shell needs to complete this command, to standard output
+    Completions(shell::CompletionsArgs),
+    /// Man pages of every sub-command
+    Man(shell::ManArgs),
 }
 
 #[derive(clap::Args)]
@@ -112,6 +128,21 @@ struct AskArgs {
 struct StatusArgs {
     #[command(flatten)]
     ask: AskArgs,
+    /// With whole RSS keys in JSON: who knows one can aim at a core
+    #[arg(long)]
+    rss_keys: bool,
+}
+
+#[derive(clap::Args)]
+struct FleetArgs {
+    #[command(subcommand)]
+    command: FleetCommand,
+}
+
+#[derive(clap::Subcommand)]
+enum FleetCommand {
+    /// Print it, as it was written
+    Show(AskArgs),
 }
 
 #[derive(clap::Args)]
@@ -202,7 +233,14 @@ fn run(command: Command) -> anyhow::Result<()> {
             rights::require("coreward dispatch")?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
-        Command::Status(StatusArgs { ask }) => print(&show::status(ask.controller, ask.format.into())?),
+        Command::Status(StatusArgs { ask, rss_keys }) => {
+            print(&show::status(ask.controller, rss_keys, ask.format.into())?)
+        }
+        Command::Check(args) => check::run(&args),
+        Command::Apply(args) => apply::run(&args),
+        Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
+            print(&show::fleet::show(ask.controller, ask.format.into())?)
+        }
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {
             rights::require("coreward connections")?;
@@ -218,6 +256,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Keys(KeysArgs { command: KeysCommand::Rotate { ask, force } }) => {
             print(&show::rotate_keys(ask.controller, force, ask.format.into())?)
         }
+        Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
         Command::Demo(options) => demo::run(&options),
         Command::Sim(args) => sim::run(args),
@@ -225,6 +264,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Load(args) => load::run(&args),
         // Before any thread is started: some of its servers fork.
         Command::Testbed(args) => testbed::run(&args),
+        Command::Completions(args) => print(&shell::completions(&args)),
+        Command::Man(args) => shell::man(&args),
     }
 }
 
@@ -251,6 +292,13 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
         (None, Some(config)) if args.detach => coreward_agent::daemon::detach(&config),
         (None, config) => coreward_agent::daemon::run(&config.context("--config is missing")?),
     }
+}
+
+fn doctor(args: &DoctorArgs) -> anyhow::Result<()> {
+    let (text, fit) = doctor::run(args)?;
+    print(&text)?;
+    anyhow::ensure!(fit, "this machine is not fit: see the faults");
+    Ok(())
 }
 
 fn check_kernel() -> anyhow::Result<()> {

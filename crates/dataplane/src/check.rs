@@ -13,6 +13,12 @@ use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
+/// Loads the objects of these names; gives each with what the kernel said.
+pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
+    let named = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
+    named.map(|(name, object)| (name, load(name, object))).collect()
+}
+
 /// Loads every program; gives the name of each with what the kernel said.
 pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
     skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load(name, object))).collect()

@@ -1,7 +1,7 @@
 //! `bpf/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, kept right, read.
 //!
 //! Pinned below one directory of a bpffs for each service: `workers` (the array of sockets), `sockets` (their slots),
-//! `state`, `requests` and `responses_link`. [`Dispatch`] is what changes them, [`Books`] reads and repairs what the
+//! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] is what changes them, [`Books`] reads and repairs what the
 //! programs count; both work while requests come.
 
 mod books;
@@ -44,16 +44,19 @@ const PIN_SOCKETS: &str = "sockets";
 const PIN_STATE: &str = "state";
 const PIN_REQUESTS: &str = "requests";
 const PIN_LINK: &str = "responses_link";
+const PIN_DROPS_LINK: &str = "drops_link";
 
 /// The dispatch of one service. Dropping this leaves it at work.
 #[derive(Debug)]
 pub struct Dispatch {
     program: OwnedFd,
+    responses_program: OwnedFd,
     workers: SocketArray,
     sockets: MapHandle,
     books: Books,
     queues: Link,
     _responses: Link,
+    _drops: Link,
     policy: Policy,
     taken_over: bool,
 }
@@ -89,13 +92,16 @@ impl Dispatch {
         }
         books.describe(options);
         let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(PIN_LINK))?;
+        let drops = attach_drops(&loaded.progs.drops, &pins.join(PIN_DROPS_LINK))?;
         Ok(Self {
             program: loaded.progs.dispatch.as_fd().try_clone_to_owned()?,
+            responses_program: loaded.progs.responses.as_fd().try_clone_to_owned()?,
             workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
             sockets: (&loaded.maps.sockets).try_into()?,
             books,
             queues: loaded.progs.queues.attach().context("attaching the look at the queues (iter/udp)")?,
             _responses: responses,
+            _drops: drops,
             policy: options.policy,
             taken_over,
         })
@@ -109,6 +115,11 @@ impl Dispatch {
     /// The program that chooses.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
+    }
+
+    /// The program that sees what sockets send.
+    pub fn responses_program(&self) -> BorrowedFd<'_> {
+        self.responses_program.as_fd()
     }
 
     /// What the programs count.
@@ -285,6 +296,16 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
     let mut link = program.attach_cgroup(directory.as_raw_fd()).with_context(|| {
         format!("seeing responses at {}: expected a directory of a cgroup2 file system", cgroup.display())
     })?;
+    link.pin(pin).with_context(|| format!("pinning {}", pin.display()))?;
+    Ok(link)
+}
+
+/// In place of an earlier one, which would take what it knew of requests for what is dropped now.
+fn attach_drops(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
+    if pin.exists() {
+        fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
+    }
+    let mut link = program.attach().context("seeing drops (tracepoint udp_fail_queue_rcv_skb)")?;
     link.pin(pin).with_context(|| format!("pinning {}", pin.display()))?;
     Ok(link)
 }

@@ -24,6 +24,7 @@ mod correction;
 mod counters;
 mod device;
 mod link;
+mod pinned;
 mod placement;
 mod program;
 mod servers;
@@ -45,6 +46,7 @@ use coreward_model::{ServerId, ServiceAddress};
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use correction::{ClockState, IdTooLarge, ServerClock};
 pub use counters::{COUNTERS, Counters, EVENTS};
+pub use pinned::{pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;
 

@@ -2,6 +2,7 @@
 
 pub mod check;
 pub mod cpu_load;
+pub mod device;
 pub mod dispatch;
 pub mod lb;
 pub mod listeners;
@@ -9,6 +10,7 @@ pub mod mac;
 pub mod mapped;
 pub mod neighbour;
 pub mod reuseport;
+pub mod rights;
 pub mod server;
 pub mod service_slots;
 pub mod sockets;

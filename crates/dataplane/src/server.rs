@@ -327,21 +327,35 @@ fn remove_if_there(path: &Path) -> anyhow::Result<()> {
 
 /// Whether pinned state is there and of our layout.
 fn usable_state(path: &Path) -> anyhow::Result<bool> {
+    let problem = problem_of_state(path)?;
+    if let Some(problem) = &problem {
+        tracing::warn!("{problem}: not taken over; its connections are lost");
+    }
+    Ok(path.exists() && problem.is_none())
+}
+
+/// What [`ServerPrograms::attach`] would not take over of what is pinned below `pin_directory`; `None`: all is well, or
+/// nothing is pinned.
+///
+/// # Errors
+/// When what is there cannot be opened.
+pub fn pinned_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
+    problem_of_state(&pin_directory.join("server").join("state"))
+}
+
+fn problem_of_state(path: &Path) -> anyhow::Result<Option<String>> {
     if !path.exists() {
-        return Ok(false);
+        return Ok(None);
     }
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
-    if map.value_size() as usize != size_of::<intf::server_state>() {
-        tracing::warn!("{}: of another version: not taken over; its connections are lost", path.display());
-        return Ok(false);
+    let (found, expected) = (map.value_size() as usize, size_of::<intf::server_state>());
+    if found != expected {
+        return Ok(Some(format!("{}: {found} bytes of another version, expected {expected}", path.display())));
     }
     let state = Mapped::<intf::server_state>::new(&map)?;
-    let version = state.load(offset_of!(intf::server_state, layout_version));
-    if version != u64::from(intf::SERVER_LAYOUT_VERSION) {
-        tracing::warn!("{}: layout {version}: not taken over; its connections are lost", path.display());
-        return Ok(false);
-    }
-    Ok(true)
+    let (found, expected) =
+        (state.load(offset_of!(intf::server_state, layout_version)), intf::SERVER_LAYOUT_VERSION.into());
+    Ok((found != expected).then(|| format!("{}: layout {found}, expected {expected}", path.display())))
 }
 
 fn load<'object>(

@@ -48,30 +48,49 @@ fn a_cpu_is_busy_while_a_task_runs() {
     assert_eq!(load.busy_ns(100_000, now_ns()), 0, "no such CPU");
 }
 
-/// One that nothing is pinned to idles now and then, even on a busy machine.
+/// A CPU is never busy for longer than time goes by; and when the kernel says that CPUs idled, ours must say so, too. Not to
+/// the nanosecond: the kernel's account (/proc/stat) was found 7 to 25 % off on machines whose virtual CPUs were not always
+/// there, so it only tells whether there was idle time to be seen.
 #[test]
 fn idle_time_does_not_count() {
     if !may_load_bpf("idle_time_does_not_count") {
         return;
     }
     let load = CpuLoad::start().unwrap();
-    let cpus = std::thread::available_parallelism().unwrap().get();
     std::thread::sleep(Duration::from_millis(50));
-    let sum = |now| (0..cpus).map(|cpu| load.busy_ns(cpu, now)).sum::<u64>();
-    let (before, began) = (sum(now_ns()), now_ns());
-    let idle_before = idle_ticks();
-    std::thread::sleep(Duration::from_secs(1));
-    let (busy, elapsed) = (sum(now_ns()) - before, (now_ns() - began) * cpus as u64);
-    let idle = Duration::from_millis((idle_ticks() - idle_before) * 10).as_nanos() as u64;
-    // The kernel's own account of idle time, in ticks, must fit.
-    assert!(busy + idle < elapsed + elapsed / 4, "busy {busy} and idle {idle} of {elapsed} ns");
-    assert!(busy + idle > elapsed / 2, "busy {busy} and idle {idle} of {elapsed} ns");
+    let before = idle_ticks();
+    let (mut least_busy, mut elapsed_ns) = (f64::INFINITY, 0);
+    for _ in 0..20 {
+        let read = |now| (0..before.cpus).map(|cpu| load.busy_ns(cpu, now)).collect::<Vec<_>>();
+        let began = now_ns();
+        let busy_before = read(began);
+        std::thread::sleep(Duration::from_millis(100));
+        let busy = read(now_ns());
+        let elapsed = now_ns() - began;
+        for (cpu, (busy, before)) in busy.into_iter().zip(busy_before).enumerate() {
+            assert!(busy - before <= elapsed + 2_000_000, "CPU {cpu}: busy for {} ns of {elapsed}", busy - before);
+            least_busy = least_busy.min((busy - before) as f64 / elapsed as f64);
+        }
+        elapsed_ns += elapsed;
+    }
+    let idle_ns = (idle_ticks().all - before.all) * TICK_NS;
+    let idled = idle_ns as f64 / (elapsed_ns * before.cpus as u64) as f64;
+    assert!(idled < 0.3 || least_busy < 0.95, "idle for {idled} of the time, but busy for {least_busy} at least");
 }
 
-/// Idle and waiting for a disk, all CPUs together (proc(5), /proc/stat, in units of 10 ms).
-fn idle_ticks() -> u64 {
+/// The unit of /proc/stat (proc(5)), 10 ms.
+const TICK_NS: u64 = 10_000_000;
+
+struct IdleTicks {
+    /// CPUs that are online: all that `all` is about, whatever this process may use of them.
+    cpus: usize,
+    /// Idle and waiting for a disk, all CPUs together.
+    all: u64,
+}
+
+fn idle_ticks() -> IdleTicks {
     let text = std::fs::read_to_string("/proc/stat").unwrap();
-    let numbers: Vec<u64> =
-        text.lines().next().unwrap().split_whitespace().skip(1).map(|n| n.parse().unwrap()).collect();
-    numbers[3] + numbers[4]
+    let mut lines = text.lines();
+    let numbers: Vec<u64> = lines.next().unwrap().split_whitespace().skip(1).map(|n| n.parse().unwrap()).collect();
+    IdleTicks { cpus: lines.take_while(|line| line.starts_with("cpu")).count(), all: numbers[3] + numbers[4] }
 }

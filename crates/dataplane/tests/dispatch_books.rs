@@ -143,24 +143,32 @@ fn requests_without_response_are_given_up_when_they_cannot_wait_any_more() {
 }
 
 #[test]
-fn what_a_full_receive_buffer_drops_is_given_up() {
-    if may_load_bpf("what_a_full_receive_buffer_drops_is_given_up") {
-        in_namespace(|| {
-            let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
-            SockRef::from(&bed.workers[&0]).set_recv_buffer_size(0).unwrap();
-            let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
-            clients.iter().for_each(|client| bed.send(client, &[0; 200]));
-            assert_eq!(bed.outstanding(), [100]);
-            looks(&mut bed, 10);
-            let worker = bed.counts(0);
-            assert!(worker.dropped > 50 && worker.dropped + worker.queued == 100, "{worker:?}");
-            assert_eq!((worker.outstanding, worker.repaired), (worker.queued, u64::from(worker.dropped)));
-            bed.read(worker.queued as usize).iter().for_each(|read| bed.answer(read));
-            // Which ones were dropped nobody knows: the youngest count as those that wait.
-            looks(&mut bed, 10);
-            let worker = bed.counts(0);
-            assert_eq!((worker.outstanding, worker.completed + worker.repaired), (0, 100));
-        });
+fn what_a_full_receive_buffer_drops_is_given_up_at_once() {
+    if may_load_bpf("what_a_full_receive_buffer_drops_is_given_up_at_once") {
+        for policy in Policy::all() {
+            in_namespace(|| {
+                let mut bed = Bed::new(2, &options(policy));
+                for worker in bed.workers.values() {
+                    SockRef::from(worker).set_recv_buffer_size(0).unwrap();
+                }
+                let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
+                clients.iter().for_each(|client| bed.send(client, &[0; 200]));
+                // Nobody has looked.
+                let sum = |bed: &Bed| bed.outstanding().iter().sum::<u32>();
+                let waiting = sum(&bed);
+                let repaired: u64 = (0..2).map(|slot| bed.counts(slot).repaired).sum();
+                assert!(waiting < 50 && u64::from(waiting) + repaired == 100, "{policy:?}: {waiting} + {repaired}");
+                looks(&mut bed, 1);
+                for slot in 0..2 {
+                    let worker = bed.counts(slot);
+                    let kept = (worker.outstanding, worker.repaired);
+                    assert_eq!(kept, (worker.queued, u64::from(worker.dropped)), "{policy:?}: {worker:?}");
+                }
+                // The right ones were given up: every response finds its request.
+                bed.read(waiting as usize).iter().for_each(|read| bed.answer(read));
+                assert_eq!((sum(&bed), unmatched(&bed)), (0, 0), "{policy:?}");
+            });
+        }
     }
 }
 

@@ -62,8 +62,13 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     };
     match config {
         _ if args.detach => pins.iter().try_for_each(|pins| service::detach(pins)).map(|()| None),
-        _ if args.status && args.format == Format::Json => Ok(Some(status::json(&pins)?.to_string())),
-        _ if args.status => status::text(&pins).map(Some),
+        _ if args.status => {
+            let services = status::pinned(&pins)?;
+            Ok(Some(match args.format {
+                Format::Json => status::json(&services).to_string(),
+                Format::Text => status::text(&services),
+            }))
+        }
         Some(config) => daemon::run(&config).map(|()| None),
         None => anyhow::bail!("expected --config FILE or --listen ADDRESS:PORT"),
     }
@@ -80,6 +85,7 @@ impl DispatchArgs {
         Ok(Some(Config {
             pin_directory: self.pin_directory.clone().unwrap_or_else(|| PIN_DIRECTORY.into()),
             cgroup: None,
+            metrics: None,
             services: vec![Service::new(listen, self.policy)],
         }))
     }

@@ -1,17 +1,15 @@
-//! The file of `coreward dispatch`; docs/dispatch.md is the reference for users.
+//! The file of `coreward dispatch`, which is `[dispatch]` in the agent's; docs/dispatch.md is the reference for users.
 
 use std::net::SocketAddr;
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{ConfigError, Source, Spanned};
+use coreward_config::{Field, HOUR, Mistakes, Number, OldKey, Period, Reader, Source, Spanned, choices, table};
 use coreward_dataplane::dispatch::{
     self, LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, Patience, Policy,
     RequestType,
 };
 use coreward_model::dispatch::{ClassBounds, Weight};
-use serde::de::{Deserialize, Deserializer, Error as _};
 
 /// Where pins are when nothing is said.
 pub const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
@@ -23,6 +21,8 @@ pub struct Config {
     pub pin_directory: PathBuf,
     /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
     pub cgroup: Option<PathBuf>,
+    /// Where `coreward dispatch` serves metrics for Prometheus; `None`: nowhere.
+    pub metrics: Option<SocketAddr>,
     /// At least one.
     pub services: Vec<Service>,
 }
@@ -76,188 +76,205 @@ const DEFAULT_BOUND: u32 = 4;
 /// Where there is more than one class.
 const DEFAULT_RESERVED: u16 = 1;
 
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct File {
-    pin_directory: Option<PathBuf>,
-    cgroup: Option<PathBuf>,
-    service: Vec<ServiceTable>,
-}
-
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ServiceTable {
-    listen: Spanned<SocketAddr>,
-    #[serde(default = "default_policy")]
-    policy: PolicyName,
-    bound: Option<Spanned<u32>>,
-    reserved: Option<Spanned<u16>>,
-    reserved_bound: Option<Spanned<u32>>,
-    response_timeout_ms: Option<Spanned<u64>>,
-    stall_after_ms: Option<Spanned<u64>>,
-    request_id: Option<Spanned<FieldTable>>,
-    type_field: Option<Spanned<FieldTable>>,
-    #[serde(default)]
-    other: OtherTable,
-    #[serde(default, rename = "type")]
-    types: Vec<Spanned<TypeTable>>,
-}
-
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FieldTable {
-    offset: u16,
-    response_offset: Option<u16>,
-    bytes: u8,
-    #[serde(default)]
-    little_endian: bool,
-}
-
-#[derive(Default, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct OtherTable {
-    expected_us: Option<Spanned<f64>>,
-    class: Option<Spanned<u8>>,
-}
-
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TypeTable {
-    value: Option<u64>,
-    prefix: Option<String>,
-    expected_us: Option<Spanned<f64>>,
-    class: Option<Spanned<u8>>,
-}
-
-struct PolicyName(Policy);
-
-fn default_policy() -> PolicyName {
-    PolicyName(Policy::ShortestQueue)
-}
-
-impl<'de> Deserialize<'de> for PolicyName {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map(Self).map_err(D::Error::custom)
+table! {
+    /// As it stands in a file, before it is checked: all of `coreward dispatch`'s own, or one table of another daemon's.
+    pub struct Table {
+        /// A directory in a BPF file system: what packets need lives there.
+        pin_directory: Option<PathBuf>,
+        /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
+        cgroup: Option<PathBuf>,
+        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        metrics: Option<Spanned<SocketAddr>>,
+        /// One service each.
+        services as "service": Spanned<Vec<ServiceTable>>,
     }
 }
 
-impl Config {
-    /// # Errors
-    /// When the file cannot be read or something in it is wrong.
-    pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        Self::parse(&Source::read(path)?)
+/// Shorter than the interval at which user space looks makes no difference.
+const SHORTEST_WAIT: u64 = LOOK_INTERVAL.as_nanos() as u64;
+
+table! {
+    struct ServiceTable {
+        /// What the sockets are bound to: address and port.
+        listen: Field<SocketAddr>,
+        /// Which worker gets a request.
+        policy: PolicyName = PolicyName(Policy::ShortestQueue),
+        /// How many requests a worker may have before others are preferred.
+        bound: Number<1, 65535> = Number(DEFAULT_BOUND.into()),
+        /// How many workers only class 0 uses.
+        reserved: Number<0, { MAX_WORKERS as u64 - 1 }> = Number(DEFAULT_RESERVED.into()),
+        /// The others may use them while the worker has fewer requests than that.
+        reserved_bound: Number<0, 65535> = Number(0),
+        /// An older request that cannot be in the queue any more is given up.
+        response_timeout: Option<Period<SHORTEST_WAIT, { LONGEST_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
+        /// A worker with a queue that answers nothing for so long gets no request until it answers.
+        stall_after: Option<Period<SHORTEST_WAIT, HOUR>>,
+        /// Where requests and responses carry the number that belongs to both.
+        request_id: Option<FieldTable>,
+        /// Where the type stands; without it each type has a prefix.
+        type_field: Option<FieldTable>,
+        /// What no type matches.
+        other: OtherTable = OtherTable::default(),
+        /// The first that matches counts.
+        types as "type": Vec<Spanned<TypeTable>>,
     }
-
-    /// # Errors
-    /// When something in the text is wrong.
-    pub fn parse(source: &Source) -> Result<Self, ConfigError> {
-        let file: File = source.parse()?;
-        let mut services: Vec<Service> = Vec::new();
-        for table in &file.service {
-            let listen = *table.listen.get_ref();
-            if services.iter().any(|service| service.options.service == listen) {
-                return Err(source.error(table.listen.span(), &format!("{listen} is listed twice")));
-            }
-            services.push(Reader { source }.service(table)?);
-        }
-        if services.is_empty() {
-            return Err(source.error(0..0, "no service: expected at least one [[service]]"));
-        }
-        let pin_directory = file.pin_directory.unwrap_or_else(|| PIN_DIRECTORY.into());
-        Ok(Self { pin_directory, cgroup: file.cgroup, services })
-    }
-}
-
-struct Reader<'a> {
-    source: &'a Source,
-}
-
-impl Reader<'_> {
-    fn service(&self, table: &ServiceTable) -> Result<Service, ConfigError> {
-        let listen = *table.listen.get_ref();
-        if listen.port() == 0 {
-            return Err(self.source.error(table.listen.span(), &format!("{listen}: expected a port from 1 to 65535")));
-        }
-        let mut service = Service::new(listen, table.policy.0);
-        service.bound = self.number(&table.bound, 1..=65535)?.unwrap_or(DEFAULT_BOUND);
-        service.reserved = self.number(&table.reserved, 0..=MAX_WORKERS as u16 - 1)?.unwrap_or(DEFAULT_RESERVED);
-        service.reserved_bound = self.number(&table.reserved_bound, 0..=65535)?.unwrap_or(0);
-        let look_ms = LOOK_INTERVAL.as_millis() as u64;
-        let longest_ms = LONGEST_RESPONSE_TIMEOUT.as_millis() as u64;
-        if let Some(ms) = self.number(&table.response_timeout_ms, look_ms..=longest_ms)? {
-            service.patience.response_timeout = Duration::from_millis(ms);
-        }
-        if let Some(ms) = self.number(&table.stall_after_ms, look_ms..=3_600_000)? {
-            service.patience.stall_after = Duration::from_millis(ms);
-        }
-        if let Some(id) = &table.request_id {
-            let field = self.field(id)?;
-            let response_offset = field.response_offset.unwrap_or(field.offset);
-            service.options.request_id =
-                Some(dispatch::RequestId { offset: field.offset, response_offset, bytes: field.bytes });
-        }
-        self.types(table, &mut service)?;
-        Ok(service)
-    }
-
-    fn types(&self, table: &ServiceTable, service: &mut Service) -> Result<(), ConfigError> {
-        let field = table.type_field.as_ref().map(|field| self.field(field)).transpose()?;
-        if let Some(beyond) = table.types.get(MAX_TYPES) {
-            return Err(self.source.error(beyond.span(), &format!("expected at most {MAX_TYPES} types")));
-        }
-        service.options.type_offset = field.map_or(0, |field| field.offset);
-        service.expected.clear();
-        for spanned in &table.types {
-            let kind = spanned.get_ref();
-            let (value, mask) = matched(kind, field).map_err(|message| self.source.error(spanned.span(), &message))?;
-            let class = self.number(&kind.class, 0..=MAX_CLASSES as u8 - 1)?.unwrap_or(0);
-            service.options.types.push(RequestType { value, mask, class });
-            service.expected.push(self.time(&kind.expected_us)?);
-        }
-        let highest_class = |types: &[RequestType]| types.iter().map(|kind| kind.class).max().unwrap_or(0);
-        let lowest = highest_class(&service.options.types);
-        // What nobody named has the lowest priority of all.
-        service.options.other_class = self.number(&table.other.class, 0..=MAX_CLASSES as u8 - 1)?.unwrap_or(lowest);
-        service.expected.push(self.time(&table.other.expected_us)?);
-        service.classes = lowest.max(service.options.other_class) + 1;
-        service.options.learn =
-            service.options.policy == Policy::LightestQueue && service.expected.iter().any(Option::is_none);
-        Ok(())
-    }
-
-    fn field<'a>(&self, field: &'a Spanned<FieldTable>) -> Result<&'a FieldTable, ConfigError> {
-        let (bytes, offset) = (field.get_ref().bytes, field.get_ref().offset);
-        if !(1..=8).contains(&bytes) {
-            return Err(self.source.error(field.span(), &format!("bytes = {bytes}: expected 1 to 8")));
-        }
-        if offset > LARGEST_OFFSET {
-            return Err(self.source.error(field.span(), &format!("offset = {offset}: expected 0 to {LARGEST_OFFSET}")));
-        }
-        Ok(field.get_ref())
-    }
-
-    fn number<T: Copy + PartialOrd + std::fmt::Display>(
-        &self,
-        given: &Option<Spanned<T>>,
-        range: RangeInclusive<T>,
-    ) -> Result<Option<T>, ConfigError> {
-        let Some(given) = given else { return Ok(None) };
-        let number = *given.get_ref();
-        if range.contains(&number) {
-            return Ok(Some(number));
-        }
-        let message = format!("{number}: expected {} to {}", range.start(), range.end());
-        Err(self.source.error(given.span(), &message))
-    }
-
-    fn time(&self, us: &Option<Spanned<f64>>) -> Result<Option<Duration>, ConfigError> {
-        let us = self.number(us, 0.001..=Weight::LONGEST.as_micros() as f64)?;
-        Ok(us.map(|us| Duration::from_nanos((us * 1e3) as u64)))
+    old {
+        "response_timeout_ms" => OldKey::Time { unit: "ms", new: "response_timeout" },
+        "stall_after_ms" => OldKey::Time { unit: "ms", new: "stall_after" },
     }
 }
 
 /// No UDP payload is longer.
-const LARGEST_OFFSET: u16 = 65_500;
+const LARGEST_OFFSET: u64 = 65_500;
+
+table! {
+    struct FieldTable {
+        /// Of the payload, bytes.
+        offset: Number<0, LARGEST_OFFSET>,
+        /// The same of a response, where it differs.
+        response_offset: Option<Number<0, LARGEST_OFFSET>>,
+        /// How long it is.
+        bytes: Number<1, 8>,
+        /// Whether its first byte is the lowest.
+        little_endian: bool = false,
+    }
+}
+
+type ExpectedTime = Period<1, { Weight::LONGEST.as_nanos() as u64 }>;
+type Class = Number<0, { MAX_CLASSES as u64 - 1 }>;
+
+table! {
+    #[derive(Default)]
+    struct OtherTable {
+        /// Service time; without it it is learned.
+        expected: Option<ExpectedTime>,
+        /// Priority: 0 is the highest.
+        class: Option<Class>,
+    }
+    old {
+        "expected_us" => OldKey::Time { unit: "us", new: "expected" },
+    }
+}
+
+table! {
+    struct TypeTable {
+        /// The number that stands at the service's type_field.
+        value: Option<u64>,
+        /// The payload's first bytes, 1 to 8.
+        prefix: Option<String>,
+        /// Service time; without it it is learned.
+        expected: Option<ExpectedTime>,
+        /// Priority: 0 is the highest.
+        class: Class = Number(0),
+    }
+    old {
+        "expected_us" => OldKey::Time { unit: "us", new: "expected" },
+    }
+}
+
+struct PolicyName(Policy);
+
+choices!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
+
+impl Config {
+    /// # Errors
+    /// When the file cannot be read; everything in it that is wrong.
+    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+        Self::parse(&Source::read(path)?)
+    }
+
+    /// # Errors
+    /// Everything in the text that is wrong.
+    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        source.read_as(|table: Table, reader| Some(table.check(reader)))
+    }
+}
+
+impl Table {
+    /// [`Table::check`] where it is a table of another daemon's file, which serves metrics itself.
+    pub fn check_within(self, reader: &mut Reader<'_>) -> Config {
+        if let Some(metrics) = &self.metrics {
+            let address = metrics.get_ref();
+            reader.mistake(
+                metrics.span(),
+                format!("{address}: expected `metrics` outside of this table: the daemon serves all"),
+            );
+        }
+        self.check(reader)
+    }
+
+    /// What it says; what makes no sense is on the reader's list.
+    pub fn check(self, reader: &mut Reader<'_>) -> Config {
+        let mut services: Vec<Service> = Vec::new();
+        let span = self.services.span();
+        for table in self.services.into_inner() {
+            let listen_span = table.listen.span.clone();
+            let Some(service) = table.check(reader) else { continue };
+            let listen = service.options.service;
+            if services.iter().any(|service| service.options.service == listen) {
+                reader.mistake(listen_span, format!("{listen} is listed twice: expected each once"));
+            }
+            services.push(service);
+        }
+        if services.is_empty() && !reader.has_found_any() {
+            reader.mistake(span, "no service: expected at least one [[service]]");
+        }
+        let pin_directory = self.pin_directory.unwrap_or_else(|| PIN_DIRECTORY.into());
+        let metrics = self.metrics.map(|address| *address.get_ref());
+        Config { pin_directory, cgroup: self.cgroup, metrics, services }
+    }
+}
+
+impl ServiceTable {
+    fn check(self, reader: &mut Reader<'_>) -> Option<Service> {
+        let listen = self.listen.value;
+        if listen.is_some_and(|listen| listen.port() == 0) {
+            let message = format!("{}: expected a port from 1 to 65535", listen?);
+            reader.mistake(self.listen.span.clone(), message);
+        }
+        // Without an address there is no service, but its types may be wrong, too.
+        let mut service = Service::new(listen.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
+        service.bound = self.bound.0 as u32;
+        service.reserved = self.reserved.0 as u16;
+        service.reserved_bound = self.reserved_bound.0 as u32;
+        if let Some(Period(timeout)) = self.response_timeout {
+            service.patience.response_timeout = timeout;
+        }
+        if let Some(Period(time)) = self.stall_after {
+            service.patience.stall_after = time;
+        }
+        service.options.request_id = self.request_id.as_ref().map(|field| {
+            let response_offset = field.response_offset.unwrap_or(field.offset);
+            let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
+            dispatch::RequestId { offset, response_offset, bytes: field.bytes.0 as u8 }
+        });
+        self.types(&mut service, reader);
+        listen.map(|_| service)
+    }
+
+    fn types(&self, service: &mut Service, reader: &mut Reader<'_>) {
+        if let Some(beyond) = self.types.get(MAX_TYPES) {
+            let message = format!("{} types: expected at most {MAX_TYPES}", self.types.len());
+            reader.mistake(beyond.span(), message);
+        }
+        service.options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
+        service.expected.clear();
+        for spanned in &self.types {
+            let kind = spanned.get_ref();
+            let matched = matched(kind, self.type_field.as_ref());
+            let Some((value, mask)) = reader.taken(matched, spanned.span()) else { continue };
+            service.options.types.push(RequestType { value, mask, class: kind.class.0 as u8 });
+            service.expected.push(kind.expected.map(|Period(time)| time));
+        }
+        let lowest = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
+        // What nobody named has the lowest priority of all.
+        service.options.other_class = self.other.class.map_or(lowest, |class| class.0 as u8);
+        service.expected.push(self.other.expected.map(|Period(time)| time));
+        service.classes = lowest.max(service.options.other_class) + 1;
+        service.options.learn =
+            service.options.policy == Policy::LightestQueue && service.expected.iter().any(Option::is_none);
+    }
+}
 
 type Bytes = [u8; 8];
 
@@ -266,7 +283,7 @@ fn matched(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes
     let (mut value, mut mask) = (Bytes::default(), Bytes::default());
     match (kind.value, &kind.prefix, field) {
         (Some(number), None, Some(field)) => {
-            let width = usize::from(field.bytes);
+            let width = field.bytes.0 as usize;
             if width < 8 && number >> (width * 8) != 0 {
                 return Err(format!("value = {number}: expected a number of {width} bytes, as `type_field` says"));
             }
@@ -299,7 +316,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Result<Config, String> {
-        Config::parse(&Source::from_text("dispatch.toml", text)).map_err(|error| error.to_string())
+        Config::parse(&Source::from_text("dispatch.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
     const DNS: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
@@ -321,10 +338,10 @@ listen = "10.0.0.1:4000"
 policy = "jlq"
 type_field = { offset = 3, bytes = 2 }
 request_id = { offset = 0, bytes = 2, response_offset = 4 }
-other = { expected_us = 7.5 }
+other = { expected = "7.5us" }
 [[service.type]]
 value = 258
-expected_us = 100
+expected = "100us"
 [[service]]
 listen = "10.0.0.1:4001"
 policy = "jbsrq"
@@ -351,20 +368,29 @@ class = 1
     }
 
     #[test]
-    fn errors_name_line_key_and_what_was_expected() {
+    fn mistakes_name_line_key_and_what_was_expected() {
         let error = |rest: &str| parse(&format!("{DNS}{rest}\n")).unwrap_err();
         assert_eq!(
             error("policy = \"jsk\""),
-            "dispatch.toml:3:10: key `service.policy`: policy \"jsk\": expected one of random, rr, jsq, jlq, jbsrq"
+            "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \"jsq\", \
+             \"jlq\" or \"jbsrq\" (nearest: `jsq`)"
         );
-        assert_eq!(error("bound = 0"), "dispatch.toml:3:9: key `service.bound`: 0: expected 1 to 65535");
         assert_eq!(
-            error("response_timeout_ms = 60000"),
-            "dispatch.toml:3:23: key `service.response_timeout_ms`: 60000: expected 100 to 20000"
+            error("bound = 0"),
+            "dispatch.toml:3:9: key `service.bound`: 0: expected a whole number from 1 to 65535"
+        );
+        assert_eq!(
+            error("response_timeout = \"60s\""),
+            "dispatch.toml:3:20: key `service.response_timeout`: \"60s\": expected a time with its unit, from \"100ms\" to \
+             \"20s\""
+        );
+        assert_eq!(
+            error("[[service.type]]\nprefix = \"a\"\nexpected_us = 12.5"),
+            "dispatch.toml:5:1: key `service.type.expected_us`: is called `expected` now: expected expected = \"12.5us\""
         );
         assert_eq!(
             error("request_id = { offset = 0, bytes = 9 }"),
-            "dispatch.toml:3:14: key `service.request_id`: bytes = 9: expected 1 to 8"
+            "dispatch.toml:3:36: key `service.request_id.bytes`: 9: expected a whole number from 1 to 8"
         );
         assert!(error("[[service.type]]\nvalue = 1").contains("expected `value` if the service has a `type_field`"));
         assert!(error("[[service.type]]\nprefix = \"far too long\"").contains("expected 1 to 8 bytes"));
@@ -373,8 +399,21 @@ class = 1
                 .contains("value = 256: expected a number of 1 bytes")
         );
         assert!(error(DNS).contains("key `service.listen`: 0.0.0.0:53 is listed twice"), "{}", error(DNS));
-        assert!(error("[[service.type]]\nprefix = \"a\"\nclass = 4").ends_with("4: expected 0 to 3"));
+        let error_of_class = error("[[service.type]]\nprefix = \"a\"\nclass = 4");
+        assert!(error_of_class.ends_with("4: expected a whole number from 0 to 3"), "{error_of_class}");
         assert!(parse("service = []\n").unwrap_err().contains("expected at least one [[service]]"));
-        assert!(error("liste = 1").contains("unknown field `liste`, expected one of `listen`"));
+        assert!(error("liste = 1").contains("key `service.liste`: is not known: expected one of `listen`"));
+    }
+
+    #[test]
+    fn every_mistake_is_named_at_once() {
+        let text = "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
+        let mistakes = parse(text).unwrap_err();
+        let places: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();
+        assert_eq!(
+            places,
+            ["1:1", "2:10", "3:1", "5:10", "6:9"].map(|place| format!("dispatch.toml:{place}")),
+            "{mistakes}"
+        );
     }
 }

@@ -1,14 +1,21 @@
-//! All services, until a signal. Requests are dispatched without the daemon, too: what it does is to find new workers and to
-//! give up requests without a response.
+//! `coreward dispatch`: all services, until a signal.
 
+use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Instant;
+use std::time::Duration;
 
-use anyhow::Context as _;
-use coreward_dataplane::dispatch::{LOOK_INTERVAL, cgroup_root};
+use anyhow::{Context as _, ensure};
+use coreward_metrics::page::Page;
+use coreward_metrics::table::Part;
+use coreward_metrics::{endpoint, parts};
+use coreward_wire::v1;
 
 use crate::config::Config;
-use crate::service::Service;
+use crate::dispatcher::Dispatcher;
+use crate::{service, status};
+
+/// How often somebody makes sure that services are looked after.
+const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs until SIGTERM or SIGINT. What packets need is pinned and stays at work.
 ///
@@ -17,19 +24,26 @@ use crate::service::Service;
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("SIGTERM and SIGINT")?;
-    let cgroup = config.cgroup.clone().map_or_else(cgroup_root, Ok)?;
-    let start = |service| Service::start(service, &config.pin_directory, &cgroup);
-    let mut services = config.services.iter().map(start).collect::<anyhow::Result<Vec<Service>>>()?;
-    let mut next = Instant::now();
-    loop {
-        services.iter_mut().for_each(Service::look);
-        // A look that is late is not made up for: requests would look older than they are.
-        next = (next + LOOK_INTERVAL).max(Instant::now());
-        match signal.recv_timeout(next.saturating_duration_since(Instant::now())) {
-            Err(RecvTimeoutError::Timeout) => {}
-            Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
-        }
+    let dispatcher = Dispatcher::start(config)?;
+    let pins: Vec<PathBuf> =
+        config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
+    endpoint::serve(config.metrics, move || page(&pins))?;
+    while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        ensure!(dispatcher.is_running(), "nobody looks after the services any more");
     }
     tracing::info!("requests go on being dispatched; `coreward dispatch --detach` ends that");
     Ok(())
+}
+
+/// What the programs count now. The services' pins are read: nobody waits for somebody else.
+fn page(pins: &[PathBuf]) -> Page {
+    let mut page = parts::begin(Part::Dispatch);
+    match status::pinned(pins) {
+        Ok(services) => {
+            let services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
+            parts::dispatch(&mut page, "", &services);
+        }
+        Err(error) => tracing::warn!("metrics: {error:#}"),
+    }
+    page
 }

@@ -13,6 +13,7 @@ use coreward_dataplane::reuseport;
 use coreward_model::dispatch::LearnedTime;
 
 use crate::config;
+use crate::status::ServiceStatus;
 
 /// How often workers are looked for, while none dies.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
@@ -24,6 +25,8 @@ pub struct Service {
     dispatch: Dispatch,
     started: Instant,
     searched: Option<Instant>,
+    /// When a worker was found dead last.
+    died: Option<Instant>,
     /// All of these are workers.
     known: BTreeSet<Inode>,
     learned: Vec<LearnedTime>,
@@ -51,6 +54,7 @@ impl Service {
             dispatch,
             started: Instant::now(),
             searched: None,
+            died: None,
             known: BTreeSet::new(),
             learned,
             observed,
@@ -70,13 +74,33 @@ impl Service {
         if self.config.options.learn {
             self.learn();
         }
-        if died || self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
+        if died {
+            self.died = Some(Instant::now());
+        }
+        // Another worker may take the place of a dead one at any moment.
+        let soon = self.died.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
+        if soon || self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
             self.searched = Some(Instant::now());
             match self.search(died) {
                 Ok(()) => self.warned = None,
                 Err(error) => self.warn(format!("{error:#}")),
             }
         }
+    }
+
+    /// What it listens at.
+    pub fn listen(&self) -> SocketAddr {
+        self.config.options.service
+    }
+
+    /// What the programs count.
+    pub fn status(&self) -> ServiceStatus {
+        ServiceStatus::from(self.dispatch.books())
+    }
+
+    /// What is wrong, in words.
+    pub fn warning(&self) -> Option<String> {
+        self.warned.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen()))
     }
 
     fn warn(&mut self, warning: String) {

@@ -1,41 +1,99 @@
 //! What the programs count, for people and for programs.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_dataplane::dispatch::{self, Books, COUNTER_NAMES, LOOK_INTERVAL, WorkerCounts};
+use coreward_wire::v1;
 use serde_json::{Value, json};
 
 /// So many looks may be late before somebody is told.
 const LATE: Duration = LOOK_INTERVAL.saturating_mul(20);
 
-/// Of every service whose pins are in these directories, as text.
+/// What is known of one service.
+#[derive(Debug, Clone)]
+pub struct ServiceStatus {
+    /// What it listens at.
+    pub listen: SocketAddr,
+    /// By which policy its requests are dispatched.
+    pub policy: &'static str,
+    /// How long ago somebody looked after it.
+    pub since_last_look: Duration,
+    /// Every slot that has or had a worker.
+    pub workers: Vec<WorkerCounts>,
+    /// Of the whole service, by name.
+    pub counters: Vec<(&'static str, u64)>,
+}
+
+impl From<&Books> for ServiceStatus {
+    fn from(books: &Books) -> Self {
+        let (listen, policy) = books.service();
+        Self {
+            listen,
+            policy,
+            since_last_look: books.since_last_look(),
+            workers: books.workers(),
+            counters: COUNTER_NAMES.into_iter().zip(books.counters()).collect(),
+        }
+    }
+}
+
+impl From<ServiceStatus> for v1::DispatchedService {
+    fn from(status: ServiceStatus) -> Self {
+        Self {
+            listen: status.listen.to_string(),
+            policy: status.policy.to_owned(),
+            workers: status.workers.iter().map(worker_message).collect(),
+            counters: status.counters.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+        }
+    }
+}
+
+fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
+    v1::DispatchedWorker {
+        worker: counts.slot,
+        pid: counts.pid,
+        outstanding: counts.outstanding,
+        outstanding_work_ns: counts.outstanding_work.as_nanos() as u64,
+        queued: counts.queued,
+        dispatched: counts.dispatched,
+        completed: counts.completed,
+        repaired: counts.repaired,
+        dropped: counts.dropped.into(),
+        eligible: counts.eligible,
+    }
+}
+
+/// Of every service whose pins are in these directories.
 ///
 /// # Errors
 /// When one cannot be read.
-pub fn text(pins: &[PathBuf]) -> anyhow::Result<String> {
+pub fn pinned(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
+    pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_books(directory)?))).collect()
+}
+
+/// For people.
+pub fn text(services: &[ServiceStatus]) -> String {
     let mut text = String::new();
-    if pins.is_empty() {
+    if services.is_empty() {
         text.push_str("no service is dispatched\n");
     }
-    for directory in pins {
-        let books = dispatch::pinned_books(directory)?;
-        let (listen, policy) = books.service();
-        writeln!(text, "{listen}: {policy}")?;
-        if books.since_last_look() > LATE {
-            writeln!(
+    for service in services {
+        let _ = writeln!(text, "{}: {}", service.listen, service.policy);
+        if service.since_last_look > LATE {
+            let _ = writeln!(
                 text,
-                "nobody has looked after it for {:.0?}: is coreward dispatch running?",
-                books.since_last_look()
-            )?;
+                "nobody has looked after it for {:.0?}: is coreward dispatch or the agent running?",
+                service.since_last_look
+            );
         }
-        writeln!(text, "{}", table(&books.workers()))?;
-        let counters = COUNTER_NAMES.iter().zip(books.counters());
-        let counters: Vec<String> = counters.map(|(name, count)| format!("{name} {count}")).collect();
-        writeln!(text, "{}", counters.join(", "))?;
+        let _ = writeln!(text, "{}", table(&service.workers));
+        let counters: Vec<String> = service.counters.iter().map(|(name, count)| format!("{name} {count}")).collect();
+        let _ = writeln!(text, "{}", counters.join(", "));
     }
-    Ok(text)
+    text
 }
 
 fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
@@ -69,28 +127,21 @@ fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
     table
 }
 
-/// Of every service whose pins are in these directories, as one object.
-///
-/// # Errors
-/// When one cannot be read.
-pub fn json(pins: &[PathBuf]) -> anyhow::Result<Value> {
-    let services = pins.iter().map(|directory| service_json(directory)).collect::<anyhow::Result<Vec<Value>>>()?;
-    Ok(json!({ "services": services }))
+/// One object, for programs.
+pub fn json(services: &[ServiceStatus]) -> Value {
+    json!({ "services": services.iter().map(service_json).collect::<Vec<_>>() })
 }
 
-fn service_json(pins: &Path) -> anyhow::Result<Value> {
-    let books: Books = dispatch::pinned_books(pins)?;
-    let (listen, policy) = books.service();
-    let workers: Vec<Value> = books.workers().iter().map(worker_json).collect();
+fn service_json(service: &ServiceStatus) -> Value {
     let counters: serde_json::Map<String, Value> =
-        COUNTER_NAMES.iter().zip(books.counters()).map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
-    Ok(json!({
-        "listen": listen.to_string(),
-        "policy": policy,
-        "since_last_look_ms": books.since_last_look().as_millis() as u64,
-        "workers": workers,
+        service.counters.iter().map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
+    json!({
+        "listen": service.listen.to_string(),
+        "policy": service.policy,
+        "since_last_look_ms": service.since_last_look.as_millis() as u64,
+        "workers": service.workers.iter().map(worker_json).collect::<Vec<_>>(),
         "counters": counters,
-    }))
+    })
 }
 
 fn worker_json(worker: &WorkerCounts) -> Value {

@@ -221,12 +221,13 @@ fn counts_are_exact_with_responses_of_all_kinds() {
                 assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
                 assert_eq!(site.answered.len(), 540);
                 assert_eq!(site.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
-                let status = status::json(&[site.pins()]).unwrap();
+                let services = status::pinned(&[site.pins()]).unwrap();
+                let status = status::json(&services);
                 assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
                 assert_eq!(status["services"][0]["policy"], policy.name());
                 assert_eq!(status["services"][0]["workers"].as_array().unwrap().len(), 3);
                 assert_eq!(status["services"][0]["counters"]["unmatched"], 120);
-                let text = status::text(&[site.pins()]).unwrap();
+                let text = status::text(&services);
                 assert!(text.starts_with(&format!("127.0.0.1:5300: {}\n", policy.name())), "{text}");
             });
         }

@@ -2,15 +2,14 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use coreward_config::ConfigError;
+use coreward_config::{HOUR, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table};
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
-use coreward_model::connection_table::TableSize;
-use serde::de::{Deserialize, Deserializer, Error as _};
+use coreward_model::connection_table::{TableSize, Timers};
 
 /// What the daemon is told. Everything else comes from the controller.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// What `coreward status` calls it.
     pub name: String,
@@ -21,50 +20,88 @@ pub struct Config {
     /// A directory in a BPF file system: the data plane lives there and outlives the daemon.
     pub pin_directory: PathBuf,
     /// Where in the kernel the program runs.
-    #[serde(default)]
     pub xdp_mode: XdpMode,
     /// Where other load balancers reach this one; without it the interface's first IPv4 address.
     pub address: Option<Ipv4Addr>,
-    /// Room for connections that carry no cookie.
-    #[serde(default)]
-    pub flow_table: FlowTableEntries,
+    /// Room for connections that carry no cookie: entries.
+    pub flow_table: u32,
     /// Room for connections of stateful services.
-    #[serde(default)]
-    pub connection_table: ConnectionTableEntries,
+    pub connection_table: TableSize,
+    /// Where metrics are served for Prometheus; `None`: nowhere.
+    pub metrics: Option<SocketAddr>,
+    /// When to ask whether a connection of stateful services still is one.
+    pub connection_timers: Timers,
 }
 
-/// How many entries the connection table has.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ConnectionTableEntries(pub TableSize);
-
-impl<'de> Deserialize<'de> for ConnectionTableEntries {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        TableSize::try_from(u64::deserialize(deserializer)?).map(Self).map_err(D::Error::custom)
+table! {
+    /// The file.
+    pub struct File {
+        /// What `coreward status` calls this load balancer; different for every one.
+        name: Name,
+        /// Where the controller listens.
+        controller: SocketAddr,
+        /// The interface that packets for VIPs come in by, and leave by towards the servers.
+        interface: String,
+        /// A directory in a BPF file system, made when missing; one per load balancer.
+        pin_directory: PathBuf,
+        /// Where in the kernel the program runs: "native" in the driver, "generic" after it, "auto" the first that goes.
+        xdp_mode: XdpMode = XdpMode::Auto,
+        /// Where other load balancers reach this one; without it the interface's first IPv4 address.
+        address: Option<Ipv4Addr>,
+        /// Room for connections that carry no cookie: entries.
+        flow_table: Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> = Number(Options::default().flow_table_entries.into()),
+        /// Room for connections of stateful services: entries of 64 bytes.
+        connection_table: TableSize = TableSize::default(),
+        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        metrics: Option<SocketAddr>,
+        /// When to ask whether a connection of stateful services still is one.
+        connection_timers: Option<ConnectionTimers>,
     }
 }
 
-/// How many entries the flow table has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FlowTableEntries(pub u32);
+/// No entry lives longer than a day without being asked for, and none is asked for all the time.
+type Timer = Period<SECOND, { 24 * HOUR }>;
 
-impl Default for FlowTableEntries {
-    fn default() -> Self {
-        Self(Options::default().flow_table_entries)
+table! {
+    /// After how long without a packet a server is asked whether it has a connection still.
+    struct ConnectionTimers {
+        /// Since the last packet from the client.
+        idle: Option<Timer>,
+        /// The same after a FIN or RST.
+        closing: Option<Timer>,
+    }
+    old {
+        "idle_s" => OldKey::Time { unit: "s", new: "idle" },
+        "closing_s" => OldKey::Time { unit: "s", new: "closing" },
     }
 }
 
-impl<'de> Deserialize<'de> for FlowTableEntries {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let entries = u64::deserialize(deserializer)?;
-        let known = u32::try_from(entries).ok().filter(|entries| (1..=MAX_FLOW_TABLE_ENTRIES).contains(entries));
-        let expected = || format!("a flow table of {entries} entries: expected 1 to {MAX_FLOW_TABLE_ENTRIES}");
-        known.map(Self).ok_or_else(|| D::Error::custom(expected()))
+impl From<File> for Config {
+    fn from(file: File) -> Self {
+        let timers = file.connection_timers.map(|timers| (timers.idle, timers.closing)).unwrap_or_default();
+        let or = |timer: Option<Timer>, default: Duration| timer.map_or(default, |Period(time)| time);
+        let default = Timers::default();
+        Self {
+            name: file.name.0,
+            controller: file.controller,
+            interface: file.interface,
+            pin_directory: file.pin_directory,
+            xdp_mode: file.xdp_mode,
+            address: file.address,
+            flow_table: file.flow_table.0 as u32,
+            connection_table: file.connection_table,
+            metrics: file.metrics,
+            connection_timers: Timers {
+                idle: or(timers.0, default.idle),
+                closing: or(timers.1, default.closing),
+                ..default
+            },
+        }
     }
 }
 
 /// Where in the kernel the program runs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
     /// In the driver, or not at all.
     Native,
@@ -75,11 +112,24 @@ pub enum XdpMode {
     Auto,
 }
 
+choices!(
+    XdpMode,
+    "XDP mode",
+    [("native", XdpMode::Native), ("generic", XdpMode::Generic), ("auto", XdpMode::Auto)]
+        .map(|(name, mode)| (name.to_owned(), mode))
+);
+
 impl Config {
     /// # Errors
-    /// When the file cannot be read or something in it is wrong.
-    pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        coreward_config::load(path)
+    /// When the file cannot be read; everything in it that is wrong.
+    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+        Self::parse(&Source::read(path)?)
+    }
+
+    /// # Errors
+    /// Everything in the text that is wrong.
+    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        source.read_as(|file: File, _| Some(file.into()))
     }
 }
 
@@ -96,7 +146,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
 "#;
 
     fn parse(text: &str) -> Result<Config, String> {
-        Source::from_text("lb.toml", text).parse().map_err(|error| error.to_string())
+        Config::parse(&Source::from_text("lb.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
@@ -108,36 +158,48 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     #[test]
     fn tables_and_addresses_have_defaults() {
         let config = parse(GOOD).unwrap();
-        assert_eq!((config.address, config.flow_table.0), (None, 262_144));
-        assert_eq!(config.connection_table.0.entries(), 262_144);
+        assert_eq!((config.address, config.flow_table), (None, 262_144));
+        assert_eq!(config.connection_table.entries(), 262_144);
+        assert_eq!(config.connection_timers, Timers::default());
+        let timers = parse(&format!("{GOOD}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
+        assert_eq!(timers, Timers { idle: Duration::from_secs(7), ..Timers::default() });
         let config = parse(&format!("{GOOD}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
-        assert_eq!((config.address, config.flow_table.0), (Some(Ipv4Addr::new(10, 2, 0, 1)), 1000));
+        assert_eq!((config.address, config.flow_table), (Some(Ipv4Addr::new(10, 2, 0, 1)), 1000));
     }
 
     #[test]
-    fn errors_name_line_key_and_what_was_expected() {
-        assert_eq!(
-            parse(&format!("{GOOD}xdp_mode = \"driver\"\n")).unwrap_err(),
-            "lb.toml:5:12: key `xdp_mode`: unknown variant `driver`, expected one of `native`, `generic`, `auto`"
-        );
-        assert_eq!(
-            parse(&format!("{GOOD}interfaces = \"eth1\"\n")).unwrap_err(),
-            "lb.toml:5:1: key `interfaces`: unknown field `interfaces`, expected one of `name`, `controller`, \
-             `interface`, `pin_directory`, `xdp_mode`, `address`, `flow_table`, `connection_table`"
-        );
-        assert_eq!(
-            parse(&format!("{GOOD}flow_table = 0\n")).unwrap_err(),
-            "lb.toml:5:14: key `flow_table`: a flow table of 0 entries: expected 1 to 16777216"
-        );
-        let error = parse(&format!("{GOOD}connection_table = 1000\n")).unwrap_err();
-        assert!(error.starts_with("lb.toml:5:20: key `connection_table`: ") && error.contains("1000"), "{error}");
-        assert_eq!(
-            parse(&format!("{GOOD}address = \"10.2.0\"\n")).unwrap_err(),
-            "lb.toml:5:11: key `address`: invalid IPv4 address syntax"
-        );
-        assert_eq!(
-            parse(&GOOD.replace("10.1.0.1:7400", "10.1.0.1")).unwrap_err(),
-            "lb.toml:2:14: key `controller`: invalid socket address syntax"
-        );
+    fn mistakes_name_line_key_and_what_was_expected() {
+        let cases = [
+            (
+                "xdp_mode = \"natif\"",
+                "5:12: key `xdp_mode`: XDP mode \"natif\" is not known: expected \"native\", \"generic\" or \"auto\" \
+                 (nearest: `native`)",
+            ),
+            (
+                "interfaces = \"eth1\"",
+                "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `pin_directory`, \
+                 `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `connection_timers` (nearest: `interface`)",
+            ),
+            ("flow_table = 0", "5:14: key `flow_table`: 0: expected a whole number from 1 to 16777216"),
+            (
+                "connection_timers = { closing = \"0s\" }",
+                "5:33: key `connection_timers.closing`: \"0s\": expected a time with its unit, from \"1s\" to \"24h\"",
+            ),
+            (
+                "connection_timers = { idle_s = 300 }",
+                "5:23: key `connection_timers.idle_s`: is called `idle` now: expected idle = \"300s\"",
+            ),
+            (
+                "connection_table = 1000",
+                "5:20: key `connection_table`: 1000 entries of the connection table: expected a power of two from 1024 to \
+                 4194304",
+            ),
+            ("address = \"10.2.0\"", "5:11: key `address`: \"10.2.0\": expected an IPv4 address, as \"10.2.0.1\""),
+        ];
+        for (line, message) in cases {
+            assert_eq!(parse(&format!("{GOOD}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));
+        }
+        let mistakes = parse(&GOOD.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane")).unwrap_err();
+        assert_eq!(mistakes.lines().count(), 3, "{mistakes}");
     }
 }

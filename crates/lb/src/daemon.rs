@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
+use coreward_metrics::endpoint::Scrapes;
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
 use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
@@ -45,7 +45,9 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let verb = if balancer.taken_over() { "taken over" } else { "attached" };
     tracing::info!("{} {verb} at {} ({attachment:?})", config.name, config.interface);
     let (resolver, changes) = Resolver::start(&config.interface)?;
-    let forwarder = Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, resolver);
+    let timers = config.connection_timers;
+    let forwarder =
+        Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, resolver, timers);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
@@ -67,8 +69,8 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
 fn options(config: &Config) -> lb::Options {
     lb::Options {
         pin_directory: Some(config.pin_directory.clone()),
-        flow_table_entries: config.flow_table.0,
-        connection_table: config.connection_table.0,
+        flow_table_entries: config.flow_table,
+        connection_table: config.connection_table,
         ..Default::default()
     }
 }
@@ -88,15 +90,11 @@ async fn serve(
     mut forwarder: Forwarder,
     changes: std::sync::mpsc::Receiver<Change>,
 ) -> anyhow::Result<()> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut beat = tokio::time::interval(BEAT_INTERVAL);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut around = Around { neighbours: into_async(changes), beat };
-    tokio::select! {
-        outcome = follow_for_ever(&config, &mut forwarder, &mut around) => outcome,
-        _ = terminate.recv() => Ok(()),
-        _ = interrupt.recv() => Ok(()),
-    }
+    let scrapes = Scrapes::listen(config.metrics)?;
+    let mut around = Around { neighbours: into_async(changes), beat, scrapes };
+    coreward_daemon::until_told(follow_for_ever(&config, &mut forwarder, &mut around)).await
 }
 
 /// The resolver's changes where the runtime can wait for them.
@@ -110,6 +108,7 @@ fn into_async(changes: std::sync::mpsc::Receiver<Change>) -> mpsc::UnboundedRece
 struct Around {
     neighbours: mpsc::UnboundedReceiver<Change>,
     beat: Interval,
+    scrapes: Scrapes,
 }
 
 impl Around {
@@ -121,6 +120,8 @@ impl Around {
                 outcome = &mut other => return Ok(outcome),
                 change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
                 _ = self.beat.tick() => forwarder.beat(),
+                // Who asked may have gone.
+                scrape = self.scrapes.next() => drop(scrape.send(forwarder.metrics())),
             }
         }
     }
@@ -167,7 +168,7 @@ async fn follow(
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut traffic = every(forwarder.report_interval());
-    let mut sweeper = Sweeper::default();
+    let mut sweeper = Sweeper::new(&config.connection_timers);
     let mut told = (0, 0);
     loop {
         // Told once a second, and at once when a service got its first table, a server was found or lost, or another
@@ -195,6 +196,10 @@ async fn follow(
                 if let Some(counts) = forwarder.traffic() {
                     let _ = messages.try_send(message(Message::Traffic((&counts).into())));
                 }
+                false
+            }
+            scrape = around.scrapes.next() => {
+                drop(scrape.send(forwarder.metrics()));
                 false
             }
             _ = around.beat.tick() => {
@@ -240,13 +245,15 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
 
 /// An update that cannot be used is logged; what is in force stays.
 fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) {
+    let began = Instant::now();
     let applied = match update.update {
         Some(Update::Configuration(configuration)) => FleetConfiguration::try_from(&configuration)
             .map_err(anyhow::Error::from)
             .and_then(|configuration| forwarder.configure(configuration)),
         Some(Update::Table(bytes)) => table::decode(bytes)
             .map_err(anyhow::Error::from)
-            .and_then(|(service, table)| forwarder.install(service, &table)),
+            .and_then(|(service, table)| forwarder.install(service, &table))
+            .map(|()| forwarder.installed_within(began.elapsed())),
         Some(Update::SocketAnswer(answer)) => SocketAnswer::try_from(answer)
             .map_err(anyhow::Error::from)
             .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start()))),

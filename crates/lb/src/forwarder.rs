@@ -1,5 +1,7 @@
 //! The data plane as the controller wants it: configuration, tables and MAC addresses put together.
 
+mod metrics;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
@@ -7,6 +9,7 @@ use std::time::Duration;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
+use coreward_metrics::latency::Latencies;
 use coreward_model::connection_table::{Connection, OwnerNumber, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::placement::PlacementTable;
@@ -45,6 +48,8 @@ pub struct Forwarder {
     interface: String,
     /// What is wrong with this machine or with servers that it stamps for, as it was last logged.
     problems: BTreeSet<String>,
+    /// From a table that has come to the table in force.
+    table_to_kernel: Latencies,
 }
 
 impl Forwarder {
@@ -55,6 +60,7 @@ impl Forwarder {
         balancer: LoadBalancer,
         attachment: lb::Attachment,
         resolver: Resolver,
+        timers: Timers,
     ) -> Self {
         Self {
             balancer,
@@ -65,11 +71,12 @@ impl Forwarder {
             name,
             peers: Vec::new(),
             report_interval: DEFAULT_REPORT_INTERVAL,
-            timers: Timers::default(),
+            timers,
             counted: (0, Duration::ZERO),
             confirmed: 0,
             interface,
             problems: BTreeSet::new(),
+            table_to_kernel: Latencies::default(),
         }
     }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use coreward_model::ServiceAddress;
-use coreward_model::connection_table::{Connection, ConnectionIndex};
+use coreward_model::connection_table::{Connection, ConnectionIndex, Timers};
 use coreward_wire::sockets::MAX_CLIENTS;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
@@ -13,12 +13,13 @@ use coreward_wire::{SocketAnswer, SocketQuery};
 const UNDER_WAY: usize = 32;
 /// A question that has no answer after so long is forgotten: the agent is away, or it was lost on its way.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// A connection that has a socket still is asked for again after so long.
+/// A connection that has a socket still is asked for again after so long, or after the time for idle ones if that is shorter.
 const ASK_AGAIN: Duration = Duration::from_secs(60);
 
 /// The questions that are under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Sweeper {
+    ask_again: Duration,
     number: u64,
     under_way: BTreeMap<u64, Asked>,
     /// Until when a connection is not asked for.
@@ -32,6 +33,12 @@ struct Asked {
 }
 
 impl Sweeper {
+    /// Nothing is under way.
+    pub fn new(timers: &Timers) -> Self {
+        let ask_again = ASK_AGAIN.min(timers.idle);
+        Self { ask_again, number: 0, under_way: BTreeMap::new(), asked: HashMap::new() }
+    }
+
     /// What to ask for these connections, whose time is over.
     pub fn ask(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<SocketQuery> {
         self.under_way.retain(|_, asked| asked.forgotten > now);
@@ -66,7 +73,7 @@ impl Sweeper {
         let mut gone = Vec::new();
         for (connection, open) in asked.connections.into_iter().zip(&answer.open) {
             if *open {
-                self.asked.insert(connection.index, now + ASK_AGAIN);
+                self.asked.insert(connection.index, now + self.ask_again);
             } else {
                 self.asked.remove(&connection.index);
                 gone.push(connection);
@@ -111,7 +118,7 @@ mod tests {
 
     #[test]
     fn who_has_no_socket_is_gone_and_who_has_is_asked_for_later() {
-        let mut sweeper = Sweeper::default();
+        let mut sweeper = Sweeper::new(&Timers::default());
         let all = [due(1, 7), due(2, 8), due(3, 7)];
         let queries = sweeper.ask(&all, at(0));
         let asked: Vec<_> = queries.iter().map(|query| (query.server.get(), query.clients.len())).collect();
@@ -128,7 +135,7 @@ mod tests {
 
     #[test]
     fn what_is_under_way_is_bounded() {
-        let mut sweeper = Sweeper::default();
+        let mut sweeper = Sweeper::new(&Timers::default());
         let all: Vec<_> = (0..1000).map(|place| due(place, u64::from(place % 2))).collect();
         let queries = sweeper.ask(&all, at(0));
         assert_eq!(queries.iter().map(|query| query.clients.len()).collect::<Vec<_>>(), [256, 244, 256, 244]);
@@ -142,7 +149,7 @@ mod tests {
 
     #[test]
     fn an_answer_to_nothing_or_of_another_length_frees_nothing() {
-        let mut sweeper = Sweeper::default();
+        let mut sweeper = Sweeper::new(&Timers::default());
         let query = sweeper.ask(&[due(1, 7)], at(0)).remove(0);
         assert_eq!(sweeper.answer(&SocketAnswer { number: 99, asker: 0, open: vec![false] }, at(0)), []);
         assert_eq!(sweeper.answer(&query.answer(vec![false, false]), at(0)), []);

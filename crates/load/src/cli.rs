@@ -11,13 +11,14 @@ use coreward_sim::output::{Format, Printed as _};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arrivals::{Arrivals, Schedule};
+use crate::dns::Query;
 use crate::event_loop::now_ns;
 use crate::generator::{self, Durations, Stream};
 use crate::histogram_log::{HistogramLog, Output};
 use crate::key_value::VALUE_MAX;
 use crate::report::Report;
 use crate::request_type::{RequestType, ServiceTimes};
-use crate::transport::{Connections, Http, Keys, Paced, Sources, Transport, Udp};
+use crate::transport::{Connections, Datagrams, Http, Keys, Paced, Sources, Transport, Udp};
 use crate::workload::{Mix, ServiceDistribution, Workload};
 
 const PURPOSE_ARRIVALS: u64 = 0x6c6f_6111;
@@ -87,6 +88,10 @@ pub struct LoadArgs {
     /// What arrivals, types, times, keys and flows are drawn from
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// With --transport dns: what requests of each class of --mix ask, in its order: NAME/TYPE, or NAME/TYPE/dnssec for
+    /// signatures
+    #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
+    pub query: Vec<Query>,
     /// What HTTP asks for
     #[arg(long, default_value = "/", value_parser = path)]
     pub path: String,
@@ -105,6 +110,8 @@ pub enum TransportName {
     Udp,
     /// The paced server's protocol on connections that stay open; each request says how long it takes, in whole us
     Tcp,
+    /// DNS: --query for each class of --mix, one per datagram
+    Dns,
     /// HTTP/1.1 with keep-alive: GET of --path on one of the connections that are free
     Http,
 }
@@ -206,7 +213,20 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     let sources = Sources { addresses: args.sources.clone(), flows: args.flows, first_port: args.first_port };
     let keys = Keys { count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
-        TransportName::Udp => Box::new(Udp::open(args.target, &sources, keys, args.seed)?),
+        TransportName::Udp => Box::new(Udp::open(args.target, &sources, Datagrams::KeyValue(keys), args.seed)?),
+        TransportName::Dns => {
+            let (classes, queries) = (workload(args, PURPOSE_DEMANDS)?.classes().len(), &args.query);
+            ensure!(
+                args.service.is_none() && args.multiplier.is_none(),
+                "--transport dns: expected --mix and --query only"
+            );
+            ensure!(
+                queries.len() == classes,
+                "{} of --query: expected one for each of {classes} classes",
+                queries.len()
+            );
+            Box::new(Udp::open(args.target, &sources, Datagrams::Dns(queries.clone()), args.seed)?)
+        }
         TransportName::Tcp => Box::new(Connections::open(Paced, args.target, sources, args.seed)?),
         TransportName::Http => {
             let only_get = args.service.is_none() && args.multiplier.is_none() && args.mix.to_string() == "GET=1";

@@ -42,6 +42,8 @@ pub struct ClassReport {
     pub completed: u64,
     /// Of these, not answered in time.
     pub lost: u64,
+    /// Responses that arrived in the measured time.
+    pub arrived: u64,
     /// From due to answered.
     pub latency_us: Latency,
 }
@@ -100,6 +102,7 @@ impl Report {
             requests: of_class.requests,
             completed: of_class.completed,
             lost: of_class.lost,
+            arrived: of_class.arrived,
             latency_us: Latency::from(&of_class.latency),
         };
         let (of_load, of_measure) = results.classes.split_at(load.len());

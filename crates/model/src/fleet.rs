@@ -54,6 +54,7 @@ pub struct Fleet {
     hasher_of_group: Vec<usize>,
     /// By position: whether the next tables give the server new connections.
     eligible: Vec<bool>,
+    of_requests: bool,
 }
 
 /// What a fleet is like before ids and keys are drawn.
@@ -112,6 +113,7 @@ impl Fleet {
             hashers: vec![(plan.key.clone(), plan.key.tables())],
             hasher_of_group: Vec::new(),
             eligible: vec![true; plan.servers.len()],
+            of_requests: false,
             plan,
         })
     }
@@ -125,6 +127,11 @@ impl Fleet {
     /// From the next report on the server at this position takes new connections, or keeps only what it has.
     pub fn set_eligible(&mut self, position: usize, eligible: bool) {
         self.eligible[position] = eligible;
+    }
+
+    /// Each placement is of one request ([`Pool::of_requests`]).
+    pub fn place_requests(&mut self) {
+        self.of_requests = true;
     }
 
     /// Policies that take turns go on at this one.
@@ -168,6 +175,7 @@ impl Fleet {
         });
         let pool =
             Pool::new(servers.collect(), 1).with_opened_connections(std::mem::take(&mut self.opened_connections));
+        let pool = if self.of_requests { pool.of_requests() } else { pool };
         let table = policy.place(&pool, self.plan.buckets, self.sequence);
         self.switch(table);
     }

@@ -1,10 +1,12 @@
 //! Receive-side scaling: the Toeplitz hash, its keys, and indirection tables.
 
 use std::fmt;
+use std::hash::Hasher as _;
 
 use coreward_intf as intf;
 use rand::SeedableRng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
+use siphasher::sip::SipHasher13;
 
 /// A random generator of its own for `seed` and what it is used for, so that no two uses share a stream.
 pub fn seeded_rng(seed: u64, purpose: u64) -> Xoshiro256PlusPlus {
@@ -59,6 +61,13 @@ impl RssKey {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.0
+    }
+
+    /// Tells keys apart in logs and answers, without telling the key: who knows it can aim at a core.
+    pub fn fingerprint(&self) -> String {
+        let mut hasher = SipHasher13::new();
+        hasher.write(&self.0);
+        format!("{:08x}", hasher.finish() as u32)
     }
 
     /// 32 bits of the key from bit `position` on; zeros beyond its end.
@@ -135,7 +144,7 @@ impl ToeplitzTables {
 
 impl fmt::Debug for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RssKey({self})")
+        write!(f, "RssKey({})", self.fingerprint())
     }
 }
 
@@ -326,6 +335,13 @@ mod tests {
     use crate::FourTuple;
 
     /// Microsoft, "Verifying the RSS Hash Calculation", IPv4 and IPv6 with TCP ports.
+    #[test]
+    fn keys_are_told_apart_and_not_told() {
+        let key = RssKey::microsoft();
+        assert_eq!((key.fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
+        assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).fingerprint(), key.fingerprint());
+    }
+
     #[test]
     fn microsoft_vectors() {
         let key = RssKey::microsoft();

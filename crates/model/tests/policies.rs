@@ -4,7 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
 
 use coreward_model::placement::{BucketCount, PlacementState, Rule};
-use coreward_model::policy::{Capacity, Pool, PoolServer, TrafficRates, Weight, named, names};
+use coreward_model::policy::{
+    Capacity, Pool, PoolServer, REGISTRY, TrafficRates, TrafficWanted, Weight, named, names, traffic_wanted,
+};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
 use proptest::prelude::*;
@@ -145,6 +147,38 @@ fn one_intervals_connections_fill_the_deficits() {
     assert!((cost(30) - 0.03).abs() < 1e-5);
     // The number to be expected changes slowly: 0.1 x 130 + 0.9 x 30.
     assert!((cost(130) - 0.0225).abs() < 1e-5);
+}
+
+/// What load balancers count they send only for policies that want it.
+#[test]
+fn whoever_uses_what_was_opened_asks_for_it() {
+    let rss_key = key(1);
+    let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
+    let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
+    let mut users = Vec::new();
+    for (name, make) in REGISTRY {
+        let table = |opened| {
+            let table = make(1).place(&pool.clone().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+            (table.assignment_cost, table.candidates)
+        };
+        if table(10) != table(1000) {
+            assert_ne!(traffic_wanted(name), TrafficWanted::Nothing, "{name}");
+            users.push(name);
+        }
+    }
+    assert_eq!(users, ["crossrss-plus"]);
+}
+
+#[test]
+fn requests_count_what_they_bring() {
+    let rss_key = key(1);
+    let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
+    let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
+    let pool = pool.with_opened_connections(400).of_requests();
+    let table = named("crossrss-plus", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    // All load, 4, over the requests of an interval; each of the two load balancers sees half of them.
+    let cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
+    assert!((cost - 0.02).abs() < 1e-5, "{cost}");
 }
 
 #[test]

@@ -17,22 +17,28 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long the daemon may take to notice something; it looks once a second.
 const NOTICE_LIMIT: Duration = Duration::from_secs(15);
 
-/// The server's id in the controller's file: the seed of its balanced table.
+/// The server's id in the fleet's file: the seed of its balanced table.
 const SERVER_ID: u64 = 4711;
-/// The key that the controller's file gives to the fleet.
+/// The key that the controller's secret file gives to the fleet.
 const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
 /// Files of the guest: name without leading slash, content.
-pub fn files() -> [(&'static str, String); 2] {
-    let controller = format!(
-        "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nrss_key = \"{FLEET_KEY}\"\n\n\
-         [[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\nid = {SERVER_ID}\n\n\
+pub fn files() -> [(&'static str, String); 4] {
+    let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
+                      rss_key_file = \"rss.key\"\n";
+    let fleet = format!(
+        "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\nid = {SERVER_ID}\n\n\
          [[service]]\nname = \"web\"\nvip = \"{VIP}\"\n"
     );
     let agent = "server = \"s1\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth0\"\n\
                  pin_directory = \"/sys/fs/bpf/coreward\"\nmanage_rss = true\nsteer = \"off\"\n";
-    [("etc/controller.toml", controller), ("etc/agent.toml", agent.to_owned())]
+    [
+        ("etc/controller.toml", controller.to_owned()),
+        ("etc/fleet.toml", fleet),
+        ("etc/rss.key", FLEET_KEY.to_owned()),
+        ("etc/agent.toml", agent.to_owned()),
+    ]
 }
 
 /// What an agent with `manage_rss` is to set in a NIC that shows `before`: a driver that shows no key takes none.
@@ -169,7 +175,7 @@ impl Daemons {
 
 /// The one server as `coreward status` has it.
 fn server(guest: &mut Guest) -> Result<Option<Value>> {
-    let (status, answer) = guest.try_run("coreward status --format json 2>/dev/null", NOTICE_LIMIT)?;
+    let (status, answer) = guest.try_run("coreward status --format json --rss-keys 2>/dev/null", NOTICE_LIMIT)?;
     if status != 0 {
         return Ok(None);
     }

@@ -11,6 +11,8 @@ use crate::packages::{Packages, run, tied};
 
 const DIRECTORY: u32 = 0o040_755;
 const EXECUTABLE: u32 = 0o100_755;
+/// Secrets are among the files, and `coreward` takes none that others can read.
+const OWNERS_ONLY: u32 = 0o100_600;
 
 /// Files on their way into an archive.
 #[derive(Default)]
@@ -82,7 +84,7 @@ pub fn build(
     add_ethtool(&mut archive, packages)?;
     add_coreward(&mut archive, coreward, &packages.stripped())?;
     for (name, content) in files {
-        archive.add(name, EXECUTABLE, content.as_bytes());
+        archive.add(name, OWNERS_ONLY, content.as_bytes());
     }
     Ok(archive.finish())
 }

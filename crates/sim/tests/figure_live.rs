@@ -2,9 +2,11 @@
 
 use clap::Parser as _;
 use coreward_sim::figure::cli::{self, FigureArgs};
+use coreward_sim::figure::draw;
 use coreward_sim::figure::library::{self, Embedded};
 use coreward_sim::figure::live::{LiveFigure, Sample};
 use coreward_sim::figure::result::FigureResult;
+use coreward_sim::figure::scenario::Scenario;
 
 const TEXT: &str = r#"
 title = "What a packet costs"
@@ -76,6 +78,46 @@ fn samples_become_a_table_a_verdict_and_a_page() {
     {
         assert!(page.contains(part), "{part:?} is missing");
     }
+}
+
+const BESIDE: &str = include_str!("beside-live.toml");
+
+/// Measures 0 everywhere, and how long it was told to measure in run 1.
+const WITH_SIMULATED: LiveFigure = LiveFigure {
+    figure: Embedded { name: "beside-live", text: BESIDE },
+    measure: |scenario, _| {
+        assert!(scenario.series.iter().all(|series| !series.simulated));
+        let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it says how long");
+        let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
+        let runs = 1..=*scenario.seeds.get_ref();
+        let samples = values.iter().flat_map(|x| runs.clone().map(|run| (*x, run)));
+        let y = |run| if run == 1 { seconds } else { 0.0 };
+        Ok(samples
+            .map(|(x, run)| Sample { panel: "over load".into(), series: "jsq".into(), x, run, y: y(run) })
+            .collect())
+    },
+    interrupt: None,
+};
+
+#[test]
+fn what_is_simulated_stands_beside_what_is_measured() {
+    let scenario = WITH_SIMULATED.figure.scenario().unwrap();
+    let table = WITH_SIMULATED.table(&scenario, &|_, _| {}).unwrap();
+    let [measured, simulated] = &table.panels[0].curves[..] else { panic!("{table:?}") };
+    let highest: Vec<(f64, f64)> = measured.cells.iter().map(|cell| (cell.x, cell.spread.high)).collect();
+    assert_eq!(highest, [(40.0, 5.0), (80.0, 5.0)]);
+    assert_eq!(simulated.cells.iter().map(|cell| cell.seeds.len()).collect::<Vec<_>>(), [3, 3]);
+    assert!(simulated.cells.iter().all(|cell| cell.spread.low > 1.0), "{simulated:?}");
+    assert!(draw::svg(&scenario, &table).contains("open, dashed: simulated"));
+}
+
+#[test]
+fn simulated_series_need_something_to_be_simulated() {
+    let error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
+    let simulated_only = BESIDE.replace("[live]\nminutes = 1\nseconds = 5\n", "");
+    assert!(error(&simulated_only).contains("simulated = true: expected [live]"));
+    let without = TEXT.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
+    assert!(error(&without).contains("one of [rpc], [lb], [pcc], [path] beside it"));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use coreward_model::load::CoreReadings;
 use crate::{Context as _, ReportedRss, WireError, v1};
 
 /// A report, all values absolute.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// When it was sent, by the server's wall clock (since 1970).
     pub sent: Duration,
@@ -29,6 +29,8 @@ pub struct Report {
     pub counters: Vec<(String, u64)>,
     /// What the agent found wrong, in words.
     pub warnings: Vec<String>,
+    /// UDP services whose requests are dispatched at the server; for people, unchecked.
+    pub dispatch: Vec<v1::DispatchedService>,
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     pub configuration_generation: u64,
 }
@@ -68,6 +70,7 @@ impl TryFrom<v1::Report> for Report {
             rss_mismatched: message.rss_mismatched,
             counters: message.counters.into_iter().collect(),
             warnings: message.warnings,
+            dispatch: message.dispatch,
             configuration_generation: message.configuration_generation,
         })
     }
@@ -88,6 +91,7 @@ impl From<Report> for v1::Report {
             rss_mismatched: report.rss_mismatched,
             counters: report.counters.into_iter().collect(),
             warnings: report.warnings,
+            dispatch: report.dispatch,
             configuration_generation: report.configuration_generation,
         }
     }
@@ -111,6 +115,7 @@ mod tests {
             rss_mismatched: 1,
             counters: [("stamped".to_owned(), 12)].into(),
             warnings: vec!["aRFS is on".into()],
+            dispatch: vec![v1::DispatchedService { listen: "0.0.0.0:53".into(), ..Default::default() }],
             configuration_generation: 3,
         }
     }

@@ -70,7 +70,8 @@ impl Testbed {
         let _ = fs::remove_file(&counter_file);
         let mut command = Command::new(fleet::coreward_command()?);
         command.args(["testbed", "key-value-server", "--listen", &SERVICE.to_string()]);
-        command.arg("--counter-file").arg(&counter_file).args(options);
+        command.arg("--counter-file").arg(&counter_file).arg("--busy-file").arg(fleet::busy_file(self, number));
+        command.args(options);
         let mut process = self.spawn(self.server(number)?, command)?;
         let end = Instant::now() + START_LIMIT;
         while !counter_file.exists() {

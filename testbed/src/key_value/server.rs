@@ -4,6 +4,7 @@ use std::fs;
 use std::net::{SocketAddrV4, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -65,6 +66,9 @@ pub struct KeyValueServerArgs {
     /// File of four little-endian u64 per worker (received, answered, refused, busy ns); appears when all sockets are bound
     #[arg(long, value_name = "FILE")]
     pub counter_file: Option<PathBuf>,
+    /// File of one little-endian u64 per worker: how long it has been busy (ns), for an agent; appears as the counter file does
+    #[arg(long, value_name = "FILE")]
+    pub busy_file: Option<PathBuf>,
 }
 
 /// What a worker has done.
@@ -103,6 +107,8 @@ struct Server<'a> {
     store: Arc<Store>,
     pace: Pace,
     file: BusyFile,
+    /// For an agent.
+    busy: Option<BusyFile>,
     /// By worker; `None` where only the worker has it.
     sockets: Vec<Option<UdpSocket>>,
 }
@@ -122,7 +128,12 @@ impl<'a> Server<'a> {
         if args.counter_file.is_none() {
             file.forget()?;
         }
-        Ok(Self { args, store: Arc::new(store), pace, file, sockets: Vec::new() })
+        let busy = args.busy_file.as_ref().map(|path| BusyFile::create(path, args.workers.into())).transpose()?;
+        Ok(Self { args, store: Arc::new(store), pace, file, busy, sockets: Vec::new() })
+    }
+
+    fn busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
+        self.busy.as_ref()?.numbers().get(usize::from(worker))
     }
 
     fn counters(&self, worker: u8) -> Counters {
@@ -149,6 +160,9 @@ impl<'a> Server<'a> {
     }
 
     fn publish(&self) -> anyhow::Result<()> {
+        if let (Some(path), Some(busy)) = (&self.args.busy_file, &self.busy) {
+            busy.publish(path)?;
+        }
         if let Some(path) = &self.args.counter_file {
             self.file.publish(path)?;
         }
@@ -159,10 +173,11 @@ impl<'a> Server<'a> {
     fn run_threads(&mut self) -> anyhow::Result<()> {
         let (failed, failures) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
-            let (socket, counters) = (self.open_socket()?, self.counters(worker));
+            let (socket, counters, busy_ns) = (self.open_socket()?, self.counters(worker), self.busy_ns(worker));
             let (store, pace, failed) = (Arc::clone(&self.store), self.pace.clone(), failed.clone());
             let work = move || {
-                let worker = Worker { number: worker.into(), socket: &socket, store: &store, pace: &pace, counters };
+                let worker =
+                    Worker { number: worker.into(), socket: &socket, store: &store, pace: &pace, counters, busy_ns };
                 // The master has gone when nobody takes the message.
                 let _ = failed.send(worker.run().unwrap_err());
             };
@@ -233,7 +248,7 @@ impl<'a> Server<'a> {
             bail!("the master has ended");
         }
         nix::sys::prctl::set_name(&std::ffi::CString::new(format!("core{number}"))?)?;
-        let counters = self.counters(number);
-        Worker { number: number.into(), socket, store: &self.store, pace: &self.pace, counters }.run()
+        let (counters, busy_ns) = (self.counters(number), self.busy_ns(number));
+        Worker { number: number.into(), socket, store: &self.store, pace: &self.pace, counters, busy_ns }.run()
     }
 }

@@ -77,6 +77,8 @@ pub(crate) struct Worker<'a> {
     pub store: &'a Store,
     pub pace: &'a Pace,
     pub counters: Counters,
+    /// Where an agent reads how long it has been busy (ns).
+    pub busy_ns: Option<&'a AtomicU64>,
 }
 
 impl Worker<'_> {
@@ -144,6 +146,9 @@ impl Worker<'_> {
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - begun_ns, u64::from);
         self.counters.add(Counters::BUSY_NS, busy_ns);
+        if let Some(published) = self.busy_ns {
+            published.store(self.counters.read()[Counters::BUSY_NS].to_le(), Ordering::Relaxed);
+        }
         Ok(())
     }
 }

@@ -9,11 +9,26 @@ use crate::sysfs;
 /// as served by CPU (its number) modulo (number of CPUs).
 pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
+    let interrupts = interrupts(interface);
+    let cpu = |queue: u16| interrupts.get(&queue).and_then(|found| found.cpu).unwrap_or(usize::from(queue) % count);
+    (0..receive_queues).map(cpu).collect()
+}
+
+/// A receive queue's interrupt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Interrupt {
+    /// Its number in /proc/interrupts.
+    pub number: u32,
+    /// Where it goes; `None`: /proc does not tell.
+    pub cpu: Option<usize>,
+}
+
+/// The interrupts that are found, by receive queue; a virtual device has none.
+pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let vectors = device_name(interface).map_or_else(BTreeMap::new, |device| {
         receive_vectors(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
     });
-    let cpu = |queue: u16| vectors.get(&queue).and_then(|irq| affinity(*irq)).unwrap_or(usize::from(queue) % count);
-    (0..receive_queues).map(cpu).collect()
+    vectors.into_iter().map(|(queue, number)| (queue, Interrupt { number, cpu: affinity(number) })).collect()
 }
 
 /// What the device is called on its bus: a PCI address or `virtioN`.

@@ -13,6 +13,7 @@ use super::{RssDevice, RssSettings, RssUnknown};
 
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 const ETHTOOL_GFLAGS: u32 = 0x25;
+const ETHTOOL_GDRVINFO: u32 = 0x03;
 const ETHTOOL_GRXFH: u32 = 0x29;
 const ETHTOOL_GRXRINGS: u32 = 0x2d;
 const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
@@ -22,7 +23,10 @@ const ETHTOOL_SRSSH: u32 = 0x47;
 
 /// In ETHTOOL_GFLAGS: flow steering rules (and with them accelerated RFS) are on.
 const ETH_FLAG_NTUPLE: u32 = 1 << 27;
+/// In ETHTOOL_GFLAGS: received packets are merged so that they cannot be sent on.
+const ETH_FLAG_LRO: u32 = 1 << 15;
 const TCP_V4_FLOW: u32 = 1;
+const UDP_V4_FLOW: u32 = 2;
 /// IP source and destination, first and second half of the ports.
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
@@ -74,11 +78,61 @@ fn rxnfc(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
 /// # Errors
 /// When the driver does not tell.
 pub fn channels(interface: &str) -> io::Result<u16> {
+    all_channels(interface).map(|channels| channels.receive)
+}
+
+/// Queues as `ethtool -l` shows them, the combined ones in either.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Channels {
+    /// That receive, at least 1.
+    pub receive: u16,
+    /// As many could receive.
+    pub receive_max: u16,
+    /// That send, at least 1.
+    pub transmit: u16,
+}
+
+/// # Errors
+/// When the driver does not tell.
+pub fn all_channels(interface: &str) -> io::Result<Channels> {
     // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
     let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
     ethtool(interface, &mut request)?;
-    let queues = request[5].saturating_add(request[8]);
-    Ok(u16::try_from(queues).unwrap_or(u16::MAX).max(1))
+    let sum = |own: u32, combined: u32| u16::try_from(own.saturating_add(combined)).unwrap_or(u16::MAX).max(1);
+    Ok(Channels {
+        receive: sum(request[5], request[8]),
+        receive_max: sum(request[1], request[4]),
+        transmit: sum(request[6], request[8]),
+    })
+}
+
+/// The driver's name.
+///
+/// # Errors
+/// When there is no such device.
+pub fn driver(interface: &str) -> io::Result<String> {
+    // struct ethtool_drvinfo: cmd, then the name in 32 bytes, then 160 bytes more.
+    let mut request = [0; 49];
+    request[0] = ETHTOOL_GDRVINFO;
+    ethtool(interface, &mut request)?;
+    let name: Vec<u8> =
+        request[1..9].iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
+    Ok(String::from_utf8_lossy(&name).into_owned())
+}
+
+/// Whether the device merges what it receives in hardware (LRO).
+///
+/// # Errors
+/// When there is no such device.
+pub fn merges_what_it_receives(interface: &str) -> io::Result<bool> {
+    let mut request = [ETHTOOL_GFLAGS, 0];
+    ethtool(interface, &mut request)?;
+    Ok(request[1] & ETH_FLAG_LRO != 0)
+}
+
+/// Whether UDP is hashed by its ports, too; `None`: the driver does not tell.
+pub fn hashes_udp_ports(interface: &str) -> Option<bool> {
+    rxnfc(interface, ETHTOOL_GRXFH, UDP_V4_FLOW).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
 }
 
 /// Whether the driver steers flows by rules of its own: (ntuple is on, number of rules).
@@ -237,6 +291,7 @@ mod tests {
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
         assert_eq!(EthtoolRss::new("lo").receive_queues(), 1);
         assert!(channels("a-name-that-is-too-long").is_err());
+        assert!(driver("nonexistent0").is_err() && hashes_udp_ports("lo").is_none());
     }
 
     #[test]

@@ -35,7 +35,7 @@ fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
 }
 
 /// A worker pinned to a core may use its sibling hardware thread, too.
-const LARGEST_PINNED_SET: usize = 2;
+pub const LARGEST_PINNED_SET: usize = 2;
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,7 @@
 //! respawned), the epoll sets of all processes are looked through again ([`coreward_dataplane::listeners`]), new sockets are put into the
 //! array, and queues are assigned ([`assign`]).
 
-mod assign;
+pub mod assign;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

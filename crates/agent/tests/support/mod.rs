@@ -52,6 +52,8 @@ pub fn config(testbed: &Testbed) -> Config {
         steer: Steer::Order,
         load: Load::Published { path: busy_file(testbed) },
         rss: Rss::Testbed { path: testbed.emulated_rss(1), entries: 128 },
+        metrics: None,
+        dispatch: None,
     }
 }
 

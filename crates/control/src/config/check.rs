@@ -1,197 +1,211 @@
-//! What concerns several values of the file.
+//! What concerns several values of the fleet's document. Every mistake is named; a value that is wrong by itself is on the
+//! reader's list already, and no second mistake is made of it.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::hash::Hash;
+use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_config::{ConfigError, Source, Spanned};
+use coreward_config::{Period, Reader, Span, Spanned, shown_time};
+use coreward_model::ServerId;
 use coreward_model::consistency::Timestamps;
 use coreward_model::correction;
-use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
-use coreward_model::tuple::Protocol;
-use coreward_model::{ServerId, policy};
 use coreward_wire::ServiceIndex;
 
-use super::file::{File, RotationInterval, Server, Service};
-use super::{
-    Config, DEFAULT_REPORT_INTERVAL, DEFAULT_RETIRE_AFTER, ServerConfig, ServerState, ServiceConfig, Span, mode,
-};
+use super::file::{FleetFile, Server, Service};
+use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, mode};
 
-pub fn check(source: Source) -> Result<Config, ConfigError> {
-    let file: File = source.parse()?;
-    let checker = Checker { source: &source };
-    let servers = checker.servers(&file.servers)?;
-    let services = checker.services(&file, &servers)?;
-    let retire_after = file.retire_after_s.map_or(DEFAULT_RETIRE_AFTER, |seconds| Duration::from_secs(seconds.into()));
-    Ok(Config {
-        listen: file.listen,
-        store: file.store,
-        report_interval: file.report_interval_ms.map_or(DEFAULT_REPORT_INTERVAL, |interval| interval.0),
-        alpha: file.alpha.map_or(Alpha::PUBLISHED, |alpha| alpha.0),
-        rss_key: file.rss_key.map(|key| key.0),
+/// The document; what is wrong with it is on the reader's list, and then this is only part of it.
+pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
+    let retire_after = file.retire_after.0;
+    let key_rotation = file.key_rotation.map(|interval| rotation(&interval, retire_after, reader));
+    let servers = servers(&file.servers, reader);
+    let services = Services { listed: &file.servers, servers: &servers, buckets: file.buckets };
+    let services = services.check(&file.services, reader);
+    FleetConfig {
+        report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |Period(interval)| interval),
+        alpha: file.alpha,
         retire_after,
-        key_rotation: file.key_rotation_hours.map(|interval| checker.rotation(&interval, retire_after)).transpose()?,
+        key_rotation,
         servers,
         services,
-        source,
-    })
+        source: reader.source().clone(),
+    }
 }
 
-struct Checker<'a> {
-    source: &'a Source,
-}
-
-impl Checker<'_> {
-    /// A second rotation overwrites the key of before the first: whoever still has a cookie of it must be gone.
-    fn rotation(&self, interval: &Spanned<RotationInterval>, retire_after: Duration) -> Result<Duration, ConfigError> {
-        let RotationInterval(wanted) = *interval.get_ref();
-        if wanted >= retire_after {
-            return Ok(wanted);
-        }
+/// A second rotation overwrites the key of before the first: whoever still has a cookie of it must be gone.
+fn rotation<const LEAST: u64, const MOST: u64>(
+    interval: &Spanned<Period<LEAST, MOST>>,
+    retire_after: Duration,
+    reader: &mut Reader<'_>,
+) -> Duration {
+    let Period(wanted) = *interval.get_ref();
+    if wanted < retire_after {
+        let [wanted, retire_after] = [wanted, retire_after].map(shown_time);
         let message = format!(
-            "a key rotation every {} h, but a cookie may live {} s (`retire_after_s`): expected no less than that",
-            wanted.as_secs() / 3600,
-            retire_after.as_secs()
+            "a key rotation every {wanted}, but a cookie may live {retire_after} (`retire_after`): expected no less than that"
         );
-        Err(self.source.error(interval.span(), &message))
+        reader.mistake(interval.span(), message);
     }
+    wanted
+}
 
-    fn servers(&self, listed: &[Spanned<Server>]) -> Result<Vec<ServerConfig>, ConfigError> {
-        if let Some(first_too_many) = listed.get(ServerId::COUNT) {
-            let message =
-                format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
-            return Err(self.source.error(first_too_many.span(), &message));
-        }
-        let mut names = Once::new(self.source, "server name");
-        let mut addresses = Once::new(self.source, "server address");
-        let mut ids = Once::new(self.source, "server id");
-        let mut servers = Vec::with_capacity(listed.len());
-        for entry in listed {
-            let server = entry.get_ref();
-            names.take(&server.name.get_ref().0, server.name.span())?;
-            let address = server.address.get_ref().0.0;
-            addresses.take(address, server.address.span())?;
-            let id = server.id.as_ref().map(|id| (id.get_ref().0, id.span()));
-            if let Some((id, span)) = &id {
-                ids.take(*id, span.clone())?;
-            }
-            servers.push(ServerConfig {
-                name: server.name.get_ref().0.clone(),
-                address,
-                id,
-                state: server.state.unwrap_or(ServerState::Active),
-                weight: server.weight.as_ref().map(|weight| weight.0).unwrap_or_default(),
-                capacity: server.capacity.as_ref().map(|capacity| capacity.0),
-                span: entry.span(),
-            });
-        }
-        Ok(servers)
+fn servers(listed: &[Spanned<Server>], reader: &mut Reader<'_>) -> Vec<ServerConfig> {
+    if let Some(first_too_many) = listed.get(ServerId::COUNT) {
+        let message =
+            format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
+        reader.mistake(first_too_many.span(), message);
     }
+    let mut names = Once::new("server name");
+    let mut addresses = Once::new("server address");
+    let mut ids = Once::new("server id");
+    let mut servers = Vec::with_capacity(listed.len());
+    for entry in listed {
+        let server = entry.get_ref();
+        let name = server.name.value.as_ref().map(|name| &name.0);
+        let address = server.address.value.map(|address| address.0);
+        let id = server.id.as_ref().map(|id| (*id.get_ref(), id.span()));
+        names.take(name, &server.name.span, reader);
+        addresses.take(address, &server.address.span, reader);
+        if let Some((id, span)) = &id {
+            ids.take(Some(*id), span, reader);
+        }
+        let (Some(name), Some(address)) = (name, address) else { continue };
+        servers.push(ServerConfig {
+            name: name.clone(),
+            address,
+            id,
+            state: server.state,
+            weight: server.weight,
+            capacity: server.capacity,
+            span: entry.span(),
+        });
+    }
+    servers
+}
 
-    fn services(&self, file: &File, servers: &[ServerConfig]) -> Result<Vec<ServiceConfig>, ConfigError> {
-        if let Some(first_too_many) = file.services.get(ServiceIndex::COUNT) {
-            let message = format!("{} services: expected at most {}", file.services.len(), ServiceIndex::COUNT);
-            return Err(self.source.error(first_too_many.span(), &message));
+/// What services are checked against.
+struct Services<'a> {
+    /// Also those of which something is wrong.
+    listed: &'a [Spanned<Server>],
+    servers: &'a [ServerConfig],
+    /// Of a service that names none.
+    buckets: BucketCount,
+}
+
+impl Services<'_> {
+    fn check(&self, listed: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
+        if let Some(first_too_many) = listed.get(ServiceIndex::COUNT) {
+            let message = format!("{} services: expected at most {}", listed.len(), ServiceIndex::COUNT);
+            reader.mistake(first_too_many.span(), message);
         }
         let positions: HashMap<&str, usize> =
-            servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
-        let mut names = Once::new(self.source, "service name");
-        let mut vips = Once::new(self.source, "VIP");
-        let mut services = Vec::with_capacity(file.services.len());
-        for entry in &file.services {
+            self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
+        let mut names = Once::new("service name");
+        let mut vips = Once::new("VIP");
+        let mut services = Vec::with_capacity(listed.len());
+        for entry in listed {
             let service = entry.get_ref();
-            names.take(&service.name.get_ref().0, service.name.span())?;
-            let protocol = service.protocol.as_ref().map_or(Protocol::Tcp, |protocol| protocol.0);
-            let address = service.vip.get_ref().0.with(protocol);
-            vips.take(address, service.vip.span())?;
-            self.no_server_has(address.socket.ip(), servers, service.vip.span())?;
-            let mode = mode::of(self.source, service, protocol)?;
-            let pool = self.pool(service, &positions)?;
+            let name = service.name.value.as_ref().map(|name| &name.0);
+            names.take(name, &service.name.span, reader);
+            let pool = self.pool(service, &positions, reader);
+            let Some(protocol) = service.protocol.value else { continue };
+            let mode = mode::of(service, protocol, reader);
+            let address = service.vip.value.map(|vip| vip.with(protocol));
+            vips.take(address, &service.vip.span, reader);
+            if let Some(address) = address {
+                self.no_server_has(address.socket.ip(), &service.vip.span, reader);
+            }
+            let (Some(name), Some(address), Some(policy)) = (name, address, service.policy.value) else { continue };
             if mode.timestamps == Timestamps::LoadBalancer {
-                self.can_be_named(&service.name.get_ref().0, pool.iter().map(|position| &servers[*position]))?;
+                can_be_named(name, pool.iter().map(|position| &self.servers[*position]), reader);
             }
             services.push(ServiceConfig {
-                name: service.name.get_ref().0.clone(),
+                name: name.clone(),
                 address,
                 mode,
-                policy: service.policy.as_ref().map_or(policy::DEFAULT, |policy| policy.get_ref().0.0),
-                slow_start: service.slow_start_s.as_ref().map_or(Duration::ZERO, |slow_start| slow_start.0),
-                buckets: service
-                    .buckets
-                    .as_ref()
-                    .or(file.buckets.as_ref())
-                    .map_or(BucketCount::PUBLISHED, |buckets| buckets.0),
+                policy: policy.0,
+                slow_start: service.slow_start.map_or(Duration::ZERO, |Period(time)| time),
+                buckets: service.buckets.unwrap_or(self.buckets),
                 servers: pool,
                 span: entry.span(),
             });
         }
-        Ok(services)
+        services
     }
 
     /// A VIP stands silenced on every server's loopback: as a server's own address it could not be reached.
-    fn no_server_has(&self, vip: std::net::IpAddr, servers: &[ServerConfig], span: Span) -> Result<(), ConfigError> {
-        let Some(server) = servers.iter().find(|server| server.address == vip) else {
-            return Ok(());
-        };
-        let message =
-            format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
-        Err(self.source.error(span, &message))
-    }
-
-    /// The cookie that a load balancer stamps itself has less room for ids.
-    fn can_be_named<'a>(&self, service: &str, pool: impl Iterator<Item = &'a ServerConfig>) -> Result<(), ConfigError> {
-        for (id, span) in pool.filter_map(|server| server.id.as_ref()) {
-            if !correction::can_name(*id) {
-                let message = format!(
-                    "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that \
-                     its cookies hold, or none to have one drawn",
-                    correction::SERVER_IDS - 1
-                );
-                return Err(self.source.error(span.clone(), &message));
-            }
+    fn no_server_has(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
+        if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
+            let message =
+                format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
+            reader.mistake(span.clone(), message);
         }
-        Ok(())
     }
 
     /// Positions of a service's servers; all of them when it names none.
-    fn pool(&self, service: &Service, positions: &HashMap<&str, usize>) -> Result<Vec<usize>, ConfigError> {
+    fn pool(&self, service: &Service, positions: &HashMap<&str, usize>, reader: &mut Reader<'_>) -> Vec<usize> {
         let Some(listed) = &service.servers else {
-            return Ok((0..positions.len()).collect());
+            return (0..self.servers.len()).collect();
         };
-        let mut members = Once::new(self.source, "server of this service");
+        let mut members = Once::new("server of this service");
         let mut pool = Vec::with_capacity(listed.len());
         for name in listed {
-            members.take(name.get_ref(), name.span())?;
-            let Some(position) = positions.get(name.get_ref().as_str()) else {
-                let message = format!("server {:?} does not exist: expected the name of a [[server]]", name.get_ref());
-                return Err(self.source.error(name.span(), &message));
-            };
-            pool.push(*position);
+            members.take(Some(name.get_ref()), &name.span(), reader);
+            match positions.get(name.get_ref().as_str()) {
+                Some(position) => pool.push(*position),
+                // One of which something else is wrong is known all the same.
+                None if self.names().any(|known| known == name.get_ref()) => {}
+                None => {
+                    let message =
+                        format!("server {:?} does not exist: expected the name of a [[server]]", name.get_ref());
+                    let known: Vec<&str> = self.names().collect();
+                    reader.unknown_name(name.span(), message, name.get_ref(), known);
+                }
+            }
         }
-        Ok(pool)
+        pool
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.listed.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()))
     }
 }
 
-/// Values that may stand in the file once.
-struct Once<'a, T> {
-    source: &'a Source,
+/// The cookie that a load balancer stamps itself has less room for ids.
+fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
+    for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !correction::can_name(*id)) {
+        let message = format!(
+            "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that its \
+             cookies hold, or none to have one drawn",
+            correction::SERVER_IDS - 1
+        );
+        reader.mistake(span.clone(), message);
+    }
+}
+
+/// Values that may stand in the document once.
+struct Once<T> {
     what: &'static str,
     seen: HashMap<T, Span>,
 }
 
-impl<'a, T: Hash + Eq + std::fmt::Display> Once<'a, T> {
-    fn new(source: &'a Source, what: &'static str) -> Self {
-        Self { source, what, seen: HashMap::new() }
+impl<T: Hash + Eq + Display> Once<T> {
+    fn new(what: &'static str) -> Self {
+        Self { what, seen: HashMap::new() }
     }
 
-    fn take(&mut self, value: T, span: Span) -> Result<(), ConfigError> {
+    /// `None`: a value that is wrong by itself.
+    fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
+        let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {
-            let line = self.source.line(first);
+            let line = reader.line(first);
             let message = format!("{} {value} is used twice (first in line {line}): expected each once", self.what);
-            return Err(self.source.error(span, &message));
+            reader.mistake(span.clone(), message);
+            return;
         }
-        self.seen.insert(value, span);
-        Ok(())
+        self.seen.insert(value, span.clone());
     }
 }

@@ -1,146 +1,144 @@
-//! The file as serde sees it: names of keys, and what one value must be.
+//! The files: their keys, and what one value must be.
 
-use std::fmt::Display;
-use std::net::{IpAddr, SocketAddr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::path::PathBuf;
-use std::time::Duration;
 
-use coreward_config::Spanned;
+use coreward_config::toml::de::DeValue;
+use coreward_config::{
+    Field, Form, HOUR, MILLISECOND, Name, OldKey, Period, Reader, SECOND, Secret, Spanned, choices, parsed, serde_json,
+    table,
+};
 use coreward_model::ServerId;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::{Capacity, Weight};
+use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
-use serde::de::{Deserialize, Deserializer, Error as _};
+use serde_json::{Value, json};
 
-use super::ServerState;
+use super::{DEFAULT_RETIRE_AFTER, ServerState};
 
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct File {
-    pub listen: SocketAddr,
-    pub store: PathBuf,
-    pub report_interval_ms: Option<Interval>,
-    pub alpha: Option<Parsed<Alpha>>,
-    pub buckets: Option<Parsed<BucketCount>>,
-    pub rss_key: Option<Parsed<RssKey>>,
-    pub retire_after_s: Option<u32>,
-    pub key_rotation_hours: Option<Spanned<RotationInterval>>,
-    #[serde(default, rename = "server")]
-    pub servers: Vec<Spanned<Server>>,
-    #[serde(default, rename = "service")]
-    pub services: Vec<Spanned<Service>>,
-}
+/// What has moved out of the controller's file.
+const IN_THE_FLEETS_FILE: OldKey =
+    OldKey::Moved("it in the fleet's own file, which `fleet = \"fleet.toml\"` names here");
+/// And the other way round.
+const IN_THE_CONTROLLERS_FILE: OldKey = OldKey::Moved("it in the controller's own file");
 
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Server {
-    pub name: Spanned<Name>,
-    pub address: Spanned<Parsed<ServerAddress>>,
-    pub id: Option<Spanned<Parsed<ServerId>>>,
-    pub state: Option<ServerState>,
-    pub weight: Option<Parsed<Weight>>,
-    pub capacity: Option<Parsed<Capacity>>,
-}
-
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Service {
-    pub name: Spanned<Name>,
-    pub vip: Spanned<Parsed<Vip>>,
-    pub protocol: Option<Parsed<Protocol>>,
-    pub consistency: Option<Spanned<Parsed<Consistency>>>,
-    pub timestamps: Option<Spanned<Parsed<Timestamps>>>,
-    pub udp: Option<Spanned<UdpMode>>,
-    pub policy: Option<Spanned<Parsed<PolicyName>>>,
-    pub slow_start_s: Option<SlowStart>,
-    pub buckets: Option<Parsed<BucketCount>>,
-    pub servers: Option<Vec<Spanned<String>>>,
-}
-
-/// A value that is parsed from a simpler one of the file.
-pub struct Parsed<T>(pub T);
-
-/// How `T` is written in the file.
-pub trait Written: Sized {
-    type As: for<'de> Deserialize<'de>;
-    fn parse(written: Self::As) -> Result<Self, impl Display>;
-}
-
-impl<'de, T: Written> Deserialize<'de> for Parsed<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        T::parse(T::As::deserialize(deserializer)?).map(Parsed).map_err(D::Error::custom)
+table! {
+    /// The controller's own.
+    pub struct ControllerFile {
+        /// Address and port for agents, load balancers and the commands that ask.
+        pub listen: SocketAddr,
+        /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing.
+        pub store: PathBuf,
+        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        pub metrics: Option<SocketAddr>,
+        /// The fleet's file, relative to this one's folder; without it the fleet is what `coreward apply` says.
+        pub fleet: Option<PathBuf>,
+        /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
+        pub rss_key_file: Option<Secret<RssKey>>,
+    }
+    old {
+        "rss_key" => OldKey::Moved("`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret"),
+        "report_interval_ms" => IN_THE_FLEETS_FILE,
+        "report_interval" => IN_THE_FLEETS_FILE,
+        "alpha" => IN_THE_FLEETS_FILE,
+        "buckets" => IN_THE_FLEETS_FILE,
+        "retire_after_s" => IN_THE_FLEETS_FILE,
+        "retire_after" => IN_THE_FLEETS_FILE,
+        "key_rotation_hours" => IN_THE_FLEETS_FILE,
+        "key_rotation" => IN_THE_FLEETS_FILE,
+        "server" => IN_THE_FLEETS_FILE,
+        "service" => IN_THE_FLEETS_FILE,
     }
 }
 
-impl Written for Alpha {
-    type As = f64;
-    fn parse(written: f64) -> Result<Self, impl Display> {
-        Alpha::new(written)
+table! {
+    /// The fleet's.
+    pub struct FleetFile {
+        /// Time between two reports of an agent, and between two placement tables.
+        pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
+        /// Weight of the newest report in a core's load.
+        pub alpha: Alpha = Alpha::PUBLISHED,
+        /// Buckets of a service that names none of its own.
+        pub buckets: BucketCount = BucketCount::PUBLISHED,
+        /// How long a cookie may live.
+        pub retire_after: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_RETIRE_AFTER),
+        /// Rotate the cookie keys so often, no more often than retire_after.
+        pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
+        /// One server each.
+        pub servers as "server": Vec<Spanned<Server>>,
+        /// One service each.
+        pub services as "service": Vec<Spanned<Service>>,
+    }
+    old {
+        "report_interval_ms" => OldKey::Time { unit: "ms", new: "report_interval" },
+        "retire_after_s" => OldKey::Time { unit: "s", new: "retire_after" },
+        "key_rotation_hours" => OldKey::Time { unit: "h", new: "key_rotation" },
+        "rss_key" => OldKey::Moved("`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE"),
+        "rss_key_file" => IN_THE_CONTROLLERS_FILE,
+        "listen" => IN_THE_CONTROLLERS_FILE,
+        "store" => IN_THE_CONTROLLERS_FILE,
     }
 }
 
-impl Written for BucketCount {
-    type As = u64;
-    fn parse(written: u64) -> Result<Self, impl Display> {
-        BucketCount::new(written)
+table! {
+    /// One `[[server]]`.
+    pub struct Server {
+        /// Used once; what the agent's file says too.
+        pub name: Field<Name>,
+        /// IPv4 address in the load balancers' own network; used once.
+        pub address: Field<ServerAddress>,
+        /// What cookies carry; drawn at random where nothing is said.
+        pub id: Option<Spanned<ServerId>>,
+        /// "draining": takes no new connections, established ones still reach it.
+        pub state: ServerState = ServerState::Active,
+        /// Its part of new connections next to the others'; 0: none, as when draining.
+        pub weight: Weight = Weight::ONE,
+        /// How much it can do, in cores of the usual speed; without it its cores.
+        pub capacity: Option<Capacity>,
     }
 }
 
-impl Written for ServerId {
-    type As = u64;
-    fn parse(written: u64) -> Result<Self, impl Display> {
-        ServerId::try_from(written)
+table! {
+    /// One `[[service]]`.
+    pub struct Service {
+        /// Used once.
+        pub name: Field<Name>,
+        /// IPv4 address and port that clients connect to; used once, and no server's own address.
+        pub vip: Field<Vip>,
+        /// What it speaks.
+        pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
+        /// TCP: how packets find the server of their connection.
+        pub consistency: Option<Spanned<Consistency>>,
+        /// Who puts the cookie into TCP timestamps.
+        pub timestamps: Option<Spanned<Timestamps>>,
+        /// UDP: what one decision is for.
+        pub udp: Option<Spanned<UdpMode>>,
+        /// Where new connections go.
+        pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
+        /// So long the part of a server that joins grows, linearly.
+        pub slow_start: Option<Period<0, HOUR>>,
+        /// A power of two; without it the fleet's.
+        pub buckets: Option<BucketCount>,
+        /// Names of its servers; without it all.
+        pub servers: Option<Vec<Spanned<String>>>,
+    }
+    old {
+        "slow_start_s" => OldKey::Time { unit: "s", new: "slow_start" },
     }
 }
 
-impl Written for RssKey {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        written.parse::<RssKey>()
-    }
-}
-
-impl Written for Protocol {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        written.parse::<Protocol>()
-    }
-}
-
-impl Written for Consistency {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        written.parse::<Consistency>()
-    }
-}
-
-impl Written for Timestamps {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        written.parse::<Timestamps>()
-    }
-}
-
-impl Written for Weight {
-    type As = u64;
-    fn parse(written: u64) -> Result<Self, impl Display> {
-        Weight::new(written)
-    }
-}
-
-impl Written for Capacity {
-    type As = f64;
-    fn parse(written: f64) -> Result<Self, impl Display> {
-        Capacity::new(written)
-    }
-}
+choices!(
+    ServerState,
+    "state",
+    [("active", ServerState::Active), ("draining", ServerState::Draining)]
+        .map(|(name, state)| (name.to_owned(), state))
+);
 
 /// What one decision of a UDP service is for.
-#[derive(Clone, Copy, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UdpMode {
     /// All datagrams of one client's address and port.
     Flow,
@@ -148,105 +146,68 @@ pub enum UdpMode {
     Packet,
 }
 
+choices!(
+    UdpMode,
+    "udp",
+    [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
+);
+
 /// The name of a policy that exists.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PolicyName(pub &'static str);
 
-impl Written for PolicyName {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        let known = coreward_model::policy::names().into_iter().find(|name| *name == written);
-        known.map(PolicyName).ok_or(coreward_model::policy::UnknownPolicy(written))
-    }
-}
+choices!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
 /// VIP and port of a service.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Vip(pub SocketAddrV4);
 
 impl Vip {
+    /// With what it speaks.
     pub fn with(self, protocol: Protocol) -> ServiceAddress {
         ServiceAddress { socket: self.0.into(), protocol }
     }
 }
 
-impl Written for Vip {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        let expected = "expected an IPv4 address that one host can have and a port from 1 on, as \"10.200.0.1:80\"";
-        let vip = written.parse::<SocketAddrV4>().ok().filter(|vip| is_host(*vip.ip()) && vip.port() != 0);
-        vip.map(Vip).ok_or_else(|| format!("VIP {written:?}: {expected}"))
+impl Form for Vip {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let vip = written.parse::<SocketAddrV4>().ok().filter(|vip| is_host(*vip.ip()) && vip.port() != 0);
+            vip.map(Vip).ok_or_else(|| format!("VIP {written:?}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "an IPv4 address that one host can have and a port from 1 on, as \"10.200.0.1:80\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^[0-9]+(\.[0-9]+){3}:[0-9]+$" })
     }
 }
 
 /// Where a server is reached.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerAddress(pub IpAddr);
 
-impl Written for ServerAddress {
-    type As = String;
-    fn parse(written: String) -> Result<Self, impl Display> {
-        let expected = "expected an IPv4 address that one host can have, as \"10.2.0.11\"";
-        let address = written.parse::<std::net::Ipv4Addr>().ok().filter(|address| is_host(*address));
-        address.map(|v4| ServerAddress(v4.into())).ok_or_else(|| format!("server address {written:?}: {expected}"))
+impl Form for ServerAddress {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host(*address));
+            let expected = || format!("server address {written:?}: expected {}", Self::expected());
+            address.map(|v4| ServerAddress(v4.into())).ok_or_else(expected)
+        })
+    }
+
+    fn expected() -> String {
+        "an IPv4 address that one host can have, as \"10.2.0.11\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        Ipv4Addr::schema()
     }
 }
 
-fn is_host(address: std::net::Ipv4Addr) -> bool {
+fn is_host(address: Ipv4Addr) -> bool {
     !(address.is_unspecified() || address.is_broadcast() || address.is_multicast())
-}
-
-/// A name: not empty, no blanks or control characters, so that logs and tables stay readable.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Name(pub String);
-
-impl<'de> Deserialize<'de> for Name {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let written = String::deserialize(deserializer)?;
-        let readable = written.chars().all(|c| !c.is_whitespace() && !c.is_control());
-        if written.is_empty() || !readable || written.len() > 64 {
-            return Err(D::Error::custom(format!("name {written:?}: expected 1 to 64 bytes without blanks")));
-        }
-        Ok(Self(written))
-    }
-}
-
-/// At most an hour: who needs longer drains and weighs by hand.
-pub struct SlowStart(pub Duration);
-
-impl<'de> Deserialize<'de> for SlowStart {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let seconds = u64::deserialize(deserializer)?;
-        if seconds > 3600 {
-            return Err(D::Error::custom(format!("a slow start of {seconds} s: expected 0 (none) to 3600")));
-        }
-        Ok(Self(Duration::from_secs(seconds)))
-    }
-}
-
-/// An hour to a year.
-#[derive(Clone, Copy)]
-pub struct RotationInterval(pub Duration);
-
-impl<'de> Deserialize<'de> for RotationInterval {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let hours = u64::deserialize(deserializer)?;
-        if !(1..=8760).contains(&hours) {
-            return Err(D::Error::custom(format!("a key rotation every {hours} h: expected 1 to 8760 (a year)")));
-        }
-        Ok(Self(Duration::from_secs(hours * 3600)))
-    }
-}
-
-/// 1 to 100 Hz.
-pub struct Interval(pub Duration);
-
-impl<'de> Deserialize<'de> for Interval {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let milliseconds = u64::deserialize(deserializer)?;
-        if !(10..=1000).contains(&milliseconds) {
-            return Err(D::Error::custom(format!("a report interval of {milliseconds} ms: expected 10 to 1000")));
-        }
-        Ok(Self(Duration::from_millis(milliseconds)))
-    }
 }

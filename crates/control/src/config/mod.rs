@@ -1,20 +1,22 @@
-//! The controller's file: what an operator writes, parsed into a [`Config`] that holds together.
+//! What an operator writes: the controller's own file, and the fleet's document, each parsed into something that holds
+//! together.
 //!
-//! docs/config.md is the reference for users. What one value must be is checked where it is read ([`file`]); what
-//! concerns several values is checked in [`check`] and [`mode`]. Every error points at the line of the value that is wrong.
+//! docs/config.md is the reference for users. What one value must be is described in [`file`]; what concerns several
+//! values is checked in [`check`] and [`mode`]. Every mistake points at the line of the value that is wrong.
+//! [`difference`] says what one document of the fleet changes in another.
 
 mod check;
-mod file;
+mod difference;
+pub mod file;
 mod mode;
 #[cfg(test)]
 mod tests;
 
 use std::net::{IpAddr, SocketAddr};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{ConfigError, Source};
+use coreward_config::{Mistakes, Secret, Source, Span};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::load::Alpha;
@@ -23,25 +25,59 @@ use coreward_model::policy::{Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 
+pub use difference::{Change, difference};
+use file::{ControllerFile, FleetFile};
+
 /// 10 Hz, as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A cookie lives as long as its connection; a day covers all but the rarest.
 pub const DEFAULT_RETIRE_AFTER: Duration = Duration::from_secs(86_400);
 
-/// What the controller is told.
+/// What the controller itself is told.
 #[derive(Debug, Clone)]
-pub struct Config {
+pub struct ControllerConfig {
     /// Where agents, load balancers and `coreward status` connect to.
     pub listen: SocketAddr,
     /// The file with everything that must survive.
     pub store: PathBuf,
+    /// Where metrics are served for Prometheus; `None`: nowhere.
+    pub metrics: Option<SocketAddr>,
+    /// The fleet's document; `None`: what was applied last, which the store keeps.
+    pub fleet: Option<PathBuf>,
+    /// The key that agents with `manage_rss = true` set; `None`: the one that the store drew.
+    pub rss_key: Option<Secret<RssKey>>,
+}
+
+impl ControllerConfig {
+    /// # Errors
+    /// When the file cannot be read; everything in it that is wrong.
+    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+        Self::parse(&Source::read(path)?)
+    }
+
+    /// # Errors
+    /// Everything in it that is wrong.
+    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        source.read_as(|file: ControllerFile, reader| {
+            Some(Self {
+                listen: file.listen,
+                store: file.store,
+                metrics: file.metrics,
+                fleet: file.fleet.map(|path| reader.beside(&path)),
+                rss_key: file.rss_key_file,
+            })
+        })
+    }
+}
+
+/// The servers and services, and what holds for all of them.
+#[derive(Debug, Clone)]
+pub struct FleetConfig {
     /// Time between two reports of an agent, and between two tables.
     pub report_interval: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// The key that agents with `manage_rss = true` set; `None`: the one that the store drew.
-    pub rss_key: Option<RssKey>,
     /// How long a cookie may live: the id of a server that left, and a key that stamps no more, are kept that long.
     pub retire_after: Duration,
     /// How often the cookie keys are rotated; `None`: when somebody says so.
@@ -60,7 +96,7 @@ pub struct ServerConfig {
     pub name: String,
     /// Where load balancers reach it.
     pub address: IpAddr,
-    /// Its id where the operator chose one, and where in the file.
+    /// Its id where the operator chose one, and where in the document.
     pub id: Option<(ServerId, Span)>,
     /// Whether it takes new connections.
     pub state: ServerState,
@@ -68,16 +104,12 @@ pub struct ServerConfig {
     pub weight: Weight,
     /// How much it can do; `None`: by its cores.
     pub capacity: Option<Capacity>,
-    /// Where in the file it stands.
+    /// Where in the document it stands.
     pub span: Span,
 }
 
-/// Bytes of the configuration file.
-pub type Span = Range<usize>;
-
 /// What an operator wants of a server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
     /// Takes new connections.
     Active,
@@ -100,27 +132,32 @@ pub struct ServiceConfig {
     pub slow_start: Duration,
     /// Number of buckets.
     pub buckets: BucketCount,
-    /// Positions in [`Config::servers`].
+    /// Positions in [`FleetConfig::servers`].
     pub servers: Vec<usize>,
-    /// Where in the file it stands.
+    /// Where in the document it stands.
     pub span: Span,
 }
 
-impl Config {
+impl FleetConfig {
     /// # Errors
-    /// When the file cannot be read or something in it is wrong.
-    pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        Self::parse(Source::read(path)?)
+    /// When the file cannot be read; everything in it that is wrong.
+    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+        Self::parse(&Source::read(path)?)
     }
 
     /// # Errors
-    /// When something in it is wrong.
-    pub fn parse(source: Source) -> Result<Self, ConfigError> {
-        check::check(source)
+    /// Everything in it that is wrong.
+    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 
-    /// An error that points into the file.
-    pub fn error(&self, span: &Span, message: &str) -> ConfigError {
-        self.source.error(span.clone(), message)
+    /// The document.
+    pub fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Mistakes that only show when the document is put together with what is on record: the places, and the words.
+    pub fn mistakes(&self, wrong: Vec<(Span, String)>) -> Mistakes {
+        Mistakes::at(&self.source, wrong)
     }
 }

@@ -1,66 +1,63 @@
 //! How a service's packets find their server: what `protocol`, `consistency`, `timestamps`, `udp` and `policy` may say
 //! together.
 
-use coreward_config::{ConfigError, Source, Spanned};
+use coreward_config::{Reader, Spanned};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::policy;
 use coreward_model::tuple::Protocol;
 
-use super::file::{Service, UdpMode};
+use super::file::{PolicyName, Service, UdpMode};
 
-/// The service's mode.
-///
-/// # Errors
-/// When its keys do not go together.
-pub fn of(source: &Source, service: &Service, protocol: Protocol) -> Result<ServiceMode, ConfigError> {
+/// The service's mode; when its keys do not go together, that is on the reader's list.
+pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     match protocol {
-        Protocol::Tcp => of_tcp(source, service),
-        Protocol::Udp => of_udp(source, service),
+        Protocol::Tcp => of_tcp(service, reader),
+        Protocol::Udp => of_udp(service, reader),
     }
 }
 
-fn of_udp(source: &Source, service: &Service) -> Result<ServiceMode, ConfigError> {
-    let only_tcp = |key: &str| {
-        format!(
+fn of_udp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
+    let spans = [
+        ("consistency", service.consistency.as_ref().map(Spanned::span)),
+        ("timestamps", service.timestamps.as_ref().map(Spanned::span)),
+    ];
+    for (key, span) in spans {
+        let Some(span) = span else { continue };
+        let message = format!(
             "a UDP service has no `{key}`, as datagrams carry no cookie: expected `udp = \"flow\"` or `udp = \"packet\"`"
-        )
-    };
-    if let Some(consistency) = &service.consistency {
-        return Err(source.error(consistency.span(), &only_tcp("consistency")));
-    }
-    if let Some(timestamps) = &service.timestamps {
-        return Err(source.error(timestamps.span(), &only_tcp("timestamps")));
+        );
+        reader.mistake(span, message);
     }
     let default = ServiceMode::default_for(Protocol::Udp);
-    Ok(match service.udp.as_ref().map(Spanned::get_ref) {
+    match service.udp.as_ref().map(Spanned::get_ref) {
         None => default,
         Some(UdpMode::Flow) => ServiceMode { consistency: Consistency::HashTable, ..default },
         Some(UdpMode::Packet) => ServiceMode { consistency: Consistency::None, ..default },
-    })
+    }
 }
 
-fn of_tcp(source: &Source, service: &Service) -> Result<ServiceMode, ConfigError> {
+fn of_tcp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     if let Some(udp) = &service.udp {
-        return Err(source.error(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only"));
+        reader.mistake(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
     let default = ServiceMode::default_for(Protocol::Tcp);
-    let consistency = service.consistency.as_ref().map_or(default.consistency, |consistency| consistency.get_ref().0);
+    let consistency = service.consistency.as_ref().map_or(default.consistency, |consistency| *consistency.get_ref());
     let uses_cookies = matches!(consistency, Consistency::Stateless | Consistency::Stateful);
     let timestamps = match &service.timestamps {
         None if uses_cookies => default.timestamps,
         None => Timestamps::Off,
         Some(timestamps) => {
-            let wanted = timestamps.get_ref().0;
+            let wanted = *timestamps.get_ref();
             if let Some(message) = cannot_stamp(consistency, uses_cookies, wanted) {
-                return Err(source.error(timestamps.span(), &message));
+                reader.mistake(timestamps.span(), message);
             }
             wanted
         }
     };
     if let (Consistency::None, Some(written)) = (consistency, &service.consistency) {
-        refuse_wandering(source, written, service)?;
+        refuse_wandering(written, service, reader);
     }
-    Ok(ServiceMode { consistency, timestamps })
+    ServiceMode { consistency, timestamps }
 }
 
 /// Why the service cannot have these timestamps, if it cannot.
@@ -83,16 +80,16 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps
 }
 
 /// With no consistency at all, a connection stays with its server only while the rule's choice does.
-fn refuse_wandering<T>(source: &Source, consistency: &Spanned<T>, service: &Service) -> Result<(), ConfigError> {
-    let chosen = service.policy.as_ref().map_or(policy::DEFAULT, |policy| policy.get_ref().0.0);
+fn refuse_wandering<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
+    let Some(PolicyName(chosen)) = service.policy.value else { return };
     let fixed = policy::fixed_names();
     if fixed.contains(&chosen) {
-        return Ok(());
+        return;
     }
     let message = format!(
         "consistency \"none\" with policy {chosen:?}, which would send a connection's packets to several servers: expected \
          a policy whose choice depends on the pool alone: {}",
         fixed.join(", ")
     );
-    Err(source.error(consistency.span(), &message))
+    reader.mistake(consistency.span(), message);
 }

@@ -4,9 +4,9 @@ use coreward_config::Source;
 
 use super::*;
 
-const GOOD: &str = r#"listen = "10.1.0.1:7400"
-store = "/var/lib/coreward/controller.redb"
-report_interval_ms = 50
+const GOOD: &str = r#"# Our fleet.
+# Ask Kim before changing it.
+report_interval = "50ms"
 alpha = 0.25
 buckets = 256
 
@@ -32,8 +32,8 @@ buckets = 64
 servers = ["s2"]
 "#;
 
-fn parse(text: &str) -> Result<Config, String> {
-    Config::parse(Source::from_text("controller.toml", text)).map_err(|error| error.to_string())
+fn parse(text: &str) -> Result<FleetConfig, String> {
+    FleetConfig::parse(&Source::from_text("fleet.toml", text)).map_err(|mistakes| mistakes.to_string())
 }
 
 /// The message after `from` was replaced by `to` in the good file.
@@ -64,8 +64,7 @@ fn the_good_file_is_read() {
 
 #[test]
 fn defaults_are_the_published_ones() {
-    let config =
-        parse("listen = \"127.0.0.1:1\"\nstore = \"s\"\n[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
+    let config = parse("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
     assert_eq!((config.report_interval, config.alpha), (DEFAULT_REPORT_INTERVAL, Alpha::PUBLISHED));
     assert_eq!(config.services[0].buckets, BucketCount::PUBLISHED);
     assert!(config.services[0].servers.is_empty());
@@ -74,121 +73,131 @@ fn defaults_are_the_published_ones() {
 #[test]
 fn single_values() {
     let cases = [
-        (
-            "alpha = 0.25",
-            "alpha = 0",
-            "controller.toml:4:9: key `alpha`: alpha 0: expected a number above 0, at most 1",
-        ),
+        ("alpha = 0.25", "alpha = 0", "fleet.toml:4:9: key `alpha`: alpha 0: expected a number above 0, at most 1"),
         (
             "alpha = 0.25",
             "alpah = 0.25",
-            "controller.toml:4:1: key `alpah`: unknown field `alpah`, expected one of `listen`, `store`, \
-             `report_interval_ms`, `alpha`, `buckets`, `rss_key`, `retire_after_s`, `key_rotation_hours`, `server`, \
-             `service`",
+            "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `alpha`, `buckets`, `retire_after`, \
+             `key_rotation`, `server`, `service` (nearest: `alpha`)",
         ),
         (
-            "report_interval_ms = 50",
-            "report_interval_ms = 5",
-            "controller.toml:3:22: key `report_interval_ms`: a report interval of 5 ms: expected 10 to 1000",
+            "\"50ms\"",
+            "\"5ms\"",
+            "fleet.toml:3:19: key `report_interval`: \"5ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
         ),
         (
-            "report_interval_ms = 50",
+            "report_interval = \"50ms\"",
             "report_interval_ms = 1001",
-            "controller.toml:3:22: key `report_interval_ms`: a report interval of 1001 ms: expected 10 to 1000",
+            "fleet.toml:3:1: key `report_interval_ms`: is called `report_interval` now: expected report_interval = \
+             \"1001ms\"",
+        ),
+        (
+            "alpha = 0.25",
+            "retire_after_s = 3600",
+            "fleet.toml:4:1: key `retire_after_s`: is called `retire_after` now: expected retire_after = \"3600s\"",
+        ),
+        (
+            "alpha = 0.25",
+            "listen = \"10.0.0.1:1\"",
+            "fleet.toml:4:1: key `listen`: is not known here: expected it in the controller's own file",
         ),
         (
             "buckets = 256",
             "buckets = 100",
-            "controller.toml:5:11: key `buckets`: 100 buckets: expected a power of two from 1 to 2048",
+            "fleet.toml:5:11: key `buckets`: 100 buckets: expected a power of two from 1 to 2048",
         ),
         (
             "buckets = 64",
             "buckets = 4096",
-            "controller.toml:25:11: key `service.buckets`: 4096 buckets: expected a power of two from 1 to 2048",
+            "fleet.toml:25:11: key `service.buckets`: 4096 buckets: expected a power of two from 1 to 2048",
         ),
         (
             "buckets = 256",
             "rss_key = \"6d:5a\"",
-            "controller.toml:5:11: key `rss_key`: an RSS key of 2 bytes: expected 40 to 52",
+            "fleet.toml:5:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"` in the controller's own \
+             file, with the key in FILE",
         ),
         (
             "id = 7",
             "id = 16384",
-            "controller.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits \
+            "fleet.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits \
              that a cookie holds",
         ),
         (
             "id = 7",
             "state = \"off\"",
-            "controller.toml:10:9: key `server.state`: unknown variant `off`, expected `active` or `draining`",
+            "fleet.toml:10:9: key `server.state`: state \"off\" is not known: expected \"active\" or \"draining\"",
         ),
         (
             "10.2.0.11",
             "10.2.0.256",
-            "controller.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an IPv4 address that \
+            "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an IPv4 address that \
              one host can have, as \"10.2.0.11\"",
         ),
-        (
-            "\"s1\"",
-            "\"s 1\"",
-            "controller.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks",
-        ),
+        ("\"s1\"", "\"s 1\"", "fleet.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks"),
         (
             "10.200.0.1:80",
             "[::1]:80",
-            "controller.toml:19:7: key `service.vip`: VIP \"[::1]:80\": expected an IPv4 address that one host can \
+            "fleet.toml:19:7: key `service.vip`: VIP \"[::1]:80\": expected an IPv4 address that one host can \
              have and a port from 1 on, as \"10.200.0.1:80\"",
         ),
         (
             "policy = \"pow2\"",
             "policy = \"pow3\"",
-            "controller.toml:24:10: key `service.policy`: policy \"pow3\" does not exist: expected one of hash, \
-             consistent-hash, maglev, rr, wrr, awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, \
-             least:bytes, least:cpu, crossrss, crossrss-plus",
+            "fleet.toml:24:10: key `service.policy`: policy \"pow3\" is not known: expected \"hash\", \
+             \"consistent-hash\", \"maglev\", \"rr\", \"wrr\", \"awrr\", \"pow2\", \"pow2:connections\", \"pow2:packets\", \
+             \"pow2:bytes\", \"least\", \"least:packets\", \"least:bytes\", \"least:cpu\", \"crossrss\" or \"crossrss-plus\" \
+             (nearest: `pow2`)",
         ),
         (
             "policy = \"pow2\"",
             "protocol = \"sctp\"",
-            "controller.toml:24:12: key `service.protocol`: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\"",
+            "fleet.toml:24:12: key `service.protocol`: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\"",
         ),
         (
             "policy = \"pow2\"",
-            "consistency = \"sticky\"",
-            "controller.toml:24:15: key `service.consistency`: consistency \"sticky\" is not known: expected \"stateless\", \
-             \"stateful\", \"none\", \"hash-table\" or \"beamer\"",
+            "consistency = \"statefull\"",
+            "fleet.toml:24:15: key `service.consistency`: consistency \"statefull\" is not known: expected \"stateless\", \
+             \"stateful\", \"none\", \"hash-table\" or \"beamer\" (nearest: `stateful`)",
         ),
         (
             "policy = \"pow2\"",
             "timestamps = \"client\"",
-            "controller.toml:24:14: key `service.timestamps`: timestamps by \"client\": expected \"server\", \"lb\" or \"off\"",
+            "fleet.toml:24:14: key `service.timestamps`: who stamps, \"client\" is not known: expected \"server\", \
+             \"lb\" or \"off\"",
         ),
         (
             "policy = \"pow2\"",
             "protocol = \"udp\"\nudp = \"datagram\"",
-            "controller.toml:25:7: key `service.udp`: unknown variant `datagram`, expected `flow` or `packet`",
+            "fleet.toml:25:7: key `service.udp`: udp \"datagram\" is not known: expected \"flow\" or \"packet\"",
         ),
         (
             "policy = \"pow2\"",
-            "slow_start_s = 3601",
-            "controller.toml:24:16: key `service.slow_start_s`: a slow start of 3601 s: expected 0 (none) to 3600",
+            "slow_start = \"3601s\"",
+            "fleet.toml:24:14: key `service.slow_start`: \"3601s\": expected a time with its unit, from \"0s\" to \"1h\"",
         ),
         (
             "id = 7",
             "weight = 101",
-            "controller.toml:10:10: key `server.weight`: weight 101: expected 0 (no new connections) to 100",
+            "fleet.toml:10:10: key `server.weight`: weight 101: expected 0 (no new connections) to 100",
         ),
         (
             "id = 7",
             "capacity = 0.0",
-            "controller.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000: cores of \
+            "fleet.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000: cores of \
              the usual speed",
         ),
         (
             "buckets = 256",
-            "key_rotation_hours = 0",
-            "controller.toml:5:22: key `key_rotation_hours`: a key rotation every 0 h: expected 1 to 8760 (a year)",
+            "key_rotation = \"0s\"",
+            "fleet.toml:5:16: key `key_rotation`: \"0s\": expected a time with its unit, from \"1h\" to \"8760h\"",
         ),
-        ("store = ", "# store = ", "controller.toml:1:1: missing field `store`"),
+        (
+            "address = \"10.2.0.12\"",
+            "",
+            "fleet.toml:12:1: key `server.address`: is missing: expected an IPv4 address that one host can have, as \
+             \"10.2.0.11\"",
+        ),
     ];
     for (from, to, message) in cases {
         assert_eq!(error(from, to), message);
@@ -201,114 +210,114 @@ fn several_values() {
         (
             "\"s2\"",
             "\"s1\"",
-            "controller.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each once",
+            "fleet.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each once\nfleet.toml:26:12: key \
+             `service.servers`: server \"s2\" does not exist: expected the name of a [[server]]",
         ),
         (
             "10.2.0.12",
             "10.2.0.11",
-            "controller.toml:14:11: key `server.address`: server address 10.2.0.11 is used twice (first in line 9): \
+            "fleet.toml:14:11: key `server.address`: server address 10.2.0.11 is used twice (first in line 9): \
              expected each once",
         ),
         (
             "state = \"draining\"",
             "id = 7",
-            "controller.toml:15:6: key `server.id`: server id 7 is used twice (first in line 10): expected each once",
+            "fleet.toml:15:6: key `server.id`: server id 7 is used twice (first in line 10): expected each once",
         ),
         (
             "10.200.0.1:443",
             "10.200.0.1:80",
-            "controller.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): \
+            "fleet.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): \
              expected each once",
         ),
         (
             "\"api\"",
             "\"web\"",
-            "controller.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected \
+            "fleet.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected \
              each once",
         ),
         (
             "[\"s2\"]",
             "[\"s2\", \"s3\"]",
-            "controller.toml:26:18: key `service.servers`: server \"s3\" does not exist: expected the name of a \
-             [[server]]",
+            "fleet.toml:26:18: key `service.servers`: server \"s3\" does not exist: expected the name of a [[server]]",
         ),
         (
             "[\"s2\"]",
             "[\"s2\", \"s2\"]",
-            "controller.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line \
+            "fleet.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line \
              26): expected each once",
         ),
         (
             "buckets = 256",
-            "retire_after_s = 7201\nkey_rotation_hours = 2",
-            "controller.toml:6:22: key `key_rotation_hours`: a key rotation every 2 h, but a cookie may live 7201 s \
-             (`retire_after_s`): expected no less than that",
+            "retire_after = \"7201s\"\nkey_rotation = \"2h\"",
+            "fleet.toml:6:16: key `key_rotation`: a key rotation every 2h, but a cookie may live 7201s (`retire_after`): \
+             expected no less than that",
         ),
         (
             "policy = \"pow2\"",
             "udp = \"flow\"",
-            "controller.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` only",
+            "fleet.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` only",
         ),
         (
             "policy = \"pow2\"",
             "protocol = \"udp\"\nconsistency = \"none\"",
-            "controller.toml:25:15: key `service.consistency`: a UDP service has no `consistency`, as datagrams carry no \
+            "fleet.toml:25:15: key `service.consistency`: a UDP service has no `consistency`, as datagrams carry no \
              cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
         ),
         (
             "policy = \"pow2\"",
             "protocol = \"udp\"\ntimestamps = \"off\"",
-            "controller.toml:25:14: key `service.timestamps`: a UDP service has no `timestamps`, as datagrams carry no \
+            "fleet.toml:25:14: key `service.timestamps`: a UDP service has no `timestamps`, as datagrams carry no \
              cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
         ),
         (
             "policy = \"pow2\"",
             "consistency = \"beamer\"\ntimestamps = \"server\"",
-            "controller.toml:25:14: key `service.timestamps`: timestamps by \"server\" with consistency \"beamer\", which \
+            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"server\" with consistency \"beamer\", which \
              uses no cookie: expected \"off\"",
         ),
         (
             "policy = \"pow2\"",
             "consistency = \"beamer\"\ntimestamps = \"lb\"",
-            "controller.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"beamer\", which uses \
+            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"beamer\", which uses \
              no cookie: expected \"off\"",
         ),
         (
             "policy = \"pow2\"",
             "consistency = \"stateful\"\ntimestamps = \"lb\"",
-            "controller.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"stateful\": expected \
+            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"stateful\": expected \
              \"server\", who stamps the index",
         ),
         (
             "id = 7",
             "id = 2048\n[[service]]\nname = \"old\"\nvip = \"10.200.0.2:80\"\ntimestamps = \"lb\"",
-            "controller.toml:10:6: key `server.id`: server id 2048 in service \"old\", whose timestamps are by \"lb\": \
+            "fleet.toml:10:6: key `server.id`: server id 2048 in service \"old\", whose timestamps are by \"lb\": \
              expected 0 to 2047, the bits that its cookies hold, or none to have one drawn",
         ),
         (
             "policy = \"pow2\"",
             "consistency = \"stateful\"\ntimestamps = \"off\"",
-            "controller.toml:25:14: key `service.timestamps`: timestamps by \"off\" with consistency \"stateful\": expected \
+            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"off\" with consistency \"stateful\": expected \
              \"server\", who stamps the index",
         ),
         (
             "policy = \"pow2\"",
             "policy = \"pow2\"\nconsistency = \"none\"",
-            "controller.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
+            "fleet.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
              a connection's packets to several servers: expected a policy whose choice depends on the pool alone: hash, \
              consistent-hash, maglev",
         ),
         (
             "policy = \"pow2\"",
             "consistency = \"none\"",
-            "controller.toml:24:15: key `service.consistency`: consistency \"none\" with policy \"crossrss-plus\", which \
+            "fleet.toml:24:15: key `service.consistency`: consistency \"none\" with policy \"crossrss-plus\", which \
              would send a connection's packets to several servers: expected a policy whose choice depends on the pool \
              alone: hash, consistent-hash, maglev",
         ),
         (
             "10.200.0.1:80",
             "10.2.0.12:80",
-            "controller.toml:19:7: key `service.vip`: VIP 10.2.0.12 is also the address of server \"s2\": expected an \
+            "fleet.toml:19:7: key `service.vip`: VIP 10.2.0.12 is also the address of server \"s2\": expected an \
              address of its own",
         ),
     ];
@@ -350,8 +359,8 @@ fn one_vip_and_port_may_be_a_service_of_each_protocol() {
 fn weights_and_times() {
     let text = GOOD
         .replace("id = 7", "weight = 0\ncapacity = 2.5")
-        .replace("buckets = 64", "slow_start_s = 30")
-        .replace("alpha = 0.25", "key_rotation_hours = 168");
+        .replace("buckets = 64", "slow_start = \"30s\"")
+        .replace("alpha = 0.25", "key_rotation = \"168h\"");
     let config = parse(&text).unwrap();
     assert_eq!((config.servers[0].weight.get(), config.servers[0].capacity.map(|c| c.get())), (0, Some(2.5)));
     assert_eq!((config.servers[1].weight.get(), config.servers[1].capacity), (1, None));
@@ -361,7 +370,7 @@ fn weights_and_times() {
 
 #[test]
 fn more_servers_than_a_cookie_holds() {
-    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    let mut text = String::new();
     for n in 0..16_384 {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.{}.{}.{}\"\n", n >> 16, n >> 8 & 255, n & 255);
     }
@@ -370,15 +379,62 @@ fn more_servers_than_a_cookie_holds() {
     text += "[[server]]\nname = \"one\"\naddress = \"10.9.9.9\"\n";
     assert_eq!(
         parse(&text).unwrap_err(),
-        "controller.toml:49155:1: key `server`: 16385 servers: expected at most 16384, all that a cookie holds"
+        "fleet.toml:49153:1: key `server`: 16385 servers: expected at most 16384, all that a cookie holds"
     );
 }
 
 #[test]
 fn more_services_than_the_data_plane_holds() {
-    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+    let mut text = String::new();
     for n in 0..65 {
         text += &format!("[[service]]\nname = \"w{n}\"\nvip = \"10.0.0.1:{}\"\n", n + 80);
     }
-    assert_eq!(parse(&text).unwrap_err(), "controller.toml:195:1: key `service`: 65 services: expected at most 64");
+    assert_eq!(parse(&text).unwrap_err(), "fleet.toml:193:1: key `service`: 65 services: expected at most 64");
+}
+
+/// One wrong value hides nothing, and makes no second mistake of what depends on it.
+#[test]
+fn every_mistake_is_named_at_once() {
+    let text = GOOD
+        .replace("10.2.0.12", "10.2.0.300")
+        .replace("alpha = 0.25", "alpha = 2")
+        .replace("policy = \"pow2\"", "policy = \"pow\"\nconsistency = \"none\"")
+        .replace("10.200.0.1:443", "10.200.0.1:80")
+        .replace("name = \"s1\"", "nane = \"s1\"");
+    let mistakes = parse(&text).unwrap_err();
+    let places: Vec<&str> = mistakes.lines().map(|line| line.split(": ").nth(1).unwrap()).collect();
+    let expected = ["alpha", "server.name", "server.nane", "server.address", "service.vip", "service.policy"];
+    assert_eq!(places, expected.map(|key| format!("key `{key}`")), "{mistakes}");
+}
+
+const CONTROLLER: &str = "listen = \"10.1.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
+
+fn controller(text: &str) -> Result<ControllerConfig, String> {
+    let source = Source::from_text("/etc/coreward/controller.toml", text);
+    ControllerConfig::parse(&source).map_err(|mistakes| mistakes.to_string())
+}
+
+#[test]
+fn the_controllers_own_file() {
+    let config = controller(&format!("{CONTROLLER}fleet = \"fleet.toml\"\n")).unwrap();
+    assert_eq!(config.fleet.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
+    assert!(controller(CONTROLLER).unwrap().fleet.is_none());
+    let mistakes =
+        controller("stores = \"x\"\nrss_key = \"6d:5a\"\nalpha = 0.5\n[[server]]\nname = \"s1\"\n").unwrap_err();
+    let file = "/etc/coreward/controller.toml";
+    assert_eq!(
+        mistakes,
+        format!(
+            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `store`, `metrics`, `fleet`, `rss_key_file` (nearest: \
+             `store`)\n\
+             {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
+             {file}:1:1: key `store`: is missing: expected a path in quotes\n\
+             {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
+             is a secret\n\
+             {file}:3:1: key `alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
+             \"fleet.toml\"` names here\n\
+             {file}:4:3: key `server`: is not known here: expected it in the fleet's own file, which `fleet = \
+             \"fleet.toml\"` names here"
+        )
+    );
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use coreward_model::load::{Alpha, LoadTracker};
 use coreward_model::rss::Rss;
-use coreward_wire::{Report, ReportError, ReportedRss};
+use coreward_wire::{Report, ReportError, ReportedRss, v1};
 
 use super::Now;
 use super::refused::{CLOCK_TOLERANCE, Refused};
@@ -49,9 +49,6 @@ pub struct Newest {
     pub fresh_until: Duration,
     /// As reported.
     pub open_connections: u32,
-    /// Connections opened since the report before this one: SYNs that its programs saw. `None`: they have seen none at all
-    /// yet (there may be no programs), or this is the first report.
-    pub opened_connections: Option<u64>,
     /// As reported.
     pub rss_matched: u64,
     /// As reported.
@@ -60,6 +57,8 @@ pub struct Newest {
     pub counters: Vec<(String, u64)>,
     /// As reported.
     pub warnings: Vec<String>,
+    /// As reported.
+    pub dispatch: Vec<v1::DispatchedService>,
 }
 
 /// A server's RSS, as far as the reports tell.
@@ -125,11 +124,7 @@ impl Agent {
         }
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
-        let opened = syns(report.rss_matched, report.rss_mismatched, &report.counters);
-        let before = self.newest.as_ref().map(|old| syns(old.rss_matched, old.rss_mismatched, &old.counters));
         self.newest = Some(Newest {
-            // A counter that went back belongs to programs that were loaded anew.
-            opened_connections: before.filter(|_| opened > 0).map(|before| opened.saturating_sub(before)),
             received: now.monotonic,
             fresh_until: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
@@ -137,16 +132,10 @@ impl Agent {
             rss_mismatched: report.rss_mismatched,
             counters: report.counters,
             warnings: report.warnings,
+            dispatch: report.dispatch,
         });
         Ok(())
     }
-}
-
-/// SYNs that the server's programs have seen since they were loaded: those whose receive queue they could predict, rightly or
-/// not, and the rest.
-fn syns(matched: u64, mismatched: u64, counters: &[(String, u64)]) -> u64 {
-    let unpredicted = counters.iter().find(|(name, _)| name == "rss_unpredicted").map_or(0, |(_, count)| *count);
-    matched + mismatched + unpredicted
 }
 
 impl KnownRss {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_model::ServerId;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::{LOST_AFTER, TrafficMessage, v1};
+use coreward_wire::{LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
 use super::refused::Refused;
@@ -118,6 +118,12 @@ impl LoadBalancers {
     pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
         let rates = self.known.values().filter_map(|balancer| balancer.traffic.rates(server));
         rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
+    }
+
+    /// Connections that all of them have opened for the service since this was last asked; `None`: nobody has said it twice.
+    pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
+        let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
+        opened.reduce(|a, b| a + b)
     }
 
     /// It has disconnected. True when no newer session of that name is connected.

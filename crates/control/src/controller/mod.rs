@@ -29,8 +29,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::bucket_history::BucketHistory;
+use coreward_model::consistency::Consistency;
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::{Pool, PoolServer};
+use coreward_model::statistics::mean;
+use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError, ServiceIndex, TrafficMessage, v1};
 
@@ -271,9 +274,15 @@ impl Controller {
                 service.members.keys().copied().filter(|id| self.takes_connections(service, *id, now)).collect();
             self.services[position].joined(eligible, now);
         }
-        let pools: Vec<Pool> = self.services.iter().map(|service| self.pool(service, now)).collect();
+        let pools: Vec<Pool> = (0..self.services.len()).map(|position| self.pool_to_place(position, now)).collect();
         let services = self.services.iter_mut().zip(&pools);
         services.map(|(service, pool)| service.place(pool, now)).collect()
+    }
+
+    /// When the newest reports came that came after `since` (by the monotonic clock).
+    pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
+        let newest = self.agents.values().filter_map(|agent| agent.newest.as_ref());
+        newest.map(|newest| newest.received).filter(move |received| *received > since)
     }
 
     /// The tables that the last tick made.
@@ -281,18 +290,23 @@ impl Controller {
         self.services.iter().filter_map(Service::newest)
     }
 
-    /// The service's pool as a policy sees it.
-    fn pool(&self, service: &Service, now: Now) -> Pool {
-        let members = &service.fleet().members;
-        let servers = members.keys().map(|id| self.pool_server(service, *id, now)).collect();
-        let pool = Pool::new(servers, self.load_balancers.count() as u32);
-        // Reports and ticks have the same interval, so what a server's newest report adds is what this tick adds.
-        let agents = members.keys().filter_map(|id| self.agent(*id)).filter(|agent| agent.is_fresh(now));
-        let opened = agents.filter_map(|agent| agent.newest.as_ref()?.opened_connections);
-        match opened.reduce(|sum, connections| sum + connections) {
+    /// The pool of the service at this position, and what was opened for it since the last tick.
+    fn pool_to_place(&mut self, position: usize, now: Now) -> Pool {
+        let index = self.services[position].fleet().index;
+        let opened = self.load_balancers.newly_opened(index);
+        let pool = self.pool(&self.services[position], now);
+        match opened {
             Some(connections) => pool.with_opened_connections(connections),
             None => pool,
         }
+    }
+
+    /// The service's pool as a policy sees it.
+    fn pool(&self, service: &Service, now: Now) -> Pool {
+        let service_fleet = service.fleet();
+        let servers = service_fleet.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
+        let pool = Pool::new(servers, self.load_balancers.count() as u32);
+        if places_requests(service_fleet) { pool.of_requests() } else { pool }
     }
 
     fn takes_connections(&self, service: &FleetService, id: ServerId, now: Now) -> bool {
@@ -304,7 +318,7 @@ impl Controller {
         PoolServer {
             id,
             eligible: self.takes_connections(service.fleet(), id, now),
-            loads: agent.and_then(|agent| agent.loads(now)).map(<[f64]>::to_vec),
+            loads: agent.and_then(|agent| agent.loads(now)).map(|loads| loads_for(service.fleet(), loads)),
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
@@ -328,6 +342,18 @@ impl Controller {
         // An id that the operator changed has nobody who reports for it.
         self.agents.get(name).filter(|_| self.fleet.id(name) == Some(id))
     }
+}
+
+/// Whether each datagram is placed on its own (`udp = "packet"`).
+fn places_requests(service: &FleetService) -> bool {
+    service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
+}
+
+/// The loads of a server's cores as far as they matter to the service. Which worker gets a request that is placed on its own
+/// the server decides then and there, so its core's load is the server's. Flows stay, and a core that is behind now is a chance
+/// of which the policy makes use.
+fn loads_for(service: &FleetService, loads: &[f64]) -> Vec<f64> {
+    if places_requests(service) { vec![mean(loads).unwrap_or(0.0); loads.len()] } else { loads.to_vec() }
 }
 
 /// Makes the policy that a service's configuration names.

@@ -13,7 +13,7 @@ use coreward_wire::{LOST_AFTER, Report, ServerTraffic, ServiceIndex, TrafficMess
 use super::explain::ExplainedPacket;
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
-use crate::config::Config;
+use crate::config::FleetConfig;
 use crate::fleet::Fleet;
 use crate::records::Records;
 
@@ -23,13 +23,13 @@ fn at(seconds: u64) -> Now {
 }
 
 /// Servers s0, s1 ... with ids 0, 1 ... and these keys; one service with those keys.
-fn config(servers: &[&str], service: &str) -> Config {
-    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+fn config(servers: &[&str], service: &str) -> FleetConfig {
+    let mut text = String::new();
     for (n, keys) in servers.iter().enumerate() {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{keys}\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
-    Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
 struct World {
@@ -109,7 +109,7 @@ fn weights_share_out_buckets_and_weight_0_gets_none() {
 
 #[test]
 fn who_joins_begins_slowly_and_who_was_there_does_not() {
-    let service = "policy = \"maglev\"\nslow_start_s = 100\nbuckets = 1024\n";
+    let service = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
     let mut world = World::new(&["", ""], service);
     assert_eq!(shares(&world.table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
     world.configure(&["", "", ""], service, at(10));
@@ -146,6 +146,51 @@ fn connections_are_those_of_the_report_and_what_came_since() {
     // Both report rates: 30 and 5 connections in two seconds, ten packets each.
     let pool = world.controller.pool(&world.controller.services[0], at(3));
     assert_eq!(pool.servers()[0].traffic.unwrap().packets, 175.0);
+}
+
+#[test]
+fn what_was_opened_since_the_last_table_is_what_load_balancers_counted() {
+    let mut world = World::new(&["", ""], "");
+    let opened = |world: &mut World| world.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
+    let one = world.controller.load_balancer_hello("lb1", at(0)).unwrap();
+    let two = world.controller.load_balancer_hello("lb2", at(0)).unwrap();
+    let say = |world: &mut World, session, said: &[(u64, u64, u64)], now| {
+        world.controller.load_balancer_traffic(session, &counts(said), now);
+    };
+    say(&mut world, one, &[(0, 1000, 0), (1, 500, 0)], at(1));
+    assert_eq!(opened(&mut world), None, "nobody knows what of it is new");
+    say(&mut world, one, &[(0, 1010, 0), (1, 505, 0)], at(2));
+    say(&mut world, two, &[(0, 77, 0)], at(2));
+    assert_eq!(opened(&mut world), Some(15));
+    say(&mut world, one, &[(0, 1011, 0), (1, 505, 0)], at(3));
+    say(&mut world, one, &[(0, 1012, 0), (1, 505, 0)], at(4));
+    say(&mut world, two, &[(0, 80, 0)], at(4));
+    assert_eq!(opened(&mut world), Some(2 + 3), "twice before it was asked");
+    // Its maps were made anew.
+    say(&mut world, two, &[(0, 4, 0)], at(5));
+    assert_eq!(opened(&mut world), Some(0));
+    say(&mut world, two, &[(0, 10, 0)], at(6));
+    assert_eq!(opened(&mut world), Some(6));
+}
+
+#[test]
+fn requests_are_not_told_apart_by_core() {
+    let unequal = [0, 80_000_000];
+    let table = |service: &str| {
+        let mut world = World::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
+        for (n, busy_ns) in [unequal, [60_000_000; 2]].iter().enumerate() {
+            let session = world.controller.hello(&format!("s{n}"), "test", at(0)).unwrap();
+            world.controller.report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
+            world.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
+        }
+        let pool = world.controller.pool(&world.controller.services[0], at(1));
+        pool.servers().iter().map(|server| server.loads.clone().unwrap()).collect::<Vec<_>>()
+    };
+    let of_tcp = table("");
+    assert!(of_tcp[0][0] == 0.0 && of_tcp[0][1] > of_tcp[1][0]);
+    assert_eq!(table("protocol = \"udp\"\n"), of_tcp, "flows");
+    let of_requests = table("protocol = \"udp\"\nudp = \"packet\"\n");
+    assert_eq!(of_requests, [vec![of_tcp[0][1] / 2.0; 2], of_tcp[1].clone()]);
 }
 
 #[test]

@@ -12,7 +12,7 @@ pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Refused {
     /// Nobody of that name is in the controller's file.
-    #[error("server {0:?} is not known: expected the name of a [[server]] of the controller's file")]
+    #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
     UnknownServer(String),
     /// Two agents say they are one server.
     #[error(

@@ -14,7 +14,7 @@ use crate::key_ring::KeyPhase;
 pub enum NotRotated {
     /// Cookies of the key that would be overwritten may still be about.
     #[error(
-        "the key in force is {} s old: expected at least {} s (`retire_after_s`), as connections that have been silent since \
+        "the key in force is {} s old: expected at least {} s (`retire_after`), as connections that have been silent since \
          before it would break (--force does it all the same)",
         age.as_secs(),
         expected.as_secs()

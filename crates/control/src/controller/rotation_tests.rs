@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use super::rotation::{KeyStep, NotRotated};
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
-use crate::config::Config;
+use crate::config::FleetConfig;
 use crate::fleet::Fleet;
 use crate::key_ring::KeyPhase;
 use crate::records::Records;
@@ -21,13 +21,13 @@ use crate::records::Records;
 const SERVERS: usize = 3;
 const RETIRE_AFTER: Duration = Duration::from_secs(1000);
 
-fn config(more: &str, service: &str) -> Config {
-    let mut text = format!("listen = \"127.0.0.1:1\"\nstore = \"s\"\nretire_after_s = 1000\n{more}");
+fn config(more: &str, service: &str) -> FleetConfig {
+    let mut text = format!("retire_after = \"1000s\"\n{more}");
     for n in 0..SERVERS {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service}");
-    Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
 /// A load balancer or an agent: what its data plane holds outlives its stream.
@@ -66,7 +66,7 @@ impl<S> Peer<S> {
 }
 
 struct World {
-    config: Config,
+    config: FleetConfig,
     records: Records,
     controller: Controller,
     now: Duration,
@@ -77,7 +77,7 @@ struct World {
 }
 
 impl World {
-    fn new(config: Config) -> Self {
+    fn new(config: FleetConfig) -> Self {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(5, 0));
         records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
@@ -264,7 +264,7 @@ proptest! {
     fn no_server_stamps_with_a_key_that_a_load_balancer_lacks(
         events in prop::collection::vec((0u8..20, any::<u8>()), 1..400),
     ) {
-        let mut world = World::new(config("key_rotation_hours = 1\n", ""));
+        let mut world = World::new(config("key_rotation = \"1h\"\n", ""));
         for (event, n) in events {
             world.happen(event, n.into());
             prop_assert!(world.every_stamp_is_read(), "after event {event} of {n}");
@@ -374,7 +374,7 @@ fn a_young_key_stays_unless_forced() {
     assert!(matches!(refused, NotRotated::TooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
-        "the key in force is 100 s old: expected at least 1000 s (`retire_after_s`), as connections that have been silent \
+        "the key in force is 100 s old: expected at least 1000 s (`retire_after`), as connections that have been silent \
          since before it would break (--force does it all the same)"
     );
     assert!(world.controller.wanted_key_step(true, world.now()).is_ok());
@@ -382,7 +382,7 @@ fn a_young_key_stays_unless_forced() {
 
 #[test]
 fn the_schedule_begins_a_rotation() {
-    let mut world = rotated("key_rotation_hours = 1\n");
+    let mut world = rotated("key_rotation = \"1h\"\n");
     assert_eq!(world.controller.due_key_step(world.now()), Ok(None), "1000 s are no hour");
     world.now += Duration::from_secs(2600);
     assert_eq!(world.controller.due_key_step(world.now()), Ok(Some(KeyStep::Announce { forced: false })));

@@ -76,7 +76,8 @@ impl Controller {
 
     fn group_status(&self, group: &RssGroup<'_>) -> Option<v1::RssGroupStatus> {
         let servers = self.names(group.servers.iter().map(|server| server.id));
-        (!servers.is_empty()).then(|| v1::RssGroupStatus { key: group.key.bytes().to_vec(), servers })
+        let (key, key_fingerprint) = (group.key.bytes().to_vec(), group.key.fingerprint());
+        (!servers.is_empty()).then_some(v1::RssGroupStatus { key, servers, key_fingerprint })
     }
 
     fn service_warnings(&self, service: &Service, pool: &Pool) -> Vec<String> {
@@ -125,6 +126,7 @@ impl Controller {
             state: state_name(server, agent, now).to_owned(),
             core_load: agent.loads(now).unwrap_or_default().to_vec(),
             rss: agent.rss.reported.as_ref().map(v1::Rss::from),
+            rss_key_fingerprint: agent.rss().map(|rss| rss.key.fingerprint()).unwrap_or_default(),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
@@ -137,6 +139,7 @@ impl Controller {
             status.rss_matched = newest.rss_matched;
             status.rss_mismatched = newest.rss_mismatched;
             status.counters = newest.counters.iter().cloned().collect();
+            status.dispatch.clone_from(&newest.dispatch);
         }
         status
     }

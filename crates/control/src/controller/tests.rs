@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use super::explain::ExplainedPacket;
 use super::*;
-use crate::config::Config;
+use crate::config::FleetConfig;
 use crate::records::Records;
 
 /// Wall clock of the tests' first moment.
@@ -25,14 +25,14 @@ fn at(milliseconds: u64) -> Now {
 }
 
 /// Servers s0, s1 ... with ids 0, 1 ...; `states` gives their states.
-fn config(states: &[&str], policy: &str) -> Config {
-    let mut text = "listen = \"127.0.0.1:1\"\nstore = \"s\"\n".to_owned();
+fn config(states: &[&str], policy: &str) -> FleetConfig {
+    let mut text = String::new();
     for (n, state) in states.iter().enumerate() {
         text +=
             &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\nstate = \"{state}\"\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
-    Config::parse(Source::from_text("controller.toml", &text)).unwrap()
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
 /// A controller whose pool can be changed.
@@ -125,6 +125,7 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
         rss_mismatched: 0,
         counters: Vec::new(),
         warnings: Vec::new(),
+        dispatch: Vec::new(),
         configuration_generation: 0,
     }
 }
@@ -184,7 +185,7 @@ fn an_unknown_server_is_refused() {
     let refused = world.controller.hello("s9", "test", at(0)).unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "server \"s9\" is not known: expected the name of a [[server]] of the controller's file"
+        "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
     assert_eq!(world.controller.status(at(0)).refused_reports["unknown_server"], 1);
 }

@@ -7,9 +7,18 @@ use std::time::Duration;
 use coreward_model::ServerId;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::{ServerTraffic, TrafficMessage};
+use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
 
 use super::Now;
+
+/// Connections that one load balancer has opened for a service.
+#[derive(Debug, Default, Clone, Copy)]
+struct Opened {
+    /// Since its maps were made.
+    total: u64,
+    /// Since somebody asked; `None`: it has said so only once.
+    newly: Option<u64>,
+}
 
 /// What one load balancer sends to servers.
 #[derive(Debug, Default)]
@@ -18,6 +27,7 @@ pub struct Traffic {
     said: Option<Duration>,
     /// Of all services together, since its maps were made.
     totals: HashMap<ServerId, ServerTraffic>,
+    opened: HashMap<ServiceIndex, Opened>,
     rates: HashMap<ServerId, TrafficRates>,
 }
 
@@ -32,6 +42,7 @@ impl Traffic {
             total.packets += traffic.packets;
             total.bytes += traffic.bytes;
         }
+        self.take_opened(message);
         let elapsed = self.said.map(|said| now.monotonic.saturating_sub(said).as_secs_f64());
         if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
             self.rates =
@@ -39,6 +50,25 @@ impl Traffic {
         }
         self.totals = totals;
         self.said = Some(now.monotonic);
+    }
+
+    fn take_opened(&mut self, message: &TrafficMessage) {
+        let mut totals: HashMap<ServiceIndex, u64> = HashMap::new();
+        for (service, _, traffic) in &message.counts {
+            *totals.entry(*service).or_default() += traffic.opened;
+        }
+        let follow = |(service, total): (ServiceIndex, u64)| {
+            // A count that went back is of maps that were made anew, or a server has left.
+            let more = |before: &Opened| before.newly.unwrap_or(0) + total.saturating_sub(before.total);
+            let newly = self.opened.get(&service).map(more);
+            (service, Opened { total, newly })
+        };
+        self.opened = totals.into_iter().map(follow).collect();
+    }
+
+    /// Connections that it has opened for the service since this was last asked; `None`: not known yet.
+    pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
+        self.opened.get_mut(&service)?.newly.as_mut().map(std::mem::take)
     }
 
     fn rate(&self, server: ServerId, new: &ServerTraffic, elapsed: f64, alpha: Alpha) -> Option<TrafficRates> {
@@ -57,6 +87,7 @@ impl Traffic {
     /// It has disconnected: what it sends is not known. (Its data plane may go on.)
     pub fn stop(&mut self) {
         self.rates.clear();
+        self.opened.clear();
         self.said = None;
     }
 

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use coreward_metrics::endpoint;
 use coreward_wire::v1;
 use coreward_wire::v1::control_server::{Control, ControlServer};
 use tokio::net::TcpListener;
@@ -48,22 +49,17 @@ const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the file again.
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again.
 ///
 /// # Errors
-/// When the file is wrong, the store cannot be used or the address cannot be listened on.
+/// When a file is wrong, the store cannot be used or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let server = Server::bind(config).await?;
-        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         tracing::info!("listening on {}", server.address());
-        tokio::select! {
-            outcome = server.serve() => outcome,
-            _ = terminate.recv() => Ok(()),
-            _ = interrupt.recv() => Ok(()),
-        }
+        coreward_daemon::until_told(server.serve()).await
     })
 }
 
@@ -113,6 +109,8 @@ impl Server {
     pub async fn serve(self) -> anyhow::Result<()> {
         let (shared, changes) = Shared::new(Controller::new(self.keeper.fleet()));
         let shared = Arc::new(shared);
+        let asked = shared.clone();
+        endpoint::serve(self.keeper.config().metrics, move || asked.metrics())?;
         let service = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
@@ -244,12 +242,23 @@ impl Control for Service {
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
-    async fn status(&self, _request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
-        Ok(Response::new(people::status(&self.shared)))
+    async fn status(&self, request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
+        Ok(Response::new(people::status(&self.shared, request.get_ref())))
     }
 
     async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
         people::explain(&self.shared, request.get_ref()).map(Response::new)
+    }
+
+    async fn get_fleet(&self, _request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
+        Ok(Response::new(people::fleet(&self.shared)))
+    }
+
+    async fn apply_fleet(
+        &self,
+        request: Request<v1::ApplyFleetRequest>,
+    ) -> Result<Response<v1::ApplyFleetReply>, Status> {
+        people::apply(&self.shared, request.into_inner()).await.map(Response::new)
     }
 
     async fn rotate_keys(&self, request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {

@@ -1,18 +1,51 @@
-//! Answers to people: `coreward status`, `coreward explain`, `coreward keys`.
+//! Answers to people: `coreward status`, `explain`, `keys`, `apply`, `fleet`.
 
 use coreward_model::ServiceAddress;
 use coreward_wire::address::{parse_address, parse_port};
 use coreward_wire::{Context as _, WireError, v1};
 use tonic::Status;
 
-use super::keeper::Change;
+use super::keeper::{Change, NotApplied, WantedDocument};
 use super::shared::Shared;
 use crate::controller::explain::{ExplainedPacket, NotExplained};
 
 /// Everything there is to see.
-pub fn status(shared: &Shared) -> v1::StatusReply {
+pub fn status(shared: &Shared, request: &v1::StatusRequest) -> v1::StatusReply {
     let now = shared.now();
-    shared.controller().status(now)
+    let mut reply = shared.controller().status(now);
+    if !request.rss_keys {
+        reply.services.iter_mut().flat_map(|service| &mut service.rss_groups).for_each(|group| group.key.clear());
+        reply.servers.iter_mut().filter_map(|server| server.rss.as_mut()).for_each(|rss| rss.key.clear());
+    }
+    reply
+}
+
+/// The fleet's document.
+pub fn fleet(shared: &Shared) -> v1::FleetDocument {
+    let controller = shared.controller();
+    let (document, file) = (&controller.fleet().document, &controller.fleet().file);
+    v1::FleetDocument {
+        generation: document.generation,
+        text: document.text.to_string(),
+        file: file.as_ref().map(|file| file.display().to_string()).unwrap_or_default(),
+    }
+}
+
+/// Puts another document in force.
+pub async fn apply(shared: &Shared, request: v1::ApplyFleetRequest) -> Result<v1::ApplyFleetReply, Status> {
+    let v1::ApplyFleetRequest { name, text, generation, dry_run } = request;
+    let wanted = Change::Apply(WantedDocument { name, text, generation, dry_run });
+    shared.change(wanted).await.map_err(|error| match error.downcast_ref::<NotApplied>() {
+        Some(NotApplied::Wrong(_)) => Status::invalid_argument(error.to_string()),
+        Some(NotApplied::Moved(..)) => Status::aborted(error.to_string()),
+        Some(NotApplied::FileIsTheTruth { .. }) => Status::failed_precondition(error.to_string()),
+        None => Status::internal(format!("{error:#}")),
+    })?;
+    let generation = shared.controller().fleet().document.generation;
+    if !dry_run {
+        tracing::info!("the fleet's document of generation {generation} was applied");
+    }
+    Ok(v1::ApplyFleetReply { generation })
 }
 
 /// Where a new connection would go.

@@ -6,6 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use coreward_metrics::latency::Latencies;
+use coreward_metrics::page::Page;
+use coreward_metrics::parts;
+use coreward_metrics::table::Part;
 use coreward_wire::{table, v1};
 use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -31,6 +35,8 @@ pub struct Shared {
     settled: AtomicBool,
     /// What the newest configurations were made of, beside the fleet.
     told: Mutex<Told>,
+    /// From servers' newest reports to the tables that have them.
+    report_to_table: Mutex<Latencies>,
     started: Instant,
 }
 
@@ -49,6 +55,8 @@ const CHANGES: usize = 64;
 struct Told {
     alive: BTreeSet<String>,
     predecessor_changes: u64,
+    /// When the last tables were made.
+    ticked: Duration,
 }
 
 /// What every load balancer is to have now, encoded once for all of them. Whoever is slow finds the newest here when it
@@ -74,6 +82,7 @@ impl Shared {
             changes,
             settled: AtomicBool::new(false),
             told: Mutex::new(Told { alive: controller.alive(start), ..Told::default() }),
+            report_to_table: Mutex::default(),
             controller: Mutex::new(controller),
             started: Instant::now(),
         };
@@ -101,6 +110,17 @@ impl Shared {
         self.controller.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What Prometheus is told.
+    pub fn metrics(&self) -> Page {
+        let now = self.now();
+        let status = self.controller().status(now);
+        let mut page = parts::begin(Part::Controller);
+        parts::status(&mut page, &status, now.wall);
+        let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
+        page.add_latencies("coreward_report_to_table_seconds", latencies);
+        page
+    }
+
     /// Whether the loads of all servers that take new connections are known.
     pub fn all_report(&self) -> bool {
         let now = self.now();
@@ -111,19 +131,25 @@ impl Shared {
     pub fn tick(&self) -> Duration {
         let now = self.now();
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        let (tables, interval, configuration, predecessor_changes) = {
+        let since = std::mem::replace(&mut told.ticked, now.monotonic);
+        let (tables, interval, configuration, predecessor_changes, received) = {
             let mut controller = self.controller();
             let tables = controller.tick(now);
             let alive = controller.alive(now);
             let configuration = (told.alive != alive).then(|| Arc::new((&controller.fleet_configuration(now)).into()));
             told.alive = alive;
-            (tables, controller.fleet().report_interval, configuration, controller.predecessor_changes())
+            let received: Vec<Duration> = controller.received_after(since).collect();
+            (tables, controller.fleet().report_interval, configuration, controller.predecessor_changes(), received)
         };
         let tables: Arc<[Bytes]> = tables.iter().map(|new| table::encode(new.service, &new.table)).collect();
         self.newest.send_modify(|newest| {
             newest.tables = tables;
             newest.configuration = configuration.unwrap_or_else(|| newest.configuration.clone());
         });
+        let made = self.started.elapsed();
+        let mut latencies = self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
+        received.into_iter().for_each(|received| latencies.observe(made.saturating_sub(received)));
+        drop(latencies);
         if std::mem::replace(&mut told.predecessor_changes, predecessor_changes) != predecessor_changes {
             self.agent_configurations.send_modify(|count| *count += 1);
         }

@@ -43,7 +43,7 @@ async fn explain_all(
     client: &mut ControlClient<Channel>,
     packets: Vec<Packet>,
 ) -> Result<Vec<Explained>, tonic::Status> {
-    let status = client.status(v1::StatusRequest {}).await?.into_inner();
+    let status = client.status(v1::StatusRequest::default()).await?.into_inner();
     let services: Vec<(ServiceAddress, String)> = status
         .services
         .into_iter()

@@ -32,7 +32,13 @@ pub fn status(reply: &v1::StatusReply) -> Value {
 }
 
 fn service(service: &v1::ServiceStatus) -> Value {
-    let group = |group: &v1::RssGroupStatus| json!({ "key": shown_key(&group.key), "servers": group.servers });
+    let group = |group: &v1::RssGroupStatus| {
+        json!({
+            "key": shown_key(&group.key),
+            "key_fingerprint": group.key_fingerprint,
+            "servers": group.servers,
+        })
+    };
     json!({
         "name": service.name,
         "address": shown_service(service.address.as_ref()),
@@ -49,9 +55,14 @@ fn service(service: &v1::ServiceStatus) -> Value {
 }
 
 fn server(server: &v1::ServerStatus) -> Value {
-    let rss = server.rss.as_ref().map(
-        |rss| json!({ "source": rss.source, "key": shown_key(&rss.key), "indirection_table": rss.indirection_table }),
-    );
+    let rss = server.rss.as_ref().map(|rss| {
+        json!({
+            "source": rss.source,
+            "key": shown_key(&rss.key),
+            "key_fingerprint": server.rss_key_fingerprint,
+            "indirection_table": rss.indirection_table,
+        })
+    });
     json!({
         "name": server.name,
         "id": server.id,
@@ -68,6 +79,31 @@ fn server(server: &v1::ServerStatus) -> Value {
         "capacity": server.capacity,
         "configuration_generation": server.configuration_generation,
         "counters": sorted(&server.counters),
+        "dispatch": server.dispatch.iter().map(dispatched_service).collect::<Vec<_>>(),
+    })
+}
+
+/// As `coreward dispatch --status --format json` has it.
+fn dispatched_service(service: &v1::DispatchedService) -> Value {
+    let worker = |worker: &v1::DispatchedWorker| {
+        json!({
+            "worker": worker.worker,
+            "pid": worker.pid,
+            "outstanding": worker.outstanding,
+            "outstanding_work_us": worker.outstanding_work_ns as f64 / 1e3,
+            "queued": worker.queued,
+            "dispatched": worker.dispatched,
+            "completed": worker.completed,
+            "repaired": worker.repaired,
+            "dropped": worker.dropped,
+            "eligible": worker.eligible,
+        })
+    };
+    json!({
+        "listen": service.listen,
+        "policy": service.policy,
+        "workers": service.workers.iter().map(worker).collect::<Vec<_>>(),
+        "counters": sorted(&service.counters),
     })
 }
 

@@ -1,7 +1,8 @@
-//! `coreward status`, `coreward explain` and `coreward keys`: asks a controller and puts its answer into words.
+//! `coreward status`, `explain`, `keys`, `apply` and `fleet`: asks a controller and puts its answer into words.
 
 mod explain;
 mod explain_pcap;
+pub mod fleet;
 mod json;
 mod keys;
 mod packets;
@@ -36,12 +37,20 @@ pub enum Format {
     Json,
 }
 
-/// What `coreward status` prints.
+/// What a controller says of its fleet, without whole RSS keys.
+///
+/// # Errors
+/// When it cannot be reached.
+pub fn fetch_status(controller: SocketAddr) -> anyhow::Result<v1::StatusReply> {
+    ask(controller, async |client| client.status(v1::StatusRequest::default()).await)
+}
+
+/// What `coreward status` prints. `rss_keys`: as JSON, with whole RSS keys.
 ///
 /// # Errors
 /// When the controller cannot be reached.
-pub fn status(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
-    let reply = ask(controller, async |client| client.status(v1::StatusRequest {}).await)?;
+pub fn status(controller: SocketAddr, rss_keys: bool, format: Format) -> anyhow::Result<String> {
+    let reply = ask(controller, async |client| client.status(v1::StatusRequest { rss_keys }).await)?;
     Ok(match format {
         Format::Text => status::text(&reply, unix_now()),
         Format::Json => json::pretty(&json::status(&reply)),
@@ -77,7 +86,7 @@ pub fn explain(
 /// # Errors
 /// When the controller cannot be reached.
 pub fn keys(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
-    let reply = ask(controller, async |client| client.status(v1::StatusRequest {}).await)?;
+    let reply = fetch_status(controller)?;
     Ok(shown_keys(&reply.keys.unwrap_or_default(), format))
 }
 
@@ -127,8 +136,8 @@ fn ask<T>(
 
 /// Whether the controller itself says so, and not the network.
 fn is_an_answer(code: tonic::Code) -> bool {
-    use tonic::Code::{FailedPrecondition, Internal, InvalidArgument, NotFound};
-    matches!(code, NotFound | InvalidArgument | FailedPrecondition | Internal)
+    use tonic::Code::{Aborted, FailedPrecondition, Internal, InvalidArgument, NotFound};
+    matches!(code, NotFound | InvalidArgument | FailedPrecondition | Internal | Aborted)
 }
 
 /// An address out of an answer.
@@ -141,7 +150,7 @@ fn shown_service(address: Option<&v1::ServiceAddress>) -> String {
     parsed.map_or_else(|| "?".to_owned(), |address| address.to_string())
 }
 
-/// A key out of an answer, as `ethtool -x` prints it; empty when it is not known.
-fn shown_key(bytes: &[u8]) -> String {
-    RssKey::new(bytes).map_or_else(|_| String::new(), |key| key.to_string())
+/// A key out of an answer, as `ethtool -x` prints it; `None` when it is not known, or was not asked for.
+fn shown_key(bytes: &[u8]) -> Option<String> {
+    RssKey::new(bytes).ok().map(|key| key.to_string())
 }

@@ -8,7 +8,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use coreward_model::statistics::mean;
 use coreward_wire::v1;
 
-use super::{keys, shown_ip, shown_key, shown_service};
+use super::{keys, shown_ip, shown_service};
 
 /// `now`: since 1970.
 pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
@@ -24,6 +24,9 @@ pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
     }
     text += "\n";
     text += &servers_text(&reply.servers);
+    for server in &reply.servers {
+        server.dispatch.iter().for_each(|service| text += &dispatched_text(&server.name, service));
+    }
     for balancer in &reply.load_balancers {
         text += &load_balancer_text(balancer);
     }
@@ -73,7 +76,7 @@ fn service_text(service: &v1::ServiceStatus) -> String {
     let _ = writeln!(text, "  table      {table}");
     let _ = writeln!(text, "  servers    {}", service.servers.join(" "));
     for group in &service.rss_groups {
-        let _ = writeln!(text, "  RSS group  {}: {}", short_key(&group.key), group.servers.join(" "));
+        let _ = writeln!(text, "  RSS group  {}: {}", group.key_fingerprint, group.servers.join(" "));
     }
     warnings(&mut text, &service.warnings);
     text
@@ -87,13 +90,6 @@ fn mode_text(mode: &v1::ServiceMode) -> String {
         _ => "no timestamps",
     };
     format!(", {}, {timestamps}", mode.consistency)
-}
-
-/// The ends of a key, enough to tell keys apart.
-fn short_key(key: &[u8]) -> String {
-    let shown = shown_key(key);
-    // Two characters and a colon per byte.
-    shown.get(..11).zip(shown.get(shown.len().saturating_sub(5)..)).map_or(shown.clone(), |(a, b)| format!("{a}..{b}"))
 }
 
 fn servers_text(servers: &[v1::ServerStatus]) -> String {
@@ -160,6 +156,30 @@ fn predicted(matched: u64, mismatched: u64) -> String {
 fn bar(load: f64) -> char {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
+}
+
+fn dispatched_text(server: &str, service: &v1::DispatchedService) -> String {
+    let mut text = format!("\ndispatch of {} at {server}: {}\n", service.listen, service.policy);
+    let mut table = Table::new();
+    let columns =
+        ["worker", "pid", "outstanding", "queued", "dispatched", "completed", "repaired", "dropped", "eligible"];
+    table.load_style(presets::NOTHING).set_header(columns);
+    for worker in &service.workers {
+        let counts = [worker.dispatched, worker.completed, worker.repaired, worker.dropped];
+        let mut row = [worker.worker, worker.pid, worker.outstanding, worker.queued].map(|n| n.to_string()).to_vec();
+        row.extend(counts.map(|count| count.to_string()));
+        row.push(if worker.eligible { "yes" } else { "no" }.to_owned());
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut() {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    text.extend(table.lines().map(|line| format!(" {}\n", line.trim_end())));
+    let counters = listed(&service.counters);
+    if !counters.is_empty() {
+        let _ = writeln!(text, "  counters   {counters}");
+    }
+    text
 }
 
 fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {

@@ -17,6 +17,27 @@ fn clock(server: &str, state: &str, problem: &str) -> v1::ServerClock {
     }
 }
 
+fn dispatched() -> v1::DispatchedService {
+    let worker = |worker, outstanding, eligible| v1::DispatchedWorker {
+        worker,
+        pid: 812 + worker,
+        outstanding,
+        outstanding_work_ns: 12_500,
+        queued: outstanding / 2,
+        dispatched: 1000,
+        completed: 990,
+        repaired: 10 - u64::from(outstanding),
+        dropped: 1,
+        eligible,
+    };
+    v1::DispatchedService {
+        listen: "0.0.0.0:53".into(),
+        policy: "jsq".into(),
+        workers: vec![worker(0, 0, true), worker(1, 4, false)],
+        counters: HashMap::from([("over_bound".into(), 7), ("untracked".into(), 0)]),
+    }
+}
+
 fn reply() -> v1::StatusReply {
     let service = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
     let server = |n: u32, state: &str, core_load: &[f64]| v1::ServerStatus {
@@ -42,7 +63,11 @@ fn reply() -> v1::StatusReply {
             table_generation: 77,
             table_age_ms: 30,
             servers: vec!["s1".into(), "s2".into()],
-            rss_groups: vec![v1::RssGroupStatus { key: vec![0x6d; 40], servers: vec!["s1".into()] }],
+            rss_groups: vec![v1::RssGroupStatus {
+                key: Vec::new(),
+                key_fingerprint: "377ecc6a".into(),
+                servers: vec!["s1".into()],
+            }],
             bucket_count: 128,
             warnings: vec!["look".into()],
             mode: Some(v1::ServiceMode { consistency: "stateful".into(), timestamps: "server".into() }),
@@ -58,6 +83,7 @@ fn reply() -> v1::StatusReply {
                 rss_matched: 97,
                 rss_mismatched: 3,
                 warnings: vec!["aRFS is on".into()],
+                dispatch: vec![dispatched()],
                 ..server(1, "reporting", &[0.0, 0.3, 0.55, 1.2])
             },
             server(2, "never reported", &[]),
@@ -96,13 +122,19 @@ configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) refused
 service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets, stateful, timestamps by servers
   table      generation 77, 30 ms old
   servers    s1 s2
-  RSS group  6d:6d:6d:6d..6d:6d: s1
+  RSS group  377ecc6a: s1
   ! look
 
  server    id  address    state           report  open  weight  RSS as predicted  mean   max  cores
  s1      1000  10.2.0.11  reporting        40 ms    12       1         97 of 100  0.51  1.20  ▁▃▅█
  s2      2000  10.2.0.12  never reported       -     -       2                 -     -     -
   ! s1: aRFS is on
+
+dispatch of 0.0.0.0:53 at s1: jsq
+  worker  pid  outstanding  queued  dispatched  completed  repaired  dropped  eligible
+       0  812            0       0        1000        990        10        1       yes
+       1  813            4       2        1000        990         6        1        no
+  counters   over_bound 7
 
 load balancer lb1: XDP native, as of 300 ms ago
   owner      0, at 10.2.0.1
@@ -136,6 +168,11 @@ fn status_for_programs() {
     assert!(clocks[0]["problem"].is_null() && clocks[1]["syn_acks"] == 9);
     assert_eq!(json["load_balancers"][0]["state"]["warnings"][0], "it does not route");
     assert_eq!(json["refused_reports"]["no_cores"], 0);
+    let dispatch = &json["servers"][0]["dispatch"][0];
+    assert_eq!((&dispatch["listen"], &dispatch["counters"]["over_bound"]), (&"0.0.0.0:53".into(), &7.into()));
+    assert_eq!((&dispatch["workers"][1]["repaired"], &dispatch["workers"][1]["eligible"]), (&6.into(), &false.into()));
+    assert_eq!(dispatch["workers"][0]["outstanding_work_us"], 12.5);
+    assert_eq!(json["servers"][1]["dispatch"], serde_json::json!([]));
     assert!(json["servers"][1]["rss"].is_null());
     assert_eq!((&json["services"][0]["consistency"], &json["keys"]["phase"]), (&"stateful".into(), &"steady".into()));
     assert_eq!((&json["load_balancers"][0]["owner"], &json["load_balancers"][1]["alive"]), (&0.into(), &false.into()));
@@ -179,7 +216,7 @@ bucket 111 of 128 goes to s1: because.
 fn nobody_there() {
     // A port that was free a moment ago.
     let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let error = super::status(address, Format::Text).unwrap_err().to_string();
+    let error = super::status(address, false, Format::Text).unwrap_err().to_string();
     assert_eq!(
         error,
         format!(

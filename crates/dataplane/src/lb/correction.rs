@@ -172,30 +172,30 @@ impl LoadBalancer {
             return Ok(());
         }
         let left = self.corrected.insert((service, id), mac).filter(|left| *left != mac);
-        let map = self.maps.corrected_servers()?;
+        let map = self.maps.corrected_servers();
         let known_there = match left {
-            Some(left) => read(&map, service, left)?.filter(|known| known.server_id == id.get()),
+            Some(left) => read(map, service, left)?.filter(|known| known.server_id == id.get()),
             None => None,
         };
         if let (Some(left), Some(_)) = (left, known_there) {
-            self.leave_address(&map, service, left)?;
+            self.leave_address(map, service, left)?;
         }
-        let known = match read(&map, service, mac)? {
+        let known = match read(map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
             // Another id's: both lead here, and the one that takes new connections is stamped.
             Some(here) if !eligible && self.is_at(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
             None => known_there.unwrap_or_default(),
         };
-        write(&map, service, mac, &intf::corrected_server { server_id: id.get(), ..known })
+        write(map, service, mac, &intf::corrected_server { server_id: id.get(), ..known })
     }
 
     /// The server is no more. Another id that its machine has takes the address over.
     pub(super) fn forget_corrected_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
         let Some(mac) = self.corrected.remove(&(service, id)) else { return Ok(()) };
-        let map = self.maps.corrected_servers()?;
-        match read(&map, service, mac)? {
-            Some(known) if known.server_id == id.get() => self.leave_address(&map, service, mac),
+        let map = self.maps.corrected_servers();
+        match read(map, service, mac)? {
+            Some(known) if known.server_id == id.get() => self.leave_address(map, service, mac),
             _ => Ok(()),
         }
     }
@@ -203,7 +203,7 @@ impl LoadBalancer {
     /// Forgets all of a place's servers.
     pub(super) fn forget_corrected_servers(&mut self, service: ServiceIndex) -> anyhow::Result<()> {
         self.corrected.retain(|(of, _), _| *of != service);
-        let map = self.maps.corrected_servers()?;
+        let map = self.maps.corrected_servers();
         for ((of, mac), _) in corrected_servers(&self.maps)? {
             if of == service {
                 map.delete(&key_of(service, mac)).context("forgetting a server's address")?;
@@ -237,12 +237,12 @@ pub(super) fn corrected_of(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex
 type Entry = ((ServiceIndex, MacAddress), intf::corrected_server);
 
 fn corrected_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
-    let map = maps.corrected_servers()?;
+    let map = maps.corrected_servers();
     let entry = |key: Vec<u8>| -> anyhow::Result<Option<Entry>> {
         let word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
         let service = ServiceIndex(u8::try_from(word >> intf::CORRECTED_SERVICE_SHIFT).context("a service's place")?);
         let mac = MacAddress::from_word(word);
-        Ok(read(&map, service, mac)?.map(|known| ((service, mac), known)))
+        Ok(read(map, service, mac)?.map(|known| ((service, mac), known)))
     };
     map.keys().map(entry).filter_map(Result::transpose).collect()
 }

@@ -12,7 +12,7 @@ use coreward_model::connection_table::TableSize;
 use coreward_model::tuple::Protocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapInfo, MapType, OpenMapMut, libbpf_sys};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
 
 use super::connections::{self, Table};
 use super::{CorrectionClock, ServiceIndex, ToAllRate};
@@ -93,7 +93,7 @@ pub(super) type CounterRows = [intf::lb_counter_row; intf::LB_COUNTER_ROWS as us
 /// The maps of the program, in the order of [`MAP_NAMES`], and the memory of those that we write or read.
 #[derive(Debug)]
 pub(super) struct Maps {
-    descriptors: [OwnedFd; MAP_NAMES.len()],
+    handles: [MapHandle; MAP_NAMES.len()],
     pub state: Mapped<intf::lb_state>,
     pub servers: Mapped<Servers>,
     pub counters: Mapped<CounterRows>,
@@ -140,8 +140,8 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
 }
 
 impl Maps {
-    fn new(descriptors: [OwnedFd; MAP_NAMES.len()], connection_table: TableSize) -> anyhow::Result<Self> {
-        let [state, servers, counters, tables, traffic, connections, stacks, ..] = &descriptors;
+    fn new(handles: [MapHandle; MAP_NAMES.len()], connection_table: TableSize) -> anyhow::Result<Self> {
+        let [state, servers, counters, tables, traffic, connections, stacks, ..] = &handles;
         Ok(Self {
             state: Mapped::new(state).context("mapping the state")?,
             servers: Mapped::new(servers).context("mapping the servers")?,
@@ -149,7 +149,7 @@ impl Maps {
             tables: Mapped::new(tables).context("mapping the placement tables")?,
             traffic: Mapped::new(traffic).context("mapping the servers' traffic")?,
             connections: connections::map(connections.as_fd(), stacks.as_fd(), connection_table)?,
-            descriptors,
+            handles,
         })
     }
 
@@ -160,22 +160,21 @@ impl Maps {
         sizes.set(&mut skeleton.maps)?;
         let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
         let maps = &loaded.maps;
-        let descriptor = |map: BorrowedFd<'_>| map.try_clone_to_owned();
-        let descriptors = [
-            descriptor(maps.bss_state.as_fd())?,
-            descriptor(maps.bss_servers.as_fd())?,
-            descriptor(maps.bss_counters.as_fd())?,
-            descriptor(maps.placement_tables.as_fd())?,
-            descriptor(maps.server_traffic.as_fd())?,
-            descriptor(maps.connections.as_fd())?,
-            descriptor(maps.connection_stacks.as_fd())?,
-            descriptor(maps.bss_opened.as_fd())?,
-            descriptor(maps.bss_recent.as_fd())?,
-            descriptor(maps.flow_table.as_fd())?,
-            descriptor(maps.fragments.as_fd())?,
-            descriptor(maps.corrected_servers.as_fd())?,
+        let handles = [
+            MapHandle::try_from(&maps.bss_state)?,
+            MapHandle::try_from(&maps.bss_servers)?,
+            MapHandle::try_from(&maps.bss_counters)?,
+            MapHandle::try_from(&maps.placement_tables)?,
+            MapHandle::try_from(&maps.server_traffic)?,
+            MapHandle::try_from(&maps.connections)?,
+            MapHandle::try_from(&maps.connection_stacks)?,
+            MapHandle::try_from(&maps.bss_opened)?,
+            MapHandle::try_from(&maps.bss_recent)?,
+            MapHandle::try_from(&maps.flow_table)?,
+            MapHandle::try_from(&maps.fragments)?,
+            MapHandle::try_from(&maps.corrected_servers)?,
         ];
-        let maps = Self::new(descriptors, sizes.connection_table)?;
+        let maps = Self::new(handles, sizes.connection_table)?;
         maps.state.store(std::mem::offset_of!(intf::lb_state, layout_version), u64::from(intf::LB_LAYOUT_VERSION));
         connections::begin(&maps);
         Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
@@ -185,7 +184,7 @@ impl Maps {
     pub fn load(&self, variant: &Variant) -> anyhow::Result<OwnedFd> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, self.connections.size())?;
-        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.descriptors) {
+        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.handles) {
             map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
         }
         let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
@@ -208,7 +207,7 @@ impl Maps {
         constants.capture_of.protocol = watched.protocol.number();
         constants.capture_of.service = watched.service.0.into();
         constants.capture_of.length = watched.length;
-        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.descriptors) {
+        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.handles) {
             map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
         }
         let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
@@ -217,7 +216,7 @@ impl Maps {
 
     /// Pins all maps in `directory`, which must be empty.
     pub fn pin(&self, directory: &Path) -> anyhow::Result<()> {
-        for (name, descriptor) in MAP_NAMES.iter().zip(&self.descriptors) {
+        for (name, descriptor) in MAP_NAMES.iter().zip(&self.handles) {
             super::link::pin(descriptor.as_fd(), &directory.join(name))?;
         }
         Ok(())
@@ -233,11 +232,11 @@ impl Maps {
         let sizes = pinned_sizes(directory).with_context(|| advice(directory))?;
         sizes.set(&mut skeleton.maps)?;
         let expected = maps_of(&mut skeleton.maps);
-        let mut descriptors = Vec::new();
+        let mut handles = Vec::new();
         for (name, expected) in MAP_NAMES.iter().zip(expected) {
-            descriptors.push(pinned_map(&directory.join(name), expected).with_context(|| advice(directory))?);
+            handles.push(pinned_map(&directory.join(name), expected).with_context(|| advice(directory))?);
         }
-        let maps = Self::new(descriptors.try_into().expect("one per name"), sizes.connection_table)?;
+        let maps = Self::new(handles.try_into().expect("one per name"), sizes.connection_table)?;
         let version = maps.state.load(std::mem::offset_of!(intf::lb_state, layout_version));
         ensure!(
             version == u64::from(intf::LB_LAYOUT_VERSION),
@@ -254,7 +253,7 @@ impl Maps {
     /// # Errors
     /// When the connection table is in use.
     pub fn resize(&mut self, directory: &Path, wanted: Sizes) -> anyhow::Result<()> {
-        let flows = self.flow_table()?.max_entries();
+        let flows = self.flow_table().max_entries();
         if flows != wanted.flow_table_entries {
             tracing::warn!(
                 "the flow table taken over has {flows} entries, not {}: detach it first to change that",
@@ -294,27 +293,22 @@ impl Maps {
             .with_context(|| format!("making {name} of {entries} entries"))?;
         super::link::unpin(&directory.join(name))?;
         super::link::pin(map.as_fd(), &directory.join(name))?;
-        self.descriptors[position(name)] = map.as_fd().try_clone_to_owned()?;
+        self.handles[position(name)] = map;
         Ok(())
     }
 
     fn descriptor(&self, name: &str) -> BorrowedFd<'_> {
-        self.descriptors[position(name)].as_fd()
+        self.handles[position(name)].as_fd()
     }
 
     /// The flow table, for what goes by key.
-    pub fn flow_table(&self) -> anyhow::Result<MapHandle> {
-        self.by_key(FLOW_TABLE)
+    pub fn flow_table(&self) -> &MapHandle {
+        &self.handles[position(FLOW_TABLE)]
     }
 
     /// The clocks of servers that are stamped here.
-    pub fn corrected_servers(&self) -> anyhow::Result<MapHandle> {
-        self.by_key(CORRECTED_SERVERS)
-    }
-
-    fn by_key(&self, name: &str) -> anyhow::Result<MapHandle> {
-        let info = MapInfo::new(self.descriptor(name)).with_context(|| format!("the id of map {name}"))?;
-        MapHandle::from_map_id(info.info.id).with_context(|| format!("map {name} by its id"))
+    pub fn corrected_servers(&self) -> &MapHandle {
+        &self.handles[position(CORRECTED_SERVERS)]
     }
 }
 
@@ -371,7 +365,7 @@ fn advice(directory: &Path) -> String {
 }
 
 /// The map pinned at `path`, if it has the shape of `expected`.
-fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<OwnedFd> {
+fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
     let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
     let wanted = (expected.map_type(), expected.key_size(), expected.value_size(), expected.max_entries());
@@ -380,7 +374,7 @@ fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<OwnedFd>
         "{}: (type, key size, value size, entries) is {found:?}, expected {wanted:?}",
         path.display()
     );
-    Ok(map.as_fd().try_clone_to_owned()?)
+    Ok(map)
 }
 
 /// Removes what [`Maps::pin`] made.

@@ -199,14 +199,14 @@ impl LoadBalancer {
 
     /// Removes a place's flows from the flow table.
     fn forget_flows(&self, index: ServiceIndex) -> anyhow::Result<()> {
-        let flows = self.maps.flow_table()?;
+        let flows = self.maps.flow_table();
         let of_place = |key: &Vec<u8>| {
             intf::flow_table_key::read_from_bytes(key).is_ok_and(|key| key.service == u16::from(index.0))
         };
         // All keys first: the kernel's iteration starts anew when the key it stands at is deleted.
-        let keys: Vec<Vec<u8>> = libbpf_rs::MapCore::keys(&flows).filter(of_place).collect();
+        let keys: Vec<Vec<u8>> = libbpf_rs::MapCore::keys(flows).filter(of_place).collect();
         for key in keys {
-            match libbpf_rs::MapCore::delete(&flows, &key) {
+            match libbpf_rs::MapCore::delete(flows, &key) {
                 // Evicted meanwhile.
                 Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
                 result => result.context("removing a flow of a service that is gone")?,

@@ -11,7 +11,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 pub use connections::{Connections, Malformed, Protocol, Reply};
 pub use http::Http;
 pub use tcp::Paced;
-pub use udp::{Keys, Udp};
+pub use udp::{Datagrams, Keys, Udp};
 
 use crate::workload::Demand;
 

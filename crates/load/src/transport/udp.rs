@@ -1,4 +1,4 @@
-//! Requests of the key-value protocol as datagrams, each from one of many sockets.
+//! Requests as datagrams, each from one of many sockets: of the key-value protocol, or DNS queries.
 
 use std::io;
 use std::net::{SocketAddrV4, UdpSocket};
@@ -10,6 +10,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use zerocopy::FromBytes as _;
 
 use super::{Answer, Errors, Sources, Transport, Worker};
+use crate::dns::{self, Query};
 use crate::event_loop::Epoll;
 use crate::key_value::{Request, ResponseHeader, Status, key_name};
 use crate::receive::Receiver;
@@ -30,12 +31,23 @@ pub struct Keys {
     pub value_bytes: u16,
 }
 
+/// What the datagrams are.
+#[derive(Debug)]
+pub enum Datagrams {
+    /// Of the key-value server.
+    KeyValue(Keys),
+    /// A query for each class of work.
+    Dns(Vec<Query>),
+}
+
 /// UDP.
 #[derive(Debug)]
 pub struct Udp {
     sockets: Vec<UdpSocket>,
     epoll: Epoll,
-    keys: Keys,
+    datagrams: Datagrams,
+    /// Of the latest request.
+    last_id: u32,
     value: Vec<u8>,
     key_rng: Xoshiro256PlusPlus,
     flow_rng: Xoshiro256PlusPlus,
@@ -50,7 +62,7 @@ impl Udp {
     ///
     /// # Errors
     /// When a source cannot be bound.
-    pub fn open(target: SocketAddrV4, sources: &Sources, keys: Keys, seed: u64) -> anyhow::Result<Self> {
+    pub fn open(target: SocketAddrV4, sources: &Sources, datagrams: Datagrams, seed: u64) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
         let mut sockets = Vec::new();
         for index in 0..sources.flows {
@@ -64,11 +76,13 @@ impl Udp {
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
             sockets.push(socket);
         }
+        let value_bytes = if let Datagrams::KeyValue(keys) = &datagrams { keys.value_bytes } else { 0 };
         Ok(Self {
             sockets,
             epoll,
-            keys,
-            value: vec![b'v'; keys.value_bytes.into()],
+            datagrams,
+            last_id: 0,
+            value: vec![b'v'; value_bytes.into()],
             key_rng: seeded_rng(seed, PURPOSE_KEYS),
             flow_rng: seeded_rng(seed, PURPOSE_FLOWS),
             receiver: Receiver::default(),
@@ -79,8 +93,15 @@ impl Udp {
     }
 
     fn write(&mut self, demand: &Demand, id: u32) {
+        self.last_id = id;
+        let keys = match &self.datagrams {
+            Datagrams::KeyValue(keys) => *keys,
+            Datagrams::Dns(queries) => {
+                return queries[usize::from(demand.class)].write(id as u16, &mut self.datagram);
+            }
+        };
         let key = match demand.request_type.class() {
-            None => key_name(uniform_below(&mut self.key_rng, self.keys.count)),
+            None => key_name(uniform_below(&mut self.key_rng, keys.count)),
             Some(_) => String::new(),
         };
         let value: &[u8] = if demand.request_type == RequestType::PUT { &self.value } else { &[] };
@@ -92,6 +113,26 @@ impl Udp {
             value,
         };
         request.write(&mut self.datagram);
+    }
+
+    /// What came; `None` when it is no response.
+    fn read(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
+        let datagram = &self.buffer[..length];
+        match &self.datagrams {
+            Datagrams::KeyValue(_) => {
+                let (header, _) = ResponseHeader::read_from_prefix(datagram).ok()?;
+                self.errors.failed += u64::from(header.status == Status::Full as u8);
+                let worker = Some(Worker { server: 0, worker: header.worker.get() });
+                Some(Answer { id: header.id.get(), part: (header.part, header.parts), arrived_ns, worker })
+            }
+            Datagrams::Dns(_) => {
+                let (id, good) = dns::parse_response(datagram)?;
+                self.errors.failed += u64::from(!good);
+                // Of the ids that end like this the latest that was sent.
+                let id = self.last_id.wrapping_sub(u32::from((self.last_id as u16).wrapping_sub(id)));
+                Some(Answer { id, part: (0, 1), arrived_ns, worker: None })
+            }
+        }
     }
 
     /// Counts what went wrong; whether a further attempt may do.
@@ -120,7 +161,8 @@ impl Transport for Udp {
     }
 
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
-        for event in self.epoll.wait(Some(until_ns))? {
+        let ready: Vec<_> = self.epoll.wait(Some(until_ns))?.collect();
+        for event in ready {
             // One each: what else waits there is reported again at once.
             let received = match self.receiver.receive(&self.sockets[event.token as usize], &mut self.buffer) {
                 Ok(received) => received,
@@ -129,17 +171,10 @@ impl Transport for Udp {
                     continue;
                 }
             };
-            let Ok((header, _)) = ResponseHeader::read_from_prefix(&self.buffer[..received.length]) else {
-                self.errors.malformed += 1;
-                continue;
-            };
-            self.errors.failed += u64::from(header.status == Status::Full as u8);
-            answers.push(Answer {
-                id: header.id.get(),
-                part: (header.part, header.parts),
-                arrived_ns: received.arrived_ns,
-                worker: Some(Worker { server: 0, worker: header.worker.get() }),
-            });
+            match self.read(received.length, received.arrived_ns) {
+                Some(answer) => answers.push(answer),
+                None => self.errors.malformed += 1,
+            }
         }
         Ok(())
     }

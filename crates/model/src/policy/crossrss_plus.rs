@@ -10,6 +10,10 @@
 //! loaded core gets the most but not all. A pool that is nearly even has a small cost, and one that a burst has just filled a
 //! large one.
 //!
+//! Where a "connection" is one request (UDP, each datagram placed on its own), nothing that was there at the report is there
+//! when the next one is made: all load is then what was assigned since. So each counts what it brings, the load over the
+//! requests of an interval, and they come out even; the reported loads correct that by what they are apart.
+//!
 //! The load of a core is the mean of two: as it is now (smoothed as for every policy) and as it was over the last reports. A
 //! core from which a heavy connection has just gone gets more than its share until it has caught up, and not only until it
 //! is level: that evens out the work done, not the load of the moment.
@@ -24,7 +28,7 @@ use coreward_intf as intf;
 
 use super::crossrss::core_aware;
 use super::levels::Levels;
-use super::{Policy, Pool, PoolServer, independent_key};
+use super::{Policy, Pool, PoolServer, TrafficWanted, independent_key};
 use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
@@ -87,7 +91,8 @@ impl Cost {
                 let newest = newest as f64;
                 let smoothed = opened.map_or(newest, |old| OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old);
                 *opened = Some(smoothed);
-                FILL * deficit(pool) / smoothed.max(1.0)
+                let filled = if pool.of_requests { pool.load() } else { FILL * deficit(pool) };
+                filled / smoothed.max(1.0)
             }
         }
     }
@@ -131,6 +136,10 @@ impl RecentLoads {
 impl Policy for CrossRssPlus {
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn traffic_wanted(&self) -> TrafficWanted {
+        TrafficWanted::Connections
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {

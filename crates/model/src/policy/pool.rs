@@ -43,18 +43,25 @@ pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
     pub(super) load_balancers: u32,
     pub(super) opened_connections: Option<u64>,
+    pub(super) of_requests: bool,
 }
 
 impl Pool {
     /// `load_balancers`: how many of them share the service's new connections (0 counts as 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
         servers.sort_by_key(|server| server.id);
-        Self { servers, load_balancers: load_balancers.max(1), opened_connections: None }
+        Self { servers, load_balancers: load_balancers.max(1), opened_connections: None, of_requests: false }
     }
 
     /// The same pool, in which so many connections were opened since the previous tick.
     pub fn with_opened_connections(self, connections: u64) -> Self {
         Self { opened_connections: Some(connections), ..self }
+    }
+
+    /// The same pool, in which a "connection" is one request, as it is for UDP services whose every datagram is placed on its
+    /// own: nothing of it is left when the next table is made.
+    pub fn of_requests(self) -> Self {
+        Self { of_requests: true, ..self }
     }
 
     /// All servers, by id.
@@ -103,11 +110,14 @@ impl Pool {
 
     /// Load that a connection brings, on average: all load over all open connections.
     pub fn load_per_connection(&self) -> f64 {
-        let known = self.servers.iter().filter_map(|server| Some((server.loads.as_ref()?, server.open_connections)));
-        let (load, connections) = known.fold((0.0, 0u64), |(load, count), (cores, open)| {
-            (load + cores.iter().sum::<f64>(), count + u64::from(open))
-        });
-        if connections == 0 { 0.0 } else { load / connections as f64 }
+        let known = self.servers.iter().filter(|server| server.loads.is_some());
+        let connections: u64 = known.map(|server| u64::from(server.open_connections)).sum();
+        if connections == 0 { 0.0 } else { self.load() / connections as f64 }
+    }
+
+    /// The loads of all cores that are known, together.
+    pub fn load(&self) -> f64 {
+        self.servers.iter().filter_map(|server| server.loads.as_ref()).flatten().sum()
     }
 }
 

@@ -11,7 +11,7 @@ pub struct WeightError(pub u64);
 
 impl Weight {
     /// Ratios beyond can be reached by giving the others less.
-    const LARGEST: u8 = 100;
+    pub const LARGEST: u8 = 100;
 
     /// As much as any other server that says nothing.
     pub const ONE: Weight = Weight(1);

@@ -2,6 +2,7 @@
 
 mod output;
 mod session;
+mod smaller;
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -15,6 +16,7 @@ use super::scenario::Scenario;
 use crate::output::{Format, csv};
 use output::Directory;
 use session::Session;
+use smaller::Smaller;
 
 /// Arguments of `coreward figure`.
 #[derive(Debug, clap::Args)]
@@ -41,6 +43,8 @@ pub struct FigureArgs {
     /// What to print of each figure when nothing is written
     #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
     format: Format,
+    #[command(flatten)]
+    smaller: Smaller,
 }
 
 /// A figure to be made.
@@ -105,7 +109,9 @@ fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
         args.names.iter().map(|name| library::named(name, &figures)).collect::<Result<_, _>>()?
     };
     for figure in embedded {
-        let (scenario, provenance) = (figure.scenario()?, figure.provenance());
+        let (mut scenario, mut provenance) = (figure.scenario()?, figure.provenance());
+        args.smaller.apply(&mut scenario).with_context(|| figure.name)?;
+        provenance.command += &args.smaller.words();
         let live = LiveFigure::named(live, figure.name).copied();
         asked.push(Asked { name: figure.name.to_owned(), scenario, provenance, live });
     }

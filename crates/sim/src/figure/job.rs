@@ -146,6 +146,8 @@ fn of_requests(outcome: &rpc::Outcome, measure: Measure) -> Option<f64> {
         Measure::Mean => Some(outcome.all.mean),
         Measure::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
         Measure::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
+        // Of all classes alike: without a bound on the queue, as figures are, nothing is dropped.
+        Measure::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
         _ => None,
     }
 }

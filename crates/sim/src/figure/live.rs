@@ -5,7 +5,8 @@
 //!
 //! 1. `scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` = runs,
 //!    `modelled` = what is measured and how. A measure that does not exist yet is a new variant of
-//!    [`Measure`](super::scenario::Measure).
+//!    [`Measure`](super::scenario::Measure). With `[rpc]` or `[path]` beside `[live]` series may be `simulated = true`: the
+//!    simulator gives those, with the same parameters, and pictures have both.
 //! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. It says in one sentence
 //!    what is missing when it has not the rights.
 //! 3. An entry in `crates/coreward/src/live.rs`, with the scenario by `include_str!`.
@@ -18,7 +19,7 @@ use std::collections::HashMap;
 use anyhow::Context as _;
 
 use super::library::Embedded;
-use super::run::{Value, table_of};
+use super::run::{self, Value, table_of};
 use super::scenario::{Panel, Scenario};
 use super::table::Table;
 
@@ -30,7 +31,8 @@ pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 pub struct LiveFigure {
     /// Its name and its scenario, which has `[live]`.
     pub figure: Embedded,
-    /// Measures everything that the scenario's panels want: as many runs as it has seeds.
+    /// Measures everything that the scenario's panels want: as many runs as it has seeds. Series that are simulated are not
+    /// its affair: it gets the scenario without them.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
     /// What SIGINT and SIGTERM do meanwhile: called from a thread of its own, it lets `measure` tidy up and fail soon.
     /// `None`: there is nothing to tidy up, the process ends.
@@ -63,7 +65,11 @@ impl LiveFigure {
     /// # Errors
     /// Those of the measurement.
     pub fn table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
-        let samples = (self.measure)(scenario, progress).with_context(|| self.figure.name)?;
+        let measured = Scenario { live: scenario.live.clone(), ..scenario.part(false) };
+        let samples = match measured.series[..] {
+            [] => Vec::new(),
+            _ => (self.measure)(&measured, progress).with_context(|| self.figure.name)?,
+        };
         let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
         for sample in &samples {
             let place = place(scenario, sample)
@@ -71,7 +77,25 @@ impl LiveFigure {
             let x = sample.x * x_scale(&scenario.panel[place.0]);
             values.entry(place).or_default().push(Value { x, seed: sample.run, y: sample.y });
         }
-        Ok(table_of(scenario, values))
+        let mut table = table_of(scenario, values);
+        let beside = scenario.part(true);
+        if !beside.series.is_empty() {
+            put(&mut table, run::run(&beside, &|_, _| {})?);
+        }
+        Ok(table)
+    }
+}
+
+/// Puts the curves of a part of the figure in their places.
+fn put(table: &mut Table, part: Table) {
+    for simulated in part.panels {
+        let panel = table.panels.iter_mut().find(|panel| panel.title == simulated.title);
+        let curves = panel.map_or(&mut [][..], |panel| &mut panel.curves[..]);
+        for curve in simulated.curves {
+            if let Some(place) = curves.iter_mut().find(|place| place.label == curve.label) {
+                place.cells = curve.cells;
+            }
+        }
     }
 }
 

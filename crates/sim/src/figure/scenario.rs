@@ -7,7 +7,7 @@ mod check;
 
 use std::fmt;
 
-use coreward_config::{ConfigError, Source, Spanned};
+use coreward_config::{Mistake, Source, Spanned};
 use serde::Deserialize;
 
 use super::claim::Claim;
@@ -41,7 +41,7 @@ pub struct Scenario {
     /// Connections placed by a load balancer, their requests queued at cores.
     #[serde(default)]
     pub path: Option<Path>,
-    /// Nothing is simulated: this machine is measured ([`super::live`]).
+    /// This machine is measured ([`super::live`]): every series but those that are marked as simulated beside it.
     #[serde(default)]
     pub live: Option<Live>,
     /// What is compared.
@@ -62,6 +62,12 @@ pub struct Scenario {
 pub struct Live {
     /// About how long it takes, for `coreward figure --list`.
     pub minutes: f64,
+    /// How long each point is measured in each run, where the figure leaves that open (s).
+    #[serde(default)]
+    pub seconds: Option<f64>,
+    /// How long the simulated unit of time is here, where there is one (us).
+    #[serde(default)]
+    pub unit_us: Option<f64>,
 }
 
 impl fmt::Display for Live {
@@ -76,6 +82,10 @@ impl fmt::Display for Live {
 pub struct Series {
     /// As the paper calls it.
     pub label: Spanned<String>,
+    /// In a live figure: not measured but simulated, to stand beside the measured. It looks like the last measured series
+    /// before it, open and dashed.
+    #[serde(default)]
+    pub simulated: bool,
     /// What this series has different from the common parameters; of the scenario's kind.
     #[serde(default)]
     pub rpc: Option<Rpc>,
@@ -298,6 +308,8 @@ pub enum Measure {
     CompletedPerSecond,
     /// CPU time of the load balancer per packet above an XDP program that does nothing, ns (live only).
     PacketNs,
+    /// Responses to requests of the longest class that came in the measured time, percent of the requests due in it.
+    LongAnsweredPct,
 }
 
 impl Scenario {
@@ -305,7 +317,7 @@ impl Scenario {
     ///
     /// # Errors
     /// What is wrong with it and where.
-    pub fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
+    pub fn parse(name: &str, text: &str) -> Result<Self, Mistake> {
         let source = Source::from_text(name, text);
         let scenario: Self = source.parse()?;
         check::check(&scenario, &source)?;
@@ -316,6 +328,27 @@ impl Scenario {
     pub fn series_of(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
         let only: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
         self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
+    }
+
+    /// Of a live figure the part that is simulated beside what is measured, or else the part that is measured: a scenario
+    /// of its own, without what was published and claimed.
+    #[must_use]
+    pub fn part(&self, simulated: bool) -> Self {
+        let series = self.series.iter().filter(|series| series.simulated == simulated);
+        let panel = self.panel.iter().filter_map(|panel| {
+            let of_panel = self.series_of(panel).filter(|series| series.simulated == simulated);
+            let series: Vec<_> = of_panel.map(|series| series.label.clone()).collect();
+            (!series.is_empty()).then(|| Panel { series, ..panel.clone() })
+        });
+        let (series, panel) = (series.cloned().collect(), panel.collect());
+        Self { series, panel, live: None, published: Vec::new(), claim: Vec::new(), ..self.clone() }
+    }
+
+    /// The index of the series whose colour and shape the series at `index` has, and whether it is drawn open.
+    pub fn look(&self, index: usize) -> (usize, bool) {
+        let open = self.series[index].simulated;
+        let like = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| open);
+        (like.unwrap_or(index), open)
     }
 
     /// The panel of that title, or the only one.

@@ -4,7 +4,7 @@ use coreward_model::fleet::TableDraw;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 
-use super::{Config, run};
+use super::{Config, Readings, run};
 use crate::lb::cli::{parse_alpha, parse_buckets};
 use crate::output::{Format, Printed as _};
 use crate::rpc::{Policy, Service};
@@ -54,6 +54,9 @@ pub struct PathArgs {
     /// Weight of the newest report
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
     alpha: Alpha,
+    /// When agents read their cores: ideal (all at the moment of the table) or drawn (each at a moment of its own)
+    #[arg(long, value_enum, default_value_t = Readings::Ideal)]
+    readings: Readings,
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000.0)]
     window_ms: f64,
@@ -87,6 +90,7 @@ impl PathArgs {
             tables: TableDraw::Balanced,
             report_ms: self.report_ms,
             alpha: self.alpha,
+            readings: self.readings,
             window_ms: self.window_ms,
             seconds: self.seconds,
             seeds: (1..=self.seeds).collect(),

@@ -22,6 +22,7 @@ use coreward_model::policy;
 pub use outcome::{Combination, Measured, Outcome};
 
 use crate::names::UnknownName;
+use crate::rpc::ticks::{Tick, ticks};
 use crate::rpc::{self, Policy, Service};
 use crate::side_by_side;
 use simulation::Simulation;
@@ -60,12 +61,24 @@ pub struct Config {
     pub report_ms: f64,
     /// Weight of the newest report.
     pub alpha: Alpha,
+    /// When agents read their cores.
+    pub readings: Readings,
     /// Length of the windows in which variance is measured (ms), 0.001 to 3,600,000.
     pub window_ms: f64,
     /// How long new requests come (s). The first tenth is warm-up, and at least as long as two mean connections.
     pub seconds: f64,
     /// Each draws the traffic, server ids, indirection tables and keys; the combinations see the same traffic.
     pub seeds: Vec<u64>,
+}
+
+/// When agents read their cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Readings {
+    /// All of them at the moment of the table.
+    Ideal,
+    /// Each at a moment of its own, as live: what a table is made of is between nothing and a report interval old.
+    Drawn,
 }
 
 impl Default for Config {
@@ -86,6 +99,7 @@ impl Default for Config {
             tables: TableDraw::Balanced,
             report_ms: 100.0,
             alpha: Alpha::PUBLISHED,
+            readings: Readings::Ideal,
             window_ms: 1_000.0,
             seconds: 20.0,
             seeds: (1..=5).collect(),
@@ -126,6 +140,10 @@ pub enum Error {
 }
 
 impl Config {
+    fn in_ticks(&self, seconds: f64) -> Tick {
+        ticks(seconds * 1e6 / self.unit_us)
+    }
+
     /// How long measuring is put off (s).
     fn warm_up_seconds(&self) -> f64 {
         let life = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;

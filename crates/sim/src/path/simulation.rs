@@ -2,13 +2,13 @@
 
 use coreward_model::fleet::{Fleet, FleetShape};
 use coreward_model::policy::{self, Policy as Placement};
-use coreward_model::rss::seeded_rng;
+use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::statistics::{mean, variance_pct};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::traffic::{Event, Id, Traffic};
-use super::{Config, Error, Measured};
+use super::{Config, Error, Measured, Readings};
 use crate::names::UnknownName;
 use crate::rpc::outcome::{Observer as _, Recorder};
 use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, Visitor};
@@ -19,6 +19,7 @@ use crate::rpc::{Policy, Sampler};
 const PURPOSE_FLEET: u64 = 0x7061_7411;
 const PURPOSE_SERVICES: u64 = 0x7061_7412;
 const PURPOSE_HASHES: u64 = 0x7061_7413;
+const PURPOSE_CIRCUMSTANCES: u64 = 0x7061_7414;
 
 /// A fleet, its servers, and what comes to them.
 pub struct Simulation<'a> {
@@ -32,8 +33,19 @@ pub struct Simulation<'a> {
     services: Xoshiro256PlusPlus,
     hashes: Xoshiro256PlusPlus,
     answers: Answers,
+    readings: Vec<Reading>,
     requests: u64,
     windows: Windows,
+}
+
+/// What a server's agent last read of its cores.
+#[derive(Debug, Clone)]
+struct Reading {
+    /// When it reads them next.
+    next: Tick,
+    /// When it last did.
+    measured: Option<Tick>,
+    busy: Vec<Tick>,
 }
 
 /// Takes responses, and knows which connections are open.
@@ -107,9 +119,21 @@ impl<'a> Simulation<'a> {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
         let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
-        let fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let mut fleet = Fleet::new(plan).expect("as many entries as buckets");
+        if config.requests_per_connection == 1.0 {
+            fleet.place_requests();
+        }
         let unknown = |_| UnknownName::new("policy", policy, policy::names());
         let classes = config.service.class_times().len();
+        let mut rng = seeded_rng(seed, PURPOSE_CIRCUMSTANCES);
+        let report = config.in_ticks(config.report_ms / 1e3);
+        let mut reading = |_| {
+            let next = match config.readings {
+                Readings::Ideal => 0,
+                Readings::Drawn => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
+            };
+            Reading { next, measured: None, busy: vec![0; usize::from(config.cores)] }
+        };
         let server = |position| {
             let spec = ServerSpec {
                 policy: dispatch,
@@ -133,6 +157,7 @@ impl<'a> Simulation<'a> {
                 closed: Vec::new(),
                 open: vec![0; usize::from(config.servers)],
             },
+            readings: (0..config.servers).map(&mut reading).collect(),
             requests: 0,
             windows: Windows {
                 busy_before: vec![0; fleet.core_count()],
@@ -147,12 +172,14 @@ impl<'a> Simulation<'a> {
 
     /// Simulates.
     pub fn run(mut self) -> Measured {
-        let of_seconds = |seconds: f64| ticks(seconds * 1e6 / self.config.unit_us);
+        let of_seconds = |seconds: f64| self.config.in_ticks(seconds);
         let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(of_seconds);
         let [report, window] = [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(of_seconds);
+        let report = report.max(1);
         let (mut next_report, mut next_window, mut measuring) = (0, warm_up, false);
+        let mut reading = self.next_reading();
         loop {
-            let now = self.traffic.next_event().min(next_report).min(next_window);
+            let now = self.traffic.next_event().min(next_report).min(next_window).min(self.readings[reading].next);
             if now > end {
                 break;
             }
@@ -163,9 +190,13 @@ impl<'a> Simulation<'a> {
                     measuring = true;
                 }
                 next_window += window.max(1);
+            } else if now == self.readings[reading].next {
+                self.read(reading, now);
+                self.readings[reading].next += report;
+                reading = self.next_reading();
             } else if now == next_report {
                 self.report(now);
-                next_report += report.max(1);
+                next_report += report;
             } else {
                 self.take_event(now);
             }
@@ -222,12 +253,36 @@ impl<'a> Simulation<'a> {
         busy
     }
 
+    /// The server whose agent reads its cores next.
+    fn next_reading(&self) -> usize {
+        let by_time = self.readings.iter().enumerate().min_by_key(|(_, reading)| reading.next);
+        by_time.expect("at least one server").0
+    }
+
+    /// An agent reads its server's cores. Where each request is placed on its own and does not follow the predicted core, none is
+    /// told apart.
+    fn read(&mut self, position: usize, now: Tick) {
+        let server = &mut self.servers[position];
+        server.advance(now, &mut self.answers);
+        let mut busy: Vec<Tick> = server.busy(now).to_vec();
+        if self.config.requests_per_connection == 1.0 && !self.dispatch.follows_rss() {
+            let mean = busy.iter().sum::<Tick>() / busy.len() as Tick;
+            busy.fill(mean);
+        }
+        let reading = &mut self.readings[position];
+        (reading.measured, reading.busy) = (Some(now), busy);
+    }
+
+    /// The controller makes a table of what agents have read.
     fn report(&mut self, now: Tick) {
-        let busy = self.busy(now);
+        for server in &mut self.servers {
+            server.advance(now, &mut self.answers);
+        }
         let ns_per_unit = self.config.unit_us * 1e3;
         let ns = |time: Tick| (crate::rpc::ticks::units(time) * ns_per_unit) as u64;
-        let busy_ns: Vec<u64> = busy.into_iter().map(ns).collect();
-        self.fleet.report(ns(now), &busy_ns, &self.answers.open, self.placement.as_mut());
+        let busy_ns: Vec<u64> = self.readings.iter().flat_map(|reading| &reading.busy).map(|busy| ns(*busy)).collect();
+        let measured_ns: Vec<Option<u64>> = self.readings.iter().map(|reading| reading.measured.map(ns)).collect();
+        self.fleet.report_measured_at(&measured_ns, &busy_ns, &self.answers.open, self.placement.as_mut());
     }
 
     fn close_window(&mut self, now: Tick, measured: bool) {
@@ -256,8 +311,10 @@ mod tests {
         let end = simulation.traffic.next_event() + 300 * ticks(1.0);
         let mut expected = vec![0; simulation.fleet.core_count()];
         let mut cores = Vec::new();
-        simulation.report(0);
-        twin.report(0);
+        for simulation in [&mut simulation, &mut twin] {
+            simulation.read(0, 0);
+            simulation.report(0);
+        }
         while simulation.traffic.next_event() < end {
             let now = simulation.traffic.next_event();
             simulation.take_event(now);

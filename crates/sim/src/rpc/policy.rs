@@ -168,6 +168,11 @@ impl Policy {
         }
     }
 
+    /// Whether a connection's requests reach the core that its hash says, so that an outsider can predict it.
+    pub fn follows_rss(&self) -> bool {
+        matches!(self, Self::Rss | Self::RssRebalanced(_) | Self::WorkStealing(_))
+    }
+
     /// The load below which the queues of this policy are stable, as a fraction of what the cores could serve: requests
     /// of `mean` service time, an interface of `latency` one way. A core whose place is taken until its response has
     /// passed the NIC stands idle for two crossings per request unless more places bridge them. Exact for `cfcfs`, an

@@ -2,7 +2,7 @@
 
 use plotters::style::Color;
 
-use super::canvas::{Area, Drawn, Hold, line, marker, text};
+use super::canvas::{Area, Drawn, Hold, dashed, line, marker, text};
 use super::style::{self, SMALL, TEXT};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::Table;
@@ -16,6 +16,8 @@ const GAP: i32 = 22;
 pub struct Legend {
     /// Index of the series, label, place.
     entries: Vec<(usize, String, (i32, i32))>,
+    /// [`Scenario::look`] of each series.
+    looks: Vec<(usize, bool)>,
     /// The explanation below, in lines.
     remark: Vec<String>,
     rows: i32,
@@ -34,7 +36,8 @@ impl Legend {
             entries.push((index, label, (x, row * ROW)));
             x += wide + GAP;
         }
-        Self { entries, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }
+        let looks = (0..scenario.series.len()).map(|index| scenario.look(index)).collect();
+        Self { entries, looks, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }
     }
 
     /// Pixels.
@@ -46,9 +49,14 @@ impl Legend {
     pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> Drawn {
         for (index, label, place) in &self.entries {
             let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW / 2);
-            let colour = style::colour(*index);
-            line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
-            marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(*index), colour, false)?;
+            let (like, open) = self.looks[*index];
+            let colour = style::colour(like);
+            if open {
+                dashed(area, &[(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(1))?;
+            } else {
+                line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
+            }
+            marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(like), colour, open)?;
             text(area, label, (x + SAMPLE, y), TEXT, style::INK, Hold::Left)?;
         }
         for (index, remark) in self.remark.iter().enumerate() {
@@ -66,6 +74,9 @@ fn remark(scenario: &Scenario, table: &Table) -> String {
         1 => format!("filled: {made} here (one {one})"),
         count => format!("filled: {made} here, median of {count} {several}, lowest to highest as whiskers or band"),
     };
+    if scenario.series.iter().any(|series| series.simulated) {
+        remark += "; open, dashed: simulated";
+    }
     if table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty()) {
         remark += "; open, dashed: published";
     }

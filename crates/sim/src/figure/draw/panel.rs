@@ -29,8 +29,8 @@ const BARS_WITH_VALUES: usize = 18;
 pub struct Frame<'a> {
     panel: &'a Panel,
     numbers: &'a PanelTable,
-    /// Of each curve, its index among all series: its colour.
-    styles: Vec<usize>,
+    /// Of each curve, the index of the series whose colour and shape it has, and whether it is drawn open.
+    styles: Vec<(usize, bool)>,
     x: Scale,
     y: Scale,
     /// Left, top, right, bottom of the place for data.
@@ -49,7 +49,7 @@ impl<'a> Frame<'a> {
     ) -> Self {
         let styles = numbers.curves.iter().map(|curve| {
             let same = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
-            scenario.series.iter().position(same).unwrap_or(0)
+            scenario.look(scenario.series.iter().position(same).unwrap_or(0))
         });
         let (top, bottom) = (origin.1 + TOP, origin.1 + size.1 - BOTTOM);
         let marks = panel.mark.iter().map(|mark| mark.y);
@@ -73,9 +73,9 @@ impl<'a> Frame<'a> {
         self.draw_axes(area)?;
         match self.panel.draw {
             Draw::Lines => {
-                for (curve, index) in self.numbers.curves.iter().zip(&self.styles) {
+                for (curve, (index, open)) in self.numbers.curves.iter().zip(&self.styles) {
                     self.draw_published(area, &curve.published, *index)?;
-                    self.draw_curve(area, &curve.cells, *index)?;
+                    self.draw_curve(area, &curve.cells, *index, *open)?;
                 }
                 Ok(())
             }
@@ -131,7 +131,7 @@ impl<'a> Frame<'a> {
         points.iter().map(|(x, y)| (self.x.pixel(*x), self.y.pixel(*y))).collect()
     }
 
-    fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize) -> Drawn {
+    fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize, open: bool) -> Drawn {
         let colour = colour(index);
         let medians: Vec<(f64, f64)> = cells.iter().map(|cell| (cell.x, cell.spread.median)).collect();
         if cells.len() > MANY_POINTS {
@@ -141,7 +141,11 @@ impl<'a> Frame<'a> {
             area.draw(&Polygon::new(outline, colour.mix(0.15).filled()))?;
         }
         for piece in self.y.cut(&medians) {
-            line(area, self.pixels(&piece), colour.stroke_width(2))?;
+            if open {
+                dashed(area, &self.pixels(&piece), colour.stroke_width(1))?;
+            } else {
+                line(area, self.pixels(&piece), colour.stroke_width(2))?;
+            }
         }
         if cells.len() > MANY_POINTS {
             return Ok(());
@@ -152,7 +156,7 @@ impl<'a> Frame<'a> {
                 whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
             }
             if self.y.shows(cell.spread.median) {
-                marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, false)?;
+                marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, open)?;
             }
         }
         Ok(())
@@ -185,11 +189,11 @@ impl<'a> Frame<'a> {
         let with_values = slots * groups.len() <= BARS_WITH_VALUES;
         for (group, x) in groups.iter().enumerate() {
             let mut left = group as f64 + GROUP_GAP / 2.0;
-            for (curve, index) in self.numbers.curves.iter().zip(&self.styles) {
+            for (curve, (index, open)) in self.numbers.curves.iter().zip(&self.styles) {
                 let ours = curve.cells.iter().find(|cell| cell.x == *x);
                 let spread = ours.map(|cell| (cell.spread.low, cell.spread.high));
                 if let Some(cell) = ours {
-                    self.draw_bar(area, (left, left + wide), cell.spread.median, spread, *index, false, with_values)?;
+                    self.draw_bar(area, (left, left + wide), cell.spread.median, spread, *index, *open, with_values)?;
                 }
                 left += wide;
                 if published {

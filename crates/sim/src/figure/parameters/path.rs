@@ -3,7 +3,7 @@
 use super::{Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
 use crate::figure::scenario::{Measure, Swept};
-use crate::path::Config;
+use crate::path::{Config, Readings};
 use crate::rpc::{Policy, Service};
 
 /// The name of this kind in scenario files.
@@ -34,6 +34,8 @@ parameters! {
         pub request_gap: f64,
         /// Time between two reports.
         pub report_ms: f64,
+        /// When agents read their cores: `ideal` or `drawn`.
+        pub readings: Readings,
         /// Length of the windows in which variance is measured.
         pub window_ms: f64,
         /// How long requests come.
@@ -82,6 +84,7 @@ impl Path {
             requests_per_connection: self.requests_per_connection.unwrap_or(default.requests_per_connection),
             request_gap: self.request_gap.unwrap_or(default.request_gap),
             report_ms: self.report_ms.unwrap_or(default.report_ms),
+            readings: self.readings.unwrap_or(default.readings),
             window_ms: self.window_ms.unwrap_or(default.window_ms),
             seconds: self.seconds.ok_or(missing("seconds"))?,
             seeds: vec![seed],

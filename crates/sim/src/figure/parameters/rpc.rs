@@ -91,7 +91,7 @@ impl Rpc {
                     unit: self.slo_unit.unwrap_or_default().0,
                 })
             }
-            Measure::P99 | Measure::ShortP99 | Measure::LongP99 | Measure::Mean => {
+            Measure::P99 | Measure::ShortP99 | Measure::LongP99 | Measure::Mean | Measure::LongAnsweredPct => {
                 let carried = config.policy.capacity(config.service.mean(), config.latency);
                 let passed = self.dispatcher_limit.unwrap_or(f64::INFINITY);
                 if config.load >= carried || throughput(&config, config.load) >= passed {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use coreward_config::{ConfigError, Source, Spanned};
+use coreward_config::{Mistake, Source, Spanned};
 
 use super::{Draw, Panel, Scenario, Swept};
 use crate::figure::claim::{Claim, Quantity, Ratio, same_point};
@@ -15,7 +15,7 @@ type Wrong = (Range<usize>, String);
 
 /// # Errors
 /// The first thing that is wrong.
-pub fn check(scenario: &Scenario, source: &Source) -> Result<(), ConfigError> {
+pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Mistake> {
     let checks = [seeds, kinds, names, axes, published, claims, runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))
 }
@@ -36,11 +36,24 @@ fn present(kinds: [bool; 4]) -> Vec<&'static str> {
 fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
     let common =
         present([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
-    let common: Vec<&str> = common.into_iter().chain(scenario.live.as_ref().map(|_| "live")).collect();
-    let [kind] = common[..] else {
-        let found = if common.is_empty() { "none".to_owned() } else { common.join(", ") };
-        return Err((0..0, format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path], [live]")));
+    // What is measured may be simulated, too.
+    let kind = match (&common[..], &scenario.live) {
+        ([kind], _) => *kind,
+        ([], Some(_)) => "live",
+        _ => {
+            let found = if common.is_empty() { "none".to_owned() } else { common.join(", ") };
+            return Err((
+                0..0,
+                format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path], [live]"),
+            ));
+        }
     };
+    if let Some(series) = scenario.series.iter().find(|series| series.simulated)
+        && (scenario.live.is_none() || kind == "live")
+    {
+        let message = "simulated = true: expected [live], and one of [rpc], [lb], [pcc], [path] beside it";
+        return Err((series.label.span(), message.to_owned()));
+    }
     let of_series = scenario.series.iter().map(|series| {
         let parts = [series.rpc.is_some(), series.lb.is_some(), series.pcc.is_some(), series.path.is_some()];
         (series.label.span(), parts)
@@ -135,6 +148,13 @@ fn published(scenario: &Scenario) -> Result<(), Wrong> {
 
 fn claims(scenario: &Scenario) -> Result<(), Wrong> {
     scenario.claim.iter().try_for_each(|claim| check_claim(scenario, claim))
+}
+
+impl Scenario {
+    /// Whether everything is there that the claim names.
+    pub fn can_judge(&self, claim: &Claim) -> bool {
+        check_claim(self, claim).is_ok()
+    }
 }
 
 fn check_claim(scenario: &Scenario, claim: &Claim) -> Result<(), Wrong> {

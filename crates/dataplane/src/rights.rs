@@ -10,8 +10,7 @@ const CAP_SYS_ADMIN: u32 = 21;
 /// # Errors
 /// When a right is missing; the error names it.
 pub fn require(command: &str) -> anyhow::Result<()> {
-    let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
-    let missing = missing(&status).context("/proc/self/status names no effective capabilities (CapEff)")?;
+    let missing = missing()?;
     anyhow::ensure!(
         missing.is_empty(),
         "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need no \
@@ -21,8 +20,17 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The names of the rights that this process lacks; none: it may do everything that a daemon in the packet path does.
+///
+/// # Errors
+/// When /proc does not tell.
+pub fn missing() -> anyhow::Result<Vec<&'static str>> {
+    let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
+    missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
+}
+
 /// The names of those of [`NEEDED`] that are missing; `None` when `status` does not tell.
-fn missing(status: &str) -> Option<Vec<&'static str>> {
+fn missing_in(status: &str) -> Option<Vec<&'static str>> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective = u64::from_str_radix(effective.trim(), 16).ok()?;
     let has = |number: u32| effective & 1 << number != 0;
@@ -38,13 +46,13 @@ mod tests {
     #[test]
     fn rights_are_read_from_the_effective_set() {
         let status = |mask: &str| format!("Name:\tx\nCapPrm:\tffffffffffffffff\nCapEff:\t{mask}\n");
-        assert_eq!(missing(&status("000001ffffffffff")), Some(vec![]));
+        assert_eq!(missing_in(&status("000001ffffffffff")), Some(vec![]));
         assert_eq!(
-            missing(&status("0000000000000000")),
+            missing_in(&status("0000000000000000")),
             Some(vec!["CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_PERFMON", "CAP_BPF"])
         );
         // CAP_SYS_ADMIN, CAP_NET_ADMIN.
-        assert_eq!(missing(&status("0000000000201000")), Some(vec!["CAP_NET_RAW"]));
-        assert_eq!(missing("Name:\tx\n"), None);
+        assert_eq!(missing_in(&status("0000000000201000")), Some(vec!["CAP_NET_RAW"]));
+        assert_eq!(missing_in("Name:\tx\n"), None);
     }
 }

@@ -1,0 +1,30 @@
+//! What Prometheus is told.
+
+use std::collections::BTreeMap;
+
+use coreward_metrics::page::Page;
+use coreward_metrics::parts;
+use coreward_metrics::table::Part;
+
+use super::{Agent, named};
+use crate::{connections, dispatch};
+
+impl Agent {
+    /// Everything, as it is now; the cores' busy time as of the newest report.
+    pub fn metrics(&self) -> Page {
+        let mut page = parts::begin(Part::Agent);
+        let server = self.config.server.as_str();
+        page.add("coreward_configuration_generation", &[], self.confirmed() as f64);
+        page.add("coreward_agent_reports_total", &[], self.sequence as f64);
+        page.add("coreward_agent_open_connections", &[], connections::open().into());
+        page.add("coreward_server_warnings", &[server], self.warnings.len() as f64);
+        for (core, busy_ns) in self.readings.iter().enumerate() {
+            page.add("coreward_agent_core_busy_seconds_total", &[&core.to_string()], *busy_ns as f64 / 1e9);
+        }
+        let counters: BTreeMap<String, u64> = named(&self.programs.counters(), &self.steering).into_iter().collect();
+        parts::server_counters(&mut page, server, self.rss_counters(), counters.iter());
+        let dispatched = self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default();
+        parts::dispatch(&mut page, server, &dispatched);
+        page
+    }
+}

@@ -1,0 +1,356 @@
+//! Values of a file: how each is written, what is expected, and its JSON schema.
+
+use std::fmt::Display;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde_json::{Value, json};
+use toml::Spanned;
+use toml::de::{DeInteger, DeValue};
+
+use crate::{Reader, Span};
+
+/// Something that can stand in a file.
+pub trait Form: Sized {
+    /// Whether a key with it must be there.
+    const REQUIRED: bool = true;
+
+    /// Reads it; `None` when it is wrong, which the reader then has on its list.
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
+
+    /// What is to be written, after "expected".
+    fn expected() -> String;
+
+    /// Its JSON schema: accepts whatever `read` does.
+    fn schema() -> Value;
+
+    /// What it is where its key is missing.
+    fn absent() -> Option<Self> {
+        None
+    }
+
+    /// What it is where it was written but wrong.
+    fn wrong() -> Option<Self> {
+        None
+    }
+}
+
+/// A value that must be there, and where it is. When it is wrong or missing, which is on the list of mistakes then, the
+/// table around it can be checked all the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Field<T> {
+    /// `None`: a mistake.
+    pub value: Option<T>,
+    /// Its bytes.
+    pub span: Span,
+}
+
+impl<T: Form> Form for Field<T> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        Some(Self { value: T::read(value, reader), span: value.span() })
+    }
+
+    fn expected() -> String {
+        T::expected()
+    }
+
+    fn schema() -> Value {
+        T::schema()
+    }
+
+    fn absent() -> Option<Self> {
+        Some(Self { value: None, span: 0..0 })
+    }
+}
+
+impl<T: Form> Form for Option<T> {
+    const REQUIRED: bool = false;
+
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        T::read(value, reader).map(Some)
+    }
+
+    fn expected() -> String {
+        T::expected()
+    }
+
+    fn schema() -> Value {
+        T::schema()
+    }
+
+    fn absent() -> Option<Self> {
+        Some(None)
+    }
+
+    fn wrong() -> Option<Self> {
+        Some(None)
+    }
+}
+
+impl<T: Form> Form for Spanned<T> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        T::read(value, reader).map(|read| Spanned::new(value.span(), read))
+    }
+
+    fn expected() -> String {
+        T::expected()
+    }
+
+    fn schema() -> Value {
+        T::schema()
+    }
+}
+
+/// Those that are right; the others are on the list of mistakes.
+impl<T: Form> Form for Vec<T> {
+    const REQUIRED: bool = false;
+
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let DeValue::Array(values) = value.get_ref() else { return reader.wrong_type::<Self>(value) };
+        Some(values.iter().filter_map(|value| T::read(value, reader)).collect())
+    }
+
+    fn expected() -> String {
+        format!("a list: each {}", T::expected())
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "array", "items": T::schema() })
+    }
+
+    fn absent() -> Option<Self> {
+        Some(Vec::new())
+    }
+
+    fn wrong() -> Option<Self> {
+        Some(Vec::new())
+    }
+}
+
+impl Form for bool {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        value.get_ref().as_bool().or_else(|| reader.wrong_type::<Self>(value))
+    }
+
+    fn expected() -> String {
+        "true or false".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "boolean" })
+    }
+}
+
+impl Form for String {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        match value.get_ref() {
+            DeValue::String(text) => Some(text.to_string()),
+            _ => reader.wrong_type::<Self>(value),
+        }
+    }
+
+    fn expected() -> String {
+        "a text in quotes".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string" })
+    }
+}
+
+impl Form for PathBuf {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |path| match path {
+            "" => Err(format!("an empty path: expected {}", Self::expected())),
+            path => Ok(PathBuf::from(path)),
+        })
+    }
+
+    fn expected() -> String {
+        "a path in quotes".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "minLength": 1 })
+    }
+}
+
+impl Form for f64 {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        match value.get_ref() {
+            DeValue::Float(float) => float.as_str().replace('_', "").parse().ok(),
+            DeValue::Integer(integer) => signed(integer).map(|integer| integer as f64),
+            _ => None,
+        }
+        .or_else(|| reader.wrong_type::<Self>(value))
+    }
+
+    fn expected() -> String {
+        "a number".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "number" })
+    }
+}
+
+/// TOML's integers have 64 bits and a sign.
+fn signed(integer: &DeInteger<'_>) -> Option<i64> {
+    i64::from_str_radix(integer.as_str(), integer.radix()).ok()
+}
+
+impl Form for u64 {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let integer = value.get_ref().as_integer().and_then(signed).and_then(|integer| u64::try_from(integer).ok());
+        integer.or_else(|| {
+            if value.get_ref().is_integer() {
+                let written = reader.written(&value.span()).to_owned();
+                reader.mistake(value.span(), format!("{written}: expected {}", Self::expected()));
+                return None;
+            }
+            reader.wrong_type::<Self>(value)
+        })
+    }
+
+    fn expected() -> String {
+        "a whole number from 0 on".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "integer", "minimum": 0 })
+    }
+}
+
+impl Form for usize {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        usize::try_from(u64::read(value, reader)?).ok()
+    }
+
+    fn expected() -> String {
+        u64::expected()
+    }
+
+    fn schema() -> Value {
+        u64::schema()
+    }
+}
+
+/// A whole number from `LEAST` to `MOST`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Number<const LEAST: u64, const MOST: u64>(pub u64);
+
+impl<const LEAST: u64, const MOST: u64> Form for Number<LEAST, MOST> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        match value.get_ref() {
+            DeValue::Integer(integer) => {
+                let known = signed(integer).and_then(|integer| u64::try_from(integer).ok());
+                let number = known.filter(|number| (LEAST..=MOST).contains(number)).map(Self);
+                let written = reader.written(&value.span()).to_owned();
+                reader.taken(number.ok_or_else(|| format!("{written}: expected {}", Self::expected())), value.span())
+            }
+            _ => reader.wrong_type::<Self>(value),
+        }
+    }
+
+    fn expected() -> String {
+        format!("a whole number from {LEAST} to {MOST}")
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "integer", "minimum": LEAST, "maximum": MOST })
+    }
+}
+
+/// A name: not empty, no blanks or control characters, so that logs and tables stay readable.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Name(pub String);
+
+/// Bytes.
+const LONGEST_NAME: usize = 64;
+
+impl Form for Name {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |name| {
+            let readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
+            match name.is_empty() || !readable || name.len() > LONGEST_NAME {
+                true => Err(format!("name {name:?}: expected {}", Self::expected())),
+                false => Ok(Self(name.to_owned())),
+            }
+        })
+    }
+
+    fn expected() -> String {
+        format!("1 to {LONGEST_NAME} bytes without blanks")
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "minLength": 1, "maxLength": LONGEST_NAME, "pattern": r"^\S+$" })
+    }
+}
+
+impl Form for Ipv4Addr {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        from_text(value, reader)
+    }
+
+    fn expected() -> String {
+        "an IPv4 address, as \"10.2.0.1\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^[0-9]+(\.[0-9]+){3}$" })
+    }
+}
+
+impl Form for SocketAddr {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        from_text(value, reader)
+    }
+
+    fn expected() -> String {
+        "an address and a port, as \"10.1.0.1:7400\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": ":[0-9]+$" })
+    }
+}
+
+fn from_text<T: Form + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
+    parsed(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
+}
+
+/// A value that is written as a text.
+pub fn parsed<T: Form, E: Display>(
+    value: &Spanned<DeValue<'_>>,
+    reader: &mut Reader<'_>,
+    parse: impl FnOnce(&str) -> Result<T, E>,
+) -> Option<T> {
+    match value.get_ref() {
+        DeValue::String(text) => reader.taken(parse(text), value.span()),
+        _ => reader.wrong_type::<T>(value),
+    }
+}
+
+/// One of several names; `what`: what kind of thing they name.
+pub fn choice<T: Form>(
+    what: &str,
+    all: Vec<(String, T)>,
+    value: &Spanned<DeValue<'_>>,
+    reader: &mut Reader<'_>,
+) -> Option<T> {
+    let DeValue::String(given) = value.get_ref() else { return reader.wrong_type::<T>(value) };
+    let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
+    let known = all.into_iter().find(|(name, _)| name.as_str() == given.as_ref()).map(|(_, known)| known);
+    if known.is_none() {
+        let message = format!("{what} {given:?} is not known: expected {}", T::expected());
+        reader.unknown_name(value.span(), message, given, names.iter().map(String::as_str));
+    }
+    known
+}
+
+/// The schema of one of several names.
+pub fn choice_schema(names: impl IntoIterator<Item = String>) -> Value {
+    json!({ "type": "string", "enum": names.into_iter().collect::<Vec<_>>() })
+}

@@ -1,0 +1,209 @@
+//! Descriptions of tables and names.
+
+/// Describes a table of a file: a struct with its keys. The doc comment of a field is what the JSON schema says of the
+/// key.
+///
+/// ```
+/// coreward_config::table! {
+///     /// A daemon's file.
+///     #[derive(Debug)]
+///     pub struct Daemon {
+///         /// What it is called.
+///         pub name: coreward_config::Name,
+///         /// How often it looks.
+///         pub interval: Option<coreward_config::Period<{ coreward_config::SECOND }, { coreward_config::MINUTE }>>,
+///         /// What it serves.
+///         pub services as "service": Vec<String>,
+///         /// Whether it tells.
+///         pub verbose: bool = false,
+///     }
+///     old {
+///         "interval_s" => coreward_config::OldKey::Time { unit: "s", new: "interval" },
+///     }
+/// }
+/// let source = coreward_config::Source::from_text("daemon.toml", "name = \"a\"\ninterval_s = 5\n");
+/// let mistakes = source.read_as(|daemon: Daemon, _| Some(daemon)).unwrap_err();
+/// assert_eq!(
+///     mistakes.to_string(),
+///     "daemon.toml:2:1: key `interval_s`: is called `interval` now: expected interval = \"5s\""
+/// );
+/// ```
+///
+/// `as "service"`: the key, where it is not the field's name. `= false`: what it is when its key is not there (or wrong:
+/// the mistake is on the list then). Without that, its type says: an `Option` or a `Vec` may be missing, other types not.
+#[macro_export]
+macro_rules! table {
+    (
+        $(#[$meta:meta])*
+        $visibility:vis struct $name:ident {
+            $(
+                $(#[doc = $doc:literal])*
+                $field_visibility:vis $field:ident $(as $key:literal)? : $type:ty $(= $default:expr)?
+            ),* $(,)?
+        }
+        $(old { $($old:literal => $became:expr),* $(,)? })?
+    ) => {
+        $(#[$meta])*
+        $visibility struct $name {
+            $($(#[doc = $doc])* $field_visibility $field: $type,)*
+        }
+
+        impl $crate::Form for $name {
+            fn read(
+                value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
+                reader: &mut $crate::Reader<'_>,
+            ) -> Option<Self> {
+                let known = &[$($crate::table!(@key $field $($key)?)),*];
+                let old: &[(&str, $crate::OldKey)] = &[$($(($old, $became)),*)?];
+                let table = reader.table::<Self>(value, known, old)?;
+                // All of them before the first that is missing ends it.
+                $(let $field: Option<$type> =
+                    table.key($crate::table!(@key $field $($key)?), $crate::table!(@default $($default)?), reader);)*
+                Some(Self { $($field: $field?),* })
+            }
+
+            fn expected() -> String {
+                "a table".to_owned()
+            }
+
+            fn schema() -> $crate::serde_json::Value {
+                let mut properties = $crate::serde_json::Map::new();
+                let mut required: Vec<&str> = Vec::new();
+                $(
+                    let key = $crate::table!(@key $field $($key)?);
+                    let mut schema = <$type as $crate::Form>::schema();
+                    schema["description"] = concat!($($doc),*).trim().into();
+                    properties.insert(key.to_owned(), schema);
+                    let has_default = $crate::table!(@has $($default)?);
+                    if <$type as $crate::Form>::REQUIRED && !has_default {
+                        required.push(key);
+                    }
+                )*
+                $crate::serde_json::json!({
+                    "type": "object",
+                    "properties": properties,
+                    "required": required,
+                    "additionalProperties": false,
+                })
+            }
+        }
+    };
+    (@key $field:ident) => { stringify!($field) };
+    (@key $field:ident $key:literal) => { $key };
+    (@default) => { None };
+    (@default $default:expr) => { Some(|| $default) };
+    (@has) => { false };
+    (@has $default:expr) => { true };
+}
+
+/// Makes a type a [`Form`](crate::Form) that is written as one of several names: the type, what it is in a mistake, and an
+/// iterable of all names and values.
+#[macro_export]
+macro_rules! choices {
+    ($type:ty, $what:expr, $all:expr) => {
+        impl $crate::Form for $type {
+            fn read(
+                value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
+                reader: &mut $crate::Reader<'_>,
+            ) -> Option<Self> {
+                $crate::choice($what, IntoIterator::into_iter($all).collect(), value, reader)
+            }
+
+            fn expected() -> String {
+                let all: Vec<(String, Self)> = IntoIterator::into_iter($all).collect();
+                let names: Vec<String> = all.into_iter().map(|(name, _)| format!("\"{name}\"")).collect();
+                match names.split_last() {
+                    Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+                    _ => names.concat(),
+                }
+            }
+
+            fn schema() -> $crate::serde_json::Value {
+                let all: Vec<(String, Self)> = IntoIterator::into_iter($all).collect();
+                $crate::choice_schema(all.into_iter().map(|(name, _)| name))
+            }
+        }
+    };
+}
+
+/// Describes a table that is one of several, by the name under one of its keys: an enum whose variants have that name and
+/// their own keys.
+#[macro_export]
+macro_rules! tagged_table {
+    (
+        $(#[$meta:meta])*
+        $visibility:vis enum $name:ident by $tag:literal {
+            $(
+                $(#[doc = $variant_doc:literal])*
+                $variant:ident as $variant_name:literal {
+                    $(
+                        $(#[doc = $doc:literal])*
+                        $field:ident : $type:ty $(= $default:expr)?
+                    ),* $(,)?
+                }
+            ),* $(,)?
+        }
+    ) => {
+        $(#[$meta])*
+        $visibility enum $name {
+            $($(#[doc = $variant_doc])* $variant { $($(#[doc = $doc])* $field: $type),* },)*
+        }
+
+        impl $crate::Form for $name {
+            fn read(
+                value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
+                reader: &mut $crate::Reader<'_>,
+            ) -> Option<Self> {
+                struct Tag(&'static str);
+                $crate::choices!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
+                // Which keys there may be is known once the tag is.
+                let all = &[$tag $($(, stringify!($field))*)*];
+                let named = value.get_ref().as_table().and_then(|table| table.get($tag)?.get_ref().as_str());
+                let known: &[&str] = match named {
+                    $(Some($variant_name) => &[$tag $(, stringify!($field))*],)*
+                    _ => all,
+                };
+                let table = reader.table::<Self>(value, known, &[])?;
+                match table.key::<Tag>($tag, None, reader)?.0 {
+                    $($variant_name => {
+                        $(let $field: Option<$type> =
+                            table.key(stringify!($field), $crate::table!(@default $($default)?), reader);)*
+                        Some(Self::$variant { $($field: $field?),* })
+                    })*
+                    _ => None,
+                }
+            }
+
+            fn expected() -> String {
+                "a table".to_owned()
+            }
+
+            fn schema() -> $crate::serde_json::Value {
+                let mut variants: Vec<$crate::serde_json::Value> = Vec::new();
+                $({
+                    #[allow(unused_mut)]
+                    let mut properties = $crate::serde_json::Map::new();
+                    #[allow(unused_mut)]
+                    let mut required = vec![$tag];
+                    properties.insert($tag.to_owned(), $crate::serde_json::json!({ "enum": [$variant_name] }));
+                    $(
+                        let mut schema = <$type as $crate::Form>::schema();
+                        schema["description"] = concat!($($doc),*).trim().into();
+                        properties.insert(stringify!($field).to_owned(), schema);
+                        let has_default = $crate::table!(@has $($default)?);
+                        if <$type as $crate::Form>::REQUIRED && !has_default {
+                            required.push(stringify!($field));
+                        }
+                    )*
+                    variants.push($crate::serde_json::json!({
+                        "type": "object",
+                        "properties": properties,
+                        "required": required,
+                        "additionalProperties": false,
+                    }));
+                })*
+                $crate::serde_json::json!({ "oneOf": variants })
+            }
+        }
+    };
+}

@@ -1,0 +1,60 @@
+//! How values of the model are written.
+
+use coreward_model::ServerId;
+use coreward_model::connection_table::TableSize;
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::load::Alpha;
+use coreward_model::placement::BucketCount;
+use coreward_model::policy::{Capacity, Weight};
+use coreward_model::rss::RssKey;
+use coreward_model::tuple::Protocol;
+use serde_json::{Value, json};
+use toml::Spanned;
+use toml::de::DeValue;
+
+use crate::{Form, Reader, SecretText, choices};
+
+/// A value that is written as a number.
+macro_rules! number {
+    ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
+        impl Form for $type {
+            fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+                let written = <$written>::read(value, reader)?;
+                reader.taken($parse(written), value.span())
+            }
+
+            fn expected() -> String {
+                $expected.into()
+            }
+
+            fn schema() -> Value {
+                json!($schema)
+            }
+        }
+    };
+}
+
+number!(Alpha as f64, Alpha::new, "a number above 0, at most 1", { "type": "number", "exclusiveMinimum": 0, "maximum": 1 });
+number!(BucketCount as u64, BucketCount::new, "a power of two from 1 to 2048",
+    { "type": "integer", "enum": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048] });
+number!(ServerId as u64, ServerId::try_from, format!("0 to {}", ServerId::COUNT - 1),
+    { "type": "integer", "minimum": 0, "maximum": ServerId::COUNT - 1 });
+number!(Weight as u64, Weight::new, format!("0 (no new connections) to {}", Weight::LARGEST),
+    { "type": "integer", "minimum": 0, "maximum": Weight::LARGEST });
+number!(Capacity as f64, Capacity::new, "a number above 0, at most 1000000: cores of the usual speed",
+    { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
+number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194304",
+    { "type": "integer", "minimum": 1024, "maximum": 4_194_304 });
+
+choices!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
+choices!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));
+choices!(
+    Timestamps,
+    "who stamps,",
+    [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off].map(|who| (who.name().to_owned(), who))
+);
+
+impl SecretText for RssKey {
+    const EXPECTED: &'static str =
+        "an RSS key: 40 to 52 bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)";
+}

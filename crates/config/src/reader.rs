@@ -1,0 +1,237 @@
+//! Goes through a file's values and collects what is wrong.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::mistake::{SHOWN, nearest};
+use crate::source::{key_at, one_line};
+use crate::{Form, Mistake, Mistakes, Source, Span};
+
+/// Reads one file. A value that is wrong is noted, and the reading goes on.
+pub struct Reader<'a> {
+    source: &'a Source,
+    /// Of the value that is being read.
+    keys: Vec<String>,
+    found: Vec<Found>,
+    more: usize,
+    syntax: Syntax,
+}
+
+/// A mistake before its line is known.
+struct Found {
+    span: Span,
+    /// `None`: that at the place.
+    key: Option<String>,
+    message: String,
+    nearest: Option<String>,
+}
+
+/// What the errors of syntax leave to be said of the rest.
+#[derive(Default)]
+struct Syntax {
+    is_wrong: bool,
+    /// Lines that are no good.
+    lines: Vec<usize>,
+    /// From here on tables may not be what was meant.
+    doubtful_from: Option<usize>,
+}
+
+/// What became of a key that is no more.
+#[derive(Debug, Clone, Copy)]
+pub enum OldKey {
+    /// A number of this unit; now a time with its unit, under this name.
+    Time {
+        /// As it is written now.
+        unit: &'static str,
+        /// The new key.
+        new: &'static str,
+    },
+    /// In words, after "expected".
+    Moved(&'static str),
+}
+
+impl<'a> Reader<'a> {
+    pub(crate) fn read<T: Form, U>(
+        source: &'a Source,
+        check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
+    ) -> Result<U, Mistakes> {
+        let (table, errors) = DeTable::parse_recoverable(source.text());
+        let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), more: 0, syntax: Syntax::default() };
+        for error in &errors {
+            reader.syntax_error(error);
+        }
+        let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
+        let read = T::read(&root, &mut reader);
+        // Half a file says nothing of how its values go together.
+        let checked = if reader.syntax.is_wrong { None } else { read.and_then(|read| check(read, &mut reader)) };
+        match checked {
+            Some(checked) if reader.found.is_empty() => Ok(checked),
+            _ => Err(reader.mistakes(root.get_ref())),
+        }
+    }
+
+    fn syntax_error(&mut self, error: &toml::de::Error) {
+        let span = error.span().unwrap_or_default();
+        let line = self.source.line(&span);
+        self.syntax.is_wrong = true;
+        self.syntax.lines.push(line);
+        let text = self.source.text().lines().nth(line - 1).unwrap_or_default();
+        if text.trim_start().starts_with('[') {
+            self.syntax.doubtful_from = Some(self.syntax.doubtful_from.map_or(line, |first| first.min(line)));
+        }
+        // Where the parser points at nothing (what is missing stands there) no key is to be guessed.
+        let key = span.is_empty().then(String::new);
+        let message = one_line(error.message());
+        self.found.push(Found { span, key, message, nearest: None });
+    }
+
+    fn mistakes(self, root: &DeValue<'_>) -> Mistakes {
+        let source = self.source;
+        let mistake = |found: Found| {
+            let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();
+            let mistake = Mistake::new(source.path(), source.place(&found.span), key, &found.message);
+            Mistake { nearest: found.nearest.map(String::into), ..mistake }
+        };
+        let mut list: Vec<Mistake> = self.found.into_iter().map(mistake).collect();
+        list.sort_by_key(|mistake| mistake.place);
+        Mistakes { list, more: self.more }
+    }
+
+    /// Notes a mistake at a place of the file. `message`: "what was found: expected what was expected".
+    pub fn mistake(&mut self, span: Span, message: impl Display) {
+        self.note(Found { span, key: None, message: message.to_string(), nearest: None });
+    }
+
+    /// The same of a name that is none of `known`.
+    pub fn unknown_name<'n>(
+        &mut self,
+        span: Span,
+        message: impl Display,
+        given: &str,
+        known: impl IntoIterator<Item = &'n str>,
+    ) {
+        let nearest = nearest(given, known).map(str::to_owned);
+        self.note(Found { span, key: None, message: message.to_string(), nearest });
+    }
+
+    fn note(&mut self, mut found: Found) {
+        if self.syntax.is_wrong {
+            let line = self.source.line(&found.span);
+            if self.syntax.lines.contains(&line) || self.syntax.doubtful_from.is_some_and(|first| first <= line) {
+                return;
+            }
+        }
+        // While a value is read, its key is known without a search.
+        if found.key.is_none() && !self.keys.is_empty() {
+            found.key = Some(self.keys.join("."));
+        }
+        match self.found.len() < SHOWN {
+            true => self.found.push(found),
+            false => self.more += 1,
+        }
+    }
+
+    /// The value, or a mistake at its place.
+    pub fn taken<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
+        outcome.map_err(|message| self.mistake(span, message)).ok()
+    }
+
+    /// Notes that a value is of another type than `T`'s.
+    pub fn wrong_type<T: Form>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
+        let (kind, written) = (value.get_ref().type_str(), self.written(&value.span()));
+        let found = match value.get_ref() {
+            DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
+            _ => format!("{written} is a TOML {kind}"),
+        };
+        self.mistake(value.span(), format!("{found}: expected {}", T::expected()));
+        None
+    }
+
+    /// Whether anything is wrong so far.
+    pub fn has_found_any(&self) -> bool {
+        !self.found.is_empty()
+    }
+
+    /// The file's text at `span`.
+    pub fn written(&self, span: &Span) -> &str {
+        self.source.text().get(span.clone()).unwrap_or_default()
+    }
+
+    /// The line in which `span` begins, counted from 1.
+    pub fn line(&self, span: &Span) -> usize {
+        self.source.line(span)
+    }
+
+    /// The file that is read.
+    pub fn source(&self) -> &Source {
+        self.source
+    }
+
+    /// A path that is relative to the file's own folder.
+    pub fn beside(&self, path: &Path) -> PathBuf {
+        self.source.path().parent().unwrap_or(Path::new("")).join(path)
+    }
+
+    /// The value as a table of which only these keys are known; `None`, and a mistake, when it is none.
+    pub fn table<'v, 'i, T: Form>(
+        &mut self,
+        value: &'v Spanned<DeValue<'i>>,
+        known: &[&str],
+        old: &[(&str, OldKey)],
+    ) -> Option<TableReader<'v, 'i>> {
+        let DeValue::Table(table) = value.get_ref() else {
+            self.wrong_type::<T>(value);
+            return None;
+        };
+        for (key, value) in table.iter().filter(|(key, _)| !known.contains(&key.get_ref().as_ref())) {
+            self.unknown_key(key.get_ref(), key.span(), value.span(), known, old);
+        }
+        Some(TableReader { table, span: value.span() })
+    }
+
+    fn unknown_key(&mut self, key: &str, at: Span, value: Span, known: &[&str], old: &[(&str, OldKey)]) {
+        self.keys.push(key.to_owned());
+        match old.iter().find(|(name, _)| *name == key).map(|(_, old)| old) {
+            Some(OldKey::Time { unit, new }) => {
+                let number = self.written(&value).to_owned();
+                self.mistake(at, format!("is called `{new}` now: expected {new} = \"{number}{unit}\""));
+            }
+            Some(OldKey::Moved(expected)) => self.mistake(at, format!("is not known here: expected {expected}")),
+            None => {
+                let list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+                let message = format!("is not known: expected one of {list}");
+                self.unknown_name(at, message, key, known.iter().copied());
+            }
+        }
+        self.keys.pop();
+    }
+}
+
+/// A table whose keys are read one by one.
+pub struct TableReader<'v, 'i> {
+    table: &'v DeTable<'i>,
+    span: Span,
+}
+
+impl TableReader<'_, '_> {
+    /// The value of a key; what it is when it is not there: `default`, or what its type says. `None`, and a mistake, when
+    /// it is wrong or missing and there is nothing else.
+    pub fn key<T: Form>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
+        reader.keys.push(key.to_owned());
+        let value = match self.table.get(key) {
+            Some(value) => T::read(value, reader).or_else(|| T::wrong()),
+            None if default.is_some() => None,
+            None => {
+                if T::REQUIRED && !reader.syntax.is_wrong {
+                    reader.mistake(self.span.clone(), format!("is missing: expected {}", T::expected()));
+                }
+                T::absent()
+            }
+        };
+        reader.keys.pop();
+        value.or_else(|| default.map(|default| default()))
+    }
+}

@@ -1,0 +1,82 @@
+//! Secrets stand in files of their own, which only their owner can read, and are never printed.
+
+use std::fmt;
+use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::str::FromStr;
+
+use serde_json::{Value, json};
+use toml::Spanned;
+use toml::de::DeValue;
+
+use crate::{Form, Reader};
+
+/// What a key ending in `_file` names: the secret in that file.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret<T>(T);
+
+/// A secret that is written as text. (What its own error would say is not shown: it may quote the secret.)
+pub trait SecretText: FromStr {
+    /// What the file must hold.
+    const EXPECTED: &'static str;
+}
+
+impl<T> Secret<T> {
+    /// From elsewhere than a file.
+    pub fn new(secret: T) -> Self {
+        Self(secret)
+    }
+
+    /// The secret itself: not for logs or answers.
+    pub fn expose(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> fmt::Debug for Secret<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// What a secret file may hold at most, bytes.
+const LARGEST: u64 = 65_536;
+
+/// The text of a secret file, without blanks around it.
+///
+/// # Errors
+/// When it cannot be read, or others than its owner can read it, in words.
+pub fn read_secret(path: &Path) -> Result<String, String> {
+    let shown = path.display();
+    let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
+    let file = std::fs::File::open(path).map_err(unreadable)?;
+    // Of the open file: whoever renames another one into its place meanwhile changes nothing.
+    let mode = file.metadata().map_err(unreadable)?.permissions().mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        return Err(format!("others can read or write {shown} (mode {mode:04o}): expected `chmod 600 {shown}`"));
+    }
+    let mut text = String::new();
+    file.take(LARGEST).read_to_string(&mut text).map_err(unreadable)?;
+    Ok(text.trim().to_owned())
+}
+
+impl<T: SecretText> Form for Secret<T> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let DeValue::String(name) = value.get_ref() else { return reader.wrong_type::<Self>(value) };
+        let path = reader.beside(Path::new(name.as_ref()));
+        let secret = read_secret(&path).and_then(|text| {
+            let wrong = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);
+            text.parse::<T>().map_err(wrong)
+        });
+        reader.taken(secret, value.span()).map(Self)
+    }
+
+    fn expected() -> String {
+        "the name of a file that holds the secret, relative to this one".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string" })
+    }
+}

@@ -1,0 +1,234 @@
+//! Every kind of mistake, with its words; and that schema and parser agree.
+
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use coreward_model::rss::RssKey;
+use serde_json::json;
+
+use crate::{
+    Field, MILLISECOND, Mistakes, Name, Number, OldKey, Period, SECOND, Secret, Source, Spanned, schema, table,
+    tagged_table,
+};
+
+table! {
+    /// A daemon's file.
+    #[derive(Debug)]
+    struct Daemon {
+        /// What it is called.
+        name: Field<Name>,
+        /// How often it looks.
+        interval: Option<Period<{ 10 * MILLISECOND }, { SECOND }>>,
+        /// How many.
+        count: Number<1, 9> = Number(3),
+        /// Where it is.
+        place: Option<Where>,
+        /// What it hashes with.
+        key_file: Option<Secret<RssKey>>,
+        /// What it serves.
+        services as "service": Vec<Spanned<Service>>,
+    }
+    old {
+        "interval_ms" => OldKey::Time { unit: "ms", new: "interval" },
+        "key" => OldKey::Moved("`key_file`"),
+    }
+}
+
+table! {
+    #[derive(Debug)]
+    struct Service {
+        /// Where it listens.
+        listen: Field<SocketAddr>,
+    }
+}
+
+tagged_table! {
+    #[derive(Debug, PartialEq)]
+    enum Where by "kind" {
+        /// Here.
+        Here as "here" {},
+        /// Elsewhere.
+        There as "there" {
+            /// A file.
+            path: PathBuf,
+        },
+    }
+}
+
+fn read_file(source: &Source) -> Result<Daemon, Mistakes> {
+    source.read_as(|daemon: Daemon, reader| {
+        if let [first, second, ..] = &daemon.services[..]
+            && first.get_ref().listen.value.is_some()
+            && first.get_ref().listen.value == second.get_ref().listen.value
+        {
+            reader.mistake(second.get_ref().listen.span.clone(), "is used twice: expected each once");
+        }
+        Some(daemon)
+    })
+}
+
+fn read(text: &str) -> Result<Daemon, Mistakes> {
+    read_file(&Source::from_text("daemon.toml", text))
+}
+
+/// The lines of the message.
+fn mistakes(text: &str) -> Vec<String> {
+    read(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn what_is_right_is_read() {
+    let daemon = read("name = \"a\"\n").unwrap();
+    assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(Name("a".into())), None, 3));
+    let text = "name = \"a\"\ninterval = \"0.5s\"\ncount = 0x9\nplace = { kind = \"there\", path = \"/p\" }\n\
+                [[service]]\nlisten = \"10.0.0.1:80\"\n";
+    let daemon = read(text).unwrap();
+    assert_eq!(daemon.interval.unwrap().0, Duration::from_millis(500));
+    assert_eq!((daemon.count.0, daemon.place), (9, Some(Where::There { path: "/p".into() })));
+    assert_eq!(daemon.services[0].get_ref().listen.value, Some("10.0.0.1:80".parse().unwrap()));
+}
+
+#[test]
+fn every_mistake_is_named_at_once() {
+    let text = "nmae = \"a\"\ninterval = \"9ms\"\ncount = 10\n[[service]]\nlisten = \"10.0.0.256:80\"\n[[service]]\n";
+    assert_eq!(
+        mistakes(text),
+        [
+            "daemon.toml:1:1: key `nmae`: is not known: expected one of `name`, `interval`, `count`, `place`, `key_file`, \
+             `service` (nearest: `name`)",
+            "daemon.toml:1:1: key `name`: is missing: expected 1 to 64 bytes without blanks",
+            "daemon.toml:2:12: key `interval`: \"9ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
+            "daemon.toml:3:9: key `count`: 10: expected a whole number from 1 to 9",
+            "daemon.toml:5:10: key `service.listen`: \"10.0.0.256:80\": expected an address and a port, as \
+             \"10.1.0.1:7400\"",
+            "daemon.toml:6:1: key `service.listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"",
+        ]
+    );
+}
+
+#[test]
+fn single_mistakes() {
+    let cases = [
+        ("count = -1", "2:9: key `count`: -1: expected a whole number from 1 to 9"),
+        ("count = 1.5", "2:9: key `count`: 1.5 is a TOML float: expected a whole number from 1 to 9"),
+        (
+            "interval = 50",
+            "2:12: key `interval`: 50 has no unit: expected a time with its unit, from \"10ms\" to \"1s\"",
+        ),
+        ("interval_ms = 50", "2:1: key `interval_ms`: is called `interval` now: expected interval = \"50ms\""),
+        ("key = \"x\"", "2:1: key `key`: is not known here: expected `key_file`"),
+        ("service = 5", "2:11: key `service`: 5 is a TOML integer: expected a list: each a table"),
+        ("service = [5]", "2:12: key `service`: 5 is a TOML integer: expected a table"),
+        ("[service]", "2:1: key `service`: a TOML table: expected a list: each a table"),
+        (
+            "place = { kind = \"hear\" }",
+            "2:18: key `place.kind`: kind \"hear\" is not known: expected \"here\" or \"there\" (nearest: `here`)",
+        ),
+        ("place = { kind = \"here\", path = \"x\" }", "2:26: key `place.path`: is not known: expected one of `kind`"),
+        ("place = { kind = \"there\" }", "2:9: key `place.path`: is missing: expected a path in quotes"),
+    ];
+    for (line, message) in cases {
+        assert_eq!(mistakes(&format!("name = \"a\"\n{line}\n")), [format!("daemon.toml:{message}")], "{line}");
+    }
+    assert_eq!(
+        mistakes("# ä\nname = 5\n"),
+        ["daemon.toml:2:8: key `name`: 5 is a TOML integer: expected 1 to 64 bytes without blanks"]
+    );
+}
+
+#[test]
+fn checks_over_several_values_stand_in_the_same_list() {
+    let text = "name = \"a\"\ncount = 0\nservice = [{ listen = \"[::1]:1\" }, { listen = \"[::1]:1\" }]\n";
+    assert_eq!(
+        mistakes(text),
+        [
+            "daemon.toml:2:9: key `count`: 0: expected a whole number from 1 to 9",
+            "daemon.toml:3:47: key `service.listen`: is used twice: expected each once",
+        ]
+    );
+}
+
+#[test]
+fn syntax_errors_are_all_named_and_hide_no_value_before_them() {
+    let found = mistakes("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
+    let places: Vec<&str> = found.iter().map(|mistake| mistake.split(": ").next().unwrap()).collect();
+    assert_eq!(places, ["daemon.toml:1:8", "daemon.toml:2:9", "daemon.toml:3:12", "daemon.toml:4:11"], "{found:?}");
+}
+
+#[test]
+fn very_many_mistakes_are_counted() {
+    let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
+    let mistakes = read(&text).unwrap_err();
+    assert_eq!((mistakes.list.len(), mistakes.more), (100, 150));
+    assert!(mistakes.to_string().ends_with("\nand 150 more"));
+}
+
+#[test]
+fn mistakes_as_json() {
+    let mistakes = read("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
+    assert_eq!(
+        mistakes.list[0].json(),
+        json!({
+            "file": "daemon.toml", "line": 2, "column": 18, "key": "place.kind",
+            "problem": "kind \"hear\" is not known", "expected": "\"here\" or \"there\"", "nearest": "here",
+            "message": mistakes.to_string(),
+        })
+    );
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let error = Source::read(Path::new("/nonexistent/daemon.toml")).unwrap_err().to_string();
+    assert!(error.starts_with("/nonexistent/daemon.toml: No such file"), "{error}");
+    assert!(error.ends_with(": expected a readable TOML file"), "{error}");
+}
+
+/// In the file's own folder; its content and that of the file around it are shown by nothing.
+#[test]
+fn secrets_are_their_owners() {
+    let directory = tempfile::tempdir().unwrap();
+    let (file, secret) = (directory.path().join("daemon.toml"), directory.path().join("rss.key"));
+    std::fs::write(&file, "name = \"a\"\nkey_file = \"rss.key\"\n").unwrap();
+    let source = Source::read(&file).unwrap();
+    let message = || read_file(&source).unwrap_err().to_string();
+    assert!(
+        message().contains("2:12: key `key_file`: ") && message().contains("rss.key: No such file"),
+        "{}",
+        message()
+    );
+    let key = RssKey::microsoft();
+    std::fs::write(&secret, format!("{key}\n")).unwrap();
+    let mode = |mode: u32| std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o640);
+    let expected = format!("(mode 0640): expected `chmod 600 {}`", secret.display());
+    assert!(message().contains("others can read or write") && message().ends_with(&expected), "{}", message());
+    mode(0o600);
+    let daemon = read_file(&source).unwrap();
+    assert_eq!(daemon.key_file.as_ref().unwrap().expose(), &key);
+    assert!(!format!("{daemon:?}").contains("6d:5a"), "{daemon:?}");
+    std::fs::write(&secret, "hunter2").unwrap();
+    assert!(message().contains("holds something else: expected an RSS key") && !message().contains("hunter2"));
+}
+
+#[test]
+fn the_schema_accepts_what_the_parser_does() {
+    let validator = jsonschema::validator_for(&schema::<Daemon>("daemon.toml")).unwrap();
+    let valid = |text: &str| {
+        let value: toml::Value = toml::from_str(text).unwrap();
+        validator.is_valid(&serde_json::to_value(value).unwrap())
+    };
+    let good =
+        "name = \"a\"\ninterval = \"1h 30.5m\"\nplace = { kind = \"here\" }\n[[service]]\nlisten = \"[::1]:80\"\n";
+    assert!(valid(good));
+    for bad in ["", "name = 5", "name = \"a\"\nnmae = 1", "name = \"a\"\ninterval = 5", "name = \"a\"\ncount = 10"] {
+        assert!(!valid(bad) && read(bad).is_err(), "{bad}");
+    }
+    for bad in ["kind = \"hear\"", "kind = \"here\", path = \"x\"", "kind = \"there\"", ""] {
+        assert!(!valid(&format!("name = \"a\"\nplace = {{ {bad} }}")), "{bad}");
+    }
+    let schema = schema::<Daemon>("daemon.toml");
+    assert_eq!(schema["properties"]["count"]["description"], "How many.");
+    assert_eq!(schema["required"], json!(["name"]));
+}

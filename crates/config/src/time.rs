@@ -1,0 +1,101 @@
+//! Times, in one form everywhere: a number and its unit, as "100ms", "1.5s", "24h" or "1h 30m".
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use toml::Spanned;
+use toml::de::DeValue;
+
+use crate::{Form, Reader};
+
+/// In nanoseconds, as the bounds of a [`Period`] are.
+pub const MICROSECOND: u64 = 1_000;
+/// In nanoseconds.
+pub const MILLISECOND: u64 = 1_000_000;
+/// In nanoseconds.
+pub const SECOND: u64 = 1_000_000_000;
+/// In nanoseconds.
+pub const MINUTE: u64 = 60 * SECOND;
+/// In nanoseconds.
+pub const HOUR: u64 = 60 * MINUTE;
+
+/// A time of at least `LEAST` and at most `MOST` nanoseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Period<const LEAST: u64, const MOST: u64>(pub Duration);
+
+const LARGEST_FIRST: [(&str, u64); 6] =
+    [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
+
+/// As it can be written in a file: in the largest unit of which it is a whole number.
+pub fn shown_time(time: Duration) -> String {
+    let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    match LARGEST_FIRST.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {
+        Some((name, unit)) => format!("{}{name}", ns / unit),
+        None => "0s".to_owned(),
+    }
+}
+
+impl<const LEAST: u64, const MOST: u64> Period<LEAST, MOST> {
+    fn parse(text: &str) -> Result<Self, String> {
+        let time = humantime::parse_duration(text)
+            .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::expected()))?;
+        let allowed = Duration::from_nanos(LEAST)..=Duration::from_nanos(MOST);
+        if allowed.contains(&time) { Ok(Self(time)) } else { Err(format!("{text:?}: expected {}", Self::expected())) }
+    }
+}
+
+impl<const LEAST: u64, const MOST: u64> Form for Period<LEAST, MOST> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        match value.get_ref() {
+            DeValue::String(text) => reader.taken(Self::parse(text), value.span()),
+            DeValue::Integer(_) | DeValue::Float(_) => {
+                let written = reader.written(&value.span()).to_owned();
+                reader.mistake(value.span(), format!("{written} has no unit: expected {}", Self::expected()));
+                None
+            }
+            _ => reader.wrong_type::<Self>(value),
+        }
+    }
+
+    fn expected() -> String {
+        let [least, most] = [LEAST, MOST].map(|ns| shown_time(Duration::from_nanos(ns)));
+        format!("a time with its unit, from \"{least}\" to \"{most}\"")
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^\s*([0-9]+(\.[0-9]+)?\s*[a-zA-Zµ]+\s*)+$|^0$" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_shown_as_they_can_be_written() {
+        for (ns, text) in [
+            (0, "0s"),
+            (100 * MILLISECOND, "100ms"),
+            (86_400 * SECOND, "24h"),
+            (90 * SECOND, "90s"),
+            (12_500, "12500ns"),
+        ] {
+            let time = Duration::from_nanos(ns);
+            assert_eq!(shown_time(time), text);
+            assert_eq!(Period::<0, { 48 * HOUR }>::parse(text), Ok(Period(time)));
+        }
+    }
+
+    #[test]
+    fn bounds_belong_to_it() {
+        type Interval = Period<{ 10 * MILLISECOND }, SECOND>;
+        assert_eq!(Interval::parse("1s"), Ok(Period(Duration::from_secs(1))));
+        assert_eq!(Interval::parse("0.01s"), Ok(Period(Duration::from_millis(10))));
+        assert_eq!(
+            Interval::parse("9ms").unwrap_err(),
+            "\"9ms\": expected a time with its unit, from \"10ms\" to \"1s\""
+        );
+        let error = Interval::parse("100").unwrap_err();
+        assert!(error.starts_with("\"100\" is no time (") && error.ends_with("to \"1s\""), "{error}");
+    }
+}

@@ -1,0 +1,129 @@
+//! What one document of the fleet changes in another: server by server, service by service, key by key.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use coreward_config::Source;
+use coreward_config::toml::{Table, Value};
+
+/// One thing that is different.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// A server or service that is new; what is said of it.
+    Added {
+        /// "server" or "service", and its name.
+        what: String,
+        /// Its other keys.
+        values: Vec<(String, String)>,
+    },
+    /// A server or service that is no more.
+    Removed {
+        /// As above.
+        what: String,
+    },
+    /// Another value of a key.
+    Changed {
+        /// As above; empty: the whole fleet.
+        what: String,
+        /// The key.
+        key: String,
+        /// `None`: nothing was said of it.
+        old: Option<String>,
+        /// `None`: nothing is said any more.
+        new: Option<String>,
+    },
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Added { what, values } => {
+                let values: Vec<String> = values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+                write!(f, "+ {what}: {}", values.join(", "))
+            }
+            Self::Removed { what } => write!(f, "- {what}"),
+            Self::Changed { what, key, old, new } => {
+                let what = if what.is_empty() { "fleet" } else { what };
+                let shown = |value: &Option<String>| value.clone().unwrap_or_else(|| "(default)".to_owned());
+                write!(f, "~ {what}: {key} {} -> {}", shown(old), shown(new))
+            }
+        }
+    }
+}
+
+/// What `new` changes in `old`, both of which have been checked. (The order in which servers and services stand says
+/// nothing, and neither do comments.)
+pub fn difference(old: &Source, new: &Source) -> Vec<Change> {
+    let [old, new] = [old, new].map(|source| source.parse::<Table>().unwrap_or_default());
+    let mut changes = Vec::new();
+    changed_keys("", &old, &new, &["server", "service"], &mut changes);
+    for kind in ["server", "service"] {
+        let [old, new] = [&old, &new].map(|document| by_name(document, kind));
+        let names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
+        for name in names {
+            let what = format!("{kind} {name}");
+            match (old.get(name), new.get(name)) {
+                (Some(old), Some(new)) => changed_keys(&what, old, new, &[], &mut changes),
+                (Some(_), None) => changes.push(Change::Removed { what }),
+                (None, new) => {
+                    changes.push(Change::Added { what, values: new.map(|new| values(new)).unwrap_or_default() })
+                }
+            }
+        }
+    }
+    changes
+}
+
+fn by_name<'a>(document: &'a Table, kind: &str) -> BTreeMap<&'a str, &'a Table> {
+    let entries = document.get(kind).and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_table);
+    entries.filter_map(|entry| Some((entry.get("name")?.as_str()?, entry))).collect()
+}
+
+fn values(entry: &Table) -> Vec<(String, String)> {
+    let others = entry.iter().filter(|(key, _)| *key != "name");
+    others.map(|(key, value)| (key.clone(), value.to_string())).collect()
+}
+
+fn changed_keys(what: &str, old: &Table, new: &Table, but: &[&str], changes: &mut Vec<Change>) {
+    let keys: BTreeSet<&String> = old.keys().chain(new.keys()).filter(|key| !but.contains(&key.as_str())).collect();
+    for key in keys {
+        let (old, new) = (old.get(key), new.get(key));
+        if old != new {
+            let shown = |value: Option<&Value>| value.map(Value::to_string);
+            changes.push(Change::Changed { what: what.to_owned(), key: key.clone(), old: shown(old), new: shown(new) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_services_and_keys() {
+        let old = Source::from_text(
+            "old",
+            "alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.0.0.2\"\n\
+             [[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\"]\n",
+        );
+        let new = Source::from_text(
+            "new",
+            "# Moved.\nretire_after = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\", \"s3\"]\n\
+             [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
+             [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\n",
+        );
+        let shown: Vec<String> = difference(&old, &new).iter().map(Change::to_string).collect();
+        assert_eq!(
+            shown,
+            [
+                "~ fleet: alpha 0.5 -> (default)",
+                "~ fleet: retire_after (default) -> \"1h\"",
+                "~ server s1: state (default) -> \"draining\"",
+                "- server s2",
+                "+ server s3: address = \"10.0.0.3\", weight = 2",
+                "~ service web: servers [\"s1\"] -> [\"s1\", \"s3\"]",
+            ]
+        );
+        assert_eq!(difference(&old, &old), []);
+    }
+}

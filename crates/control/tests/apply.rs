@@ -1,0 +1,243 @@
+//! `coreward apply` and `coreward fleet` against a controller, by real gRPC.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use coreward_control::config::Change;
+use coreward_control::show::Format;
+use coreward_control::show::fleet::{self, Wanted};
+use coreward_wire::v1;
+use proptest::prelude::*;
+use tonic::Code;
+
+use support::{Home, Running};
+
+/// A home whose controller's file names no fleet.
+fn home() -> Home {
+    let home = Home::new(&[], "");
+    home.write_controllers_file("");
+    home
+}
+
+fn document(servers: &[&str], more: &str) -> String {
+    let server = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
+    let servers: String = servers.iter().map(server).collect();
+    format!("# Ours.\nreport_interval = \"10ms\"\n{servers}{WEB}{more}")
+}
+
+const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+
+impl Home {
+    fn file(&self, text: &str) -> PathBuf {
+        let path = self.directory.path().join("wanted.toml");
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+impl Running {
+    /// As `coreward apply` does it, whose runtime is its own.
+    async fn wanted(&self, home: &Home, text: &str) -> Result<Wanted, String> {
+        let (address, file) = (self.address, home.file(text));
+        let wanted = tokio::task::spawn_blocking(move || Wanted::read(address, &file)).await.unwrap();
+        wanted.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
+    }
+
+    async fn apply(&self, home: &Home, text: &str) -> Result<u64, String> {
+        apply(self.wanted(home, text).await?).await
+    }
+
+    async fn shown(&self, format: Format) -> String {
+        let address = self.address;
+        tokio::task::spawn_blocking(move || fleet::show(address, format)).await.unwrap().unwrap()
+    }
+
+    async fn document(&self) -> v1::FleetDocument {
+        self.client().await.get_fleet(v1::GetFleetRequest {}).await.unwrap().into_inner()
+    }
+
+    /// What the configuration is made of, as far as people see it: server ids and states, services and their servers.
+    async fn in_force(&self) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
+        let status = self.status().await;
+        let server = |server: v1::ServerStatus| (server.name, (server.id, server.state, server.weight));
+        let service =
+            |service: v1::ServiceStatus| (service.name, (service.policy, service.bucket_count, service.servers));
+        (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(service).collect())
+    }
+}
+
+async fn apply(wanted: Wanted) -> Result<u64, String> {
+    tokio::task::spawn_blocking(move || wanted.apply()).await.unwrap().map_err(|error| format!("{error:#}"))
+}
+
+#[tokio::test]
+async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
+    let home = home();
+    let controller = home.start().await;
+    assert_eq!(controller.document().await, v1::FleetDocument::default());
+    let first = document(&["s1", "s2"], "");
+    let wanted = controller.wanted(&home, &first).await.unwrap();
+    let added: Vec<&str> = wanted
+        .changes
+        .iter()
+        .filter_map(|change| match change {
+            Change::Added { what, .. } => Some(what.as_str()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(added, ["server s1", "server s2", "service web"]);
+    assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
+    assert_eq!(apply(wanted).await, Ok(1));
+    let before = controller.in_force().await;
+    assert_eq!(before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
+
+    let again = controller.wanted(&home, &first).await.unwrap();
+    assert!(again.is_in_force && again.difference() == "generation 1 is the same: nothing changes\n");
+    let drained = first.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
+    let wanted = controller.wanted(&home, &drained).await.unwrap();
+    assert_eq!(wanted.difference(), "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n");
+    assert_eq!(apply(wanted).await, Ok(2));
+    assert_eq!(controller.shown(Format::Text).await, format!("# generation 2, applied\n{drained}"));
+    let shown: serde_json::Value = serde_json::from_str(&controller.shown(Format::Json).await).unwrap();
+    assert_eq!(
+        (&shown["generation"], &shown["file"], &shown["text"]),
+        (&2.into(), &().into(), &drained.as_str().into())
+    );
+
+    controller.kill().await;
+    let controller = home.start().await;
+    assert_eq!(controller.document().await, v1::FleetDocument { generation: 2, text: drained, file: String::new() });
+    let after = controller.in_force().await;
+    assert_eq!(after.0["s1"], (before.0["s1"].0, "draining".to_owned(), 1));
+    assert_eq!((&after.0["s2"], &after.1), (&before.0["s2"], &before.1));
+}
+
+#[tokio::test]
+async fn who_is_late_is_refused() {
+    let home = home();
+    let controller = home.start().await;
+    controller.apply(&home, &document(&["s1"], "")).await.unwrap();
+    let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| document(servers, ""));
+    let late = controller.wanted(&home, &late).await.unwrap();
+    assert_eq!(controller.apply(&home, &early).await, Ok(2));
+    assert_eq!(
+        apply(late).await.unwrap_err(),
+        "generation 2 is in force, not 1, with which this was compared: expected a new look at the difference"
+    );
+    assert_eq!(controller.document().await, v1::FleetDocument { generation: 2, text: early, file: String::new() });
+}
+
+#[tokio::test]
+async fn what_is_wrong_changes_nothing() {
+    let home = home();
+    let controller = home.start().await;
+    let first = document(&["s1"], "").replace("address", "id = 7\naddress");
+    controller.apply(&home, &first).await.unwrap();
+    let before = controller.in_force().await;
+    let wrong = document(&["s1", "s1"], "weihgt = 2\n");
+    assert_eq!(
+        controller.apply(&home, &wrong).await.unwrap_err().lines().collect::<Vec<_>>(),
+        [
+            "/wanted.toml:7:8: key `server.name`: server name s1 is used twice (first in line 4): expected each once",
+            "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): expected \
+             each once",
+            "/wanted.toml:12:1: key `service.weihgt`: is not known: expected one of `name`, `vip`, `protocol`, \
+             `consistency`, `timestamps`, `udp`, `policy`, `slow_start`, `buckets`, `servers`",
+        ]
+    );
+    // Right by itself, but the id's connections may still live: only the controller knows.
+    let taken = document(&["s2"], "").replace("address", "id = 7\naddress");
+    assert_eq!(
+        controller.apply(&home, &taken).await.unwrap_err(),
+        "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry it: \
+         expected one that is free, or none to have one drawn"
+    );
+    // Who does not check first is told as well.
+    let request = v1::ApplyFleetRequest { name: "w".into(), text: "alpha = 2\n".into(), generation: 1, dry_run: false };
+    let refused = controller.client().await.apply_fleet(request).await.unwrap_err();
+    assert_eq!(
+        (refused.code(), refused.message()),
+        (Code::InvalidArgument, "w:1:9: key `alpha`: alpha 2: expected a number above 0, at most 1")
+    );
+    assert_eq!(controller.document().await, v1::FleetDocument { generation: 1, text: first, file: String::new() });
+    assert_eq!(controller.in_force().await, before);
+}
+
+/// And when the file is the truth no more, the fleet goes on.
+#[tokio::test]
+async fn a_fleet_in_a_file_is_changed_there() {
+    let home = Home::new(&["s1"], WEB);
+    let file = home.directory.path().join("fleet.toml");
+    let controller = home.start().await;
+    let shown = controller.document().await;
+    assert_eq!((shown.generation, shown.text), (1, std::fs::read_to_string(&file).unwrap()));
+    assert_eq!(shown.file, file.display().to_string());
+    assert_eq!(
+        controller.apply(&home, &document(&["s2"], "")).await.unwrap_err(),
+        "the fleet of this controller is what stands in /fleet.toml (`fleet` in /controller.toml): expected changes there, \
+         then SIGHUP"
+    );
+    let before = controller.in_force().await;
+    controller.kill().await;
+    home.write_controllers_file("");
+    std::fs::remove_file(file).unwrap();
+    let controller = home.start().await;
+    assert_eq!(controller.in_force().await, before);
+    assert_eq!(controller.apply(&home, &document(&["s1", "s2"], "")).await, Ok(2));
+}
+
+/// Documents that are right, in any order of servers and services, with comments.
+fn documents() -> impl Strategy<Value = String> {
+    let server = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
+    let servers = prop::collection::btree_map(1u8..40, server, 0..12);
+    let service = (prop::sample::select(coreward_model::policy::names()), 0u32..12, 0u64..=3_600, any::<bool>());
+    let services = prop::collection::btree_map(1u16..1000, service, 0..6);
+    (servers, services, 10u32..=1000, 1u32..=1000, prop::option::of(24u32..=8760)).prop_map(
+        |(servers, services, interval, alpha, rotation)| {
+            let mut text = format!("report_interval = \"{interval}ms\"\nalpha = {}\n", f64::from(alpha) / 1000.0);
+            text += &rotation.map_or(String::new(), |hours| format!("key_rotation = \"{hours}h\"\n"));
+            for (n, (kind, draining, weight, has_id)) in &servers {
+                text +=
+                    &format!("# {kind}\n[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nweight = {weight}\n");
+                text += if *draining { "state = \"draining\"\n" } else { "" };
+                text += &if *has_id { format!("id = {}\n", u32::from(*n) * 400) } else { String::new() };
+            }
+            for (port, (policy, buckets, slow_start, all)) in &services {
+                text +=
+                    &format!("[[service]]\nname = \"w{port}\"\nvip = \"10.200.0.1:{port}\"\npolicy = \"{policy}\"\n");
+                text += &format!("buckets = {}\nslow_start = \"{slow_start}s\"\n", 1u32 << buckets);
+                let half: Vec<String> = servers.keys().filter(|n| *n % 2 == 0).map(|n| format!("s{n}")).collect();
+                text += &if *all { String::new() } else { format!("servers = {half:?}\n") };
+            }
+            text
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// What was applied is what is there after the controller was killed and started again: ids, states, pools, text.
+    #[test]
+    fn any_fleet_survives_a_restart(first in documents(), second in documents()) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let home = home();
+            let controller = home.start().await;
+            prop_assert_eq!(controller.apply(&home, &first).await, Ok(1));
+            // An id that the first gave away may still be in cookies: then nothing of the second is in force.
+            let outcome = controller.apply(&home, &second).await;
+            let expected = if outcome.is_ok() { &second } else { &first };
+            prop_assert_eq!(&controller.document().await.text, expected);
+            let before = (controller.document().await, controller.in_force().await);
+            controller.kill().await;
+            let controller = home.start().await;
+            let after = (controller.document().await, controller.in_force().await);
+            controller.kill().await;
+            prop_assert_eq!(after, before);
+            Ok(())
+        })?;
+    }
+}

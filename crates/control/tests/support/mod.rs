@@ -1,0 +1,91 @@
+//! A controller in this process, behind real gRPC over loopback.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use coreward_control::server::Server;
+use coreward_wire::v1;
+use coreward_wire::v1::control_client::ControlClient;
+use tokio::task::JoinHandle;
+use tonic::transport::{Channel, Endpoint};
+
+/// Everything here happens within milliseconds; a test that waits this long has failed.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
+}
+
+/// A directory with configurations and a store.
+pub struct Home {
+    pub directory: tempfile::TempDir,
+}
+
+impl Home {
+    pub fn new(servers: &[&str], more: &str) -> Self {
+        let home = Self { directory: tempfile::tempdir().unwrap() };
+        home.write_controllers_file("fleet = \"fleet.toml\"\n");
+        home.write(servers, more);
+        home
+    }
+
+    pub fn write_controllers_file(&self, more: &str) {
+        let store = self.directory.path().join("controller.redb");
+        let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
+        std::fs::write(self.config(), text).unwrap();
+    }
+
+    pub fn config(&self) -> PathBuf {
+        self.directory.path().join("controller.toml")
+    }
+
+    pub fn write(&self, servers: &[&str], more: &str) {
+        let mut text = "report_interval = \"10ms\"\n".to_owned();
+        for server in servers {
+            text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
+        }
+        std::fs::write(self.directory.path().join("fleet.toml"), format!("{text}{more}")).unwrap();
+    }
+
+    pub async fn start(&self) -> Running {
+        // A controller that was killed may still be writing: other than a process, a task is not gone at once.
+        let server = in_time("the store", async {
+            loop {
+                match Server::bind(&self.config()).await {
+                    Err(error) if error.to_string().contains("is in use") => tokio::task::yield_now().await,
+                    bound => break bound.unwrap(),
+                }
+            }
+        })
+        .await;
+        let address = server.address();
+        Running { address, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+    }
+}
+
+/// A controller in a task of its own.
+pub struct Running {
+    pub address: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    pub fn endpoint(&self) -> Endpoint {
+        Endpoint::from_shared(format!("http://{}", self.address)).unwrap()
+    }
+
+    pub async fn client(&self) -> ControlClient<Channel> {
+        ControlClient::connect(self.endpoint()).await.unwrap()
+    }
+
+    pub async fn status(&self) -> v1::StatusReply {
+        self.client().await.status(v1::StatusRequest::default()).await.unwrap().into_inner()
+    }
+
+    /// Ends it at once, as SIGKILL would.
+    pub async fn kill(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
+}

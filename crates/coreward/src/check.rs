@@ -1,0 +1,287 @@
+//! `coreward check`: every mistake of configuration files at once, by the parsers that the daemons use.
+
+use std::path::{Path, PathBuf};
+
+use coreward_config::{Mistake, Mistakes, Source, schema};
+use coreward_control::config::file::{ControllerFile, FleetFile};
+use coreward_control::config::{ControllerConfig, FleetConfig};
+use serde_json::{Value, json};
+
+use crate::{Format, print};
+
+#[derive(clap::Args)]
+pub struct CheckArgs {
+    /// Any file that a daemon reads, or the fleet's
+    #[arg(value_name = "FILE", required_unless_present = "schema")]
+    files: Vec<PathBuf>,
+    /// What kind they are; without it that which fits best
+    #[arg(long, value_enum)]
+    kind: Option<Kind>,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    format: Format,
+    /// Print the JSON schema of a kind of file, for editors
+    #[arg(long, value_name = "KIND", value_enum, conflicts_with_all = ["files", "kind"])]
+    schema: Option<Kind>,
+}
+
+/// A kind of file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    /// `coreward controller`'s
+    Controller,
+    /// The servers and services of all load balancers
+    Fleet,
+    /// `coreward lb`'s
+    Lb,
+    /// `coreward agent`'s
+    Agent,
+    /// `coreward dispatch`'s
+    Dispatch,
+}
+
+/// # Errors
+/// When there is a mistake.
+pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
+    if let Some(kind) = args.schema {
+        return print(&format!("{:#}", kind.schema()));
+    }
+    let mut checked = Vec::new();
+    for file in &args.files {
+        let kind = args.kind.map_or_else(|| Kind::of(file), Ok);
+        let mistakes = kind.clone().and_then(|kind| kind.check_with_what_it_names(file)).err();
+        checked.push(Checked { file, kind: kind.ok(), mistakes });
+    }
+    print(&match args.format {
+        Format::Text => checked.iter().map(Checked::text).collect::<Vec<_>>().join("\n"),
+        Format::Json => format!("{:#}", Value::from_iter(checked.iter().map(Checked::json))),
+    })?;
+    let wrong: usize = checked.iter().map(Checked::count).sum();
+    let mistakes = if wrong == 1 { "mistake" } else { "mistakes" };
+    anyhow::ensure!(wrong == 0, "{wrong} {mistakes} in {} of {} files", Checked::wrong(&checked), checked.len());
+    Ok(())
+}
+
+struct Checked<'a> {
+    file: &'a Path,
+    /// `None`: one cannot tell.
+    kind: Option<Kind>,
+    mistakes: Option<Mistakes>,
+}
+
+impl Checked<'_> {
+    fn count(&self) -> usize {
+        self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.more)
+    }
+
+    fn wrong(all: &[Self]) -> usize {
+        all.iter().filter(|checked| checked.mistakes.is_some()).count()
+    }
+
+    fn text(&self) -> String {
+        match &self.mistakes {
+            Some(mistakes) => mistakes.to_string(),
+            None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", Kind::name)),
+        }
+    }
+
+    fn json(&self) -> Value {
+        let list = self.mistakes.as_ref().map(|mistakes| mistakes.list.iter().map(|mistake| mistake.json()));
+        json!({
+            "file": self.file,
+            "kind": self.kind.map(Kind::name),
+            "mistakes": list.into_iter().flatten().collect::<Vec<_>>(),
+            "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.more),
+        })
+    }
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Controller => "controller",
+            Self::Fleet => "fleet",
+            Self::Lb => "lb",
+            Self::Agent => "agent",
+            Self::Dispatch => "dispatch",
+        }
+    }
+
+    /// Reads it as the daemon does.
+    pub fn check(self, source: &Source) -> Result<(), Mistakes> {
+        match self {
+            Self::Controller => ControllerConfig::parse(source).map(|_| ()),
+            Self::Fleet => FleetConfig::parse(source).map(|_| ()),
+            Self::Lb => coreward_lb::config::Config::parse(source).map(|_| ()),
+            Self::Agent => coreward_agent::config::Config::parse(source).map(|_| ()),
+            Self::Dispatch => coreward_dispatch::config::Config::parse(source).map(|_| ()),
+        }
+    }
+
+    /// From the same description as the parser.
+    pub fn schema(self) -> Value {
+        match self {
+            Self::Controller => schema::<ControllerFile>("coreward controller"),
+            Self::Fleet => schema::<FleetFile>("the fleet of coreward"),
+            Self::Lb => schema::<coreward_lb::config::File>("coreward lb"),
+            Self::Agent => schema::<coreward_agent::config::File>("coreward agent"),
+            Self::Dispatch => schema::<coreward_dispatch::config::Table>("coreward dispatch"),
+        }
+    }
+
+    /// A controller's file with the fleet's that it names.
+    fn check_with_what_it_names(self, file: &Path) -> Result<(), Mistakes> {
+        let source = Source::read(file)?;
+        let own = self.check(&source);
+        let named = match self {
+            Self::Controller => fleet_of(&source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
+            _ => Ok(()),
+        };
+        match (own, named) {
+            (Ok(()), named) => named,
+            (own, Ok(())) => own,
+            (Err(own), Err(named)) => {
+                Err(Mistakes { list: [own.list, named.list].concat(), more: own.more + named.more })
+            }
+        }
+    }
+
+    /// The kind that the file has the fewest mistakes as.
+    ///
+    /// # Errors
+    /// When it cannot be read, or as good be one as another.
+    fn of(file: &Path) -> Result<Self, Mistakes> {
+        let source = Source::read(file)?;
+        let kinds = <Self as clap::ValueEnum>::value_variants().iter().copied();
+        let mistakes = |kind: Self| kind.check(&source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.more);
+        let mut kinds: Vec<(usize, Self)> = kinds.map(|kind| (mistakes(kind), kind)).collect();
+        kinds.sort_by_key(|(mistakes, _)| *mistakes);
+        let named = |kind: Self| {
+            let name = file.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
+            name.starts_with(kind.name())
+        };
+        let (fewest, best) = kinds[0];
+        let alike = || kinds.iter().filter(|(mistakes, _)| *mistakes == fewest).map(|(_, kind)| *kind);
+        if alike().count() == 1 {
+            return Ok(best);
+        }
+        let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
+        alike().find(|kind| named(*kind)).ok_or_else(|| Mistake::of_file(file, message).into())
+    }
+}
+
+/// The fleet's file that a controller's names, also when something else in that is wrong.
+fn fleet_of(controller: &Source) -> Option<PathBuf> {
+    let table: toml::Table = controller.parse().ok()?;
+    Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::ValueEnum as _;
+
+    use super::*;
+
+    /// Every TOML block of the pages that describe files, with the line that it begins in. A block that begins with
+    /// `[[dispatch` goes on with the agent's above it.
+    fn documented() -> Vec<(String, String)> {
+        let pages = [
+            ("config.md", include_str!("../../../docs/config.md")),
+            ("deployment.md", include_str!("../../../docs/deployment.md")),
+            ("dispatch.md", include_str!("../../../docs/dispatch.md")),
+        ];
+        let mut blocks: Vec<(String, String)> = Vec::new();
+        for (page, text) in pages {
+            let mut lines = text.lines().enumerate();
+            while let Some((number, _)) = lines.by_ref().find(|(_, line)| *line == "```toml") {
+                let block: Vec<&str> =
+                    lines.by_ref().map(|(_, line)| line).take_while(|line| !line.starts_with("```")).collect();
+                let block = block.join("\n") + "\n";
+                match block.starts_with("[[dispatch") {
+                    true => blocks.last_mut().expect("the agent's file stands above").1 += &block,
+                    false => blocks.push((format!("{page}:{}", number + 1), block)),
+                }
+            }
+        }
+        blocks
+    }
+
+    fn kind_of(text: &str) -> Result<Kind, Mistakes> {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("some.toml");
+        std::fs::write(&file, text).unwrap();
+        Kind::of(&file)
+    }
+
+    fn accepts(schema: &Value, text: &str) -> bool {
+        let value: toml::Value = toml::from_str(text).unwrap();
+        jsonschema::is_valid(schema, &serde_json::to_value(value).unwrap())
+    }
+
+    /// The documents are right, are recognised, and the schema says so, too; with another key they are wrong for both.
+    #[test]
+    fn the_documents_of_the_manual_are_right() {
+        let mut seen = Vec::new();
+        for (place, text) in documented() {
+            let kind = kind_of(&text).unwrap_or_else(|mistakes| panic!("{place}: {mistakes}"));
+            let outcome = kind.check(&Source::from_text(&place, &text));
+            assert_eq!(outcome, Ok(()), "{place}");
+            assert!(accepts(&kind.schema(), &text), "{place} as {}", kind.name());
+            let unknown = format!("colour = \"red\"\n{text}");
+            assert!(kind.check(&Source::from_text(&place, &unknown)).is_err(), "{place}");
+            assert!(!accepts(&kind.schema(), &unknown), "{place} as {}", kind.name());
+            seen.push(kind.name());
+        }
+        for kind in Kind::value_variants() {
+            assert!(seen.contains(&kind.name()), "no document of {} in {seen:?}", kind.name());
+        }
+    }
+
+    #[test]
+    fn what_is_unknown_deep_down_is_unknown_to_the_schema() {
+        let cases = [
+            (Kind::Fleet, "[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n", "colour = 1\n"),
+            (Kind::Dispatch, "[[service]]\nlisten = \"0.0.0.0:53\"\n", "other = { colour = 1 }\n"),
+            (
+                Kind::Lb,
+                "name = \"a\"\ncontroller = \"[::1]:1\"\ninterface = \"e\"\npin_directory = \"/p\"\n",
+                "connection_timers = { idle_s = 1 }\n",
+            ),
+        ];
+        for (kind, good, more) in cases {
+            let bad = format!("{good}{more}");
+            let schema = kind.schema();
+            assert!(accepts(&schema, good) && kind.check(&Source::from_text("f", good)).is_ok(), "{good}");
+            assert!(!accepts(&schema, &bad) && kind.check(&Source::from_text("f", &bad)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn kinds_are_recognised_in_spite_of_mistakes() {
+        for (text, kind) in [
+            ("name = \"lb1\"\ncontroler = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"/p\"\n", Kind::Lb),
+            ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", Kind::Agent),
+            ("listen = \"10.1.0.1\"\nstore = \"s\"\n", Kind::Controller),
+            ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", Kind::Fleet),
+        ] {
+            assert_eq!(kind_of(text).unwrap(), kind, "{text}");
+        }
+        let error = Kind::of(Path::new("/nonexistent/lb.toml")).unwrap_err().to_string();
+        assert!(error.starts_with("/nonexistent/lb.toml: No such file"), "{error}");
+    }
+
+    /// A controller's file is checked with the fleet's that it names, also when both are wrong.
+    #[test]
+    fn a_controllers_file_brings_its_fleet() {
+        let directory = tempfile::tempdir().unwrap();
+        let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
+        std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();
+        std::fs::write(&fleet, "alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
+        let mistakes = Kind::Controller.check_with_what_it_names(&controller).unwrap_err();
+        let files: Vec<&Path> = mistakes.list.iter().map(|mistake| &*mistake.file).collect();
+        assert_eq!(files, [&controller, &fleet, &fleet]);
+        std::fs::remove_file(&fleet).unwrap();
+        let mistakes = Kind::Controller.check_with_what_it_names(&controller).unwrap_err();
+        assert_eq!(mistakes.list.len(), 2, "{mistakes}");
+    }
+}

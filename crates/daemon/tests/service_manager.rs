@@ -1,0 +1,41 @@
+//! A service manager as sd_notify(3) describes it. A process of its own: what a daemon is to tell is in its environment.
+
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+/// Readiness comes first, the watchdog is told as long as the work goes on and not any longer, and the end is announced.
+#[test]
+fn the_service_manager_hears_of_readiness_life_and_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    // SAFETY: this is the only test of the process, and no other thread is there to read the environment.
+    unsafe {
+        std::env::set_var("NOTIFY_SOCKET", &path);
+        std::env::set_var("WATCHDOG_USEC", "20000");
+        std::env::remove_var("WATCHDOG_PID");
+    }
+    // The manager reads while the daemon works: few datagrams wait in a socket, and then who sends waits.
+    let manager = std::thread::spawn(move || {
+        let mut heard: Vec<String> = Vec::new();
+        while heard.last().is_none_or(|last| last != "STOPPING=1") {
+            let mut buffer = [0; 256];
+            let length = socket.recv(&mut buffer).unwrap();
+            heard.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
+        }
+        heard
+    });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let work = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        anyhow::bail!("its own reason")
+    };
+    assert_eq!(runtime.block_on(coreward_daemon::until_told(work)).unwrap_err().to_string(), "its own reason");
+    let heard = manager.join().unwrap();
+    assert_eq!(heard[0], "READY=1");
+    let alive = heard.iter().filter(|message| *message == "WATCHDOG=1").count();
+    // Once at once, and every 10 ms on a machine that is not late.
+    assert!((2..=11).contains(&alive), "{heard:?}");
+    assert_eq!(heard.len(), alive + 2, "{heard:?}");
+}

@@ -1,0 +1,93 @@
+//! What a network device is and can, for those who only want to look.
+
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+use libbpf_rs::libbpf_sys;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+
+/// XDP at a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Xdp {
+    /// The program in the driver, by its id.
+    pub native: Option<u32>,
+    /// The program after the driver, by its id.
+    pub generic: Option<u32>,
+    /// Whether the driver can pass, drop and send frames back by XDP; `None`: the kernel does not tell (before 6.3).
+    pub native_possible: Option<bool>,
+}
+
+/// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
+const ACT_BASIC: u64 = 1;
+
+/// What is at the device of that index.
+///
+/// # Errors
+/// When there is no such device.
+pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
+    let mut options = libbpf_sys::bpf_xdp_query_opts {
+        sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
+        ..Default::default()
+    };
+    // SAFETY: `options` lives through the call and says how long it is.
+    let result = unsafe { libbpf_sys::bpf_xdp_query(interface_index as i32, 0, &raw mut options) };
+    if result < 0 {
+        return Err(io::Error::from_raw_os_error(-result));
+    }
+    let id = |id: u32| (id != 0).then_some(id);
+    // libbpf leaves 0 where the kernel does not know the question; a driver without XDP looks the same there.
+    let told = options.feature_flags != 0 || kernel_tells_features();
+    Ok(Xdp {
+        native: id(options.drv_prog_id),
+        generic: id(options.skb_prog_id),
+        native_possible: told.then_some(options.feature_flags & ACT_BASIC != 0),
+    })
+}
+
+/// Loopback has no driver to run XDP in, so a kernel that answers says nothing of it; veth says it can: but there may be
+/// none. The version tells: the netdev family came with 6.3.
+fn kernel_tells_features() -> bool {
+    nix::sys::utsname::uname().is_ok_and(|name| {
+        let release = name.release().to_string_lossy();
+        let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+        (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 3)
+    })
+}
+
+/// The device's MTU (bytes).
+///
+/// # Errors
+/// When there is no such device.
+pub fn mtu(interface: &str) -> io::Result<u32> {
+    let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    // SAFETY: a struct of integers and pointers, for which zero is a value.
+    let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
+    if interface.len() >= ifreq.ifr_name.len() {
+        return Err(io::Error::from_raw_os_error(libc::ENODEV));
+    }
+    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
+        *to = from as libc::c_char;
+    }
+    // SAFETY: SIOCGIFMTU writes into the struct alone, which lives through the call.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut ifreq) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has succeeded, so this is the member of the union that holds a value.
+    let mtu = unsafe { ifreq.ifr_ifru.ifru_mtu };
+    u32::try_from(mtu).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_has_neither_xdp_nor_a_small_mtu() {
+        let index = nix::net::if_::if_nametoindex("lo").unwrap();
+        let found = xdp(index).unwrap();
+        assert_eq!((found.native, found.generic), (None, None));
+        assert_ne!(found.native_possible, Some(true));
+        assert!(mtu("lo").unwrap() >= 1500);
+        assert!(mtu("nonexistent0").is_err() && mtu("a-name-that-is-too-long").is_err());
+    }
+}

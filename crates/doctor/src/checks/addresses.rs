@@ -1,0 +1,126 @@
+//! Who has the VIP, and who says so.
+
+use std::net::Ipv4Addr;
+
+use crate::facts::{Address, Facts, Role, device_sysctl};
+use crate::finding::Finding;
+
+const LOOPBACK: &str = "lo";
+
+/// The VIP's place.
+pub fn vip(facts: &Facts) -> Vec<Finding> {
+    let vips = facts.vips();
+    if vips.is_empty() {
+        return vec![Finding::unknown(
+            "no service of this machine is known: the controller did not say, nor --service",
+        )];
+    }
+    let of_role = match facts.role {
+        Role::Server => at_server,
+        _ => at_load_balancer,
+    };
+    vips.into_iter().map(|vip| of_role(facts, vip)).collect()
+}
+
+fn holders(facts: &Facts, vip: Ipv4Addr) -> Vec<&str> {
+    facts.addresses.iter().filter(|held| held.address == vip).map(|held| held.device.as_str()).collect()
+}
+
+fn at_server(facts: &Facts, vip: Ipv4Addr) -> Finding {
+    let held = holders(facts, vip);
+    if let Some(other) = held.iter().find(|device| **device != LOOPBACK) {
+        let why = "the server answers ARP for the VIP: clients' packets pass the load balancers by";
+        return Finding::fault(format!("VIP {vip} is on {other}: expected lo"), why)
+            .mend(format!("ip address add {vip}/32 dev lo; ip address delete {vip} dev {other}"));
+    }
+    if held.is_empty() {
+        let why = "the server's kernel does not take packets to the VIP: no connection comes about";
+        // Not by --fix: where ARP is answered for it, it would take the load balancer's traffic.
+        return Finding::fault(format!("VIP {vip} is on no device"), why)
+            .mend(format!("ip address add {vip}/32 dev lo  # after arp-ignore and arp-announce are right"));
+    }
+    Finding::ok(format!("VIP {vip} is on lo"))
+}
+
+fn at_load_balancer(facts: &Facts, vip: Ipv4Addr) -> Finding {
+    let held = holders(facts, vip);
+    let Some(device) = held.first() else { return Finding::ok(format!("VIP {vip} is no address of this machine")) };
+    let stamps = facts.services.iter().any(|service| service.stamped_by_lb && service.vip() == Some(vip));
+    let on_network = *device != LOOPBACK;
+    let why = if stamps {
+        "this machine takes servers' answers for packets in its own name and drops them (a martian source)"
+    } else if on_network {
+        "what XDP passes to the kernel (another port, a fragment) is answered by this machine, and ARP for the VIP with it"
+    } else {
+        "what XDP passes to the kernel (another port, an echo request) is answered by this machine; fine where a BGP daemon announces the VIP from lo"
+    };
+    Finding::fault_if(stamps || on_network, format!("VIP {vip} is on {device}: expected no device"), why)
+        .mend(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
+}
+
+/// Servers that can be reached by MAC address.
+pub fn segment(facts: &Facts) -> Vec<Finding> {
+    if facts.servers.is_empty() || facts.device.is_none() {
+        return vec![Finding::unknown("no server is known: the controller did not say")];
+    }
+    let own: Vec<&Address> = facts.addresses.iter().filter(|held| held.device == facts.interface()).collect();
+    let beyond: Vec<String> = facts
+        .servers
+        .iter()
+        .filter(|(_, address)| !own.iter().any(|held| held.reaches(**address)))
+        .map(|(name, address)| format!("{name} ({address})"))
+        .collect();
+    if beyond.is_empty() {
+        return vec![Finding::ok(format!(
+            "all {} servers are in the network of {}",
+            facts.servers.len(),
+            facts.interface()
+        ))];
+    }
+    let why = "packets are handed on by MAC address: ARP finds no server outside the device's networks";
+    vec![
+        Finding::fault(format!("not in a network of {}: {}", facts.interface(), beyond.join(", ")), why)
+            .mend(format!("ip address add ADDRESS/PREFIX dev {}  # in the servers' network", facts.interface())),
+    ]
+}
+
+/// Whether devices other than the services' have addresses for which somebody may ask by it.
+fn has_other_addresses(facts: &Facts) -> bool {
+    let vips = facts.vips();
+    facts
+        .addresses
+        .iter()
+        .any(|held| held.device != facts.interface() && !held.address.is_loopback() && !vips.contains(&held.address))
+}
+
+/// Answers to ARP.
+pub fn arp_ignore(facts: &Facts) -> Vec<Finding> {
+    let why = "the server answers ARP for the VIP on lo: clients' packets pass the load balancers by";
+    // 3 to 8 have other meanings; 8 answers nothing, also for the server's own address.
+    arp(facts, "arp_ignore", 1..=2, "1", why)
+}
+
+/// Questions by ARP.
+pub fn arp_announce(facts: &Facts) -> Vec<Finding> {
+    let why = "the server asks by ARP in the VIP's name: routers learn its MAC address as the VIP's";
+    arp(facts, "arp_announce", 2..=2, "2", why)
+}
+
+fn arp(
+    facts: &Facts,
+    name: &str,
+    right: std::ops::RangeInclusive<u32>,
+    value: &'static str,
+    why: &str,
+) -> Vec<Finding> {
+    // IN_DEV_MAXCONF() in include/linux/inetdevice.h.
+    let Some((all, own)) = facts.device_sysctl(name) else { return vec![] };
+    let (in_force, device) = (all.max(own), facts.interface());
+    if right.contains(&in_force) {
+        return vec![Finding::ok(format!("{in_force} in force at {device}"))];
+    }
+    let found = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
+    // Others may ask by this device for addresses that stand on other devices: those a person must know.
+    let safe = in_force < *right.start() && !has_other_addresses(facts);
+    vec![Finding::fault(found, why).sysctl(device_sysctl(device, name), value, safe)]
+}

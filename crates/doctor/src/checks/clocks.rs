@@ -1,0 +1,69 @@
+//! Clocks: the kernel's, the wall's, and those that connections show.
+
+use crate::facts::Facts;
+use crate::finding::Finding;
+
+const TCP_TIMESTAMPS: &str = "net/ipv4/tcp_timestamps";
+
+/// The clock in TCP timestamps.
+pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
+    let Some(value) = facts.sysctl(TCP_TIMESTAMPS) else { return vec![] };
+    let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.stamped);
+    // It does so once one of its services is stamped at the server.
+    let at_server = facts.services.iter().any(|service| service.stamped && !service.stamped_by_lb);
+    let by_agent = facts.settings.manage_timestamps && (facts.services.is_empty() || at_server);
+    if value == 2 || !stamped {
+        return vec![Finding::ok(format!("net.ipv4.tcp_timestamps is {value}"))];
+    }
+    if by_agent {
+        return vec![Finding::ok(format!(
+            "net.ipv4.tcp_timestamps is {value}; the agent sets 2 (`manage_timestamps`)"
+        ))];
+    }
+    let why = "connections show clocks of their own (1) or none (0): they cannot be stamped, and lose their server when the pool changes";
+    // Not by --fix: with an agent that stamps already, open connections would see their timestamps jump.
+    vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), why).sysctl(
+        TCP_TIMESTAMPS.to_owned(),
+        "2",
+        false,
+    )]
+}
+
+/// Clocks that are read from a device.
+const SLOW: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
+
+/// The kernel's clock.
+pub fn source(facts: &Facts) -> Vec<Finding> {
+    let source = facts.clock.source.as_str();
+    if source.is_empty() {
+        return vec![Finding::unknown("/sys does not tell the clock source")];
+    }
+    if !SLOW.contains(&source) {
+        return vec![Finding::ok(source)];
+    }
+    let why = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times are taken for every packet";
+    let mend = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc is not trusted";
+    vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).mend(mend)]
+}
+
+/// The wall clock.
+pub fn synchronised(facts: &Facts) -> Vec<Finding> {
+    let future = facts.reports_from_the_future;
+    if future > 0 {
+        let why =
+            "a report of more than a second ahead of the controller's clock is refused: its server counts as average";
+        return vec![
+            Finding::warning(format!("the controller refused {future} reports as from the future"), why)
+                .mend("chronyc tracking  # at the servers and at the controller"),
+        ];
+    }
+    match facts.clock.synchronised {
+        None => vec![Finding::unknown("the kernel does not tell")],
+        Some(true) => vec![Finding::ok("kept right")],
+        Some(false) => {
+            let why =
+                "reports of a clock that is a second ahead are refused; logs of several machines do not fit together";
+            vec![Finding::warning("nobody keeps the wall clock right (no NTP)", why).mend("apt install chrony")]
+        }
+    }
+}

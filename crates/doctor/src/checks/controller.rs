@@ -1,0 +1,54 @@
+//! The controller: whether it answers, and what it needs itself.
+
+use crate::facts::Facts;
+use crate::finding::{Finding, Fix};
+
+/// From the others' side.
+pub fn answers(facts: &Facts) -> Vec<Finding> {
+    match (&facts.controller, facts.settings.controller) {
+        (Some(Ok(())), Some(address)) => vec![Finding::ok(format!("answers at {address}"))],
+        (Some(Err(reason)), _) => {
+            let why = "the daemon starts, and waits for its configuration: services are not set up until then";
+            vec![Finding::fault(reason.clone(), why).mend("start it, or correct `controller`; is a firewall between?")]
+        }
+        _ => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
+    }
+}
+
+/// From its own side.
+pub fn listen(facts: &Facts) -> Vec<Finding> {
+    let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
+    match &place.listen_problem {
+        _ if place.running => vec![Finding::ok(format!("a controller answers at {}", place.listen))],
+        None => vec![Finding::ok(format!("{} can be bound", place.listen))],
+        Some(problem) => {
+            let mend = format!(
+                "ip address; ss -lntp 'sport = {}'  # an address of this machine, a free port",
+                place.listen.port()
+            );
+            vec![Finding::fault(format!("{}: {problem}", place.listen), "the controller does not start").mend(mend)]
+        }
+    }
+}
+
+/// What must survive.
+pub fn store(facts: &Facts) -> Vec<Finding> {
+    let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
+    let store = place.store.display();
+    if let Some(problem) = &place.store_problem {
+        let why = "the controller does not start, or loses server ids and keys: connections break";
+        let directory = place.store.parent().map_or(place.store.display(), |parent| parent.display());
+        return vec![Finding::fault(format!("{store}: {problem}"), why).mend(format!("install -d -m 700 {directory}"))];
+    }
+    match place.store_mode {
+        Some(mode) if mode & 0o077 != 0 => {
+            let why = "it holds the cookie keys: who can read it can forge cookies";
+            vec![
+                Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why)
+                    .fix(Fix::OwnerOnly(place.store.clone())),
+            ]
+        }
+        Some(_) => vec![Finding::ok(format!("{store}: only its owner reads it"))],
+        None => vec![Finding::ok(format!("{store}: can be made"))],
+    }
+}

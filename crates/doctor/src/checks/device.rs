@@ -1,0 +1,200 @@
+//! The NIC, but for its RSS.
+
+use std::collections::BTreeMap;
+
+use coreward_lb::config::XdpMode;
+
+use crate::facts::{Device, Facts, Role};
+use crate::finding::Finding;
+
+/// What checks of a device say while there is none: the check `interface` has said why.
+fn with_device(facts: &Facts, look: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
+    facts.device.as_ref().map_or_else(Vec::new, look)
+}
+
+/// Whether it is there.
+pub fn interface(facts: &Facts) -> Vec<Finding> {
+    let Some(name) = &facts.settings.interface else {
+        return vec![Finding::unknown("no interface is named: --config FILE or --interface NAME")];
+    };
+    let why = "no packet comes in by it";
+    let Some(device) = &facts.device else {
+        return vec![
+            Finding::fault(format!("{name} does not exist here"), why)
+                .mend("ip -br link  # name one of these as `interface`"),
+        ];
+    };
+    if !device.ethernet {
+        let why = "the programs read Ethernet headers";
+        return vec![Finding::fault(format!("{name} is no Ethernet device"), why).mend("name another `interface`")];
+    }
+    if !device.running {
+        return vec![
+            Finding::fault(format!("{name} is down, or has no carrier"), why).mend(format!("ip link set {name} up")),
+        ];
+    }
+    vec![Finding::ok(format!(
+        "{name} is up, driver {}",
+        if device.driver.is_empty() { "unknown" } else { &device.driver }
+    ))]
+}
+
+/// Other programs, and where ours can be.
+pub fn xdp(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let name = facts.interface();
+        let programs = [device.xdp.native, device.xdp.generic];
+        let others: Vec<u32> = programs.into_iter().flatten().filter(|id| Some(*id) != device.own_xdp).collect();
+        let mut found = Vec::new();
+        for id in others {
+            let why = "one XDP program has the device: coreward's is refused";
+            found.push(
+                Finding::fault(format!("{name} has another XDP program (id {id})"), why)
+                    .mend(format!("bpftool prog show id {id}  # whose is it?"))
+                    .mend(format!("ip link set dev {name} xdp off")),
+            );
+        }
+        if let Some(refused) = refuses_by_queues(device) {
+            let why = "each queue needs another one to send frames back by";
+            let queues = device.channels.map_or(1, |channels| channels.receive_max / 2).max(1);
+            let only_native = facts.settings.xdp_mode == XdpMode::Native;
+            found.push(
+                Finding::fault_if(only_native, refused, why).mend(format!("ethtool -L {name} combined {queues}")),
+            );
+        }
+        if device.xdp.native_possible == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
+            let only_native = facts.settings.xdp_mode == XdpMode::Native;
+            let why = "the program runs after the driver (generic XDP), several times slower; `xdp_mode = \"native\"` refuses to start";
+            found.push(
+                Finding::fault_if(only_native, format!("the driver {} has no XDP", device.driver), why)
+                    .mend("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to say that this is wanted"),
+            );
+        }
+        if found.is_empty() {
+            found.push(match (device.own_xdp, device.xdp.native_possible) {
+                (Some(id), _) => Finding::ok(format!("coreward's own program (id {id}) is at {name}")),
+                (None, Some(true)) => Finding::ok(format!("{name} is free, and its driver has XDP")),
+                (None, Some(false)) => Finding::ok(format!("{name} is free; generic XDP, as `xdp_mode` says")),
+                (None, None) => {
+                    Finding::ok(format!("{name} is free; whether its driver has XDP this kernel does not tell"))
+                }
+            });
+        }
+        found
+    })
+}
+
+/// ena_xdp_legal_queue_count() in drivers/net/ethernet/amazon/ena/ena_netdev.h: half of the queues at most.
+fn refuses_by_queues(device: &Device) -> Option<String> {
+    let channels = device.channels?;
+    (device.driver == "ena" && channels.receive * 2 > channels.receive_max).then(|| {
+        format!(
+            "{} of {} queues in use: the driver ena takes XDP with half of them",
+            channels.receive, channels.receive_max
+        )
+    })
+}
+
+/// A page less what XDP and the kernel keep before and behind a frame (docs/limits.md; veth_xdp_set() in
+/// drivers/net/veth.c comes to 3,504, drivers/net/virtio_net.c to 3,506).
+const LARGEST_MTU: u32 = 3_498;
+
+/// Jumbo frames.
+pub fn mtu(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let name = facts.interface();
+        let in_driver = device.own_xdp.is_some() && device.xdp.native == device.own_xdp;
+        if device.mtu <= LARGEST_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
+            return vec![Finding::ok(format!("{} bytes", device.mtu))];
+        }
+        let why = "drivers refuse XDP where a frame does not fit one page: generic XDP is slower, `xdp_mode = \"native\"` does not start";
+        let only_native = facts.settings.xdp_mode == XdpMode::Native;
+        let found = format!("{} bytes: expected at most {LARGEST_MTU}", device.mtu);
+        vec![
+            Finding::fault_if(only_native, found, why)
+                .mend(format!("ip link set {name} mtu 1500  # servers and switches as well")),
+        ]
+    })
+}
+
+/// Merged packets.
+pub fn lro(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        if !device.lro {
+            return vec![Finding::ok("off")];
+        }
+        let name = facts.interface();
+        let why = "what the NIC has merged cannot be sent on as it came; drivers refuse XDP with it";
+        vec![
+            Finding::fault(format!("LRO is on at {name}"), why)
+                .mend(format!("ethtool -K {name} lro off  # the link may go down for a moment")),
+        ]
+    })
+}
+
+/// How many receive queues.
+pub fn queues(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let Some(channels) = device.channels else {
+            return vec![Finding::unknown("the driver does not tell its queues")];
+        };
+        let (name, cpus, queues) = (facts.interface(), facts.cpus, usize::from(channels.receive));
+        let found = format!("receive queues: {queues} (at most {}), CPUs: {cpus}", channels.receive_max);
+        let could = usize::from(channels.receive_max).min(cpus);
+        let set = format!("ethtool -L {name} combined {could}  # the link may go down for a moment");
+        match facts.role {
+            Role::Server if queues > cpus => {
+                let why = "several queues share a CPU, and each of them is reported as if it had one of its own";
+                vec![Finding::warning(found, why).mend(set)]
+            }
+            _ if queues < could => {
+                let why = "packets use fewer CPUs than there are";
+                vec![Finding::warning(found, why).mend(set)]
+            }
+            Role::Server if queues == 1 && cpus > 1 => {
+                let why = "RSS has one core to choose: core-aware policies place by server only";
+                vec![Finding::warning(found, why).mend("a NIC (for a virtual machine: a device) with several queues")]
+            }
+            _ => vec![Finding::ok(found)],
+        }
+    })
+}
+
+/// Whose interrupts share a CPU.
+pub fn interrupts(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let mut queues_of_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
+        for (queue, interrupt) in &device.interrupts {
+            if let Some(cpu) = interrupt.cpu {
+                queues_of_cpu.entry(cpu).or_default().push(*queue);
+            }
+        }
+        if queues_of_cpu.is_empty() {
+            return vec![Finding::unknown(format!(
+                "no interrupts of {} are found (a virtual device has none)",
+                facts.interface()
+            ))];
+        }
+        let shared: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
+        // With more queues than CPUs they must share: the check `queues` says that.
+        if shared.is_empty() || device.interrupts.len() > facts.cpus {
+            return vec![Finding::ok(format!(
+                "interrupts: {}, on CPUs: {}",
+                device.interrupts.len(),
+                queues_of_cpu.len()
+            ))];
+        }
+        let words: Vec<String> = shared
+            .iter()
+            .map(|(cpu, queues)| {
+                let names: Vec<String> = queues.iter().map(u16::to_string).collect();
+                format!("CPU {cpu} serves queues {}", names.join(", "))
+            })
+            .collect();
+        let why = "a core that coreward takes for idle has a busy CPU under it";
+        let commands = device.interrupts.iter().map(|(queue, interrupt)| {
+            format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % facts.cpus, interrupt.number)
+        });
+        vec![commands.fold(Finding::warning(words.join("; "), why), Finding::mend)]
+    })
+}

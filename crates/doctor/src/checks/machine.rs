@@ -1,0 +1,118 @@
+//! The kernel, and what this process may do with it.
+
+use crate::facts::{Facts, Role};
+use crate::finding::{Finding, Fix};
+
+/// What the programs are written for (docs/limits.md).
+const OLDEST: (u32, u32) = (6, 1);
+
+/// Version and BTF.
+pub fn kernel(facts: &Facts) -> Vec<Finding> {
+    let release = &facts.kernel.release;
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if version < OLDEST {
+        let why = "the BPF programs use what older kernels do not have; they are refused, and nothing starts";
+        return vec![
+            Finding::fault(format!("Linux {release}"), why).mend("apt install linux-image-amd64  # Debian 12 or newer"),
+        ];
+    }
+    if !facts.kernel.type_information {
+        let why = "the BPF programs that read the kernel's own structures (cpu_load) need its types";
+        let mend = "a kernel with CONFIG_DEBUG_INFO_BTF=y";
+        return vec![Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).mend(mend)];
+    }
+    vec![Finding::ok(format!("Linux {release} with BTF"))]
+}
+
+/// Capabilities.
+pub fn rights(facts: &Facts) -> Vec<Finding> {
+    if facts.missing_rights.is_empty() {
+        return vec![Finding::ok("all that a daemon in the packet path needs")];
+    }
+    let why = "BPF programs are loaded and attached with these; the daemon refuses to start without";
+    let names = facts.missing_rights.join(", ");
+    let ambient = facts.missing_rights.join(" ");
+    vec![
+        Finding::fault(format!("missing: {names}"), why)
+            .mend(format!("run as root, or in the systemd unit: AmbientCapabilities={ambient}")),
+    ]
+}
+
+/// The verifier's word on each program.
+pub fn programs(facts: &Facts) -> Vec<Finding> {
+    if facts.kernel.programs.is_empty() {
+        return vec![Finding::unknown("not tried, for want of rights")];
+    }
+    let refused: Vec<_> = facts.kernel.programs.iter().filter(|(_, answer)| answer.is_err()).collect();
+    if refused.is_empty() {
+        let names: Vec<&str> = facts.kernel.programs.keys().copied().collect();
+        return vec![Finding::ok(format!("taken: {}", names.join(", ")))];
+    }
+    let why = "the daemon does not start";
+    let of = |(name, answer): (&&str, &Result<(), String>)| {
+        let reason = answer.as_ref().err().map_or("", String::as_str);
+        Finding::fault(format!("the kernel refuses {name}: {reason}"), why)
+            .mend("coreward check-kernel  # the whole answer; a kernel with CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, CONFIG_XDP_SOCKETS as Debian's has them")
+    };
+    refused.into_iter().map(of).collect()
+}
+
+/// net.core.bpf_jit_enable.
+pub fn jit(facts: &Facts) -> Vec<Finding> {
+    let path = "net/core/bpf_jit_enable";
+    match facts.sysctl(path) {
+        // Another network namespace than the first one does not show it.
+        None => vec![Finding::unknown("net.core.bpf_jit_enable is not shown here")],
+        Some(0) => {
+            let why = "every packet runs the programs: interpreted they take some ten times as long";
+            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).sysctl(path.to_owned(), "1", true)]
+        }
+        Some(value) => vec![Finding::ok(format!("net.core.bpf_jit_enable is {value}"))],
+    }
+}
+
+/// The pins' place.
+pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
+    let place = &facts.bpf_file_system;
+    let directory = place.directory.display();
+    if place.is_bpf {
+        return vec![Finding::ok(format!("{directory} is on one"))];
+    }
+    let why = "what packets need is pinned there, so that it outlives the daemon; the daemon refuses to start without";
+    let finding = Finding::fault(format!("{directory} is not on a BPF file system"), why);
+    let below = facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
+    vec![if below { finding.fix(Fix::MountBpf) } else { finding.mend("name a `pin_directory` below /sys/fs/bpf") }]
+}
+
+/// State of another version.
+pub fn pins(facts: &Facts) -> Vec<Finding> {
+    let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("nothing of another version is pinned")] };
+    let (why, command) = match facts.role {
+        Role::Lb => ("the daemon refuses to start: what is pinned forwards packets now", "lb"),
+        _ => ("the agent does not take it over: connections that were stamped with it break", "agent"),
+    };
+    let mend = format!(
+        "start the version that made it, or drain, then `coreward {command} --config FILE --detach` by that version"
+    );
+    vec![Finding::fault(problem.clone(), why).mend(mend)]
+}
+
+/// A daemon's own: pins, maps, sockets, links, /proc; and one per peer at the controller.
+const FILES_OF_A_DAEMON: u64 = 1024;
+const FILES_OF_A_CONTROLLER: u64 = 4096;
+
+/// RLIMIT_NOFILE.
+pub fn open_files(facts: &Facts) -> Vec<Finding> {
+    let (needed, peers) = match facts.role {
+        Role::Controller => (FILES_OF_A_CONTROLLER, "a connection to every agent and load balancer"),
+        _ => (FILES_OF_A_DAEMON, "maps, links, and a look at every socket of a service"),
+    };
+    let found = format!("up to {} files may be open", facts.open_files);
+    if facts.open_files >= needed {
+        return vec![Finding::ok(found)];
+    }
+    let why = format!("the daemon holds {peers}: it fails when it may open no more");
+    let mend = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
+    vec![Finding::fault(format!("{found}: expected {needed}"), &why).mend(mend)]
+}

@@ -1,0 +1,116 @@
+//! What to make of the facts. Each check is a pure function; a file per concern; docs/doctor.md has the table.
+
+pub mod addresses;
+pub mod clocks;
+pub mod controller;
+pub mod device;
+pub mod machine;
+pub mod netfilter;
+pub mod routing;
+pub mod rss;
+#[cfg(test)]
+mod tests;
+pub mod workers;
+
+use crate::facts::{Facts, Role};
+use crate::finding::Finding;
+
+/// A thing to look at.
+#[derive(Debug, Clone, Copy)]
+pub struct Check {
+    /// Its name in reports.
+    pub name: &'static str,
+    /// The roles that it concerns.
+    pub roles: &'static [Role],
+    /// What must hold.
+    pub expects: &'static str,
+    /// Whether `--fix` mends (some of) what it finds.
+    pub fixes: bool,
+    /// What it says; nothing where there is nothing to look at.
+    pub look: fn(&Facts) -> Vec<Finding>,
+}
+
+const BOTH: &[Role] = &[Role::Lb, Role::Server];
+const ALL: &[Role] = &[Role::Lb, Role::Server, Role::Controller];
+const LB: &[Role] = &[Role::Lb];
+const SERVER: &[Role] = &[Role::Server];
+const CONTROLLER: &[Role] = &[Role::Controller];
+
+const fn check(
+    name: &'static str,
+    roles: &'static [Role],
+    expects: &'static str,
+    look: fn(&Facts) -> Vec<Finding>,
+) -> Check {
+    Check { name, roles, expects, fixes: false, look }
+}
+
+const fn fixing(
+    name: &'static str,
+    roles: &'static [Role],
+    expects: &'static str,
+    look: fn(&Facts) -> Vec<Finding>,
+) -> Check {
+    Check { fixes: true, ..check(name, roles, expects, look) }
+}
+
+/// All checks, in the order in which they are reported.
+pub const CHECKS: &[Check] = &[
+    check("kernel", BOTH, "Linux 6.1 or newer, with BTF", machine::kernel),
+    check("rights", BOTH, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::rights),
+    check(
+        "programs",
+        BOTH,
+        "the kernel takes the role's BPF programs (tcx or clsact, sk_reuseport, XDP)",
+        machine::programs,
+    ),
+    fixing("jit", BOTH, "BPF programs are compiled, not interpreted", machine::jit),
+    fixing("bpf-file-system", BOTH, "`pin_directory` is on a BPF file system", machine::bpf_file_system),
+    check("pins", BOTH, "what is pinned was made by this version, or nothing is", machine::pins),
+    check("open-files", ALL, "enough files may be open (hard limit)", machine::open_files),
+    check("interface", BOTH, "the device exists, is Ethernet, up, and has a carrier", device::interface),
+    check("xdp", LB, "no other XDP program at the device; XDP in the driver", device::xdp),
+    check("mtu", LB, "frames fit one page, as XDP in the driver needs", device::mtu),
+    check("lro", LB, "the device does not merge packets in hardware", device::lro),
+    check("queues", BOTH, "a receive queue for each CPU, none more", device::queues),
+    check("interrupts", BOTH, "each receive queue's interrupt goes to a CPU of its own", device::interrupts),
+    check("irqbalance", SERVER, "irqbalance does not run", rss::irqbalance),
+    check("rss", SERVER, "RSS key and table can be read, and hash TCP by Toeplitz over addresses and ports", rss::rss),
+    check("rss-udp", SERVER, "RSS hashes UDP by its ports where a service is of UDP", rss::udp),
+    fixing("rps", SERVER, "RPS is off at the device", rss::rps),
+    fixing("rfs", SERVER, "RFS, also accelerated, is off at the device", rss::rfs),
+    check("flow-rules", SERVER, "no ntuple rules at the device", rss::flow_rules),
+    check("vip", BOTH, "server: each VIP on `lo`; load balancer: no VIP is its own address", addresses::vip),
+    check("segment", LB, "every server's address is in the device's network", addresses::segment),
+    fixing("arp-ignore", SERVER, "no answers to ARP for addresses on `lo` (1 or 2)", addresses::arp_ignore),
+    fixing("arp-announce", SERVER, "no ARP in the name of addresses on `lo` (2)", addresses::arp_announce),
+    check(
+        "rp-filter",
+        BOTH,
+        "no strict reverse path filter where packets come by another way than answers go",
+        routing::rp_filter,
+    ),
+    check("forwarding", LB, "on, where a service has `timestamps = \"lb\"`", routing::forwarding),
+    fixing("send-redirects", LB, "off, where a service has `timestamps = \"lb\"`", routing::send_redirects),
+    check("tcp-timestamps", SERVER, "2, or set by the agent", clocks::tcp_timestamps),
+    check("clock-source", ALL, "a clock that is read without leaving the CPU", clocks::source),
+    check("clock-sync", ALL, "the wall clock is kept right (NTP)", clocks::synchronised),
+    check("conntrack", BOTH, "connection tracking does not see the services' packets", netfilter::conntrack),
+    check("firewall", BOTH, "no chain drops what no rule accepts", netfilter::firewall),
+    check(
+        "listeners",
+        SERVER,
+        "each service has listening sockets, with SO_REUSEPORT, one per core",
+        workers::listeners,
+    ),
+    check("workers", SERVER, "workers are pinned to CPUs, where the agent steers by that", workers::pinned),
+    check("controller", BOTH, "the controller answers", controller::answers),
+    check("listen", CONTROLLER, "`listen` can be bound, or the controller answers there", controller::listen),
+    fixing("store", CONTROLLER, "the store's file can be written, and only its owner can read it", controller::store),
+];
+
+/// What every check of the role says, with its name.
+pub fn look(facts: &Facts) -> Vec<(&'static Check, Finding)> {
+    let of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
+    of_role.flat_map(|check| (check.look)(facts).into_iter().map(move |finding| (check, finding))).collect()
+}

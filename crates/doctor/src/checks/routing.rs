@@ -1,0 +1,73 @@
+//! What the kernel does with packets that it routes.
+
+use crate::facts::{Facts, Role, device_sysctl};
+use crate::finding::Finding;
+
+fn stamps_here(facts: &Facts) -> bool {
+    facts.services.iter().any(|service| service.stamped_by_lb)
+}
+
+/// RFC 3704, Sect. 2.2: strict.
+const STRICT: u32 = 1;
+
+/// Strict reverse path forwarding.
+pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
+    // IN_DEV_RPFILTER() in include/linux/inetdevice.h takes the larger one.
+    let Some((all, own)) = facts.device_sysctl("rp_filter") else { return vec![] };
+    let (in_force, device) = (all.max(own), facts.interface());
+    if in_force != STRICT {
+        return vec![Finding::ok(format!("{in_force} in force at {device}"))];
+    }
+    let loose = device_sysctl(device, "rp_filter");
+    let found = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all} and {own} (strict)");
+    if facts.role == Role::Lb {
+        if !stamps_here(facts) {
+            return vec![Finding::ok(format!("{found}; no service has `timestamps = \"lb\"`, so nothing is routed"))];
+        }
+        let why = "servers' answers carry the VIP, whose route is another: the kernel drops them";
+        return vec![Finding::fault(format!("{found}: expected 0 or 2"), why).sysctl(loose, "2", false)];
+    }
+    if facts.default_routes.contains(device) {
+        return vec![Finding::ok(format!("{found}; answers leave by {device}, too"))];
+    }
+    let why = "clients' packets come by this device and their answers leave by another: the kernel drops them";
+    vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).sysctl(loose, "2", false)]
+}
+
+/// Routing.
+pub fn forwarding(facts: &Facts) -> Vec<Finding> {
+    if !stamps_here(facts) {
+        return vec![];
+    }
+    let Some((_, own)) = facts.device_sysctl("forwarding") else { return vec![] };
+    if own != 0 {
+        return vec![Finding::ok(format!("on at {}", facts.interface()))];
+    }
+    let device = facts.interface();
+    let why = "servers' answers come to this machine as to a router: none reaches a client";
+    // Not by --fix: it makes the machine a router for everybody.
+    vec![Finding::fault(format!("net.ipv4.conf.{device}.forwarding is 0: expected 1"), why).sysctl(
+        device_sysctl(device, "forwarding"),
+        "1",
+        false,
+    )]
+}
+
+/// ICMP redirects.
+pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
+    if !stamps_here(facts) {
+        return vec![];
+    }
+    let Some((all, own)) = facts.device_sysctl("send_redirects") else { return vec![] };
+    // IN_DEV_TX_REDIRECTS(): either of the two.
+    if all == 0 && own == 0 {
+        return vec![Finding::ok("off")];
+    }
+    let device = facts.interface();
+    let why = "servers are told a way to the clients that does not lead over this load balancer: their answers are stamped no more";
+    let found = format!("net.ipv4.conf.{{all,{device}}}.send_redirects are {all} and {own}: expected 0");
+    let set = ["all", device].into_iter().zip([all, own]).filter(|(_, value)| *value != 0);
+    vec![set.fold(Finding::fault(found, why), |finding, (of, _)| {
+        finding.sysctl(device_sysctl(of, "send_redirects"), "0", true)
+    })]
+}

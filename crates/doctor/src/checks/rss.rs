@@ -1,0 +1,113 @@
+//! RSS, and what overrides it.
+
+use coreward_model::tuple::Protocol;
+
+use crate::facts::{Device, Facts, RssProblem};
+use crate::finding::{Finding, Fix};
+
+const WHY: &str = "connections are worked on elsewhere than the table says: core-aware policies choose wrong cores";
+
+const UNKNOWN: &str = "nobody knows which core a connection comes to: core-aware policies place by server only";
+
+/// Key, table, and the hash of TCP.
+pub fn rss(facts: &Facts) -> Vec<Finding> {
+    let Some(device) = &facts.device else { return vec![] };
+    match &device.rss {
+        Ok(entries) => vec![Finding::ok(format!(
+            "a key and a table of {entries} entries; `coreward agent rss --interface {}` says whether they are in force",
+            facts.interface()
+        ))],
+        Err(RssProblem::None(words)) => {
+            vec![
+                Finding::warning(words.clone(), UNKNOWN)
+                    .mend("a NIC (for a virtual machine: a device) with several queues and RSS"),
+            ]
+        }
+        Err(RssProblem::Other(words)) => {
+            let name = facts.interface();
+            let mend = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
+            vec![Finding::warning(words.clone(), UNKNOWN).mend(mend)]
+        }
+    }
+}
+
+/// The hash of UDP.
+pub fn udp(facts: &Facts) -> Vec<Finding> {
+    let of_udp = facts.services.iter().any(|service| service.address.protocol == Protocol::Udp);
+    let (true, Some(device)) = (of_udp, &facts.device) else { return vec![] };
+    match device.udp_ports {
+        None => vec![Finding::unknown("the driver does not tell how it hashes UDP")],
+        Some(true) => vec![Finding::ok("UDP is hashed by addresses and ports")],
+        Some(false) => {
+            let name = facts.interface();
+            let why = "all datagrams of a client come to one core, and to another one than predicted";
+            vec![
+                Finding::warning(format!("{name} hashes UDP by addresses alone"), why)
+                    .mend(format!("ethtool -N {name} rx-flow-hash udp4 sdfn  # fragments then come by another queue")),
+            ]
+        }
+    }
+}
+
+/// irqbalance.
+pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
+    if facts.device.as_ref().is_some_and(|device| device.hazards.irqbalance) {
+        let why = "it moves receive queues from CPU to CPU, under workers that are pinned";
+        return vec![Finding::warning("irqbalance is running", why).mend("systemctl disable --now irqbalance")];
+    }
+    vec![Finding::ok("does not run")]
+}
+
+/// Zero into an attribute of these queues: not for longer than until the next boot.
+fn zero_at(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
+    let of_device = format!("/sys/class/net/{}/queues", facts.interface());
+    queues.iter().fold(finding, |finding, queue| {
+        finding.fix(Fix::Write { path: format!("{of_device}/{queue}/{attribute}").into(), value: "0" })
+    })
+}
+
+fn unseen(device: &Device) -> Option<Vec<Finding>> {
+    (!device.seen_in_sys).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
+}
+
+/// Receive packet steering.
+pub fn rps(facts: &Facts) -> Vec<Finding> {
+    let Some(device) = &facts.device else { return vec![] };
+    let queues = &device.hazards.steered_queues;
+    if queues.is_empty() {
+        return unseen(device).unwrap_or_else(|| vec![Finding::ok("off")]);
+    }
+    let found = format!("RPS is on for {} ({})", facts.interface(), queues.join(", "));
+    vec![zero_at(facts, Finding::warning(found, WHY), queues, "rps_cpus")]
+}
+
+/// Receive flow steering.
+pub fn rfs(facts: &Facts) -> Vec<Finding> {
+    let Some(device) = &facts.device else { return vec![] };
+    let hazards = &device.hazards;
+    if !hazards.flow_steering() {
+        return unseen(device).unwrap_or_else(|| vec![Finding::ok("off")]);
+    }
+    let found = format!(
+        "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
+        hazards.flow_steering_name(),
+        facts.interface(),
+        hazards.flow_entries,
+        hazards.flow_queues.join(", ")
+    );
+    vec![zero_at(facts, Finding::warning(found, WHY), &hazards.flow_queues, "rps_flow_cnt")]
+}
+
+/// Rules for single flows.
+pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
+    let Some(device) = &facts.device else { return vec![] };
+    let (rules, name) = (device.hazards.flow_rules, facts.interface());
+    if rules == 0 {
+        return vec![Finding::ok("none")];
+    }
+    vec![
+        Finding::warning(format!("{name} has {rules} flow rules"), WHY)
+            .mend(format!("ethtool -n {name}  # which they are"))
+            .mend(format!("ethtool -N {name} delete NUMBER")),
+    ]
+}

@@ -1,0 +1,351 @@
+//! Each check against facts: what cannot be made in a network namespace (testbed/tests/doctor.rs has the rest), and the
+//! tables of docs/doctor.md.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use coreward_agent::config::Steer;
+use coreward_agent::hazards::Hazards;
+use coreward_agent::load::queues::Interrupt;
+use coreward_agent::rss::ethtool::Channels;
+use coreward_dataplane::device::Xdp;
+use coreward_lb::config::XdpMode;
+use coreward_model::ServiceAddress;
+use coreward_model::tuple::Protocol;
+
+use super::*;
+use crate::facts::*;
+use crate::finding::Severity;
+
+fn service(protocol: Protocol) -> Service {
+    let workers = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
+    Service {
+        name: "web".to_owned(),
+        address: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol },
+        stamped_by_lb: false,
+        stamped: true,
+        sockets: Some(Ok(Sockets { count: 4, reuseport: Some(true), workers })),
+    }
+}
+
+/// A server or load balancer at which all is well.
+fn fit(role: Role) -> Facts {
+    let sysctls = [
+        ("net/core/bpf_jit_enable", "1"),
+        ("net/ipv4/tcp_timestamps", "2"),
+        ("net/ipv4/conf/all/arp_ignore", "0"),
+        ("net/ipv4/conf/eth7/arp_ignore", "1"),
+        ("net/ipv4/conf/all/arp_announce", "2"),
+        ("net/ipv4/conf/eth7/arp_announce", "0"),
+        ("net/ipv4/conf/all/rp_filter", "0"),
+        ("net/ipv4/conf/eth7/rp_filter", "2"),
+        ("net/ipv4/conf/all/forwarding", "1"),
+        ("net/ipv4/conf/eth7/forwarding", "1"),
+        ("net/ipv4/conf/all/send_redirects", "0"),
+        ("net/ipv4/conf/eth7/send_redirects", "0"),
+    ];
+    let address = |device: &str, address: &str, mask: &str| Address {
+        device: device.to_owned(),
+        address: address.parse().unwrap(),
+        mask: mask.parse().unwrap(),
+    };
+    let mut addresses = vec![address("lo", "127.0.0.1", "255.0.0.0"), address("eth7", "10.1.1.1", "255.255.0.0")];
+    if role == Role::Server {
+        addresses.push(address("lo", "10.200.0.1", "255.255.255.255"));
+    }
+    Facts {
+        role,
+        settings: Settings {
+            interface: Some("eth7".to_owned()),
+            pin_directory: Some("/sys/fs/bpf/coreward".into()),
+            controller: Some("10.1.0.2:7400".parse().unwrap()),
+            manage_timestamps: true,
+            steer: Steer::Affinity,
+            xdp_mode: XdpMode::Auto,
+        },
+        kernel: Kernel {
+            release: "6.1.0-28-amd64".to_owned(),
+            type_information: true,
+            programs: BTreeMap::from([("lb", Ok(()))]),
+        },
+        missing_rights: vec![],
+        open_files: 524_288,
+        sysctls: sysctls.into_iter().map(|(path, value)| (path.to_owned(), value.to_owned())).collect(),
+        bpf_file_system: BpfFileSystem { directory: "/sys/fs/bpf".into(), is_bpf: true },
+        pins_problem: None,
+        device: Some(Device {
+            running: true,
+            ethernet: true,
+            mtu: 1500,
+            driver: "igb".to_owned(),
+            channels: Some(Channels { receive: 4, receive_max: 8, transmit: 4 }),
+            lro: false,
+            udp_ports: Some(true),
+            xdp: Xdp { native: Some(7), generic: None, native_possible: Some(true) },
+            own_xdp: Some(7),
+            hazards: Hazards::default(),
+            interrupts: (0..4).map(|queue| (queue, Interrupt { number: 30, cpu: Some(queue.into()) })).collect(),
+            rss: Ok(128),
+            seen_in_sys: true,
+        }),
+        addresses,
+        default_routes: BTreeSet::from(["eth7".to_owned()]),
+        cpus: 4,
+        clock: Clock { source: "tsc".to_owned(), synchronised: Some(true) },
+        netfilter: Netfilter { chains: Ok(vec![]), legacy_tables: vec![] },
+        controller: Some(Ok(())),
+        services: vec![service(Protocol::Tcp)],
+        servers: BTreeMap::from([("s1".to_owned(), "10.1.1.2".parse().unwrap())]),
+        reports_from_the_future: 0,
+        controller_place: Some(ControllerPlace {
+            listen: "10.1.0.2:7400".parse().unwrap(),
+            listen_problem: None,
+            running: false,
+            store: "/var/lib/coreward/store".into(),
+            store_problem: None,
+            store_mode: Some(0o600),
+        }),
+    }
+}
+
+/// Checks that say warning or fault after `change`, with their severities.
+fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
+    let mut facts = fit(role);
+    change(&mut facts);
+    let findings = look(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
+    findings
+        .map(|(check, finding)| {
+            assert!(!finding.why.is_empty() && !finding.mend.is_empty(), "{}: {finding:?}", check.name);
+            assert!(check.fixes || finding.mend.iter().all(|mend| mend.fix.is_none()), "{}", check.name);
+            (check.name, finding.severity)
+        })
+        .collect()
+}
+
+fn device(facts: &mut Facts) -> &mut Device {
+    facts.device.as_mut().unwrap()
+}
+
+const WARNING: Severity = Severity::Warning;
+const FAULT: Severity = Severity::Fault;
+
+#[test]
+fn a_fit_machine_has_nothing_to_mend() {
+    for role in [Role::Lb, Role::Server, Role::Controller] {
+        assert_eq!(found(role, |_| {}), []);
+        let unknown: Vec<_> =
+            look(&fit(role)).into_iter().filter(|(_, finding)| finding.severity != Severity::Ok).collect();
+        assert!(unknown.is_empty(), "{unknown:?}");
+    }
+}
+
+#[test]
+fn the_kernel() {
+    let kernel = |change: fn(&mut Facts)| found(Role::Lb, change);
+    assert_eq!(kernel(|facts| facts.kernel.release = "5.15.0-1-amd64".to_owned()), [("kernel", FAULT)]);
+    assert_eq!(kernel(|facts| facts.kernel.release = "6.0".to_owned()), [("kernel", FAULT)]);
+    assert_eq!(kernel(|facts| facts.kernel.release = "10.0.1".to_owned()), []);
+    assert_eq!(kernel(|facts| facts.kernel.type_information = false), [("kernel", FAULT)]);
+    let refused = |facts: &mut Facts| drop(facts.kernel.programs.insert("lb", Err("no".to_owned())));
+    assert_eq!(kernel(refused), [("programs", FAULT)]);
+    let interpreted =
+        |facts: &mut Facts| drop(facts.sysctls.insert("net/core/bpf_jit_enable".to_owned(), "0".to_owned()));
+    assert_eq!(kernel(interpreted), [("jit", WARNING)]);
+}
+
+#[test]
+fn what_overrides_rss() {
+    let server = |change: fn(&mut Facts)| found(Role::Server, change);
+    assert_eq!(server(|facts| device(facts).hazards.irqbalance = true), [("irqbalance", WARNING)]);
+    assert_eq!(server(|facts| device(facts).hazards.flow_rules = 2), [("flow-rules", WARNING)]);
+    let flows = |facts: &mut Facts| {
+        device(facts).hazards.flow_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
+        device(facts).hazards.takes_flow_rules = true;
+    };
+    // A table at the queues, but no entries of the host: the kernel does not look.
+    assert_eq!(server(flows), []);
+    let mut facts = fit(Role::Server);
+    flows(&mut facts);
+    device(&mut facts).hazards.flow_entries = 32_768;
+    let finding = rss::rfs(&facts).remove(0);
+    assert_eq!(finding.severity, WARNING);
+    assert!(finding.found.starts_with("accelerated RFS is on for eth7"), "{}", finding.found);
+    let commands: Vec<&str> = finding.mend.iter().map(|mend| mend.command.as_str()).collect();
+    let of = |queue: &str| format!("echo 0 > /sys/class/net/eth7/queues/{queue}/rps_flow_cnt");
+    assert_eq!(commands, [of("rx-0"), of("rx-1")]);
+}
+
+#[test]
+fn keys_and_hashes() {
+    let server = |change: fn(&mut Facts)| found(Role::Server, change);
+    let other = |facts: &mut Facts| device(facts).rss = Err(RssProblem::Other("eth7 hashes by XOR".to_owned()));
+    assert_eq!(server(other), [("rss", WARNING)]);
+    assert_eq!(server(|facts| device(facts).rss = Err(RssProblem::None("none".to_owned()))), [("rss", WARNING)]);
+    assert_eq!(server(|facts| device(facts).udp_ports = Some(false)), []);
+    let of_udp = |facts: &mut Facts| {
+        device(facts).udp_ports = Some(false);
+        facts.services = vec![service(Protocol::Udp)];
+    };
+    assert_eq!(server(of_udp), [("rss-udp", WARNING)]);
+}
+
+#[test]
+fn queues_and_interrupts() {
+    let channels = |receive, receive_max| {
+        move |facts: &mut Facts| device(facts).channels = Some(Channels { receive, receive_max, transmit: receive })
+    };
+    assert_eq!(found(Role::Server, channels(8, 8)), [("queues", WARNING), ("listeners", WARNING)]);
+    assert_eq!(found(Role::Server, channels(2, 8)), [("queues", WARNING)]);
+    assert_eq!(found(Role::Server, channels(1, 1)), [("queues", WARNING)]);
+    assert_eq!(found(Role::Lb, channels(1, 1)), []);
+    assert_eq!(found(Role::Lb, channels(1, 4)), [("queues", WARNING)]);
+    let shared = |facts: &mut Facts| {
+        device(facts).interrupts.insert(3, Interrupt { number: 33, cpu: Some(0) });
+    };
+    assert_eq!(found(Role::Server, shared), [("interrupts", WARNING)]);
+    let mut facts = fit(Role::Server);
+    shared(&mut facts);
+    let finding = super::device::interrupts(&facts).remove(0);
+    assert_eq!(finding.found, "CPU 0 serves queues 0, 3");
+    assert_eq!(finding.mend[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
+}
+
+#[test]
+fn xdp_in_the_driver() {
+    let lb = |change: fn(&mut Facts)| found(Role::Lb, change);
+    assert_eq!(lb(|facts| device(facts).lro = true), [("lro", FAULT)]);
+    let none = |facts: &mut Facts| device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
+    assert_eq!(lb(none), [("xdp", WARNING)]);
+    let only_native = |facts: &mut Facts| {
+        device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
+        facts.settings.xdp_mode = XdpMode::Native;
+    };
+    assert_eq!(lb(only_native), [("xdp", FAULT)]);
+    let wanted = |facts: &mut Facts| {
+        device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
+        facts.settings.xdp_mode = XdpMode::Generic;
+    };
+    assert_eq!(lb(wanted), []);
+    let ena = |facts: &mut Facts| {
+        device(facts).driver = "ena".to_owned();
+        device(facts).channels = Some(Channels { receive: 4, receive_max: 4, transmit: 4 });
+    };
+    assert_eq!(lb(ena), [("xdp", WARNING)]);
+    // Where the program is at work in the driver, the frames fit.
+    assert_eq!(lb(|facts| device(facts).mtu = 9000), []);
+    let jumbo = |facts: &mut Facts| {
+        device(facts).mtu = 9000;
+        device(facts).own_xdp = None;
+        device(facts).xdp.native = None;
+    };
+    assert_eq!(lb(jumbo), [("mtu", WARNING)]);
+}
+
+#[test]
+fn arp_is_not_mended_where_others_may_ask() {
+    let asks =
+        |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()));
+    let mut facts = fit(Role::Server);
+    asks(&mut facts);
+    assert!(addresses::arp_ignore(&facts)[0].mend[0].fix.is_some());
+    let other = Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
+    facts.addresses.push(other);
+    assert!(addresses::arp_ignore(&facts)[0].mend[0].fix.is_none());
+    // 8 answers nothing at all: it is another's decision.
+    facts.addresses.pop();
+    facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "8".to_owned());
+    assert!(
+        addresses::arp_ignore(&facts)[0].severity == FAULT && addresses::arp_ignore(&facts)[0].mend[0].fix.is_none()
+    );
+}
+
+#[test]
+fn answers_by_a_load_balancer_need_a_router() {
+    let without = |facts: &mut Facts| {
+        for (path, value) in [("forwarding", "0"), ("send_redirects", "1"), ("rp_filter", "1")] {
+            facts.sysctls.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
+        }
+    };
+    // Nothing of it matters where servers answer clients directly.
+    assert_eq!(found(Role::Lb, without), []);
+    let stamping = |facts: &mut Facts| {
+        without(facts);
+        facts.services[0].stamped_by_lb = true;
+    };
+    assert_eq!(found(Role::Lb, stamping), [("rp-filter", FAULT), ("forwarding", FAULT), ("send-redirects", FAULT)]);
+}
+
+#[test]
+fn clocks_that_are_slow_or_wrong() {
+    let server = |change: fn(&mut Facts)| found(Role::Server, change);
+    assert_eq!(server(|facts| facts.clock.source = "hpet".to_owned()), [("clock-source", WARNING)]);
+    assert_eq!(server(|facts| facts.clock.synchronised = Some(false)), [("clock-sync", WARNING)]);
+    assert_eq!(server(|facts| facts.reports_from_the_future = 3), [("clock-sync", WARNING)]);
+    let random_offsets =
+        |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/tcp_timestamps".to_owned(), "1".to_owned()));
+    assert_eq!(server(random_offsets), []);
+    let nobody_sets = |facts: &mut Facts| {
+        random_offsets(facts);
+        facts.settings.manage_timestamps = false;
+    };
+    assert_eq!(found(Role::Server, nobody_sets), [("tcp-timestamps", FAULT)]);
+    // An agent sets it only for services that are stamped at the server.
+    let by_lb = |facts: &mut Facts| {
+        random_offsets(facts);
+        facts.services[0].stamped_by_lb = true;
+    };
+    assert_eq!(found(Role::Server, by_lb), [("tcp-timestamps", FAULT)]);
+}
+
+#[test]
+fn firewalls_and_tracking() {
+    let chain = |hook: &str, drops, accepts, tracks| Chain {
+        name: format!("ip filter {hook}"),
+        hook: hook.to_owned(),
+        drops,
+        accepts,
+        tracks,
+        untracks: false,
+    };
+    let with = |role: Role, chain: Chain, by_lb: bool| {
+        found(role, |facts| {
+            facts.netfilter.chains = Ok(vec![chain]);
+            facts.services[0].stamped_by_lb = by_lb;
+        })
+    };
+    assert_eq!(with(Role::Server, chain("input", true, false, false), false), [("firewall", FAULT)]);
+    assert_eq!(with(Role::Server, chain("input", true, true, false), false), [("firewall", WARNING)]);
+    assert_eq!(with(Role::Server, chain("forward", true, false, false), false), []);
+    assert_eq!(with(Role::Lb, chain("forward", true, false, false), true), [("firewall", FAULT)]);
+    assert_eq!(with(Role::Lb, chain("input", true, true, true), true), [("conntrack", FAULT)]);
+    assert_eq!(with(Role::Server, chain("input", false, true, true), false), [("conntrack", WARNING)]);
+    let untracked = Chain { untracks: true, ..chain("prerouting", false, true, true) };
+    assert_eq!(with(Role::Server, untracked, false), []);
+    let unseen = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
+    assert_eq!(found(Role::Server, unseen), []);
+}
+
+/// The rows of the table under `heading`, cells trimmed.
+fn table(heading: &str) -> Vec<Vec<String>> {
+    let text = include_str!("../../../../docs/doctor.md");
+    let section = text.split(heading).nth(1).unwrap_or_else(|| panic!("docs/doctor.md has no {heading:?}"));
+    let section = section.split("\n## ").next().unwrap();
+    let rows = section.lines().filter(|line| line.starts_with('|')).skip(2);
+    rows.map(|line| line.trim_matches('|').split(" | ").map(|cell| cell.trim().to_owned()).collect()).collect()
+}
+
+#[test]
+fn the_documented_checks_are_those_there_are() {
+    let expected: Vec<Vec<String>> = CHECKS
+        .iter()
+        .map(|check| {
+            let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
+            let fixes = if check.fixes { "yes" } else { "" };
+            vec![format!("`{}`", check.name), roles.join(", "), check.expects.to_owned(), fixes.to_owned()]
+        })
+        .collect();
+    let found = table("## Checks");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert_eq!(found, expected);
+    }
+    assert_eq!(found.len(), expected.len());
+}

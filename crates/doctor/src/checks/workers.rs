@@ -1,0 +1,75 @@
+//! Who serves the services on this machine.
+
+use coreward_agent::config::Steer;
+use coreward_agent::steering::assign::LARGEST_PINNED_SET;
+use coreward_model::tuple::Protocol;
+
+use crate::facts::{Facts, Service, Sockets};
+use crate::finding::Finding;
+
+fn served(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, String>)> {
+    facts.services.iter().filter_map(|service| Some((service, service.sockets.as_ref()?)))
+}
+
+fn words(service: &Service) -> String {
+    format!("{} at {}/{}", service.name, service.address.socket, service.address.protocol.name())
+}
+
+/// Listening sockets.
+pub fn listeners(facts: &Facts) -> Vec<Finding> {
+    let queues =
+        facts.device.as_ref().and_then(|device| device.channels).map_or(1, |channels| usize::from(channels.receive));
+    let steers = facts.settings.steer != Steer::Off;
+    served(facts).map(|(service, sockets)| of_service(service, sockets, queues, steers)).collect()
+}
+
+fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usize, steers: bool) -> Finding {
+    let name = words(service);
+    let sockets = match sockets {
+        Ok(sockets) => sockets,
+        Err(reason) => return Finding::unknown(format!("{name}: {reason}")),
+    };
+    let count = sockets.count;
+    if count == 0 {
+        let kind = if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
+        let why = format!("new connections that come here are {kind}");
+        return Finding::fault(format!("{name}: nobody listens"), &why)
+            .mend("start the server, or drain this one: `state = \"draining\"` in the controller's file");
+    }
+    let why = "the kernel chooses the worker: a connection that was placed on one core is served on another";
+    let nginx = format!(
+        "one socket per worker with SO_REUSEPORT (nginx: `listen {} reuseport`), or `steer = \"off\"`",
+        service.address.socket
+    );
+    if steers && sockets.reuseport == Some(false) {
+        return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).mend(nginx);
+    }
+    if steers && count < queues {
+        return Finding::warning(format!("{name}: sockets: {count}, receive queues: {queues}"), why).mend(nginx);
+    }
+    Finding::ok(format!("{name}: sockets: {count}"))
+}
+
+/// Pinned workers.
+pub fn pinned(facts: &Facts) -> Vec<Finding> {
+    if facts.settings.steer != Steer::Affinity {
+        return vec![];
+    }
+    let of = |(service, sockets): (&Service, &Result<Sockets, String>)| {
+        let sockets = sockets.as_ref().ok().filter(|sockets| sockets.count > 0)?;
+        let name = words(service);
+        if sockets.workers.is_empty() {
+            return Some(Finding::unknown(format!("{name}: nobody is seen waiting for its sockets")));
+        }
+        // On two CPUs "pinned to a core and its sibling" is "anywhere"; one CPU leaves no choice.
+        let largest = LARGEST_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
+        let free = sockets.workers.iter().filter(|cpus| cpus.len() > largest).count();
+        if free == 0 {
+            return Some(Finding::ok(format!("{name}: {} workers, each on a CPU of its own", sockets.workers.len())));
+        }
+        let why = "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot tell whose core is whose";
+        let found = format!("{name}: {free} of {} workers may run anywhere", sockets.workers.len());
+        Some(Finding::warning(found, why).mend("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"))
+    };
+    served(facts).filter_map(of).collect()
+}

@@ -1,0 +1,290 @@
+//! What there is to know of a machine. Plain data: tests make their own.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use coreward_agent::config::Steer;
+use coreward_agent::hazards::Hazards;
+use coreward_agent::load::queues::Interrupt;
+use coreward_agent::rss::ethtool::Channels;
+use coreward_dataplane::device::Xdp;
+use coreward_lb::config::XdpMode;
+use coreward_model::ServiceAddress;
+
+/// What the machine is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum Role {
+    /// `coreward lb`
+    Lb,
+    /// `coreward agent`
+    Server,
+    /// `coreward controller`
+    Controller,
+}
+
+impl Role {
+    /// As the command line has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Lb => "lb",
+            Role::Server => "server",
+            Role::Controller => "controller",
+        }
+    }
+}
+
+/// What the daemon's file says, or its defaults.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// The device of the services' packets; a controller has none.
+    pub interface: Option<String>,
+    /// Where the daemon pins.
+    pub pin_directory: Option<PathBuf>,
+    /// Where the controller listens.
+    pub controller: Option<SocketAddr>,
+    /// An agent's: it sets net.ipv4.tcp_timestamps itself.
+    pub manage_timestamps: bool,
+    /// An agent's: which worker takes the connections of a core.
+    pub steer: Steer,
+    /// A load balancer's.
+    pub xdp_mode: XdpMode,
+}
+
+/// Everything.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// What the machine is for.
+    pub role: Role,
+    /// What its daemon is told.
+    pub settings: Settings,
+    /// The kernel.
+    pub kernel: Kernel,
+    /// Names of the capabilities that this process lacks.
+    pub missing_rights: Vec<&'static str>,
+    /// RLIMIT_NOFILE, the hard limit: as far as a daemon can raise its own.
+    pub open_files: u64,
+    /// By path below /proc/sys; what is not there does not stand here.
+    pub sysctls: BTreeMap<String, String>,
+    /// Where pins are to be.
+    pub bpf_file_system: BpfFileSystem,
+    /// Why what is pinned cannot be taken over.
+    pub pins_problem: Option<String>,
+    /// The device; `None`: there is none of that name, or none was named.
+    pub device: Option<Device>,
+    /// IPv4 addresses of all devices.
+    pub addresses: Vec<Address>,
+    /// Devices of default routes.
+    pub default_routes: BTreeSet<String>,
+    /// CPUs that run.
+    pub cpus: usize,
+    /// The clocks.
+    pub clock: Clock,
+    /// Firewalls and connection tracking.
+    pub netfilter: Netfilter,
+    /// What the controller said; `None`: no address of it is known, or this is its machine.
+    pub controller: Option<Result<(), String>>,
+    /// Services of this server, or of this load balancer.
+    pub services: Vec<Service>,
+    /// Servers of these services, with their addresses.
+    pub servers: BTreeMap<String, Ipv4Addr>,
+    /// Reports that the controller refused as being from the future.
+    pub reports_from_the_future: u64,
+    /// What a controller needs.
+    pub controller_place: Option<ControllerPlace>,
+}
+
+/// The kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kernel {
+    /// As `uname -r` has it.
+    pub release: String,
+    /// /sys/kernel/btf/vmlinux is there.
+    pub type_information: bool,
+    /// What the kernel said to each program of the role; empty: it was not asked, for want of rights.
+    pub programs: BTreeMap<&'static str, Result<(), String>>,
+}
+
+/// Where pins are to be.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct BpfFileSystem {
+    /// The nearest directory above the pins that exists.
+    pub directory: PathBuf,
+    /// It is on a BPF file system.
+    pub is_bpf: bool,
+}
+
+/// The device of the services' packets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// Set up, and with a carrier.
+    pub running: bool,
+    /// It has a MAC address.
+    pub ethernet: bool,
+    /// Bytes.
+    pub mtu: u32,
+    /// The driver's name.
+    pub driver: String,
+    /// `None`: the driver does not tell.
+    pub channels: Option<Channels>,
+    /// It merges what it receives in hardware.
+    pub lro: bool,
+    /// Whether UDP is hashed by its ports; `None`: the driver does not tell.
+    pub udp_ports: Option<bool>,
+    /// XDP programs.
+    pub xdp: Xdp,
+    /// The id of coreward's own, by its pinned link.
+    pub own_xdp: Option<u32>,
+    /// What overrides RSS.
+    pub hazards: Hazards,
+    /// The interrupts that are found, by receive queue.
+    pub interrupts: BTreeMap<u16, Interrupt>,
+    /// Entries of the indirection table, if key and table can be used; else why not.
+    pub rss: Result<usize, RssProblem>,
+    /// /sys is of this network namespace: without it RPS and interrupts are not seen.
+    pub seen_in_sys: bool,
+}
+
+/// Why nobody can tell where a device sends a connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RssProblem {
+    /// It has no table to show.
+    None(String),
+    /// It hashes in another way, or cannot be asked.
+    Other(String),
+}
+
+/// An address of a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// The device's name.
+    pub device: String,
+    /// The address.
+    pub address: Ipv4Addr,
+    /// Its network's mask.
+    pub mask: Ipv4Addr,
+}
+
+impl Address {
+    /// Whether `other` is in the network of this address.
+    pub fn reaches(&self, other: Ipv4Addr) -> bool {
+        let mask = self.mask.to_bits();
+        self.address.to_bits() & mask == other.to_bits() & mask
+    }
+}
+
+/// The clocks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Clock {
+    /// Of the kernel; empty: not known.
+    pub source: String,
+    /// The kernel is told by somebody (NTP) that its wall clock is right; `None`: not known.
+    pub synchronised: Option<bool>,
+}
+
+/// Firewalls and connection tracking of this network namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Netfilter {
+    /// nftables' chains (iptables-nft's among them), or why they are not known.
+    pub chains: Result<Vec<Chain>, String>,
+    /// Tables of the old iptables.
+    pub legacy_tables: Vec<String>,
+}
+
+/// A chain.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Chain {
+    /// Family, table and name.
+    pub name: String,
+    /// Where packets come to it, if they do.
+    pub hook: String,
+    /// What no rule decides is dropped.
+    pub drops: bool,
+    /// A rule accepts something, or goes to another chain.
+    pub accepts: bool,
+    /// A rule asks for a connection's state, or rewrites addresses.
+    pub tracks: bool,
+    /// A rule takes packets from connection tracking.
+    pub untracks: bool,
+}
+
+/// A service.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Service {
+    /// Its name.
+    pub name: String,
+    /// VIP, port, protocol.
+    pub address: ServiceAddress,
+    /// The load balancers stamp it (`timestamps = "lb"`).
+    pub stamped_by_lb: bool,
+    /// Its timestamps are stamped by somebody.
+    pub stamped: bool,
+    /// Who serves it on this machine, or why that is not known; `None`: it is not this machine's to serve.
+    pub sockets: Option<Result<Sockets, String>>,
+}
+
+impl Service {
+    /// The VIP, where it is IPv4.
+    pub fn vip(&self) -> Option<Ipv4Addr> {
+        match self.address.socket.ip() {
+            IpAddr::V4(vip) => Some(vip),
+            IpAddr::V6(_) => None,
+        }
+    }
+}
+
+/// Sockets that take a service's connections or datagrams.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sockets {
+    /// How many.
+    pub count: usize,
+    /// They have SO_REUSEPORT; `None`: not known.
+    pub reuseport: Option<bool>,
+    /// Of each process that waits for one: CPUs that it may run on.
+    pub workers: Vec<BTreeSet<usize>>,
+}
+
+/// What a controller needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ControllerPlace {
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// `None`: it can be bound; else why not.
+    pub listen_problem: Option<String>,
+    /// A controller answers there.
+    pub running: bool,
+    /// The file with what must survive.
+    pub store: PathBuf,
+    /// Why it cannot be made or written.
+    pub store_problem: Option<String>,
+    /// Its permission bits; `None`: it is not there yet.
+    pub store_mode: Option<u32>,
+}
+
+impl Facts {
+    /// The device's name, as the file has it.
+    pub fn interface(&self) -> &str {
+        self.settings.interface.as_deref().unwrap_or_default()
+    }
+
+    /// A sysctl that is a number.
+    pub fn sysctl(&self, path: &str) -> Option<u32> {
+        self.sysctls.get(path)?.trim().parse().ok()
+    }
+
+    /// Of net.ipv4.conf: (all, the device's).
+    pub fn device_sysctl(&self, name: &str) -> Option<(u32, u32)> {
+        let of = |device: &str| self.sysctl(&device_sysctl(device, name));
+        Some((of("all")?, of(self.interface())?))
+    }
+
+    /// VIPs of the services, each once.
+    pub fn vips(&self) -> BTreeSet<Ipv4Addr> {
+        self.services.iter().filter_map(Service::vip).collect()
+    }
+}
+
+/// Path of a device's sysctl below /proc/sys.
+pub fn device_sysctl(device: &str, name: &str) -> String {
+    format!("net/ipv4/conf/{device}/{name}")
+}

@@ -1,0 +1,125 @@
+//! `--fix`: does what is safe, and says what it did.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use nix::mount::{MsFlags, mount};
+
+use crate::checks::Check;
+use crate::finding::{Finding, Fix, sysctl_name};
+
+/// For the next boot.
+pub const DROP_IN: &str = "/etc/sysctl.d/90-coreward.conf";
+
+/// Does all that the findings call safe; each thing that was done, or why it could not be, in a sentence.
+pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
+    let mut done = Vec::new();
+    for (check, finding) in findings {
+        for fix in finding.mend.iter().filter_map(|mend| mend.fix.as_ref()) {
+            done.push(match apply_one(fix, check.name) {
+                Ok(words) => words,
+                Err(error) => format!("NOT done: {}: {error:#}", fix.command()),
+            });
+        }
+    }
+    done
+}
+
+fn apply_one(fix: &Fix, check: &str) -> anyhow::Result<String> {
+    match fix {
+        Fix::Sysctl { path, value } => {
+            let file = Path::new("/proc/sys").join(path);
+            let before = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+            fs::write(&file, value).with_context(|| file.display().to_string())?;
+            let name = sysctl_name(path);
+            let kept = match keep(Path::new(DROP_IN), &name, value, check) {
+                Ok(()) => format!("also at the next boot, by {DROP_IN}"),
+                Err(error) => format!("until the next boot only ({DROP_IN}: {error})"),
+            };
+            Ok(format!("{name}: {} -> {value}, {kept}", before.trim()))
+        }
+        Fix::Write { path, value } => {
+            let before = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+            fs::write(path, value).with_context(|| path.display().to_string())?;
+            let words = "until the next boot: who set it may set it again";
+            Ok(format!("{}: {} -> {value}, {words}", path.display(), before.trim()))
+        }
+        Fix::MountBpf => {
+            let place = PathBuf::from("/sys/fs/bpf");
+            mount(Some("bpf"), &place, Some("bpf"), MsFlags::empty(), None::<&str>)
+                .with_context(|| format!("mounting at {}", place.display()))?;
+            Ok(format!("{}: mounted, until the next boot (systemd does it at boot)", place.display()))
+        }
+        Fix::OwnerOnly(path) => {
+            let before = fs::metadata(path).with_context(|| path.display().to_string())?.permissions().mode() & 0o777;
+            fs::set_permissions(path, fs::Permissions::from_mode(0o600)).with_context(|| path.display().to_string())?;
+            Ok(format!("{}: mode {before:o} -> 600", path.display()))
+        }
+    }
+}
+
+const HEAD: &str = "# By `coreward doctor --fix`; the name behind each line is the check (docs/doctor.md). Delete a line, or the file, to\n\
+                    # undo it for the next boot.\n";
+
+/// Puts `name = value` into the drop-in file, in place of an older line for that name.
+fn keep(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
+    let text = match fs::read_to_string(file) {
+        Err(error) if error.kind() == ErrorKind::NotFound => HEAD.to_owned(),
+        text => text?,
+    };
+    let is_of_name = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == name);
+    let mut kept: String = text.lines().filter(|line| !is_of_name(line)).map(|line| format!("{line}\n")).collect();
+    kept += &format!("# {check}\n{name} = {value}\n");
+    fs::write(file, deduplicated(&kept))
+}
+
+/// A comment whose line went elsewhere goes, too.
+fn deduplicated(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    let orphan = |at: usize| {
+        let comment = |line: &str| line.starts_with("# ") && !HEAD.contains(line);
+        comment(lines[at]) && lines.get(at + 1).is_none_or(|next| comment(next))
+    };
+    (0..lines.len()).filter(|at| !orphan(*at)).map(|at| format!("{}\n", lines[at])).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drop_in_has_each_sysctl_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("90.conf");
+        keep(&file, "net.ipv4.conf.eth0.arp_ignore", "1", "arp-ignore").unwrap();
+        keep(&file, "net.core.bpf_jit_enable", "1", "jit").unwrap();
+        keep(&file, "net.ipv4.conf.eth0.arp_ignore", "2", "arp-ignore").unwrap();
+        let expected = "# jit\nnet.core.bpf_jit_enable = 1\n# arp-ignore\nnet.ipv4.conf.eth0.arp_ignore = 2\n";
+        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{HEAD}{expected}"));
+        assert!(keep(&directory.path().join("no/90.conf"), "a", "1", "jit").is_err());
+    }
+
+    #[test]
+    fn what_was_done_and_what_could_not_be_is_said() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("rps_cpus");
+        fs::write(&file, "f\n").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
+        let fix = Fix::Write { path: file.clone(), value: "0" };
+        assert!(apply_one(&fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
+        assert_eq!(fs::read_to_string(&file).unwrap(), "0");
+        assert_eq!(
+            apply_one(&Fix::OwnerOnly(file.clone()), "store").unwrap(),
+            format!("{}: mode 644 -> 600", file.display())
+        );
+        let nowhere = Finding::warning("x", "y").fix(Fix::Write { path: directory.path().join("no"), value: "0" });
+        let done = apply(&[(&crate::checks::CHECKS[0], nowhere)]);
+        assert!(
+            done.len() == 1 && done[0].starts_with("NOT done: echo 0 > ") && done[0].contains("No such file"),
+            "{done:?}"
+        );
+    }
+}

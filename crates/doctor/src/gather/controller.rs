@@ -1,0 +1,56 @@
+//! What the controller says of this machine's services.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+use coreward_model::ServiceAddress;
+use coreward_wire::address::parse_address;
+use coreward_wire::v1::StatusReply;
+
+use super::is_address;
+use crate::facts::{Role, Service};
+
+/// Its answer.
+#[derive(Default)]
+pub(super) struct Fleet {
+    pub answer: Option<Result<(), String>>,
+    pub services: Vec<Service>,
+    pub servers: BTreeMap<String, Ipv4Addr>,
+    pub reports_from_the_future: u64,
+}
+
+/// `name`: what the controller calls this machine; without it all services are its.
+pub(super) fn ask(role: Role, controller: Option<SocketAddr>, name: Option<&str>) -> Fleet {
+    let Some(controller) = controller.filter(|_| role != Role::Controller) else { return Fleet::default() };
+    match coreward_control::show::fetch_status(controller) {
+        Err(error) => Fleet { answer: Some(Err(format!("{error:#}"))), ..Fleet::default() },
+        Ok(reply) => of(&reply, name.filter(|_| role == Role::Server)),
+    }
+}
+
+fn of(reply: &StatusReply, server: Option<&str>) -> Fleet {
+    let ours = reply
+        .services
+        .iter()
+        .filter(|service| server.is_none_or(|name| service.servers.iter().any(|server| server == name)));
+    let service = |service: &coreward_wire::v1::ServiceStatus| {
+        let timestamps = service.mode.as_ref().map_or("", |mode| mode.timestamps.as_str());
+        Some(Service {
+            name: service.name.clone(),
+            address: ServiceAddress::try_from(service.address.as_ref()?).ok()?,
+            stamped_by_lb: timestamps == "lb",
+            stamped: timestamps != "off",
+            sockets: None,
+        })
+    };
+    let address = |server: &coreward_wire::v1::ServerStatus| match parse_address("address", &server.address) {
+        Ok(IpAddr::V4(address)) if is_address(address) => Some((server.name.clone(), address)),
+        _ => None,
+    };
+    Fleet {
+        answer: Some(Ok(())),
+        services: ours.filter_map(service).collect(),
+        servers: reply.servers.iter().filter(|server| server.state != "left").filter_map(address).collect(),
+        reports_from_the_future: reply.refused_reports.get("from_the_future").copied().unwrap_or(0),
+    }
+}

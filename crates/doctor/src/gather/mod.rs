@@ -1,0 +1,184 @@
+//! Finds the facts. Nothing here judges, and nothing changes the machine.
+
+mod controller;
+mod device;
+mod netfilter;
+mod settings;
+mod sockets;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use coreward_dataplane::{check, lb, rights, server};
+use nix::ifaddrs::getifaddrs;
+use nix::net::if_::InterfaceFlags;
+use nix::sys::resource::{Resource, getrlimit};
+
+use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl};
+pub use settings::Told;
+
+/// Where pins are when nothing is said.
+const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
+
+/// Looks at the machine.
+///
+/// # Errors
+/// When the file or the options are wrong; what cannot be seen of the machine is a fact.
+pub fn gather(told: &Told) -> anyhow::Result<Facts> {
+    let told = told.read()?;
+    let (role, settings) = (told.role, told.settings);
+    let fleet = controller::ask(role, settings.controller, told.name.as_deref());
+    let mut services = told.services;
+    services.extend(fleet.services);
+    if role == Role::Server {
+        services.iter_mut().for_each(|service| service.sockets = Some(sockets::of(&service.address)));
+    }
+    let missing_rights = rights::missing()?;
+    Ok(Facts {
+        role,
+        kernel: kernel(role, missing_rights.is_empty()),
+        open_files: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
+        sysctls: sysctls(settings.interface.as_deref()),
+        bpf_file_system: bpf_file_system(settings.pin_directory.as_deref().unwrap_or(Path::new(PIN_DIRECTORY))),
+        pins_problem: if missing_rights.is_empty() { pins_problem(role, &settings) } else { None },
+        device: settings.interface.as_deref().and_then(|name| device::look(name, &settings, told.rss)),
+        addresses: addresses(),
+        default_routes: default_routes(&fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default()),
+        cpus: std::thread::available_parallelism().map_or(1, usize::from),
+        clock: clock(),
+        netfilter: netfilter::look(),
+        controller: fleet.answer,
+        services,
+        servers: fleet.servers,
+        reports_from_the_future: fleet.reports_from_the_future,
+        controller_place: told.controller_place,
+        settings,
+        missing_rights,
+    })
+}
+
+fn kernel(role: Role, with_rights: bool) -> Kernel {
+    let release =
+        nix::sys::utsname::uname().map_or_else(|_| String::new(), |name| name.release().to_string_lossy().into());
+    let needed: &[&str] = match role {
+        Role::Lb => &["lb"],
+        Role::Server => &["server", "steer", "cpu_load"],
+        Role::Controller => &[],
+    };
+    let programs = if with_rights { check::load_programs(needed) } else { Vec::new() };
+    Kernel {
+        release,
+        type_information: Path::new("/sys/kernel/btf/vmlinux").exists(),
+        programs: programs
+            .into_iter()
+            .map(|(name, answer)| (name, answer.map_err(|error| format!("{error:#}"))))
+            .collect(),
+    }
+}
+
+fn sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
+    let mut paths = vec!["net/core/bpf_jit_enable".to_owned(), "net/ipv4/tcp_timestamps".to_owned()];
+    for device in ["all"].into_iter().chain(interface) {
+        for name in ["arp_ignore", "arp_announce", "rp_filter", "forwarding", "send_redirects"] {
+            paths.push(device_sysctl(device, name));
+        }
+    }
+    let read = |path: String| {
+        let value = fs::read_to_string(Path::new("/proc/sys").join(&path)).ok()?;
+        Some((path, value.trim().to_owned()))
+    };
+    paths.into_iter().filter_map(read).collect()
+}
+
+fn bpf_file_system(pins: &Path) -> BpfFileSystem {
+    let directory = pins.ancestors().find(|directory| directory.exists()).unwrap_or(Path::new("/"));
+    let kind = nix::sys::statfs::statfs(directory).map(|status| status.filesystem_type());
+    BpfFileSystem { directory: directory.to_owned(), is_bpf: kind == Ok(nix::sys::statfs::BPF_FS_MAGIC) }
+}
+
+fn pins_problem(role: Role, settings: &Settings) -> Option<String> {
+    let pins = settings.pin_directory.as_deref()?;
+    match role {
+        Role::Lb => lb::pinned_problem(pins),
+        Role::Server => server::pinned_problem(pins).unwrap_or_else(|error| Some(format!("{error:#}"))),
+        Role::Controller => None,
+    }
+}
+
+fn addresses() -> Vec<Address> {
+    let entries = getifaddrs().into_iter().flatten().filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
+    let address = |entry: nix::ifaddrs::InterfaceAddress| {
+        let ip =
+            |address: Option<nix::sys::socket::SockaddrStorage>| address?.as_sockaddr_in().map(|socket| socket.ip());
+        Some(Address { address: ip(entry.address)?, mask: ip(entry.netmask)?, device: entry.interface_name })
+    };
+    entries.filter_map(address).collect()
+}
+
+/// Devices of the routes to 0.0.0.0/0 in /proc/net/route.
+fn default_routes(text: &str) -> BTreeSet<String> {
+    let device = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (device, destination, mask) = (words.first()?, words.get(1)?, words.get(7)?);
+        (*destination == "00000000" && *mask == "00000000").then(|| (*device).to_owned())
+    };
+    text.lines().skip(1).filter_map(device).collect()
+}
+
+fn clock() -> Clock {
+    let source = fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+    // SAFETY: a struct of integers, for which zero is a value; with modes 0 nothing is set.
+    let mut timex: libc::timex = unsafe { std::mem::zeroed() };
+    // SAFETY: the struct lives through the call.
+    let answer = unsafe { libc::adjtimex(&raw mut timex) };
+    Clock {
+        source: source.unwrap_or_default().trim().to_owned(),
+        synchronised: (answer >= 0).then_some(timex.status & libc::STA_UNSYNC == 0),
+    }
+}
+
+/// The directory above a file, which may be named without one.
+fn directory_of(path: &Path) -> PathBuf {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
+}
+
+/// Why nobody can listen there; `None`: it can be done.
+fn bind_problem(listen: SocketAddr) -> Option<String> {
+    std::net::TcpListener::bind(listen).err().map(|error| error.to_string())
+}
+
+/// What is no VIP: the unspecified address is none.
+fn is_address(address: Ipv4Addr) -> bool {
+    !address.is_unspecified()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_routes_are_those_to_everywhere() {
+        let text = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
+                    eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+                    eth1\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n";
+        assert_eq!(default_routes(text), BTreeSet::from(["eth0".to_owned()]));
+        assert!(default_routes("").is_empty());
+    }
+
+    #[test]
+    fn the_machine_has_loopback_and_a_kernel() {
+        assert!(addresses().iter().any(|held| held.device == "lo" && held.address.is_loopback()));
+        assert!(kernel(Role::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
+        assert!(sysctls(Some("lo")).contains_key("net/ipv4/conf/lo/arp_ignore"));
+        assert!(!bpf_file_system(Path::new("/proc/no/such/place")).is_bpf);
+    }
+
+    #[test]
+    fn a_port_in_use_cannot_be_bound() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(bind_problem(taken.local_addr().unwrap()).unwrap().contains("in use"));
+        assert_eq!(bind_problem("127.0.0.1:0".parse().unwrap()), None);
+    }
+}

@@ -1,0 +1,208 @@
+//! What the command line and the daemon's file say.
+
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+use coreward_agent::config as agent;
+use coreward_agent::rss::RssDevice;
+use coreward_agent::rss::ethtool::EthtoolRss;
+use coreward_agent::rss::testbed::TestbedRss;
+use coreward_lb::config::{Config as LbConfig, XdpMode};
+use coreward_model::ServiceAddress;
+
+use super::{bind_problem, directory_of};
+use crate::facts::{ControllerPlace, Role, Service, Settings};
+
+/// The command line.
+#[derive(Debug, Clone, Default)]
+pub struct Told {
+    /// The daemon's file.
+    pub config: Option<PathBuf>,
+    /// Without a file, or against it.
+    pub interface: Option<String>,
+    /// Without a file.
+    pub role: Option<Role>,
+    /// Without a file, or against it.
+    pub controller: Option<SocketAddr>,
+    /// Services beside those that the controller knows.
+    pub services: Vec<ServiceAddress>,
+}
+
+/// The command line and the file together.
+pub(super) struct Read {
+    pub role: Role,
+    pub settings: Settings,
+    /// What the controller calls this machine.
+    pub name: Option<String>,
+    pub rss: Option<Box<dyn RssDevice>>,
+    pub services: Vec<Service>,
+    pub controller_place: Option<ControllerPlace>,
+}
+
+impl Told {
+    pub(super) fn read(&self) -> anyhow::Result<Read> {
+        let role = match (&self.config, self.role) {
+            (_, Some(role)) => role,
+            (Some(file), None) => role_of(file)?,
+            (None, None) => {
+                anyhow::bail!("neither a file nor a role: expected --config FILE, or --role lb, server or controller")
+            }
+        };
+        let mut read = match &self.config {
+            Some(file) => of_file(role, file)?,
+            None => without_file(role),
+        };
+        if let Some(interface) = &self.interface {
+            read.settings.interface = Some(interface.clone());
+            read.rss = None;
+        }
+        read.settings.controller = self.controller.or(read.settings.controller);
+        let named = |address: &ServiceAddress| Service {
+            name: "service".to_owned(),
+            address: *address,
+            stamped_by_lb: false,
+            stamped: true,
+            sockets: None,
+        };
+        read.services = self.services.iter().map(named).collect();
+        Ok(read)
+    }
+}
+
+/// Whose file it is, by a key that the others' files do not have.
+fn role_of(file: &Path) -> anyhow::Result<Role> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
+    let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
+    let role = if table.contains_key("store") {
+        Role::Controller
+    } else if table.get("server").is_some_and(toml::Value::is_str) {
+        Role::Server
+    } else {
+        ensure!(
+            table.contains_key("interface"),
+            "{}: neither `store` (a controller's), `server` (an agent's) nor `interface` (a load balancer's): expected the file \
+             of a daemon, or --role",
+            file.display()
+        );
+        Role::Lb
+    };
+    Ok(role)
+}
+
+fn without_file(role: Role) -> Read {
+    let settings = Settings {
+        interface: None,
+        pin_directory: None,
+        controller: None,
+        manage_timestamps: true,
+        steer: agent::Steer::default(),
+        xdp_mode: XdpMode::default(),
+    };
+    Read { role, settings, name: None, rss: None, services: Vec::new(), controller_place: None }
+}
+
+fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
+    let read = without_file(role);
+    Ok(match role {
+        Role::Lb => {
+            let config = LbConfig::load(file)?;
+            let settings = Settings {
+                interface: Some(config.interface),
+                pin_directory: Some(config.pin_directory),
+                controller: Some(config.controller),
+                xdp_mode: config.xdp_mode,
+                ..read.settings
+            };
+            Read { settings, name: Some(config.name), ..read }
+        }
+        Role::Server => {
+            let config = agent::Config::load(file)?;
+            let rss: Box<dyn RssDevice> = match &config.rss {
+                agent::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
+                agent::Rss::Testbed { path, entries } => {
+                    Box::new(TestbedRss::new(path.clone(), &config.interface, *entries))
+                }
+            };
+            let settings = Settings {
+                interface: Some(config.interface),
+                pin_directory: Some(config.pin_directory),
+                controller: Some(config.controller),
+                manage_timestamps: config.manage_timestamps,
+                steer: config.steer,
+                ..read.settings
+            };
+            Read { settings, name: Some(config.server), rss: Some(rss), ..read }
+        }
+        Role::Controller => {
+            let config = coreward_control::config::ControllerConfig::load(file)?;
+            let place = controller_place(config.listen, &config.store);
+            Read { controller_place: Some(place), ..read }
+        }
+    })
+}
+
+fn controller_place(listen: SocketAddr, store: &Path) -> ControllerPlace {
+    let directory = directory_of(store);
+    let writable =
+        |path: &Path| nix::unistd::access(path, nix::unistd::AccessFlags::W_OK).map_err(|error| error.to_string());
+    let problem = match store.metadata() {
+        Ok(metadata) if !metadata.is_file() => Some("no file".to_owned()),
+        Ok(_) => writable(store).err(),
+        Err(_) if !directory.is_dir() => Some(format!("{} is no directory", directory.display())),
+        Err(_) => writable(&directory).err().map(|error| format!("{}: {error}", directory.display())),
+    };
+    let listen_problem = bind_problem(listen);
+    ControllerPlace {
+        listen,
+        running: listen_problem.is_some() && coreward_control::show::fetch_status(listen).is_ok(),
+        listen_problem,
+        store: store.to_owned(),
+        store_problem: problem,
+        store_mode: store.metadata().ok().map(|metadata| metadata.permissions().mode() & 0o777),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn role(text: &str) -> Result<Role, String> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        role_of(file.path()).map_err(|error| format!("{error:#}"))
+    }
+
+    #[test]
+    fn a_file_says_whose_it_is() {
+        assert_eq!(role("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"), Ok(Role::Controller));
+        assert_eq!(role("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(Role::Server));
+        assert_eq!(role("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(Role::Lb));
+        assert!(role("name = \"lb1\"\n").unwrap_err().contains("expected the file of a daemon, or --role"));
+        assert!(role("name = ").is_err());
+    }
+
+    #[test]
+    fn a_file_or_a_role_must_be_named() {
+        let error = Told::default().read().err().unwrap().to_string();
+        assert!(error.contains("--role lb, server or controller"), "{error}");
+        let told = Told { role: Some(Role::Server), interface: Some("eth7".to_owned()), ..Told::default() };
+        assert_eq!(told.read().unwrap().settings.interface.as_deref(), Some("eth7"));
+    }
+
+    #[test]
+    fn a_store_has_a_place() {
+        let directory = tempfile::tempdir().unwrap();
+        let free = || bind_problem("127.0.0.1:0".parse().unwrap());
+        assert_eq!(free(), None);
+        let place = |store: &Path| controller_place("127.0.0.1:0".parse().unwrap(), store);
+        let store = directory.path().join("store");
+        assert_eq!((place(&store).store_problem, place(&store).store_mode), (None, None));
+        std::fs::write(&store, "").unwrap();
+        std::fs::set_permissions(&store, std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert_eq!(place(&store).store_mode, Some(0o644));
+        let nowhere = directory.path().join("no/store");
+        assert!(place(&nowhere).store_problem.unwrap().ends_with("/no is no directory"));
+    }
+}

@@ -1,0 +1,33 @@
+//! Who takes a service's connections or datagrams on this machine.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd as _;
+
+use coreward_dataplane::listeners::{self, Listener};
+use coreward_model::ServiceAddress;
+use coreward_model::tuple::Protocol;
+use nix::sys::socket::{getsockopt, sockopt};
+
+use crate::facts::Sockets;
+
+pub(super) fn of(service: &ServiceAddress) -> Result<Sockets, String> {
+    look(service).map_err(|error| format!("{error:#}"))
+}
+
+fn look(service: &ServiceAddress) -> anyhow::Result<Sockets> {
+    let inodes = match service.protocol {
+        Protocol::Tcp => listeners::listening(service.socket)?,
+        Protocol::Udp => listeners::receiving(service.socket)?,
+    };
+    // As the agent does: who waits by epoll, and of the other sockets who has them open.
+    let mut found: BTreeMap<u64, Listener> =
+        listeners::waiting(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
+    let others = inodes.iter().copied().filter(|inode| !found.contains_key(inode)).collect();
+    found.extend(listeners::holding(&others)?.into_iter().map(|listener| (listener.inode, listener)));
+    let reuseport = found.values().find_map(|listener| {
+        let socket = listeners::take(listener).ok()?;
+        getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
+    });
+    let workers = found.into_values().map(|listener| listener.affinity).collect();
+    Ok(Sockets { count: inodes.len(), reuseport, workers })
+}

@@ -1,0 +1,64 @@
+//! Findings as text and JSON.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use crate::checks::Check;
+use crate::facts::Facts;
+use crate::finding::{Finding, Severity};
+
+/// Findings of one severity.
+fn count(findings: &[(&Check, Finding)], severity: Severity) -> usize {
+    findings.iter().filter(|(_, finding)| finding.severity == severity).count()
+}
+
+/// For people. `done`: what `--fix` did.
+pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
+    let mut text = String::new();
+    for line in done {
+        let _ = writeln!(text, "fix      {line}");
+    }
+    for (check, finding) in findings {
+        let _ = writeln!(text, "{:<8} {:<16} {}", finding.severity.name(), check.name, finding.found);
+        if finding.severity >= Severity::Warning {
+            let _ = writeln!(text, "{:<25} why: {}", "", finding.why);
+            for mend in &finding.mend {
+                let by_fix = if mend.fix.is_some() { "  (--fix does this)" } else { "" };
+                let _ = writeln!(text, "{:<25} mend: {}{by_fix}", "", mend.command);
+            }
+        }
+    }
+    let of = |severity| count(findings, severity);
+    let _ = write!(
+        text,
+        "{}: {} ok, {} unknown, {} warnings, {} faults",
+        facts.role.name(),
+        of(Severity::Ok),
+        of(Severity::Unknown),
+        of(Severity::Warning),
+        of(Severity::Fault)
+    );
+    text
+}
+
+/// For programs.
+pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
+    let mend = |finding: &Finding| -> Vec<Value> {
+        let step = |mend: &crate::finding::Mend| json!({ "command": mend.command, "fix": mend.fix.is_some() });
+        finding.mend.iter().map(step).collect()
+    };
+    let findings: Vec<Value> = findings
+        .iter()
+        .map(|(check, finding)| {
+            json!({
+                "check": check.name,
+                "severity": finding.severity,
+                "found": finding.found,
+                "why": finding.why,
+                "mend": mend(finding),
+            })
+        })
+        .collect();
+    json!({ "role": facts.role.name(), "interface": facts.settings.interface, "fixed": done, "findings": findings })
+}

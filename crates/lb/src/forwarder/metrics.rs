@@ -1,0 +1,40 @@
+//! What Prometheus is told.
+
+use std::time::Duration;
+
+use coreward_dataplane::lb::COUNTER_NAMES;
+use coreward_metrics::page::Page;
+use coreward_metrics::parts;
+use coreward_metrics::table::Part;
+
+use super::Forwarder;
+
+impl Forwarder {
+    /// A table that had come is in force since it came this long ago.
+    pub fn installed_within(&mut self, took: Duration) {
+        self.table_to_kernel.observe(took);
+    }
+
+    /// Everything, as it is now.
+    pub fn metrics(&self) -> Page {
+        let mut page = parts::begin(Part::Lb);
+        page.add("coreward_configuration_generation", &[], self.confirmed as f64);
+        parts::load_balancer(&mut page, &self.name, &self.state());
+        page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
+        for (service, index) in self.services.values() {
+            let name = service.name.as_str();
+            if let Some(generation) = self.balancer.table_generation(*index) {
+                page.add("coreward_table_generation", &[name], generation as f64);
+            }
+            let counters = self.balancer.counters(*index);
+            for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets) {
+                match counter.strip_prefix("drop_") {
+                    Some(reason) => page.add("coreward_lb_service_drops_total", &[name, reason], count as f64),
+                    None => page.add("coreward_lb_service_packets_total", &[name, counter], count as f64),
+                }
+            }
+            page.add("coreward_lb_service_forwarded_bytes_total", &[name], counters.forwarded_bytes as f64);
+        }
+        page
+    }
+}

@@ -1,0 +1,187 @@
+//! HTTP: `GET /metrics`, and nothing else.
+
+use std::convert::Infallible;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+use crate::page::Page;
+
+/// OpenMetrics 1.0, as prometheus-client writes it.
+const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// At a time; others wait.
+const CONNECTIONS: usize = 8;
+/// From the connection to the end of the answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+const HEADERS_LIMIT: usize = 16 << 10;
+
+/// Scrapes that somebody must answer: each is sent a page.
+#[derive(Debug, Default)]
+pub struct Scrapes(Option<mpsc::Receiver<oneshot::Sender<Page>>>);
+
+impl Scrapes {
+    /// Listens where `address` says; without one no scrape ever comes.
+    ///
+    /// # Errors
+    /// When the address cannot be listened on.
+    pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
+        let Some(address) = address else { return Ok(Self(None)) };
+        let listener = bind(address)?;
+        let (scrapes, receiver) = mpsc::channel(1);
+        let collect = move || {
+            let scrapes = scrapes.clone();
+            async move {
+                let (sender, page) = oneshot::channel();
+                scrapes.send(sender).await.ok()?;
+                page.await.ok()
+            }
+        };
+        start(listener, collect)?;
+        Ok(Self(Some(receiver)))
+    }
+
+    /// The next scrape. Nothing is lost when the future is dropped.
+    pub async fn next(&mut self) -> oneshot::Sender<Page> {
+        match &mut self.0 {
+            Some(scrapes) => match scrapes.recv().await {
+                Some(scrape) => scrape,
+                None => std::future::pending().await,
+            },
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Serves what `collect` gives, from a thread of its own, for as long as the process lives; without an address nothing.
+///
+/// # Errors
+/// When the address cannot be listened on.
+pub fn serve(address: Option<SocketAddr>, collect: impl Fn() -> Page + Clone + Send + 'static) -> anyhow::Result<()> {
+    let Some(address) = address else { return Ok(()) };
+    start(bind(address)?, move || std::future::ready(Some(collect())))
+}
+
+fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let expected = "expected a free port and an address of this host (`metrics`)";
+    let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
+    listener.set_nonblocking(true)?;
+    tracing::info!("metrics at http://{}/metrics", listener.local_addr()?);
+    Ok(listener)
+}
+
+fn start<F: Future<Output = Option<Page>> + 'static>(
+    listener: TcpListener,
+    collect: impl Fn() -> F + Clone + Send + 'static,
+) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let serve = move || {
+        let local = tokio::task::LocalSet::new();
+        local.block_on(&runtime, async move {
+            match tokio::net::TcpListener::from_std(listener) {
+                Ok(listener) => accept(listener, collect).await,
+                Err(error) => tracing::error!("metrics are not served: {error}"),
+            }
+        });
+    };
+    std::thread::Builder::new().name("metrics".to_owned()).spawn(serve)?;
+    Ok(())
+}
+
+async fn accept<F: Future<Output = Option<Page>> + 'static>(
+    listener: tokio::net::TcpListener,
+    collect: impl Fn() -> F + Clone + 'static,
+) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of files, for one: others need time to end.
+                tracing::warn!("metrics: {error}");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let collect = collect.clone();
+        tokio::task::spawn_local(async move {
+            let answer = service_fn(move |request| answer(request, collect.clone()));
+            let connection = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(PATIENCE)
+                .max_buf_size(HEADERS_LIMIT)
+                .keep_alive(false)
+                .serve_connection(TokioIo::new(stream), answer);
+            // Who is slow, or speaks something else, is let go.
+            let _ = tokio::time::timeout(PATIENCE, connection).await;
+            drop(place);
+        });
+    }
+}
+
+async fn answer<F: Future<Output = Option<Page>>>(
+    request: Request<Incoming>,
+    collect: impl Fn() -> F,
+) -> Result<Response<Full<Bytes>>, Infallible> {
+    let mut response = Response::new(Full::default());
+    if request.uri().path() != "/metrics" {
+        *response.status_mut() = StatusCode::NOT_FOUND;
+        *response.body_mut() = Full::from("expected /metrics\n");
+    } else if request.method() != Method::GET {
+        *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
+        response.headers_mut().insert(ALLOW, "GET".parse().expect("a header's value"));
+    } else if let Some(page) = collect().await {
+        response.headers_mut().insert(CONTENT_TYPE, CONTENT.parse().expect("a header's value"));
+        *response.body_mut() = Full::from(page.text());
+    } else {
+        *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+    }
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    fn ask(address: SocketAddr, request: &str) -> String {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn only_metrics_are_served() {
+        let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = listener.local_addr().unwrap();
+        assert!(bind(address).unwrap_err().to_string().contains("expected a free port"));
+        let page = || {
+            let mut page = Page::default();
+            page.add("coreward_reports_accepted_total", &[], 7.0);
+            std::future::ready(Some(page))
+        };
+        start(listener, page).unwrap();
+        let get = |path: &str, method: &str| ask(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
+        let found = get("/metrics", "GET");
+        assert!(found.starts_with("HTTP/1.1 200 OK") && found.contains("content-type: application/openmetrics-text"));
+        assert!(found.contains("\ncoreward_reports_accepted_total 7.0\n") && found.ends_with("# EOF\n"), "{found}");
+        assert!(get("/", "GET").starts_with("HTTP/1.1 404"));
+        assert!(get("/metrics", "POST").starts_with("HTTP/1.1 405"));
+        assert!(ask(address, "nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
+    }
+}

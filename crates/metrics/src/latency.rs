@@ -1,0 +1,56 @@
+//! How long something took, in classes.
+
+use std::time::Duration;
+
+/// Upper bounds of the classes (s): from a tenth of a millisecond to a second, what is longer behind them.
+pub const BOUNDS: [f64; 13] = [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
+
+/// Counts of a process, since it began.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Latencies {
+    counts: [u64; BOUNDS.len() + 1],
+    sum: f64,
+}
+
+impl Latencies {
+    /// One more.
+    pub fn observe(&mut self, took: Duration) {
+        let seconds = took.as_secs_f64();
+        let class = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());
+        self.counts[class] += 1;
+        self.sum += seconds;
+    }
+
+    /// (s)
+    pub fn sum(&self) -> f64 {
+        self.sum
+    }
+
+    /// How many there were.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// Each class by its upper bound, by itself.
+    pub fn classes(&self) -> [(f64, u64); BOUNDS.len() + 1] {
+        std::array::from_fn(|class| (BOUNDS.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_is_in_its_class() {
+        let mut latencies = Latencies::default();
+        [100, 101, 1_000_000, 7_000_000]
+            .map(Duration::from_micros)
+            .into_iter()
+            .for_each(|took| latencies.observe(took));
+        let counts = latencies.classes().map(|(_, count)| count);
+        assert_eq!(counts, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
+        assert_eq!(latencies.count(), 4);
+        assert!((latencies.sum() - 8.000_201).abs() < 1e-9);
+    }
+}

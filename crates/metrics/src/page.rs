@@ -1,0 +1,156 @@
+//! Values of one moment.
+
+use std::collections::BTreeMap;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _, MetricEncoder, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+
+use crate::latency::Latencies;
+use crate::table::{Kind, METRICS, Metric};
+
+/// So many series of a metric are served; what is beyond is summed (or the largest of it given) under this label.
+pub const MAX_SERIES: usize = 2_000;
+/// See [`MAX_SERIES`].
+pub const OTHERS: &str = "(others)";
+
+/// Values of one moment, by metric and labels.
+#[derive(Debug, Clone, Default)]
+pub struct Page {
+    series: BTreeMap<&'static str, Vec<(Vec<String>, f64)>>,
+    latencies: BTreeMap<&'static str, Latencies>,
+}
+
+impl Page {
+    /// # Panics
+    /// When no metric has that name, or another number of labels: the tests of every part meet all that it serves.
+    pub fn add(&mut self, name: &str, labels: &[&str], value: f64) {
+        let metric = find(name).unwrap_or_else(|| panic!("no metric {name}"));
+        assert_eq!(labels.len(), metric.labels.len(), "labels of {name}");
+        let series = self.series.entry(metric.name).or_default();
+        if series.len() < MAX_SERIES {
+            series.push((labels.iter().map(|label| (*label).to_owned()).collect(), value));
+            return;
+        }
+        let last = series.last_mut().expect("it is full");
+        if last.0.iter().any(|label| label != OTHERS) {
+            last.0.iter_mut().for_each(|label| OTHERS.clone_into(label));
+        }
+        last.1 = if metric.kind == Kind::Extreme { last.1.max(value) } else { last.1 + value };
+    }
+
+    /// # Panics
+    /// When no histogram has that name.
+    pub fn add_latencies(&mut self, name: &str, latencies: Latencies) {
+        let metric = find(name).filter(|metric| metric.kind == Kind::Histogram);
+        self.latencies.insert(metric.unwrap_or_else(|| panic!("no histogram {name}")).name, latencies);
+    }
+
+    /// Names of the metrics that have a value.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> + '_ {
+        self.series.keys().chain(self.latencies.keys()).copied()
+    }
+
+    /// As OpenMetrics 1.0 writes it, which Prometheus reads.
+    pub fn text(&self) -> String {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(self.clone()));
+        let mut text = String::new();
+        // A String takes everything.
+        let _ = text::encode(&mut text, &registry);
+        text
+    }
+}
+
+fn find(name: &str) -> Option<&'static Metric> {
+    METRICS.iter().find(|metric| metric.name == name)
+}
+
+impl Collector for Page {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        for metric in METRICS {
+            if let Some(latencies) = self.latencies.get(metric.name) {
+                let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
+                let classes = latencies.classes();
+                histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &classes, None)?;
+            }
+            let Some(series) = self.series.get(metric.name) else { continue };
+            let counts = metric.kind == Kind::Counter;
+            let kind = if counts { MetricType::Counter } else { MetricType::Gauge };
+            // The encoder puts `_total` behind a counter's name itself.
+            let name = if counts { metric.name.trim_end_matches("_total") } else { metric.name };
+            let mut family = encoder.encode_descriptor(name, metric.help, None, kind)?;
+            let encode = |value: f64, encoder: MetricEncoder<'_>| {
+                if counts { ConstCounter::new(value).encode(encoder) } else { ConstGauge::new(value).encode(encoder) }
+            };
+            if metric.labels.is_empty() {
+                // As a family without labels its name would have `{}` behind it, which not every reader takes.
+                encode(series.iter().map(|(_, value)| value).sum(), family)?;
+                continue;
+            }
+            for (values, value) in series {
+                let labels: Vec<(&str, &str)> =
+                    metric.labels.iter().copied().zip(values.iter().map(String::as_str)).collect();
+                encode(*value, family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_what_prometheus_reads() {
+        let mut page = Page::default();
+        page.add("coreward_reports_refused_total", &["no_cores"], 3.0);
+        page.add("coreward_server_core_load_ratio", &["a \"b\"\\", "0"], 0.25);
+        page.add("coreward_reports_accepted_total", &[], 18_446_744_073_709.0);
+        let text = page.text();
+        for line in [
+            "# TYPE coreward_reports_refused counter",
+            "coreward_reports_refused_total{reason=\"no_cores\"} 3.0",
+            "# TYPE coreward_server_core_load_ratio gauge",
+            "coreward_server_core_load_ratio{server=\"a \\\"b\\\"\\\\\",core=\"0\"} 0.25",
+            "coreward_reports_accepted_total 18446744073709.0",
+            "# EOF",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
+    }
+
+    #[test]
+    fn series_that_are_too_many_are_put_together() {
+        let mut page = Page::default();
+        for server in 0..MAX_SERIES + 10 {
+            page.add("coreward_server_open_connections", &[&format!("s{server}")], 1.0);
+            page.add("coreward_server_report_age_seconds", &[&format!("s{server}")], server as f64);
+        }
+        for (name, last) in [("coreward_server_open_connections", 11.0), ("coreward_server_report_age_seconds", 2009.0)]
+        {
+            let series = &page.series[name];
+            assert_eq!(series.len(), MAX_SERIES);
+            assert_eq!(series.last(), Some(&(vec![OTHERS.to_owned()], last)));
+        }
+    }
+
+    #[test]
+    fn names_are_as_prometheus_wants_them() {
+        for metric in METRICS {
+            assert!(metric.name.starts_with("coreward_"), "{}", metric.name);
+            let plain =
+                |name: &str| name.chars().all(|letter| letter.is_ascii_lowercase() || "_0123456789".contains(letter));
+            assert!(plain(metric.name) && metric.labels.iter().all(|label| plain(label)), "{}", metric.name);
+            assert_eq!(metric.name.ends_with("_total"), metric.kind == Kind::Counter, "{}", metric.name);
+            assert_eq!(METRICS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
+            for unit in ["_ms", "_milliseconds", "_ns", "_percent", "_kb"] {
+                assert!(!metric.name.contains(unit), "{}: expected base units", metric.name);
+            }
+        }
+    }
+}

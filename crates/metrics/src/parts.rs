@@ -1,0 +1,133 @@
+//! What each part says, from the messages in which it says the same to others.
+
+use std::time::Duration;
+
+use coreward_wire::v1;
+
+use crate::page::Page;
+use crate::table::Part;
+
+/// What every part says.
+pub fn begin(part: Part) -> Page {
+    let mut page = Page::default();
+    page.add("coreward_build_info", &[part.name(), env!("CARGO_PKG_VERSION")], 1.0);
+    page
+}
+
+fn seconds(milliseconds: u32) -> f64 {
+    f64::from(milliseconds) / 1000.0
+}
+
+/// The controller: all that it knows of the fleet. `now`: since 1970.
+pub fn status(page: &mut Page, status: &v1::StatusReply, now: Duration) {
+    page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
+    page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
+    for (reason, count) in &status.refused_reports {
+        page.add("coreward_reports_refused_total", &[reason], *count as f64);
+    }
+    for service in &status.services {
+        page.add("coreward_table_generation", &[&service.name], service.table_generation as f64);
+        page.add("coreward_table_age_seconds", &[&service.name], seconds(service.table_age_ms));
+    }
+    for state in ["reporting", "stale", "never reported", "draining", "left"] {
+        let count = status.servers.iter().filter(|server| server.state == state).count();
+        page.add("coreward_servers", &[state], count as f64);
+    }
+    status.servers.iter().for_each(|server| server_status(page, server));
+    for (state, alive) in [("alive", true), ("lost", false)] {
+        let count = status.load_balancers.iter().filter(|balancer| balancer.alive == alive).count();
+        page.add("coreward_load_balancers", &[state], count as f64);
+    }
+    for balancer in &status.load_balancers {
+        if let Some(state) = &balancer.state {
+            load_balancer(page, &balancer.name, state);
+        }
+    }
+    if let Some(keys) = &status.keys {
+        let age = now.as_secs().saturating_sub(keys.current_since_unix_s);
+        page.add("coreward_cookie_key_age_seconds", &[], age as f64);
+    }
+}
+
+fn server_status(page: &mut Page, server: &v1::ServerStatus) {
+    let name = server.name.as_str();
+    if matches!(server.state.as_str(), "reporting" | "stale") {
+        page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
+        for (core, load) in server.core_load.iter().enumerate() {
+            page.add("coreward_server_core_load_ratio", &[name, &core.to_string()], *load);
+        }
+    }
+    page.add("coreward_server_open_connections", &[name], server.open_connections.into());
+    server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
+    page.add("coreward_server_warnings", &[name], server.warnings.len() as f64);
+    dispatch(page, name, &server.dispatch);
+}
+
+/// A server's programs. `syns`: that came by the predicted receive queue, and by another.
+pub fn server_counters<'a>(
+    page: &mut Page,
+    server: &str,
+    syns: (u64, u64),
+    counters: impl Iterator<Item = (&'a String, &'a u64)>,
+) {
+    for (queue, count) in [("predicted", syns.0), ("other", syns.1)] {
+        page.add("coreward_server_syns_total", &[server, queue], count as f64);
+    }
+    for (outcome, count) in counters.filter(|(name, _)| !name.starts_with("rss_")) {
+        page.add("coreward_server_packets_total", &[server, outcome], *count as f64);
+    }
+}
+
+/// A load balancer, all services together.
+pub fn load_balancer(page: &mut Page, name: &str, state: &v1::LoadBalancerState) {
+    for (counter, count) in &state.counters {
+        match counter.strip_prefix("drop_") {
+            Some(reason) => page.add("coreward_lb_drops_total", &[name, reason], *count as f64),
+            None => page.add("coreward_lb_packets_total", &[name, counter], *count as f64),
+        }
+    }
+    for (event, count) in &state.events {
+        page.add("coreward_lb_events_total", &[name, event], *count as f64);
+    }
+    page.add("coreward_lb_connections", &[name], state.connections as f64);
+    page.add("coreward_lb_unresolved_servers", &[name], state.unresolved_servers.len() as f64);
+    page.add("coreward_lb_warnings", &[name], state.warnings.len() as f64);
+}
+
+/// Requests of UDP services.
+pub fn dispatch(page: &mut Page, server: &str, services: &[v1::DispatchedService]) {
+    for service in services {
+        for worker in &service.workers {
+            let number = worker.worker.to_string();
+            let labels = [server, service.listen.as_str(), number.as_str()];
+            page.add("coreward_dispatch_outstanding_requests", &labels, worker.outstanding.into());
+            page.add("coreward_dispatch_queued_datagrams", &labels, worker.queued.into());
+            page.add("coreward_dispatch_dispatched_total", &labels, worker.dispatched as f64);
+            page.add("coreward_dispatch_completed_total", &labels, worker.completed as f64);
+            page.add("coreward_dispatch_repaired_total", &labels, worker.repaired as f64);
+            page.add("coreward_dispatch_dropped_total", &labels, worker.dropped as f64);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::table::METRICS;
+
+    #[test]
+    fn dispatch_says_all_that_is_in_the_table() {
+        let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
+        let service =
+            v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
+        let mut page = begin(Part::Dispatch);
+        dispatch(&mut page, "", &[service]);
+        let expected: Vec<&str> =
+            METRICS.iter().filter(|metric| metric.parts.contains(&Part::Dispatch)).map(|metric| metric.name).collect();
+        let mut found: Vec<&str> = page.names().collect();
+        found.sort_by_key(|name| METRICS.iter().position(|metric| metric.name == *name));
+        assert_eq!(found, expected);
+        let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
+        assert!(page.text().contains(line), "{}", page.text());
+    }
+}

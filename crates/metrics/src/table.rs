@@ -1,0 +1,276 @@
+//! Every metric, once. docs/metrics.md has the same table, and a test compares them.
+
+/// Who serves a metric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// `coreward controller`
+    Controller,
+    /// `coreward lb`
+    Lb,
+    /// `coreward agent`
+    Agent,
+    /// `coreward dispatch`
+    Dispatch,
+}
+
+impl Part {
+    /// As the command has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Controller => "controller",
+            Part::Lb => "lb",
+            Part::Agent => "agent",
+            Part::Dispatch => "dispatch",
+        }
+    }
+}
+
+/// What a value is, and what stands for the series that are too many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Grows; the others' sum.
+    Counter,
+    /// A number of things; the others' sum.
+    Gauge,
+    /// How long something took: counts of classes.
+    Histogram,
+    /// An age, a fraction, a generation; the others' largest.
+    Extreme,
+}
+
+impl Kind {
+    /// As Prometheus calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Counter => "counter",
+            Kind::Histogram => "histogram",
+            Kind::Gauge | Kind::Extreme => "gauge",
+        }
+    }
+}
+
+/// A metric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Metric {
+    /// Its whole name.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: Kind,
+    /// Names of its labels.
+    pub labels: &'static [&'static str],
+    /// Who serves it.
+    pub parts: &'static [Part],
+    /// In a sentence.
+    pub help: &'static str,
+}
+
+use Kind::{Counter, Extreme, Gauge, Histogram};
+use Part::{Agent, Controller, Dispatch, Lb};
+
+const fn metric(
+    name: &'static str,
+    kind: Kind,
+    labels: &'static [&'static str],
+    parts: &'static [Part],
+    help: &'static str,
+) -> Metric {
+    Metric { name, kind, labels, parts, help }
+}
+
+const ALL: &[Part] = &[Controller, Lb, Agent, Dispatch];
+const DISPATCHING: &[Part] = &[Controller, Agent, Dispatch];
+
+/// All of them.
+pub const METRICS: &[Metric] = &[
+    metric("coreward_build_info", Gauge, &["part", "version"], ALL, "1"),
+    metric(
+        "coreward_configuration_generation",
+        Extreme,
+        &[],
+        &[Controller, Lb, Agent],
+        "Generation of the configuration in force; 0: none yet",
+    ),
+    metric("coreward_reports_accepted_total", Counter, &[], &[Controller], "Reports of agents that were taken"),
+    metric(
+        "coreward_reports_refused_total",
+        Counter,
+        &["reason"],
+        &[Controller],
+        "Reports that were refused, by reason",
+    ),
+    metric(
+        "coreward_table_generation",
+        Extreme,
+        &["service"],
+        &[Controller, Lb],
+        "Generation of the newest placement table; at a load balancer of the one in force",
+    ),
+    metric("coreward_table_age_seconds", Extreme, &["service"], &[Controller], "Age of the newest placement table"),
+    metric(
+        "coreward_report_to_table_seconds",
+        Histogram,
+        &[],
+        &[Controller],
+        "From a server's newest report to the tables that have it",
+    ),
+    metric("coreward_servers", Gauge, &["state"], &[Controller], "Servers, by state"),
+    metric(
+        "coreward_server_report_age_seconds",
+        Extreme,
+        &["server"],
+        &[Controller],
+        "Age of the newest report; not of servers that never reported",
+    ),
+    metric(
+        "coreward_server_core_load_ratio",
+        Extreme,
+        &["server", "core"],
+        &[Controller],
+        "Smoothed load of a core, of its capacity",
+    ),
+    metric("coreward_server_open_connections", Gauge, &["server"], &[Controller], "Open TCP connections"),
+    metric(
+        "coreward_server_syns_total",
+        Counter,
+        &["server", "queue"],
+        &[Controller, Agent],
+        "SYNs that came by the receive queue that RSS predicts (predicted), or by another (other)",
+    ),
+    metric(
+        "coreward_server_packets_total",
+        Counter,
+        &["server", "outcome"],
+        &[Controller, Agent],
+        "What a server's programs did, by outcome",
+    ),
+    metric(
+        "coreward_server_warnings",
+        Gauge,
+        &["server"],
+        &[Controller, Agent],
+        "What the agent finds wrong; `coreward status` has the words",
+    ),
+    metric("coreward_load_balancers", Gauge, &["state"], &[Controller], "Load balancers, alive or lost"),
+    metric("coreward_cookie_key_age_seconds", Extreme, &[], &[Controller], "How long the cookie key has stamped"),
+    metric(
+        "coreward_lb_packets_total",
+        Counter,
+        &["load_balancer", "decision"],
+        &[Controller, Lb],
+        "Packets that were forwarded or passed on, by kind of decision",
+    ),
+    metric(
+        "coreward_lb_drops_total",
+        Counter,
+        &["load_balancer", "reason"],
+        &[Controller, Lb],
+        "Packets that were dropped, by reason",
+    ),
+    metric(
+        "coreward_lb_events_total",
+        Counter,
+        &["load_balancer", "event"],
+        &[Controller, Lb],
+        "What else happened to packets",
+    ),
+    metric(
+        "coreward_lb_connections",
+        Gauge,
+        &["load_balancer"],
+        &[Controller, Lb],
+        "Connections in the connection table",
+    ),
+    metric(
+        "coreward_lb_unresolved_servers",
+        Gauge,
+        &["load_balancer"],
+        &[Controller, Lb],
+        "Servers whose MAC address is not known",
+    ),
+    metric(
+        "coreward_lb_warnings",
+        Gauge,
+        &["load_balancer"],
+        &[Controller, Lb],
+        "What is wrong with the machine; `coreward status` has the words",
+    ),
+    metric(
+        "coreward_lb_service_packets_total",
+        Counter,
+        &["service", "decision"],
+        &[Lb],
+        "Packets of a service that were forwarded or passed on, by kind of decision",
+    ),
+    metric(
+        "coreward_lb_service_drops_total",
+        Counter,
+        &["service", "reason"],
+        &[Lb],
+        "Packets of a service that were dropped, by reason",
+    ),
+    metric(
+        "coreward_lb_service_forwarded_bytes_total",
+        Counter,
+        &["service"],
+        &[Lb],
+        "Frame bytes of a service's packets that were forwarded",
+    ),
+    metric(
+        "coreward_lb_table_to_kernel_seconds",
+        Histogram,
+        &[],
+        &[Lb],
+        "From a table that has come to the table in force",
+    ),
+    metric("coreward_agent_reports_total", Counter, &[], &[Agent], "Reports that this process made"),
+    metric(
+        "coreward_agent_core_busy_seconds_total",
+        Counter,
+        &["core"],
+        &[Agent],
+        "Busy time of a core, by receive queue",
+    ),
+    metric("coreward_agent_open_connections", Gauge, &[], &[Agent], "Open TCP connections"),
+    metric(
+        "coreward_dispatch_outstanding_requests",
+        Gauge,
+        &["server", "service", "worker"],
+        DISPATCHING,
+        "Requests without a response so far",
+    ),
+    metric(
+        "coreward_dispatch_queued_datagrams",
+        Gauge,
+        &["server", "service", "worker"],
+        DISPATCHING,
+        "Datagrams that waited in a worker's queue at the last look",
+    ),
+    metric(
+        "coreward_dispatch_dispatched_total",
+        Counter,
+        &["server", "service", "worker"],
+        DISPATCHING,
+        "Requests given to a worker",
+    ),
+    metric(
+        "coreward_dispatch_completed_total",
+        Counter,
+        &["server", "service", "worker"],
+        DISPATCHING,
+        "Requests that a worker answered",
+    ),
+    metric(
+        "coreward_dispatch_repaired_total",
+        Counter,
+        &["server", "service", "worker"],
+        DISPATCHING,
+        "Requests given up: without a response, dropped, or their worker died",
+    ),
+    metric(
+        "coreward_dispatch_dropped_total",
+        Counter,
+        &["server", "service", "worker"],
+        DISPATCHING,
+        "Datagrams that a worker's full receive buffer dropped",
+    ),
+];

@@ -1,0 +1,181 @@
+//! A live figure made smaller than its scenario says: to look at a part of it, or to try it out.
+
+use anyhow::ensure;
+use coreward_config::Spanned;
+
+use crate::figure::claim::same_point;
+use crate::figure::scenario::Scenario;
+use crate::names::UnknownName;
+
+/// What is to be different from the scenario; for live figures only.
+#[derive(Debug, Clone, Default, clap::Args)]
+#[command(next_help_heading = "Live figures, smaller")]
+pub struct Smaller {
+    /// So many runs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100), conflicts_with_all = ["all", "list", "scenario"])]
+    runs: Option<u64>,
+    /// Measure each point for so long (s), where the scenario says how long
+    #[arg(long, value_parser = seconds, conflicts_with_all = ["all", "list", "scenario"])]
+    seconds: Option<f64>,
+    /// Only these series, as policies
+    #[arg(long, value_name = "LABEL,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
+    series: Vec<String>,
+    /// Only these points of the horizontal axes, as loads
+    #[arg(long, value_name = "X,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
+    points: Vec<f64>,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    number.ok_or_else(|| "expected a number from 0.1 to 3600".to_owned())
+}
+
+impl Smaller {
+    /// Whether nothing is to be different.
+    fn is_nothing(&self) -> bool {
+        self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
+    }
+
+    /// Labels may have blanks and parentheses.
+    fn quoted_series(&self) -> Vec<String> {
+        if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
+    }
+
+    /// As it was given, for whoever makes the figure again.
+    pub fn words(&self) -> String {
+        let list = |name: &str, items: Vec<String>| {
+            if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
+        };
+        [
+            list("runs", self.runs.iter().map(u64::to_string).collect()),
+            list("seconds", self.seconds.iter().map(f64::to_string).collect()),
+            list("series", self.quoted_series()),
+            list("points", self.points.iter().map(f64::to_string).collect()),
+        ]
+        .concat()
+    }
+
+    /// Changes the scenario. Claims on what is left out go with it.
+    ///
+    /// # Errors
+    /// When it is not a live one, or has no such series or point.
+    pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+        if self.is_nothing() {
+            return Ok(());
+        }
+        let Some(live) = &mut scenario.live else {
+            anyhow::bail!("--runs, --seconds, --series and --points: expected a live figure");
+        };
+        if let Some(seconds) = self.seconds {
+            ensure!(live.seconds.is_some(), "--seconds {seconds}: this figure says itself how long it measures");
+            live.seconds = Some(seconds);
+        }
+        if let Some(runs) = self.runs {
+            scenario.seeds = Spanned::new(scenario.seeds.span(), runs);
+        }
+        self.keep_points(scenario)?;
+        self.keep_series(scenario)?;
+        let whole = scenario.clone();
+        scenario.claim.retain(|claim| whole.can_judge(claim));
+        Ok(())
+    }
+
+    fn keep_points(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+        let scaled = |scale: f64| self.points.iter().map(move |point| point / scale);
+        for point in &self.points {
+            let mut sweeps = scenario.panel.iter().filter_map(|panel| panel.x.as_ref());
+            let known = sweeps.any(|sweep| sweep.values.iter().any(|value| same_point(value * sweep.scale, *point)));
+            ensure!(known, "--points {point}: expected points of the figure's horizontal axes");
+        }
+        if self.points.is_empty() {
+            return Ok(());
+        }
+        for sweep in scenario.panel.iter_mut().filter_map(|panel| panel.x.as_mut()) {
+            let scale = sweep.scale;
+            sweep.values.retain(|value| scaled(scale).any(|point| same_point(*value, point)));
+        }
+        scenario.panel.retain(|panel| panel.x.as_ref().is_none_or(|sweep| !sweep.values.is_empty()));
+        Ok(())
+    }
+
+    fn keep_series(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+        if self.series.is_empty() {
+            return Ok(());
+        }
+        for label in &self.series {
+            let mut labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
+            if !labels.any(|known| known == label) {
+                let labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
+                return Err(UnknownName::new("series", label, labels).into());
+            }
+        }
+        let wanted = |label: &Spanned<String>| self.series.contains(label.get_ref());
+        for panel in &mut scenario.panel {
+            if panel.series.is_empty() {
+                panel.series = scenario.series.iter().map(|series| series.label.clone()).collect();
+            }
+            panel.series.retain(&wanted);
+        }
+        scenario.panel.retain(|panel| !panel.series.is_empty());
+        scenario.series.retain(|series| wanted(&series.label));
+        scenario.published.retain(|published| wanted(&published.series));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    const BESIDE: &str = include_str!("../../../tests/beside-live.toml");
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        /// What the options go with or exclude.
+        #[arg(long)]
+        all: bool,
+        #[arg(long)]
+        list: bool,
+        #[arg(long)]
+        scenario: bool,
+        #[command(flatten)]
+        smaller: Smaller,
+    }
+
+    fn applied(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {
+        let smaller = Cli::parse_from(["figure"].iter().chain(arguments)).smaller;
+        let mut scenario = Scenario::parse("s.toml", BESIDE)?;
+        smaller.apply(&mut scenario)?;
+        Ok((scenario, smaller.words()))
+    }
+
+    fn claims(scenario: &Scenario) -> Vec<&str> {
+        scenario.claim.iter().map(|claim| claim.statement.get_ref().as_str()).collect()
+    }
+
+    #[test]
+    fn what_is_left_out_takes_its_claims_along() {
+        let (scenario, words) = applied(&["--runs", "1", "--seconds", "0.5", "--points", "40"]).unwrap();
+        assert_eq!((*scenario.seeds.get_ref(), scenario.live.as_ref().unwrap().seconds), (1, Some(0.5)));
+        assert_eq!(scenario.panel[0].x.as_ref().unwrap().values, [0.4]);
+        assert_eq!(claims(&scenario), ["at 40"]);
+        assert_eq!(words, " --runs 1 --seconds 0.5 --points 40");
+        let (scenario, words) = applied(&["--series", "jsq"]).unwrap();
+        assert_eq!((scenario.series.len(), claims(&scenario)), (1, vec!["at 80"]));
+        assert_eq!(words, " --series 'jsq'");
+        let (scenario, words) = applied(&[]).unwrap();
+        assert_eq!((claims(&scenario).len(), words.as_str()), (2, ""));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let error = |arguments: &[&str]| applied(arguments).unwrap_err().to_string();
+        assert_eq!(error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
+        assert!(error(&["--series", "jsk"]).contains("did you mean jsq"));
+        let mut simulated = crate::figure::library::all()[0].scenario().unwrap();
+        let smaller = Cli::parse_from(["figure", "--runs", "1"]).smaller;
+        assert!(smaller.apply(&mut simulated).unwrap_err().to_string().contains("expected a live figure"));
+    }
+}

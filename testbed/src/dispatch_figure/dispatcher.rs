@@ -1,0 +1,133 @@
+//! `coreward dispatch` on a server: the command itself, with a file as a user would write it.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use coreward_load::key_value::{ID_OFFSET, TYPE_OFFSET};
+use coreward_load::request_type::RequestType;
+use coreward_sim::rpc::{Policy, Service};
+use serde_json::Value;
+
+use crate::fleet::coreward_command;
+use crate::process::Process;
+use crate::topology::{SERVICE, Testbed};
+
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// The dispatch of one service on one server; detached when dropped.
+#[derive(Debug)]
+pub struct Dispatcher<'a> {
+    testbed: &'a Testbed,
+    server: u16,
+    pin_directory: PathBuf,
+    daemon: Process,
+}
+
+/// The file for the key-value server's requests of class K, whose type is WORKK: what the simulator's policy is told, in the
+/// words of docs/dispatch.md. `unit_us`: how long the unit of service time is.
+///
+/// # Errors
+/// When `coreward dispatch` has no such policy.
+pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> anyhow::Result<String> {
+    let name = match policy {
+        Policy::ClassBoundedQueue(_) => "jbsrq".to_owned(),
+        Policy::Random | Policy::RoundRobin | Policy::ShortestQueue | Policy::LightestQueue => policy.to_string(),
+        other => bail!("coreward dispatch has no policy {other}: expected random, rr, jsq, jlq or jbsrq-fifo"),
+    };
+    let mut text = format!("listen = \"{SERVICE}\"\npolicy = \"{name}\"\n");
+    if let Policy::ClassBoundedQueue(options) = policy {
+        let bounds = (options.reserved, options.bound, options.reserved_bound);
+        writeln!(text, "reserved = {}\nbound = {}\nreserved_bound = {}", bounds.0, bounds.1, bounds.2)?;
+    }
+    writeln!(text, "request_id = {{ offset = {ID_OFFSET}, bytes = 4 }}")?;
+    writeln!(text, "type_field = {{ offset = {TYPE_OFFSET}, bytes = 1 }}")?;
+    for (class, time) in (0..).zip(service.class_times()) {
+        let value = RequestType::work(class).context("more classes than the protocol has")?.byte();
+        let class = class.min(1);
+        let expected_ns = (time * unit_us * 1e3).round() as u64;
+        writeln!(text, "[[service.type]]\nvalue = {value}\nclass = {class}\nexpected = \"{expected_ns}ns\"")?;
+    }
+    Ok(text)
+}
+
+impl<'a> Dispatcher<'a> {
+    /// Starts it on a server, for the one service that `service` describes (without the heading), and waits until all
+    /// `workers` are known to it.
+    ///
+    /// # Errors
+    /// When it does not start, or not all workers are found within ten seconds; the error holds its log.
+    pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
+        let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
+        let path = testbed.directory().join(format!("dispatch-s{server}.toml"));
+        fs::write(&path, format!("pin_directory = {pin_directory:?}\n\n[[service]]\n{service}"))?;
+        let log_path = testbed.directory().join(format!("dispatch-s{server}.log"));
+        let log = File::create(&log_path)?;
+        let mut command = Command::new(coreward_command()?);
+        command.args(["dispatch", "--config"]).arg(&path).stdin(Stdio::null());
+        command.stdout(log.try_clone()?).stderr(log);
+        let daemon = testbed.spawn(testbed.server(server)?, command)?;
+        let mut dispatcher = Self { testbed, server, pin_directory, daemon };
+        let end = Instant::now() + START_LIMIT;
+        loop {
+            let known = dispatcher.workers().map(|workers| workers.len()).unwrap_or(0);
+            if known == usize::from(workers) {
+                return Ok(dispatcher);
+            }
+            let ended = dispatcher.daemon.try_wait()?;
+            if ended.is_some() || Instant::now() > end {
+                let log = fs::read_to_string(&log_path).unwrap_or_default();
+                bail!("coreward dispatch on server {server} knows {known} of {workers} workers:\n{}", log.trim());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn command(&self, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+        let mut command = Command::new(coreward_command()?);
+        command.arg("dispatch").args(arguments).arg("--pin-directory").arg(&self.pin_directory);
+        Ok(self.testbed.run(self.testbed.server(self.server)?, command)?.stdout)
+    }
+
+    fn status(&self) -> anyhow::Result<Value> {
+        let status: Value = serde_json::from_slice(&self.command(&["--status", "--format", "json"])?)?;
+        status["services"].get(0).cloned().context("a status without a service")
+    }
+
+    /// What `coreward dispatch --status` says of each worker.
+    ///
+    /// # Errors
+    /// When it says nothing.
+    pub fn workers(&self) -> anyhow::Result<Vec<Value>> {
+        self.status()?["workers"].as_array().cloned().context("a status without workers")
+    }
+
+    /// How many requests it has dispatched so far.
+    ///
+    /// # Errors
+    /// When its status cannot be had.
+    pub fn dispatched(&self) -> anyhow::Result<u64> {
+        self.workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
+    }
+
+    /// Ends the daemon, and the dispatch: the kernel picks by itself again.
+    ///
+    /// # Errors
+    /// When one of them does not end.
+    pub fn stop(mut self) -> anyhow::Result<()> {
+        let status = self.daemon.terminate(Duration::from_secs(5))?;
+        ensure!(status.success(), "coreward dispatch ended with {status}");
+        self.command(&["--detach"]).map(drop)
+    }
+}
+
+impl Drop for Dispatcher<'_> {
+    fn drop(&mut self) {
+        // After a failure, or once more after `stop`: what is pinned goes with the testbed at the latest.
+        let _ = self.daemon.terminate(Duration::from_secs(1));
+        let _ = self.command(&["--detach"]);
+    }
+}

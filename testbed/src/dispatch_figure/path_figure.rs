@@ -1,0 +1,117 @@
+//! `coreward figure path-live`: datagrams through the load balancer to several servers, `coreward dispatch` in each: every
+//! policy of the one with every policy of the other.
+
+use std::collections::HashMap;
+
+use anyhow::{Context as _, ensure};
+use coreward_sim::figure::job::Job;
+use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::path;
+
+use super::dispatcher::{Dispatcher, key_value_service};
+use super::points::{self, found, key};
+use super::requests::{Requests, Seen, allow_sockets};
+use crate::fleet::{Fleet, FleetOptions, LoadSource};
+use crate::key_value::handle::KeyValueServer;
+use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
+
+/// What may wait in a worker's socket (bytes).
+const RECEIVE_BUFFER: &str = "16000000";
+
+/// Measures every series of `scenario`, which says what `coreward sim path` would simulate, with connections of one request:
+/// the load balancer decides by datagram.
+///
+/// # Errors
+/// Without root (one sentence), when the scenario asks for what is not measured, when something does not start, when requests
+/// are lost or pass the dispatchers by, when the machine is too busy, or when interrupted.
+pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+    if let Some(missing) = missing_privilege() {
+        anyhow::bail!(missing);
+    }
+    allow_sockets()?;
+    let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
+    let plan = points::plan(scenario)?;
+    let mut configs: Vec<&path::Config> = plan.jobs.iter().filter_map(|job| as_path(job)).collect();
+    // Run by run, so that whatever else the machine does meets all series; then by what must be started anew.
+    configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
+    let mut measured: HashMap<String, Seen> = HashMap::new();
+    progress(0, configs.len());
+    let Some(first) = configs.first() else { return Ok(Vec::new()) };
+    let alike = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
+    ensure!(configs.iter().all(|config| alike(&config)), "servers and cores: expected the same for all series");
+    let site = Site::start(first)?;
+    for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
+        let _fleet = site.fleet(&group[0].policies)?;
+        for config in group {
+            measured.insert(key(config), site.measure(config, seconds)?);
+            progress(measured.len(), configs.len());
+        }
+    }
+    points::samples(scenario, &plan, |place, job| match job {
+        Job::Path(config) => found(&measured, config)?.value(place.wanted.measure),
+        other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
+    })
+}
+
+fn as_path(job: &Job) -> Option<&path::Config> {
+    if let Job::Path(config) = job { Some(config) } else { None }
+}
+
+/// A client, a load balancer and servers; the fields are dropped in this order.
+struct Site {
+    _servers: Vec<KeyValueServer>,
+    testbed: Testbed,
+}
+
+impl Site {
+    fn start(config: &path::Config) -> anyhow::Result<Self> {
+        let instance = "pathfigure".to_owned();
+        let (servers, cores) = (config.servers, config.cores);
+        let testbed = Testbed::create(TestbedOptions { instance, servers, cores, ..TestbedOptions::default() })?;
+        let workers = cores.to_string();
+        let options = ["--workers", &workers, "--paced", "--receive-buffer", RECEIVE_BUFFER];
+        let numbers = testbed.server_numbers().into_iter();
+        let servers = numbers.map(|number| testbed.start_key_value_server(number, &options));
+        let servers = servers.collect::<anyhow::Result<_>>()?;
+        Ok(Self { _servers: servers, testbed })
+    }
+
+    /// Controller, load balancer and agents, with the service by datagram under this policy.
+    fn fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
+        let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
+        let more = format!(
+            "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
+             policy = \"{policy}\"\n"
+        );
+        let load = LoadSource::PacedServer;
+        Fleet::start(
+            &self.testbed,
+            FleetOptions { policy: policy.clone(), load, steer: false, more, ..FleetOptions::default() },
+        )
+    }
+
+    fn measure(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Seen> {
+        let path::Config { service, unit_us, load, cores, servers, .. } = config;
+        ensure!(config.requests_per_connection == 1.0, "requests_per_connection: expected 1");
+        let [policy] = &config.dispatch[..] else { anyhow::bail!("dispatch policies of one run: expected one") };
+        let text = key_value_service(policy, service, *unit_us)?;
+        let numbers = self.testbed.server_numbers().into_iter();
+        let dispatchers = numbers.map(|number| Dispatcher::start(&self.testbed, number, &text, *cores));
+        let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
+        let rate = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
+        let seed = *config.seeds.first().context("a run without a seed")?;
+        let requests = Requests { service: service.clone(), unit_us: *unit_us, rate, seconds, seed };
+        let seen = requests.send(&self.testbed)?;
+        let by_server = dispatchers.iter().map(Dispatcher::dispatched).collect::<anyhow::Result<Vec<u64>>>()?;
+        dispatchers.into_iter().try_for_each(Dispatcher::stop)?;
+        let (sent, lost) = seen.requests_and_lost();
+        let dispatched: u64 = by_server.iter().sum();
+        let name = format!("{} and {policy}", config.policies.concat());
+        ensure!(dispatched >= sent, "{name}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
+        ensure!(lost == 0, "{name}: {lost} of {sent} requests were lost");
+        let p99 = seen.value(coreward_sim::figure::scenario::Measure::P99)?;
+        eprintln!("run {seed}, {name}: p99 {p99:.2} ({sent}; by server {by_server:?})");
+        Ok(seen)
+    }
+}

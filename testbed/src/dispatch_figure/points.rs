@@ -1,0 +1,91 @@
+//! Which measurements a scenario asks for, in which order, and what of them goes where.
+
+use std::collections::HashMap;
+
+use anyhow::{Context as _, bail};
+use coreward_sim::figure::expand::{Place, Plan};
+use coreward_sim::figure::job::Job;
+use coreward_sim::figure::live::Sample;
+use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::rpc;
+
+/// The runs that the measured series need, as the simulator would make them.
+///
+/// # Errors
+/// When parameters of the scenario make none.
+pub fn plan(scenario: &Scenario) -> anyhow::Result<Plan> {
+    scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))
+}
+
+/// The samples of a plan. `value` gives the height of a place.
+///
+/// # Errors
+/// Those of `value`.
+pub fn samples(
+    scenario: &Scenario,
+    plan: &Plan,
+    value: impl Fn(&Place, &Job) -> anyhow::Result<f64>,
+) -> anyhow::Result<Vec<Sample>> {
+    let sample = |place: &Place| {
+        let (panel, series) = (&scenario.panel[place.panel], &scenario.series[place.series]);
+        let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
+        let y =
+            value(place, &plan.jobs[place.job]).with_context(|| format!("panel {panel_title:?}, series {label:?}"))?;
+        let scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
+        Ok(Sample { panel: panel_title, series: label, x: place.x / scale, run: place.seed, y })
+    };
+    plan.places.iter().map(sample).collect()
+}
+
+/// What a figure finds its measurements by.
+pub fn key(config: &impl std::fmt::Debug) -> String {
+    format!("{config:?}")
+}
+
+/// Finds what was measured at a point.
+///
+/// # Errors
+/// When it was not.
+pub fn found<'a, T>(measured: &'a HashMap<String, T>, config: &impl std::fmt::Debug) -> anyhow::Result<&'a T> {
+    measured.get(&key(config)).with_context(|| format!("not measured: {config:?}"))
+}
+
+/// Whether two runs are the same but for the load.
+pub fn of_one_curve(a: &rpc::Config, b: &rpc::Config) -> bool {
+    let without = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
+    without(a) == without(b)
+}
+
+/// The highest load at which a curve (load, p99) is within `slo`, as `coreward sim peak` defines it: the load at which it first
+/// passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first point misses it, the last
+/// point when none does.
+///
+/// # Errors
+/// When there are no points.
+pub fn peak(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
+    curve.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (Some(first), Some(last)) = (curve.first(), curve.last()) else { bail!("a peak without a curve") };
+    if first.1 > slo {
+        return Ok(0.0);
+    }
+    let crossing = curve.windows(2).find(|pair| pair[1].1 > slo);
+    Ok(crossing.map_or(last.0, |pair| {
+        let (below, above) = (pair[0], pair[1]);
+        below.0 + (above.0 - below.0) * (slo / below.1).ln() / (above.1 / below.1).ln()
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peak_is_where_the_curve_first_passes_the_bound() {
+        let peak = |curve: &[(f64, f64)]| peak(curve.to_vec(), 10.0).unwrap();
+        // From 1 to 100 in logarithms: half-way.
+        assert!((peak(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
+        assert_eq!(peak(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);
+        assert_eq!(peak(&[(0.1, 11.0), (0.2, 9.0)]), 0.0);
+        assert_eq!(peak(&[(0.1, 2.0), (0.9, 9.0)]), 0.9);
+    }
+}

@@ -1,0 +1,195 @@
+//! One measurement: `coreward load` from the testbed's client, and what it saw.
+
+use std::net::SocketAddrV4;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_load::event_loop::now_ns;
+use coreward_sim::figure::scenario::Measure;
+use coreward_sim::rpc::Service;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde::Deserialize;
+
+use crate::fleet::coreward_command;
+use crate::topology::{SERVICE, Testbed};
+
+/// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every request
+/// would.
+const FLOWS: u16 = 8192;
+/// The same in every run.
+const FIRST_PORT: u16 = 20_000;
+const WARM_UP_S: f64 = 0.3;
+const TIMEOUT_S: f64 = 2.0;
+/// When the generator sends every hundredth request so late (us), the machine did something else meanwhile: the measurement
+/// says little about the servers, whatever it says, and is made again. Usual is a tenth of it.
+const DISTURBED_US: f64 = 500.0;
+/// So often at most, with longer and longer pauses in between: together four minutes, in which what else there was to do is
+/// hoped to be done. A figure of many minutes should not be lost to one busy minute.
+const ATTEMPTS: u32 = 12;
+const PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// What is sent, and for how long.
+#[derive(Debug, Clone)]
+pub struct Requests {
+    /// How long they take, in units.
+    pub service: Service,
+    /// The unit (us).
+    pub unit_us: f64,
+    /// A second.
+    pub rate: f64,
+    /// Measured time (s).
+    pub seconds: f64,
+    /// Of arrivals and demands.
+    pub seed: u64,
+}
+
+/// Quantiles (us); `None` of nothing.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Latency {
+    /// Median.
+    pub p50: Option<f64>,
+    /// 99th percentile.
+    pub p99: Option<f64>,
+}
+
+/// One class of requests.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Class {
+    /// Due in the measured time.
+    pub requests: u64,
+    /// Responses that came in it.
+    pub arrived: u64,
+    /// From due to answered.
+    pub latency_us: Latency,
+}
+
+/// What `coreward load --format json` says, as far as it is wanted here.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Report {
+    /// Responses a second of the measured time.
+    pub completed_rps: f64,
+    /// Due in the measured time.
+    pub requests: u64,
+    /// Of these, not answered.
+    pub lost: u64,
+    /// Answered with an error.
+    pub failed: u64,
+    /// Of all classes.
+    pub latency_us: Latency,
+    /// How late the generator was.
+    pub lateness_us: Latency,
+    /// In the order of the mix.
+    pub classes: Vec<Class>,
+}
+
+/// What became of the requests.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    report: Report,
+    unit_us: f64,
+}
+
+/// As many sockets as may be: every source port is one.
+///
+/// # Errors
+/// When there may not be enough.
+pub fn allow_sockets() -> anyhow::Result<()> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let needed = u64::from(FLOWS) + 100;
+    ensure!(hard >= needed, "at most {hard} open files (ulimit -Hn): expected {needed}, for as many source ports");
+    Ok(setrlimit(Resource::RLIMIT_NOFILE, soft.max(needed), hard)?)
+}
+
+impl Requests {
+    /// Sends them all and waits for the answers; once more when the machine was busy with something else.
+    ///
+    /// # Errors
+    /// When the generator fails, the machine is busy all the time, or nothing was answered.
+    pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Seen> {
+        let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
+        let report = undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
+        Ok(Seen { report, unit_us: self.unit_us })
+    }
+}
+
+/// `coreward load TARGET` from the testbed's client at so many requests a second for so many seconds, with further options;
+/// once more when the machine was busy with something else.
+///
+/// # Errors
+/// When the generator fails, or the machine is busy all the time.
+pub fn undisturbed(
+    testbed: &Testbed,
+    target: SocketAddrV4,
+    rate: f64,
+    seconds: f64,
+    seed: u64,
+    options: &[(&str, String)],
+) -> anyhow::Result<Report> {
+    let common = [
+        ("--rate", rate.to_string()),
+        ("--seconds", seconds.to_string()),
+        ("--warm-up", WARM_UP_S.to_string()),
+        ("--timeout", TIMEOUT_S.to_string()),
+        ("--flows", FLOWS.to_string()),
+        ("--first-port", FIRST_PORT.to_string()),
+        ("--seed", seed.to_string()),
+    ];
+    let options: Vec<&str> = common.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
+    let limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S + 10.0);
+    for attempt in 0..ATTEMPTS {
+        if attempt > 0 {
+            let pause = (PAUSE * attempt * attempt).min(LONGEST_PAUSE);
+            crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
+        }
+        crate::interrupt::check()?;
+        let report = send(testbed, target, &options, limit)?;
+        let lateness_us = report.lateness_us.p99.context("no request was sent")?;
+        if lateness_us <= DISTURBED_US {
+            return Ok(report);
+        }
+        eprintln!("disturbed: requests were sent {lateness_us:.0} us late (p99); once more");
+    }
+    anyhow::bail!("the machine is too busy: {ATTEMPTS} times requests were sent more than {DISTURBED_US} us late (p99)")
+}
+
+fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {
+    // Before whatever else wants the CPU: clients are other machines, which a server that computes does not slow down.
+    let mut command = Command::new("chrt");
+    command.args(["--fifo", "1"]).arg(coreward_command()?);
+    command.args(["load", &target.to_string(), "--format", "json"]).args(options);
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut load = testbed.spawn(testbed.client(), command)?;
+    // The report fits into the pipe: it is read when it is there.
+    let status = load.wait(limit)?;
+    ensure!(status.success(), "coreward load failed: {status}");
+    Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
+}
+
+impl Seen {
+    /// The value of a measure, times in units of service time.
+    ///
+    /// # Errors
+    /// When it is none that the generator takes, or nothing was answered.
+    pub fn value(&self, measure: Measure) -> anyhow::Result<f64> {
+        let (first, last) = (self.report.classes.first(), self.report.classes.last());
+        let latency = match measure {
+            Measure::P99 => Some(&self.report.latency_us),
+            Measure::ShortP99 => first.map(|class| &class.latency_us),
+            Measure::LongP99 => last.map(|class| &class.latency_us),
+            Measure::LongAnsweredPct => {
+                let long = last.context("a report without classes")?;
+                return Ok(long.arrived as f64 / long.requests as f64 * 100.0);
+            }
+            other => anyhow::bail!("{other:?} is not measured"),
+        };
+        let p99_us = latency.and_then(|latency| latency.p99).context("nothing was answered")?;
+        Ok(p99_us / self.unit_us)
+    }
+
+    /// Requests that were due in the measured time, and how many of them were lost.
+    pub fn requests_and_lost(&self) -> (u64, u64) {
+        (self.report.requests, self.report.lost)
+    }
+}

@@ -1,0 +1,120 @@
+//! `coreward figure turbo-9-live` and `ringleader-classes-live`: one server, paced workers, and every policy in turns.
+
+use std::collections::HashMap;
+use std::process::Command;
+
+use anyhow::{Context as _, ensure};
+use coreward_sim::figure::job::Job;
+use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::scenario::{Measure, Scenario};
+use coreward_sim::rpc;
+
+use super::dispatcher::{Dispatcher, key_value_service};
+use super::points::{self, found, key, of_one_curve};
+use super::requests::{Requests, Seen, allow_sockets};
+use crate::key_value::handle::KeyValueServer;
+use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
+
+/// What may wait in a worker's socket (bytes): all that comes in the longest run.
+const RECEIVE_BUFFER: &str = "16000000";
+
+/// Measures every series of `scenario`, which says what the simulator would simulate.
+///
+/// # Errors
+/// Without root (one sentence), when the scenario asks for what is not measured, when something does not start, when requests
+/// are lost or pass the dispatcher by, when the machine is too busy, or when interrupted.
+pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+    if let Some(missing) = missing_privilege() {
+        anyhow::bail!(missing);
+    }
+    allow_sockets()?;
+    let live = scenario.live.as_ref().context("a live figure without [live]")?;
+    let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
+    let plan = points::plan(scenario)?;
+    let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
+    // Run by run, so that whatever else the machine does meets all series.
+    configs.sort_by_key(|config| config.seed);
+    let mut measured: HashMap<String, Seen> = HashMap::new();
+    let mut site = None;
+    progress(0, configs.len());
+    for group in configs.chunk_by(|a, b| of_one_curve(a, b)) {
+        let site = Site::with_workers(&mut site, group[0].cores)?;
+        let service = key_value_service(&group[0].policy, &group[0].service, unit_us)?;
+        let dispatcher = Dispatcher::start(&site.testbed, 1, &service, group[0].cores)?;
+        for config in group {
+            let seen = site.measure(config, &dispatcher, unit_us, seconds)?;
+            measured.insert(key(config), seen);
+            progress(measured.len(), configs.len());
+        }
+        dispatcher.stop()?;
+    }
+    points::samples(scenario, &plan, |place, job| match job {
+        Job::Rpc(config) => found(&measured, config)?.value(place.wanted.measure),
+        Job::Peak(search) => {
+            let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
+            let curve = configs.iter().filter(|config| of_one_curve(config, &of_seed));
+            let p99 = |config: &&&rpc::Config| Ok((config.load, found(&measured, **config)?.value(Measure::ShortP99)?));
+            points::peak(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
+        }
+        other => anyhow::bail!("{other:?} is not measured at one server"),
+    })
+}
+
+fn as_rpc(job: &Job) -> Option<&rpc::Config> {
+    if let Job::Rpc(config) = job { Some(config) } else { None }
+}
+
+/// A client and a server; the fields are dropped in this order.
+struct Site {
+    workers: u16,
+    _server: KeyValueServer,
+    testbed: Testbed,
+}
+
+impl Site {
+    /// The present one, or a new one where there is none with so many workers.
+    fn with_workers(present: &mut Option<Self>, workers: u16) -> anyhow::Result<&Self> {
+        if present.as_ref().is_none_or(|site| site.workers != workers) {
+            // Of the old one first all must be gone.
+            *present = None;
+            *present = Some(Self::start(workers)?);
+        }
+        present.as_ref().context("just started")
+    }
+
+    fn start(workers: u16) -> anyhow::Result<Self> {
+        let instance = "dispatchfigure".to_owned();
+        let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
+        // No load balancer between the two.
+        let mut ip = Command::new("ip");
+        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+        testbed.run(testbed.client(), ip)?;
+        let count = workers.to_string();
+        let options = ["--workers", &count, "--paced", "--receive-buffer", RECEIVE_BUFFER];
+        let server = testbed.start_key_value_server(1, &options)?;
+        Ok(Self { workers, _server: server, testbed })
+    }
+
+    fn measure(
+        &self,
+        config: &rpc::Config,
+        dispatcher: &Dispatcher<'_>,
+        unit_us: f64,
+        seconds: f64,
+    ) -> anyhow::Result<Seen> {
+        let rpc::Config { policy, service, load, cores, seed, .. } = config;
+        let rate = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
+        let before = dispatcher.dispatched()?;
+        let requests = Requests { service: service.clone(), unit_us, rate, seconds, seed: *seed };
+        let seen = requests.send(&self.testbed)?;
+        let (sent, lost) = seen.requests_and_lost();
+        let dispatched = dispatcher.dispatched()? - before;
+        ensure!(dispatched >= sent, "{policy}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
+        ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
+        let (short, all) = (seen.value(Measure::ShortP99)?, seen.value(Measure::P99)?);
+        eprintln!(
+            "run {seed}, {service}, {policy}, load {load}: p99 of short requests {short:.2}, of all {all:.2} ({sent})"
+        );
+        Ok(seen)
+    }
+}

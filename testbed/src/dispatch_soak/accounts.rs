@@ -1,0 +1,223 @@
+//! The books of the dispatch against what the kernel counts by itself.
+//!
+//! The kernel's counters of the two network namespaces (RFC 4113) and of the sockets that died say, to the datagram, what
+//! became of every request: read by a worker, dropped at a full receive buffer, come when nobody listened, or queued
+//! at a worker that was killed. There is no other way to be lost.
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::site::{Site, WORKERS, eligible};
+use super::trouble::Troubles;
+use crate::counters::{self, Counters};
+
+/// Everything at one moment.
+#[derive(Debug)]
+pub struct Reading {
+    books: Value,
+    client: Counters,
+    server: Counters,
+    purged: u64,
+    /// Datagrams that workers read and had no response to.
+    refused: u64,
+}
+
+impl Reading {
+    /// Now.
+    ///
+    /// # Errors
+    /// When something cannot be read.
+    pub fn take(site: &Site) -> anyhow::Result<Self> {
+        Ok(Self {
+            books: site.books()?,
+            client: counters::read(site.testbed().client())?,
+            server: counters::read(site.testbed().server(1)?)?,
+            purged: site.purged()?,
+            refused: site.server().counters()?.iter().map(|worker| worker.refused).sum(),
+        })
+    }
+
+    /// Of all workers.
+    fn sum(&self, count: &str) -> u64 {
+        let workers = self.books["workers"].as_array().into_iter().flatten();
+        workers.filter_map(|worker| worker[count].as_u64()).sum()
+    }
+
+    fn counter(&self, name: &str) -> u64 {
+        self.books["counters"][name].as_u64().unwrap_or(0)
+    }
+
+    fn server(&self, name: &str) -> u64 {
+        self.server.get(name).copied().unwrap_or(0)
+    }
+
+    fn client(&self, name: &str) -> u64 {
+        self.client.get(name).copied().unwrap_or(0)
+    }
+}
+
+/// What happened in a segment, as differences of what was counted before and after.
+#[derive(Debug, Serialize)]
+pub struct Segment {
+    /// From 0.
+    pub number: u32,
+    /// What was made to go wrong.
+    pub troubles: Troubles,
+    /// Datagrams that the client sent to the service.
+    pub sent: u64,
+    /// Of these: read by workers.
+    pub read: u64,
+    /// Dropped at full receive buffers.
+    pub dropped: u64,
+    /// Come when nobody listened.
+    pub nobody: u64,
+    /// Queued at workers that were killed.
+    pub purged: u64,
+    /// Read by workers that were killed before they answered.
+    pub killed_in_service: i64,
+    /// Responses that workers sent.
+    pub responses: u64,
+    /// The books; `None` when they began anew.
+    pub books: Option<Books>,
+    /// Requests of the load.
+    pub load_requests: u64,
+    /// Of these, without a response.
+    pub load_lost: u64,
+    /// What did not hold.
+    pub violations: Vec<String>,
+}
+
+/// What the books say of a segment.
+#[derive(Debug, Serialize)]
+pub struct Books {
+    /// Requests that went to workers.
+    pub dispatched: u64,
+    /// Whose response was seen.
+    pub completed: u64,
+    /// Given up.
+    pub repaired: u64,
+    /// Datagrams from the service's port that answered nothing.
+    pub unmatched: u64,
+    /// Of these, responses to requests that had been given up.
+    pub late: i64,
+}
+
+impl Segment {
+    /// `before` and `after`: a second after the last request, when nothing was on its way. `at_once`: `after`, but sooner.
+    pub fn new(
+        number: u32,
+        before: &Reading,
+        at_once: &Reading,
+        after: &Reading,
+        made: &Troubles,
+        load: &Value,
+    ) -> Self {
+        let server = |name: &str| after.server(name) - before.server(name);
+        let of_load = |name: &str| load[name].as_u64().unwrap_or(0);
+        let (read, responses) = (server("UdpInDatagrams"), server("UdpOutDatagrams"));
+        let refused = after.refused - before.refused;
+        let began_anew = made.detachments + made.restarts > 0;
+        let mut segment = Self {
+            number,
+            troubles: made.clone(),
+            sent: after.client("UdpOutDatagrams") - before.client("UdpOutDatagrams"),
+            read,
+            dropped: server("UdpRcvbufErrors") + server("UdpMemErrors"),
+            nobody: server("UdpNoPorts"),
+            purged: after.purged - before.purged,
+            killed_in_service: read as i64 - responses as i64 - refused as i64,
+            responses,
+            books: (!began_anew).then(|| Books::new(before, after, made)),
+            load_requests: of_load("requests"),
+            load_lost: of_load("lost"),
+            violations: Vec::new(),
+        };
+        segment.settled(at_once);
+        segment.nothing_vanished();
+        segment.books_agree(before, after);
+        segment
+    }
+
+    /// One line.
+    pub fn summary(&self) -> String {
+        let Self { sent, read, dropped, nobody, purged, killed_in_service, load_lost, .. } = self;
+        format!(
+            "{sent} datagrams: {read} read ({killed_in_service} of them by workers killed then), {dropped} dropped, \
+             {purged} queued at killed workers, {nobody} came to nobody; {load_lost} of the load lost; {} violations",
+            self.violations.len()
+        )
+    }
+
+    fn must(&mut self, holds: bool, what: impl FnOnce() -> String) {
+        if !holds {
+            let violation = format!("segment {}: {}", self.number, what());
+            self.violations.push(violation);
+        }
+    }
+
+    /// A second after the last request.
+    fn settled(&mut self, at_once: &Reading) {
+        let (outstanding, queued) = (at_once.sum("outstanding"), at_once.sum("queued"));
+        self.must(outstanding == 0 && queued == 0, || {
+            format!("{outstanding} outstanding, {queued} queued: {}", at_once.books)
+        });
+        let eligible = eligible(&at_once.books);
+        self.must(eligible == Some(WORKERS), || format!("{eligible:?} workers are eligible: {}", at_once.books));
+        for worker in at_once.books["workers"].as_array().into_iter().flatten() {
+            let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
+            let settled = count("completed").saturating_add(count("repaired"));
+            self.must(count("dispatched") == settled, || {
+                format!("dispatched, but neither completed nor repaired: {worker}")
+            });
+        }
+    }
+
+    /// Every datagram is accounted for, and was lost only where something was done that loses datagrams.
+    fn nothing_vanished(&mut self) {
+        let known = self.read + self.dropped + self.nobody + self.purged;
+        let (sent, made) = (self.sent, self.troubles.clone());
+        let (dropped, nobody, purged) = (self.dropped, self.nobody, self.purged);
+        let killed = made.kills + made.restarts * WORKERS;
+        // One may come to a socket in the moment in which it is closed.
+        let accounted = (known..=known + killed).contains(&sent);
+        self.must(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
+        self.must(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
+        self.must(nobody == 0 || made.restarts > 0, || format!("{nobody} came to nobody without a restart"));
+        self.must(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
+        // The worker counts after it has read, and after it has answered: a kill may come between.
+        let in_service = self.killed_in_service;
+        let possible = -(killed as i64)..=killed as i64;
+        self.must(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));
+        let (lost, reasons) = (self.load_lost, dropped + nobody + purged + killed);
+        self.must(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
+    }
+
+    fn books_agree(&mut self, before: &Reading, after: &Reading) {
+        let Some(books) = &self.books else { return };
+        let (dispatched, answers) = (books.dispatched, books.completed + books.unmatched);
+        let (arrived, made) = (self.read + self.dropped + self.purged, self.troubles.clone());
+        let given = self.responses + made.spoofed + made.answered_by_others;
+        let (repaired, late) = (books.repaired, books.late);
+        let uncounted = ["untracked", "no_worker"].map(|name| after.counter(name) - before.counter(name));
+        let agree = (arrived..=arrived + made.kills).contains(&dispatched);
+        self.must(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));
+        self.must(answers == given, || format!("{answers} completed or unmatched, {given} responses were sent"));
+        self.must(uncounted == [0, 0], || format!("{uncounted:?} untracked, without a worker"));
+        self.must(repaired >= self.dropped + self.purged, || format!("{repaired} repaired"));
+        self.must(late >= 0, || format!("{late} responses late"));
+    }
+}
+
+impl Books {
+    fn new(before: &Reading, after: &Reading, made: &Troubles) -> Self {
+        let sum = |name: &str| after.sum(name) - before.sum(name);
+        let unmatched = after.counter("unmatched") - before.counter("unmatched");
+        Self {
+            dispatched: sum("dispatched"),
+            completed: sum("completed"),
+            repaired: sum("repaired"),
+            unmatched,
+            late: unmatched as i64 - made.spoofed as i64,
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! `coreward testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and come back, the dispatch is
+//! detached and attached, and datagrams come that nobody asked for. At the end the books must be right to the datagram, and
+//! every request that was lost must be one that the kernel had already queued, or could not queue.
+//!
+//! It goes in segments. In each `coreward load` sends the whole time while [`trouble`] makes trouble; one second after the
+//! last request the books are compared with what the kernel counts by itself ([`accounts`]). In every second segment the
+//! dispatch is also detached and attached, and the server restarted: its books then begin in the middle.
+
+pub mod accounts;
+pub mod site;
+pub mod spoof;
+pub mod trouble;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_model::rss::seeded_rng;
+use serde::Serialize;
+
+use crate::interrupt;
+use accounts::{Reading, Segment};
+use site::Site;
+use trouble::{Trouble, Troubles};
+
+/// [`seeded_rng`]'s stream for what goes wrong when.
+const PURPOSE_TROUBLE: u64 = 0x6469_7301;
+/// The longest segment.
+const SEGMENT: Duration = Duration::from_secs(50);
+/// A segment needs some time for what goes wrong.
+const SHORTEST_SEGMENT: Duration = Duration::from_secs(4);
+
+/// Options of `coreward testbed dispatch-soak`.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct Options {
+    /// Seconds of load
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(8..=86_400))]
+    pub seconds: u32,
+    /// What goes wrong when is drawn from
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// The books must be right so long after the last request was sent (ms)
+    #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1_000..=60_000))]
+    pub settle_ms: u32,
+}
+
+/// What was seen.
+#[derive(Debug, Serialize)]
+pub struct Outcome {
+    /// Segment by segment.
+    pub segments: Vec<Segment>,
+    /// All that was done.
+    pub troubles: Troubles,
+    /// Requests and other datagrams that were sent to the service.
+    pub sent: u64,
+    /// Requests of the load alone, and those of them that were not answered.
+    pub load_requests: u64,
+    /// See `load_requests`.
+    pub load_lost: u64,
+    /// What did not hold, in words.
+    pub violations: Vec<String>,
+}
+
+/// Runs it and prints what was seen.
+///
+/// # Errors
+/// When something cannot be set up, or something did not hold.
+pub fn main(options: Options) -> anyhow::Result<()> {
+    interrupt::catch()?;
+    let outcome = run("dispatchsoak", options)?;
+    println!("{}", serde_json::to_string_pretty(&outcome)?);
+    ensure!(outcome.violations.is_empty(), "what must hold did not: {}", outcome.violations.join("; "));
+    Ok(())
+}
+
+/// Runs it in a testbed of its own; `instance` is its name.
+///
+/// # Errors
+/// When something cannot be set up, or a signal came; what did not hold is in the outcome.
+pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
+    let mut site = Site::start(instance)?;
+    let mut rng = seeded_rng(options.seed, PURPOSE_TROUBLE);
+    let total = Duration::from_secs(options.seconds.into());
+    let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;
+    let length = (total / count).max(SHORTEST_SEGMENT);
+    let mut segments = Vec::new();
+    let mut troubles = Troubles::default();
+    for number in 0..count {
+        let mut trouble = Trouble::new(&mut site, &mut rng, number % 2 == 1)?;
+        let before = Reading::take(trouble.site())?;
+        let load = trouble.site().start_load(length, options.seed.wrapping_add(number.into()))?;
+        let end = Instant::now() + length;
+        trouble.make(end).with_context(|| format!("segment {number}"))?;
+        let made = trouble.finish()?;
+        std::thread::sleep(Duration::from_millis(options.settle_ms.into()));
+        let at_once = Reading::take(&site)?;
+        let report = site.load_report(load)?;
+        let segment = Segment::new(number, &before, &at_once, &Reading::take(&site)?, &made, &report);
+        tracing::info!("segment {number} of {count}: {}", segment.summary());
+        troubles.add(&made);
+        segments.push(segment);
+    }
+    let sum = |of: fn(&Segment) -> u64| segments.iter().map(of).sum();
+    Ok(Outcome {
+        sent: sum(|segment| segment.sent),
+        load_requests: sum(|segment| segment.load_requests),
+        load_lost: sum(|segment| segment.load_lost),
+        violations: segments.iter().flat_map(|segment| segment.violations.iter().cloned()).collect(),
+        troubles,
+        segments,
+    })
+}

@@ -1,0 +1,220 @@
+//! The server, its dispatch and the load: each a process of the real command.
+
+use std::fs;
+use std::mem::MaybeUninit;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::fd::AsRawFd as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::dispatch::cgroup_root;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::fleet::coreward_command;
+use crate::key_value::handle::KeyValueServer;
+use crate::process::Process;
+use crate::topology::{SERVICE, Testbed, TestbedOptions, VIP, server_address};
+
+#[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/purged.skel.rs"));
+}
+
+/// Workers of the server.
+pub const WORKERS: u64 = 4;
+/// The load's ports: to these spoofed responses go.
+pub const FIRST_PORT: u16 = 20_000;
+/// Its flows.
+pub const FLOWS: u16 = 64;
+/// A third of what the workers can do in [`SERVICE_TIME`] each: one can be away without a queue that grows.
+const RATE: &str = "1200";
+const SERVICE_TIME: &str = "GET=1000";
+/// Small enough to be flooded, large enough for what waits in a stopped worker.
+const RECEIVE_BUFFER: &str = "65536";
+/// Longer than a worker is stopped, so that what is not answered is lost.
+const LOAD_TIMEOUT: &str = "6";
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// A testbed with a server and its dispatch.
+#[derive(Debug)]
+pub struct Site {
+    purged: MapHandle,
+    _purge_link: Link,
+    daemon: Option<Process>,
+    server: KeyValueServer,
+    config: PathBuf,
+    testbed: Testbed,
+}
+
+impl Site {
+    /// Starts everything.
+    ///
+    /// # Errors
+    /// When something cannot be started.
+    pub fn start(instance: &str) -> anyhow::Result<Self> {
+        let options =
+            TestbedOptions { instance: instance.to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
+        let testbed = Testbed::create(options)?;
+        let mut ip = Command::new("ip");
+        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+        testbed.run(testbed.client(), ip)?;
+        let workers = WORKERS.to_string();
+        let server = ["--paced", "--restart", "--service-us", SERVICE_TIME, "--workers", &workers];
+        let server =
+            testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER]].concat())?;
+        let config = testbed.directory().join("dispatch.toml");
+        // Half of what is allowed for the books to be right again.
+        let text = format!(
+            "pin_directory = \"{}\"\n[[service]]\nlisten = \"{SERVICE}\"\nresponse_timeout = \"500ms\"\n\
+             request_id = {{ offset = 4, bytes = 4 }}\n",
+            testbed.pin_directory().join("dispatch").display()
+        );
+        fs::write(&config, text).with_context(|| config.display().to_string())?;
+        let (purged, link) = count_purged(&testbed)?;
+        let mut site = Self { purged, _purge_link: link, daemon: None, server, config, testbed };
+        site.attach(WORKERS)?;
+        Ok(site)
+    }
+
+    /// Where it is.
+    pub fn testbed(&self) -> &Testbed {
+        &self.testbed
+    }
+
+    /// The server.
+    pub fn server(&self) -> &KeyValueServer {
+        &self.server
+    }
+
+    fn dispatch(&self) -> anyhow::Result<Command> {
+        let mut command = Command::new(coreward_command()?);
+        command.args(["dispatch", "--config"]).arg(&self.config);
+        Ok(command)
+    }
+
+    /// Starts `coreward dispatch` and waits until it has looked, and so many workers get requests.
+    ///
+    /// # Errors
+    /// When it cannot be started, or finds not all in time.
+    pub fn attach(&mut self, workers: u64) -> anyhow::Result<()> {
+        let mut command = self.dispatch()?;
+        command.env("RUST_LOG", "error");
+        self.daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
+        let started = Instant::now();
+        loop {
+            let books = self.books().unwrap_or_default();
+            // Books that were there before may have been looked at by another process.
+            let looked = books["since_last_look_ms"].as_u64();
+            let by_this = looked.is_some_and(|looked| u128::from(looked) < started.elapsed().as_millis());
+            if by_this && eligible(&books) >= Some(workers) {
+                return Ok(());
+            }
+            ensure!(started.elapsed() < LIMIT, "coreward dispatch has no {workers} workers after {LIMIT:?}: {books}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Kills `coreward dispatch`; requests go on being dispatched.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
+        let mut daemon = self.daemon.take().context("no daemon")?;
+        daemon.signal(Signal::SIGKILL)?;
+        daemon.wait(LIMIT).map(drop)
+    }
+
+    /// Ends the dispatch: the kernel picks.
+    ///
+    /// # Errors
+    /// When the command fails.
+    pub fn detach(&mut self) -> anyhow::Result<()> {
+        let status = self.daemon.take().context("no daemon")?.terminate(LIMIT)?;
+        ensure!(status.success(), "coreward dispatch: {status}");
+        let mut command = self.dispatch()?;
+        command.arg("--detach");
+        self.testbed.run(self.testbed.server(1)?, command).map(drop)
+    }
+
+    /// What `coreward dispatch --status` says of the service.
+    ///
+    /// # Errors
+    /// When nothing is dispatched.
+    pub fn books(&self) -> anyhow::Result<Value> {
+        let mut command = self.dispatch()?;
+        command.args(["--status", "--format", "json"]);
+        let output = self.testbed.run(self.testbed.server(1)?, command)?;
+        let mut status: Value = serde_json::from_slice(&output.stdout)?;
+        Ok(status["services"][0].take())
+    }
+
+    /// Datagrams that waited at sockets that are gone.
+    ///
+    /// # Errors
+    /// When the program's counter cannot be read.
+    pub fn purged(&self) -> anyhow::Result<u64> {
+        let value = self.purged.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
+        Ok(u64::from_ne_bytes(value[..8].try_into()?))
+    }
+
+    /// Starts to send, for so long.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
+        let mut command = Command::new(coreward_command()?);
+        command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE]);
+        command.args(["--timeout", LOAD_TIMEOUT, "--flows", &FLOWS.to_string(), "--seed", &seed.to_string()]);
+        command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
+        command.stdout(Stdio::piped());
+        self.testbed.spawn(self.testbed.client(), command)
+    }
+
+    /// Waits for the end of the load; what it saw.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn load_report(&self, mut load: Process) -> anyhow::Result<Value> {
+        let status = load.wait(LIMIT)?;
+        ensure!(status.success(), "coreward load: {status}");
+        Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
+    }
+}
+
+/// How many workers get requests.
+pub fn eligible(books: &Value) -> Option<u64> {
+    let workers = books["workers"].as_array()?;
+    Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
+}
+
+fn count_purged(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
+    let mut storage = MaybeUninit::uninit();
+    let mut open = skeleton::PurgedSkelBuilder::default().open(&mut storage)?;
+    let constants = open.maps.rodata_data.as_deref_mut().context("purged.bpf.o has no constants")?;
+    constants.port = SERVICE.port();
+    constants.network_namespace = testbed.server(1)?.within(namespace_cookie)?;
+    let loaded = open.load().context("the kernel does not load purged.bpf.c")?;
+    let cgroup = fs::File::open(cgroup_root()?)?;
+    let link = loaded.progs.release.attach_cgroup(cgroup.as_raw_fd()).context("seeing sockets that are closed")?;
+    Ok(((&loaded.maps.bss).try_into()?, link))
+}
+
+/// What identifies the network namespace of this thread to BPF programs.
+fn namespace_cookie() -> anyhow::Result<u64> {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let mut cookie = 0u64;
+    let mut length = size_of_val(&cookie) as libc::socklen_t;
+    let descriptor = socket.as_raw_fd();
+    // SAFETY: both pointers are of variables that live until the call returns, and the length is the first's.
+    let result = unsafe {
+        let value = (&raw mut cookie).cast();
+        libc::getsockopt(descriptor, libc::SOL_SOCKET, libc::SO_NETNS_COOKIE, value, &raw mut length)
+    };
+    nix::errno::Errno::result(result).context("SO_NETNS_COOKIE")?;
+    Ok(cookie)
+}

@@ -1,0 +1,101 @@
+//! Datagrams that come to the service, or seem to come from it, and are none of the load's.
+
+use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
+
+use anyhow::Context as _;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::namespace::Namespace;
+use crate::topology::SERVICE;
+
+/// Ids from here on are not the load's, which counts from 0.
+pub const FIRST_ID: u32 = 1 << 31;
+
+/// Sends requests to which a key-value server has no response, each with an id of its own.
+#[derive(Debug)]
+pub struct Nuisance {
+    socket: UdpSocket,
+    next_id: u32,
+}
+
+impl Nuisance {
+    /// At a host of the client.
+    ///
+    /// # Errors
+    /// When no socket can be had.
+    pub fn open(client: &Namespace) -> anyhow::Result<Self> {
+        let socket = client.within(|| {
+            let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+            socket.connect(SERVICE)?;
+            Ok(socket)
+        })?;
+        Ok(Self { socket, next_id: FIRST_ID })
+    }
+
+    /// Sends one; its id. `None`: the kernel did not take it.
+    pub fn send(&mut self) -> Option<u32> {
+        let id = self.next_id;
+        self.next_id = id.checked_add(1).unwrap_or(FIRST_ID);
+        let mut datagram = [0; 12];
+        // Type 0 is none.
+        datagram[4..8].copy_from_slice(&id.to_le_bytes());
+        // An ICMP error for an earlier one shows at the next call, which then does nothing (udp(7)).
+        (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
+    }
+
+    /// Where its requests come from.
+    ///
+    /// # Errors
+    /// When the kernel does not say.
+    pub fn address(&self) -> anyhow::Result<SocketAddrV4> {
+        match self.socket.local_addr()? {
+            std::net::SocketAddr::V4(address) => Ok(address),
+            std::net::SocketAddr::V6(address) => anyhow::bail!("{address}: expected an IPv4 address"),
+        }
+    }
+}
+
+/// Sends what looks like the service's responses, from a raw socket at the server.
+#[derive(Debug)]
+pub struct Spoofer {
+    socket: Socket,
+}
+
+impl Spoofer {
+    /// At the server.
+    ///
+    /// # Errors
+    /// Without root.
+    pub fn open(server: &Namespace) -> anyhow::Result<Self> {
+        let open = || {
+            let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
+            socket.set_header_included_v4(true)?;
+            Ok(socket)
+        };
+        Ok(Self { socket: server.within(open)? })
+    }
+
+    /// One response with that id to that client.
+    ///
+    /// # Errors
+    /// When the kernel does not send it.
+    pub fn respond(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
+        const IP_BYTES: usize = 20;
+        const UDP_BYTES: usize = 8;
+        let mut packet = [0; IP_BYTES + UDP_BYTES + 12];
+        let length = packet.len() as u16;
+        // RFC 791: version and header length, time to live, protocol, addresses. The kernel fills in the rest (raw(7)).
+        (packet[0], packet[8], packet[9]) = (0x45, 64, 17);
+        packet[12..16].copy_from_slice(&SERVICE.ip().octets());
+        packet[16..20].copy_from_slice(&client.ip().octets());
+        // RFC 768: ports, length; without a checksum.
+        packet[20..22].copy_from_slice(&SERVICE.port().to_be_bytes());
+        packet[22..24].copy_from_slice(&client.port().to_be_bytes());
+        packet[24..26].copy_from_slice(&(length - IP_BYTES as u16).to_be_bytes());
+        // The key-value protocol: type GET, id, one part.
+        packet[28] = 1;
+        packet[32..36].copy_from_slice(&id.to_le_bytes());
+        packet[37] = 1;
+        self.socket.send_to(&packet, &client.into()).context("sending from a raw socket").map(drop)
+    }
+}

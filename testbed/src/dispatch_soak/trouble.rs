@@ -1,0 +1,218 @@
+//! What goes wrong, at random but the same for every run of a seed.
+
+use std::time::{Duration, Instant};
+
+use coreward_model::rss::uniform_below;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rand_xoshiro::Xoshiro256PlusPlus;
+use serde::Serialize;
+use std::net::SocketAddrV4;
+
+use super::site::{FIRST_PORT, FLOWS, Site, WORKERS};
+use super::spoof::{FIRST_ID, Nuisance, Spoofer};
+use crate::interrupt;
+
+/// Between two events (ms).
+const PAUSE_MS: std::ops::Range<u32> = 100..600;
+/// How long a worker is stopped (ms).
+const STOPPED_MS: std::ops::Range<u32> = 1_000..3_000;
+/// Datagrams of a flood: several times what the workers' receive buffers hold.
+const FLOOD: u32 = 3_000;
+/// Of a flood, datagrams that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
+const FLOOD_BURST: u32 = 100;
+/// After this a request is at its worker.
+const ON_ITS_WAY: Duration = Duration::from_millis(20);
+
+/// How often something was done.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
+pub struct Troubles {
+    /// One worker killed; the server starts another.
+    pub kills: u64,
+    /// One worker stopped for one to three seconds.
+    pub stops: u64,
+    /// All workers killed at once.
+    pub restarts: u64,
+    /// The dispatch detached, and attached a while later.
+    pub detachments: u64,
+    /// The daemon killed, and started again.
+    pub upgrades: u64,
+    /// Floods.
+    pub floods: u64,
+    /// Requests that get no response, floods included.
+    pub without_response: u64,
+    /// Of these, those that another process answered.
+    pub answered_by_others: u64,
+    /// Responses that nobody asked for.
+    pub spoofed: u64,
+}
+
+impl Troubles {
+    /// Adds another segment's.
+    pub fn add(&mut self, other: &Self) {
+        let Self { kills, stops, restarts, detachments, upgrades, .. } = other;
+        self.kills += kills;
+        self.stops += stops;
+        self.restarts += restarts;
+        self.detachments += detachments;
+        self.upgrades += upgrades;
+        self.floods += other.floods;
+        self.without_response += other.without_response;
+        self.answered_by_others += other.answered_by_others;
+        self.spoofed += other.spoofed;
+    }
+}
+
+/// What makes trouble in one segment.
+#[derive(Debug)]
+pub struct Trouble<'a> {
+    site: &'a mut Site,
+    rng: &'a mut Xoshiro256PlusPlus,
+    /// Whether books may begin anew.
+    anew: bool,
+    nuisance: Nuisance,
+    spoofer: Spoofer,
+    /// When each goes on.
+    stopped: Vec<(u32, Instant)>,
+    made: Troubles,
+}
+
+impl<'a> Trouble<'a> {
+    /// `anew`: the dispatch may be detached, and the whole server restarted.
+    ///
+    /// # Errors
+    /// When sockets cannot be had.
+    pub fn new(site: &'a mut Site, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
+        let nuisance = Nuisance::open(site.testbed().client())?;
+        let spoofer = Spoofer::open(site.testbed().server(1)?)?;
+        Ok(Self { site, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: Troubles::default() })
+    }
+
+    /// Where it is made.
+    pub fn site(&self) -> &Site {
+        self.site
+    }
+
+    /// Until `end`.
+    ///
+    /// # Errors
+    /// When something cannot be done, or a signal came.
+    pub fn make(&mut self, end: Instant) -> anyhow::Result<()> {
+        loop {
+            let pause = self.within(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
+            std::thread::sleep(pause);
+            interrupt::check()?;
+            let now = Instant::now();
+            let (due, still): (Vec<_>, Vec<_>) = self.stopped.drain(..).partition(|(_, until)| *until <= now);
+            self.stopped = still;
+            due.into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
+            if now >= end {
+                return Ok(());
+            }
+            self.one()?;
+        }
+    }
+
+    /// Everybody goes on; what was made.
+    ///
+    /// # Errors
+    /// None so far.
+    pub fn finish(mut self) -> anyhow::Result<Troubles> {
+        std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
+        Ok(self.made)
+    }
+
+    fn one(&mut self) -> anyhow::Result<()> {
+        match uniform_below(self.rng, if self.anew { 8 } else { 6 }) {
+            0 => self.kill_one(),
+            1 => self.stop_one(),
+            2 => self.without_response(),
+            3 => self.spoof()?,
+            4 => self.flood(),
+            5 => {
+                self.site.kill_daemon()?;
+                std::thread::sleep(self.within(10..400));
+                self.site.attach(WORKERS - self.stopped.len() as u64)?;
+                self.made.upgrades += 1;
+            }
+            6 => {
+                self.site.detach()?;
+                std::thread::sleep(self.within(10..400));
+                self.site.attach(WORKERS - self.stopped.len() as u64)?;
+                self.made.detachments += 1;
+            }
+            _ => {
+                self.site.server().worker_pids().into_iter().for_each(|pid| self.signal(pid, Signal::SIGKILL));
+                self.made.restarts += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn within(&mut self, milliseconds: std::ops::Range<u32>) -> Duration {
+        let beyond = uniform_below(self.rng, milliseconds.end - milliseconds.start);
+        Duration::from_millis((milliseconds.start + beyond).into())
+    }
+
+    fn any_worker(&mut self) -> Option<u32> {
+        let number = uniform_below(self.rng, WORKERS as u32) as u8;
+        // One that was just killed may not be back.
+        self.site.server().worker_pid(number).ok()
+    }
+
+    /// A worker that has ended meanwhile is sent nothing.
+    fn signal(&self, pid: u32, signal: Signal) {
+        if self.site.server().worker_pids().contains(&pid) {
+            let _ = kill(Pid::from_raw(pid as i32), signal);
+        }
+    }
+
+    fn kill_one(&mut self) {
+        let Some(pid) = self.any_worker() else { return };
+        self.signal(pid, Signal::SIGKILL);
+        self.made.kills += 1;
+    }
+
+    fn stop_one(&mut self) {
+        let Some(pid) = self.any_worker() else { return };
+        let until = Instant::now() + self.within(STOPPED_MS);
+        // Two at once at most: half of the workers carry the load.
+        if self.stopped.len() < 2 && self.stopped.iter().all(|(stopped, _)| *stopped != pid) {
+            self.signal(pid, Signal::SIGSTOP);
+            self.stopped.push((pid, until));
+            self.made.stops += 1;
+        }
+    }
+
+    /// Some; another process answers every second of them.
+    fn without_response(&mut self) {
+        let count = 1 + uniform_below(self.rng, 20);
+        let ids: Vec<u32> = (0..count).filter_map(|_| self.nuisance.send()).collect();
+        self.made.without_response += ids.len() as u64;
+        std::thread::sleep(ON_ITS_WAY);
+        let Ok(address) = self.nuisance.address() else { return };
+        for id in ids.into_iter().step_by(2) {
+            self.made.answered_by_others += u64::from(self.spoofer.respond(address, id).is_ok());
+        }
+    }
+
+    fn spoof(&mut self) -> anyhow::Result<()> {
+        let client = self.site.testbed().client_address(0);
+        for _ in 0..1 + uniform_below(self.rng, 50) {
+            let port = FIRST_PORT + uniform_below(self.rng, FLOWS.into()) as u16;
+            let id = FIRST_ID | uniform_below(self.rng, FIRST_ID);
+            self.spoofer.respond(SocketAddrV4::new(client, port), id)?;
+            self.made.spoofed += 1;
+        }
+        Ok(())
+    }
+
+    fn flood(&mut self) {
+        for _ in 0..FLOOD / FLOOD_BURST {
+            let sent = (0..FLOOD_BURST).filter(|_| self.nuisance.send().is_some()).count();
+            self.made.without_response += sent as u64;
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        self.made.floods += 1;
+    }
+}

@@ -1,0 +1,117 @@
+//! Stock Knot DNS on a server: a UDP service with one SO_REUSEPORT socket per worker, which knows nothing of coreward.
+
+use std::fs;
+use std::net::{SocketAddrV4, UdpSocket};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use coreward_load::dns::{self, Query};
+
+use crate::Process;
+use crate::topology::{Testbed, VIP};
+
+/// Where it listens, on every server.
+pub const DNS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
+/// A query that is answered from memory.
+pub const PLAIN: &str = "www.plain.test/A";
+/// A query whose answer is signed when it is asked for (RSA, 2048 bits).
+pub const SIGNED: &str = "www.signed.test/A/dnssec";
+/// Where Debian has it; `/usr/sbin` is not in every PATH.
+pub const PROGRAM: &str = "/usr/sbin/knotd";
+
+const START_LIMIT: Duration = Duration::from_secs(20);
+
+/// A zone, without what its name is.
+const ZONE: &str = "$TTL 300
+@ SOA ns hostmaster 1 3600 600 86400 300
+@ NS ns
+ns A 192.0.2.1
+www A 192.0.2.2
+";
+
+/// A knotd on a server; ends with this value.
+#[derive(Debug)]
+pub struct Knot {
+    process: Process,
+}
+
+impl Testbed {
+    /// Starts knotd on a server with so many UDP workers, and waits until it answers both [`PLAIN`] and [`SIGNED`].
+    ///
+    /// # Errors
+    /// When there is no such server or no knotd, or it does not answer in time; the error holds what it said.
+    pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<Knot> {
+        let directory = self.directory().join(format!("knot-s{number}"));
+        fs::create_dir_all(&directory)?;
+        fs::write(directory.join("zone"), ZONE)?;
+        let configuration = directory.join("knot.conf");
+        fs::write(&configuration, configuration_text(&directory, workers))?;
+        let log_path = directory.join("knot.log");
+        let log = fs::File::create(&log_path)?;
+        let mut command = Command::new(PROGRAM);
+        command.arg("-c").arg(&configuration).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let process = self.spawn(self.server(number)?, command).context("knotd (Debian package knot)")?;
+        let mut knot = Knot { process };
+        let end = Instant::now() + START_LIMIT;
+        let server = self.server(number)?;
+        while !server.within(|| Ok(answers(PLAIN)? && answers(SIGNED)?)).unwrap_or(false) {
+            let ended = knot.process.try_wait()?;
+            if ended.is_some() || Instant::now() > end {
+                let log = fs::read_to_string(&log_path).unwrap_or_default();
+                bail!("knotd does not answer ({ended:?}):\n{}", log.trim());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(knot)
+    }
+}
+
+/// Whether the server in this namespace answers without error.
+fn answers(query: &str) -> anyhow::Result<bool> {
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    socket.connect(DNS)?;
+    socket.set_read_timeout(Some(Duration::from_millis(500)))?;
+    let mut datagram = Vec::new();
+    query.parse::<Query>()?.write(1, &mut datagram);
+    socket.send(&datagram)?;
+    let mut buffer = [0; 4096];
+    let length = socket.recv(&mut buffer)?;
+    Ok(dns::parse_response(&buffer[..length]) == Some((1, true)))
+}
+
+fn configuration_text(directory: &Path, workers: u16) -> String {
+    let directory = directory.display();
+    format!(
+        "server:
+    rundir: {directory}
+    listen: {}@{}
+    udp-workers: {workers}
+    tcp-workers: 1
+    background-workers: 1
+log:
+  - target: stderr
+    any: warning
+database:
+    storage: {directory}
+policy:
+  - id: rsa
+    algorithm: rsasha256
+    ksk-size: 2048
+mod-onlinesign:
+  - id: rsa
+    policy: rsa
+template:
+  - id: default
+    storage: {directory}
+    file: zone
+zone:
+  - domain: plain.test
+  - domain: signed.test
+    module: mod-onlinesign/rsa
+",
+        DNS.ip(),
+        DNS.port()
+    )
+}

@@ -1,0 +1,197 @@
+//! `coreward testbed stock-server`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as Debian has
+//! it, answers queries of unequal cost: most from memory, some with a signature that it makes when they come.
+
+pub mod knot;
+
+use std::process::Command;
+
+use anyhow::ensure;
+use coreward_sim::output::{Format, Printed};
+use coreward_sim::spread::Spread;
+use serde::Serialize;
+
+use crate::dispatch_figure::dispatcher::Dispatcher;
+use crate::dispatch_figure::requests::{Report, allow_sockets, undisturbed};
+use crate::interrupt;
+use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
+use knot::{DNS, PLAIN, SIGNED};
+
+/// What stands for the kernel's own choice among [`StockServerArgs::policies`].
+const KERNEL: &str = "kernel";
+
+/// Options of `coreward testbed stock-server`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct StockServerArgs {
+    /// What chooses the worker: kernel (no dispatch at all), random, rr, jsq
+    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq", value_parser = [KERNEL, "random", "rr", "jsq"])]
+    pub policies: Vec<String>,
+    /// UDP workers of knotd
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub workers: u16,
+    /// Queries a second
+    #[arg(long, default_value_t = 600.0, value_parser = rate)]
+    pub rate: f64,
+    /// Share of the queries whose answer is signed when it is asked for
+    #[arg(long, default_value_t = 0.2, value_parser = share)]
+    pub signed: f64,
+    /// How long each run is measured (s)
+    #[arg(long, default_value_t = 8.0, value_parser = seconds)]
+    pub seconds: f64,
+    /// Runs of each policy, in turns; seeds 1 to RUNS
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
+    pub runs: u64,
+    /// What to print
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    pub format: Format,
+}
+
+fn between(text: &str, low: f64, high: f64) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (low..=high).contains(number));
+    number.ok_or_else(|| format!("expected a number from {low} to {high}"))
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    between(text, 1.0, 30_000.0)
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    between(text, 0.001, 0.999)
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    between(text, 0.1, 600.0)
+}
+
+/// Of one policy; spreads are over the runs.
+#[derive(Debug, Clone, Serialize)]
+pub struct Measured {
+    /// The policy, or `kernel`.
+    pub policy: String,
+    /// Answers a second.
+    pub answered_rps: Spread,
+    /// Median latency of queries that are answered from memory (us).
+    pub plain_p50_us: Spread,
+    /// Their 99th percentile (us).
+    pub plain_p99_us: Spread,
+    /// 99th percentile of those that are signed (us).
+    pub signed_p99_us: Spread,
+    /// Queries without an answer, in all runs.
+    pub lost: u64,
+}
+
+/// Of all policies.
+#[derive(Debug, Clone, Serialize)]
+pub struct Comparison {
+    /// UDP workers of knotd.
+    pub workers: u16,
+    /// Queries a second that were due.
+    pub rate: f64,
+    /// Share of signed ones.
+    pub signed: f64,
+    /// In the order asked for.
+    pub policies: Vec<Measured>,
+}
+
+/// Measures and prints.
+///
+/// # Errors
+/// As [`compare`].
+pub fn main(args: &StockServerArgs) -> anyhow::Result<()> {
+    interrupt::catch()?;
+    print!("{}", compare(args)?.printed(args.format));
+    Ok(())
+}
+
+/// Runs knotd on a server of a testbed of its own, and measures every policy in turns.
+///
+/// # Errors
+/// Without root (one sentence) or knotd, when something does not start, an answer is an error, or the machine is too busy.
+pub fn compare(args: &StockServerArgs) -> anyhow::Result<Comparison> {
+    if let Some(missing) = missing_privilege() {
+        anyhow::bail!(missing);
+    }
+    allow_sockets()?;
+    let instance = "stockserver".to_owned();
+    let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
+    let mut ip = Command::new("ip");
+    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+    testbed.run(testbed.client(), ip)?;
+    let _knot = testbed.start_knot(1, args.workers)?;
+    let mut reports: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
+    for seed in 1..=args.runs {
+        for (policy, reports) in args.policies.iter().zip(&mut reports) {
+            reports.push(run(&testbed, policy, args, seed)?);
+        }
+    }
+    let policies = args.policies.iter().zip(&reports).map(|(policy, reports)| Measured::new(policy, reports));
+    let policies = policies.collect::<anyhow::Result<_>>()?;
+    Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies })
+}
+
+/// A DNS server's id says which answer belongs to which query.
+fn service(policy: &str) -> String {
+    format!("listen = \"{DNS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
+}
+
+fn run(testbed: &Testbed, policy: &str, args: &StockServerArgs, seed: u64) -> anyhow::Result<Report> {
+    let dispatcher = match policy {
+        KERNEL => None,
+        policy => Some(Dispatcher::start(testbed, 1, &service(policy), args.workers)?),
+    };
+    let options = [
+        ("--transport", "dns".to_owned()),
+        ("--mix", format!("WORK0={},WORK1={}", 1.0 - args.signed, args.signed)),
+        ("--query", format!("{PLAIN},{SIGNED}")),
+    ];
+    let report = undisturbed(testbed, DNS, args.rate, args.seconds, seed, &options)?;
+    ensure!(report.failed == 0, "knotd answered {} queries with an error", report.failed);
+    if let Some(dispatcher) = dispatcher {
+        let dispatched = dispatcher.dispatched()?;
+        let sent = report.requests;
+        ensure!(dispatched >= sent, "{policy}: {dispatched} of {sent} queries were dispatched by coreward dispatch");
+        dispatcher.stop()?;
+    }
+    Ok(report)
+}
+
+impl Measured {
+    fn new(policy: &str, reports: &[Report]) -> anyhow::Result<Self> {
+        let spread = |of: &dyn Fn(&Report) -> Option<f64>| {
+            let values: Vec<f64> = reports.iter().filter_map(of).collect();
+            ensure!(values.len() == reports.len(), "{policy}: queries of one kind were not answered");
+            Spread::of(&values).ok_or_else(|| anyhow::anyhow!("no run"))
+        };
+        Ok(Self {
+            policy: policy.to_owned(),
+            answered_rps: spread(&|report| Some(report.completed_rps))?,
+            plain_p50_us: spread(&|report| report.classes.first()?.latency_us.p50)?,
+            plain_p99_us: spread(&|report| report.classes.first()?.latency_us.p99)?,
+            signed_p99_us: spread(&|report| report.classes.last()?.latency_us.p99)?,
+            lost: reports.iter().map(|report| report.lost).sum(),
+        })
+    }
+}
+
+impl Printed for Comparison {
+    fn columns(&self) -> Vec<&'static str> {
+        vec!["policy", "answered/s", "plain p50 us", "plain p99 us", "signed p99 us", "lost"]
+    }
+
+    fn rows(&self) -> Vec<Vec<String>> {
+        let row = |of: &Measured| {
+            let spreads = [&of.answered_rps, &of.plain_p50_us, &of.plain_p99_us, &of.signed_p99_us];
+            let spreads = spreads.map(|spread| format!("{:.0} ({:.0}-{:.0})", spread.median, spread.low, spread.high));
+            std::iter::once(of.policy.clone()).chain(spreads).chain([of.lost.to_string()]).collect()
+        };
+        self.policies.iter().map(row).collect()
+    }
+
+    fn remarks(&self) -> Vec<String> {
+        let Self { workers, rate, signed, .. } = self;
+        vec![format!(
+            "knotd with {workers} UDP workers, {rate} queries a second, {:.0} % of them signed when they are asked for. \
+             Medians over the runs (lowest to highest); latency from when a query was due.",
+            signed * 100.0
+        )]
+    }
+}

@@ -1,0 +1,84 @@
+//! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
+
+mod support;
+
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, unit_capabilities};
+use coreward_testbed::http::Connection;
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use support::eventually;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Bits of linux/capability.h.
+fn number(capability: &str) -> u32 {
+    match capability {
+        "CAP_NET_ADMIN" => 12,
+        "CAP_NET_RAW" => 13,
+        "CAP_SYS_PTRACE" => 19,
+        "CAP_PERFMON" => 38,
+        "CAP_BPF" => 39,
+        "CAP_DAC_READ_SEARCH" => 2,
+        other => panic!("{other}"),
+    }
+}
+
+fn effective(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();
+    u64::from_str_radix(line.trim(), 16).unwrap()
+}
+
+fn ask(testbed: &Testbed, times: usize) {
+    let ask = || {
+        for _ in 0..times {
+            Connection::open(None).unwrap().who().unwrap();
+        }
+        Ok(())
+    };
+    testbed.client().within(ask).unwrap();
+}
+
+#[test]
+fn daemons_need_no_more_than_their_units_leave_them() {
+    if skip_without_privilege("daemons_need_no_more_than_their_units_leave_them") {
+        return;
+    }
+    let options = TestbedOptions { instance: "confined".to_owned(), servers: 1, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx: Vec<_> = testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
+    let _key_value = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
+    let dispatch = format!(
+        "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE}\"\n",
+        testbed.pin_directory().join("dispatch").display()
+    );
+    let options = FleetOptions { confined: true, agents_more: dispatch, ..Default::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    ask(&testbed, 20);
+
+    for (name, daemon) in [("controller", "controller"), ("lb1", "lb"), ("agent-s1", "agent")] {
+        let wanted = unit_capabilities(daemon).unwrap().into_iter().fold(0, |set, name| set | 1 << number(name));
+        assert_eq!(effective(fleet.daemon(name).unwrap().pid()), wanted, "{name}");
+    }
+    // Workers' sockets are found and steered to, those of the UDP service dispatched to; nothing is complained of.
+    let server = |fleet: &Fleet| fleet.status(&testbed).unwrap()["servers"][0].clone();
+    eventually(LIMIT, "the agent dispatches to both workers", || {
+        let workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
+        workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
+    });
+    let complaints = |fleet: &Fleet| -> Vec<String> {
+        let warnings: Vec<String> = serde_json::from_value(server(fleet)["warnings"].clone()).unwrap();
+        // As ever on a small machine.
+        warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
+    };
+    eventually(LIMIT, "the agent complains of nothing", || complaints(&fleet).is_empty());
+    eventually(LIMIT, "connections were steered", || server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0);
+    // What is pinned is taken over, and taken off.
+    for name in ["lb1", "agent-s1"] {
+        fleet.upgrade(&testbed, name).unwrap();
+    }
+    fleet.wait_until_ready(&testbed).unwrap();
+    ask(&testbed, 20);
+}

@@ -1,0 +1,57 @@
+//! The figures that `coreward dispatch` is measured in, made small: every measurement is made, and every request answered.
+
+use std::process::Command;
+
+use coreward_sim::figure::result::FigureResult;
+use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::skip_without_privilege;
+
+fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
+    let mut command = Command::new(coreward_command()?);
+    command.arg("figure").args(arguments).args(["--runs", "1", "--format", "json"]);
+    let output = command.output()?;
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// Whether every curve of every panel has a value at every point, none below `least`.
+fn assert_whole(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
+    assert_eq!(result.table.panels.len(), panels);
+    for panel in &result.table.panels {
+        let labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
+        assert_eq!(labels, series, "{}", panel.title);
+        let cells: Vec<usize> = panel.curves.iter().map(|curve| curve.cells.len()).collect();
+        assert!(cells[0] > 0 && cells.iter().all(|count| *count == cells[0]), "{}: {cells:?}", panel.title);
+        let mut cells = panel.curves.iter().flat_map(|curve| &curve.cells);
+        assert!(cells.all(|cell| cell.spread.median >= least), "{panel:?}");
+    }
+}
+
+#[test]
+fn requests_at_one_server() -> anyhow::Result<()> {
+    if skip_without_privilege("requests_at_one_server") {
+        return Ok(());
+    }
+    let series = ["random", "jsq", "jsq (simulated)", "jlq"];
+    let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
+    // Peaks are 0 when the first point misses the bound; no request is answered before its time is over.
+    assert_whole(&result, 2, &series, 0.0);
+    let curves = &result.table.panels[0].curves;
+    assert!(curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0), "{curves:?}");
+    // Those on 70 % load have nothing to judge.
+    assert_eq!(result.claims.len(), 2);
+    assert!(
+        result.provenance.command.ends_with("--seconds 0.4 --series 'random,jsq,jsq (simulated),jlq' --points 30,40")
+    );
+    Ok(())
+}
+
+#[test]
+fn classes_at_one_server() -> anyhow::Result<()> {
+    if skip_without_privilege("classes_at_one_server") {
+        return Ok(());
+    }
+    let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
+    assert_whole(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
+    Ok(())
+}

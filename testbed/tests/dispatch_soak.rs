@@ -1,0 +1,19 @@
+//! The short form of `coreward testbed dispatch-soak`: the same troubles, seconds instead of minutes.
+
+use coreward_testbed::dispatch_soak::{Options, run};
+use coreward_testbed::skip_without_privilege;
+
+#[test]
+fn the_books_are_right_whatever_happens() {
+    if skip_without_privilege("the_books_are_right_whatever_happens") {
+        return;
+    }
+    // Other tests may keep the machine busy: a second may be too short.
+    let outcome = run("dsoak", Options { seconds: 12, seed: 2, settle_ms: 3_000 }).unwrap();
+    println!("{outcome:#?}");
+    assert!(outcome.violations.is_empty(), "{:#?}", outcome.violations);
+    let made = &outcome.troubles;
+    assert!(made.kills > 0 && made.floods > 0 && made.spoofed > 0, "{made:?}");
+    assert!(made.upgrades > 0 && made.detachments + made.restarts > 0, "{made:?}");
+    assert!(outcome.load_requests > 10_000, "{}", outcome.load_requests);
+}

@@ -1,0 +1,64 @@
+//! `scripts/deb`: what is in the packages, and what systemd's own tools say of the units.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use coreward_testbed::skip_without_privilege;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+fn run(program: &str, arguments: &[&str]) -> Output {
+    let output = Command::new(program).args(arguments).current_dir(root()).output();
+    output.unwrap_or_else(|error| panic!("{program}: {error} (scripts/install run)"))
+}
+
+fn succeeds(program: &str, arguments: &[&str]) -> String {
+    let output = run(program, arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+const UNITS: [(&str, f64); 3] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0)];
+
+/// Built, unpacked, and run: the command by its own libraries, the pages by man, the units by systemd-analyze.
+#[test]
+fn packages_hold_what_is_needed() {
+    // Only root has the tools installed.
+    if skip_without_privilege("packages_hold_what_is_needed") {
+        return;
+    }
+    let built = succeeds("scripts/deb", &[]);
+    let packages: Vec<&str> = built.lines().collect();
+    assert_eq!(packages.len(), 4, "{built}");
+    let directory = tempfile::tempdir().unwrap();
+    let into = directory.path().to_str().unwrap();
+    for package in &packages {
+        succeeds("dpkg-deb", &["--extract", package, into]);
+        assert_eq!(succeeds("dpkg-deb", &["--field", package, "Version"]).trim(), env!("CARGO_PKG_VERSION"));
+    }
+    let depends = succeeds("dpkg-deb", &["--field", packages[0], "Depends"]);
+    assert!(depends.contains("libelf1") && depends.contains("libc6 (>="), "{depends}");
+    let path = |path: &str| directory.path().join(path).to_str().unwrap().to_owned();
+    assert!(succeeds(&path("usr/bin/coreward"), &["--version"]).starts_with("coreward "));
+    assert!(succeeds("man", &["--local-file", &path("usr/share/man/man1/coreward-lb.1.gz")]).contains("--detach"));
+    succeeds("bash", &["-n", &path("usr/share/bash-completion/completions/coreward")]);
+
+    for (daemon, highest) in UNITS {
+        let unit = path(&format!("usr/lib/systemd/system/coreward-{daemon}.service"));
+        // A unit that names the command where the package puts it, for `verify` to find it.
+        let text = std::fs::read_to_string(&unit).unwrap().replace("/usr/bin/coreward", &path("usr/bin/coreward"));
+        let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
+        std::fs::write(&unit, text).unwrap();
+        let said = run("systemd-analyze", &["verify", &unit]);
+        assert!(said.status.success() && said.stderr.is_empty(), "{daemon}: {}", String::from_utf8_lossy(&said.stderr));
+        let said = succeeds("systemd-analyze", &["security", "--offline=true", &unit]);
+        let exposure = said.lines().find_map(|line| line.split_once("exposure level for ")?.1.split_once(": "));
+        let exposure: f64 = exposure.and_then(|(_, level)| level.split(' ').next()?.parse().ok()).expect("a level");
+        assert!(exposure <= highest, "{daemon}: {exposure}");
+        let example = path(&format!("usr/share/doc/coreward-{daemon}/examples/{daemon}.toml"));
+        succeeds(&path("usr/bin/coreward"), &["check", &example]);
+    }
+}
