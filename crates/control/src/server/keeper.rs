@@ -14,7 +14,7 @@ use crate::config::{ControllerConfig, FleetConfig};
 use crate::controller::rotation::KeyStep;
 use crate::fleet::Fleet;
 use crate::records::{Document, Records};
-use crate::store::Store;
+use crate::store::embedded::EmbeddedStore;
 
 /// The only one that writes the store.
 pub struct Keeper {
@@ -22,7 +22,7 @@ pub struct Keeper {
     config: ControllerConfig,
     fleet: FleetConfig,
     records: Records,
-    store: Store,
+    store: EmbeddedStore,
     restarted: bool,
 }
 
@@ -102,7 +102,7 @@ impl Keeper {
         let config = ControllerConfig::load(path)?;
         // Before the store is made: a fleet that is wrong leaves nothing behind.
         let file = config.fleet.as_deref().map(FleetConfig::load).transpose()?;
-        let store = Store::open(&config.store)?;
+        let store = EmbeddedStore::open(&config.store)?;
         let stored = store.load()?;
         let restarted = stored.is_some();
         let now = unix_now();

@@ -1,0 +1,228 @@
+//! Keeps [`Records`] on disk (redb: one file, transactions that survive SIGKILL and a power cut).
+//!
+//! Every change is one transaction: after a crash the file holds either all of it or nothing. The file holds the cookie
+//! keys, so only its owner can read it.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use redb::{
+    Database, Key, ReadOnlyTable, ReadTransaction, ReadableDatabase as _, ReadableTable as _, TableDefinition, Value,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::StoreError;
+use super::rows::{FleetRow, Rows};
+use crate::records::{Document, Records};
+
+const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
+const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
+const SERVERS: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
+const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
+/// The fleet's document, by its generation; one row.
+const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
+
+/// The only row of [`FLEET`].
+const FLEET_ROW: &str = "fleet";
+
+/// The open file.
+pub struct EmbeddedStore {
+    path: PathBuf,
+    database: Database,
+}
+
+impl EmbeddedStore {
+    /// Opens the file, or makes it.
+    ///
+    /// # Errors
+    /// When it cannot be opened, is in use, or is no store.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let file = open_private(path).map_err(|source| StoreError::File { path: path.to_owned(), source })?;
+        let database = Database::builder().create_file(file).map_err(|error| match error {
+            redb::DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
+            other => StoreError::Content { store: path.display().to_string(), problem: other.to_string() },
+        })?;
+        Ok(Self { path: path.to_owned(), database })
+    }
+
+    /// What is on record; `None` in a new file.
+    ///
+    /// # Errors
+    /// When the content makes no sense or cannot be read.
+    pub fn load(&self) -> Result<Option<Records>, StoreError> {
+        self.try_load().map_err(|problem| self.content(problem))
+    }
+
+    /// Replaces everything, in one transaction.
+    ///
+    /// # Errors
+    /// When it cannot be written; then what was there is there still.
+    pub fn save(&self, records: &Records) -> Result<(), StoreError> {
+        self.try_save(&records.into()).map_err(|problem| self.content(problem))
+    }
+
+    fn content(&self, problem: anyhow::Error) -> StoreError {
+        StoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
+    }
+
+    fn try_load(&self) -> anyhow::Result<Option<Records>> {
+        let transaction = self.database.begin_read()?;
+        let Some(fleet) = rows::<_, _, FleetRow>(&transaction, FLEET, str::to_owned)?.remove(FLEET_ROW) else {
+            return Ok(None);
+        };
+        let mut document = Document::default();
+        if let Some(table) = table(&transaction, DOCUMENT)?
+            && let Some((generation, text)) = table.last()?
+        {
+            document = Document { generation: generation.value(), text: text.value().into() };
+        }
+        let rows = Rows {
+            fleet,
+            services: rows(&transaction, SERVICES, str::to_owned)?,
+            servers: rows(&transaction, SERVERS, |id| id)?,
+            load_balancers: rows(&transaction, LOAD_BALANCERS, str::to_owned)?,
+            document,
+        };
+        rows.parse().map(Some)
+    }
+
+    fn try_save(&self, rows: &Rows) -> anyhow::Result<()> {
+        let transaction = self.database.begin_write()?;
+        transaction.delete_table(SERVICES)?;
+        transaction.delete_table(SERVERS)?;
+        transaction.delete_table(LOAD_BALANCERS)?;
+        transaction.delete_table(DOCUMENT)?;
+        {
+            let mut fleet = transaction.open_table(FLEET)?;
+            fleet.insert(FLEET_ROW, encode(&rows.fleet)?.as_slice())?;
+            let mut services = transaction.open_table(SERVICES)?;
+            for (name, service) in &rows.services {
+                services.insert(name.as_str(), encode(service)?.as_slice())?;
+            }
+            let mut servers = transaction.open_table(SERVERS)?;
+            for (id, server) in &rows.servers {
+                servers.insert(id, encode(server)?.as_slice())?;
+            }
+            let mut load_balancers = transaction.open_table(LOAD_BALANCERS)?;
+            for (name, known) in &rows.load_balancers {
+                load_balancers.insert(name.as_str(), encode(known)?.as_slice())?;
+            }
+            transaction.open_table(DOCUMENT)?.insert(rows.document.generation, &*rows.document.text)?;
+        }
+        transaction.commit()?;
+        Ok(())
+    }
+}
+
+fn encode(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+    serde_json::to_vec(row)
+}
+
+/// The table; `None`: a version that did not have it made the file.
+fn table<K: Key + 'static, V: Value + 'static>(
+    transaction: &ReadTransaction,
+    definition: TableDefinition<'_, K, V>,
+) -> anyhow::Result<Option<ReadOnlyTable<K, V>>> {
+    match transaction.open_table(definition) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(None),
+        opened => Ok(Some(opened?)),
+    }
+}
+
+/// A table's rows by their keys.
+fn rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
+    transaction: &ReadTransaction,
+    definition: TableDefinition<'_, K, &'static [u8]>,
+    own: impl Fn(K::SelfType<'_>) -> Owned,
+) -> anyhow::Result<BTreeMap<Owned, Row>> {
+    let mut rows = BTreeMap::new();
+    let Some(table) = table(transaction, definition)? else { return Ok(rows) };
+    for row in table.iter()? {
+        let (key, row) = row?;
+        rows.insert(own(key.value()), serde_json::from_slice(row.value())?);
+    }
+    Ok(rows)
+}
+
+/// Opens or makes a file that only its owner can read.
+fn open_private(path: &Path) -> std::io::Result<File> {
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        std::fs::create_dir_all(parent)?;
+    }
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use coreward_model::rss::RssKey;
+
+    use super::super::tests::records;
+    use super::*;
+    use crate::key_ring::KeyPhase;
+
+    #[test]
+    fn what_was_saved_is_loaded() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("made/controller.redb");
+        let store = EmbeddedStore::open(&path).unwrap();
+        assert_eq!(store.load().unwrap(), None);
+        store.save(&records()).unwrap();
+        let mut changed = records();
+        changed.servers.pop_first();
+        changed.services.clear();
+        store.save(&changed).unwrap();
+        drop(store);
+        assert_eq!(EmbeddedStore::open(&path).unwrap().load().unwrap(), Some(changed));
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    /// A fleet keeps its ids and keys when the controller becomes this version.
+    #[test]
+    fn the_first_format_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("controller.redb");
+        let store = EmbeddedStore::open(&path).unwrap();
+        let rss_key = RssKey::microsoft().to_string();
+        let rows = [
+            format!(
+                r#"{{"format":1,"generation":9,"cookie_keys":[[1,2],[3,4]],"current_key":1,"rss_key":"{rss_key}"}}"#
+            ),
+            r#"{"index":5,"seed":6}"#.to_owned(),
+        ];
+        let transaction = store.database.begin_write().unwrap();
+        transaction.open_table(FLEET).unwrap().insert(FLEET_ROW, rows[0].as_bytes()).unwrap();
+        transaction.open_table(SERVICES).unwrap().insert("web", rows[1].as_bytes()).unwrap();
+        transaction.open_table(SERVERS).unwrap();
+        transaction.commit().unwrap();
+        let records = store.load().unwrap().unwrap();
+        assert_eq!((records.generation, records.key_ring.keys.keys[1].k0, records.services["web"].seed), (9, 3, 6));
+        assert_eq!((records.key_ring.phase, records.key_ring.generation), (KeyPhase::Steady, 0));
+        store.save(&records).unwrap();
+        assert_eq!(store.load().unwrap(), Some(records));
+    }
+
+    #[test]
+    fn one_controller_per_store() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("controller.redb");
+        let _first = EmbeddedStore::open(&path).unwrap();
+        let error = EmbeddedStore::open(&path).err().unwrap().to_string();
+        assert_eq!(error, format!("store {} is in use: expected one controller per store", path.display()));
+    }
+
+    #[test]
+    fn what_is_no_store_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("controller.redb");
+        let text = vec![b'x'; 10_000];
+        std::fs::write(&path, &text).unwrap();
+        let error = EmbeddedStore::open(&path).err().unwrap().to_string();
+        assert!(error.starts_with(&format!("store {}: ", path.display())), "{error}");
+        assert_eq!(std::fs::read(&path).unwrap(), text);
+    }
+}

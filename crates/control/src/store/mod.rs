@@ -1,0 +1,74 @@
+//! Where [`Records`](crate::records::Records) survive: in a file of the controller's own ([`embedded`]), or in etcd ([`etcd`]),
+//! which several controllers share. The rows are the same in both ([`rows`]).
+
+pub mod embedded;
+mod rows;
+
+use std::path::PathBuf;
+
+/// Why the store cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// It cannot be opened or made.
+    #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Another process has it open.
+    #[error("store {} is in use: expected one controller per store", path.display())]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It is damaged, or no store, or the disk fails.
+    #[error("store {store}: {problem}")]
+    Content {
+        /// Which.
+        store: String,
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use coreward_model::ServerId;
+    use coreward_model::bucket_history::BucketHistory;
+    use coreward_model::rss::seeded_rng;
+    use coreward_wire::ServiceIndex;
+
+    use crate::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
+
+    /// Something in every row.
+    pub fn records() -> Records {
+        let mut records = Records::draw(Duration::from_secs(5), &mut seeded_rng(3, 0));
+        records.generation = 17;
+        records.document = Document { generation: 4, text: "# The first.\nalpha = 0.5\n".into() };
+        records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));
+        records.enrol("lb1", Some([10, 2, 0, 1].into()));
+        records.enrol("lb2", None);
+        records.departed("lb2", Duration::from_secs(1_700_000_000));
+        let mut buckets = BucketHistory::default();
+        for pool in [[1u64, 1], [1, 2]] {
+            buckets.follow(&pool.map(|id| ServerId::try_from(id).unwrap()));
+        }
+        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, buckets };
+        records.services.insert("web".into(), service);
+        for (id, left) in [(0u64, None), (16_383, Some(1_700_000_000))] {
+            let membership = left.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
+            let server = ServerRecord {
+                name: format!("s{id}"),
+                address: [10, 2, 0, 11].into(),
+                in_file: left.is_none(),
+                services: [("web".to_owned(), membership)].into(),
+            };
+            records.servers.insert(id.try_into().unwrap(), server);
+        }
+        records
+    }
+}

@@ -1,0 +1,225 @@
+//! The logical form of [`Records`] in every store: rows, each a JSON object. A row that another version wrote has what that
+//! version knew; keys that are not there have their defaults.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use coreward_model::ServerId;
+use coreward_model::bucket_history::BucketHistory;
+use coreward_model::connection_table::OwnerNumber;
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::rss::RssKey;
+use coreward_wire::ServiceIndex;
+use serde::{Deserialize, Serialize};
+
+use crate::key_ring::{KeyPhase, KeyRing};
+use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
+
+/// Of the rows' layout. Rows of another version are refused, not guessed at; but for those before, to which this one only
+/// adds.
+const FORMAT: u32 = 3;
+const FIRST_FORMAT: u32 = 1;
+
+/// All rows.
+#[derive(Debug)]
+pub struct Rows {
+    pub fleet: FleetRow,
+    /// By name.
+    pub services: BTreeMap<String, ServiceRow>,
+    /// By id.
+    pub servers: BTreeMap<u16, ServerRow>,
+    /// By name.
+    pub load_balancers: BTreeMap<String, LoadBalancerRow>,
+    pub document: Document,
+}
+
+impl From<&Records> for Rows {
+    fn from(records: &Records) -> Self {
+        let services = records.services.iter().map(|(name, service)| (name.clone(), service.into()));
+        let servers = records.servers.iter().map(|(id, server)| (id.get(), server.into()));
+        let load_balancers = records.load_balancers.iter().map(|(name, known)| (name.clone(), known.into()));
+        Self {
+            fleet: records.into(),
+            services: services.collect(),
+            servers: servers.collect(),
+            load_balancers: load_balancers.collect(),
+            document: records.document.clone(),
+        }
+    }
+}
+
+impl Rows {
+    /// What they say.
+    ///
+    /// # Errors
+    /// When a value makes no sense, or the format is of a later version.
+    pub fn parse(self) -> anyhow::Result<Records> {
+        let mut records = self.fleet.parse()?;
+        for (name, row) in self.services {
+            records.services.insert(name, row.parse()?);
+        }
+        for (id, row) in self.servers {
+            records.servers.insert(ServerId::try_from(u64::from(id))?, row.parse());
+        }
+        for (name, row) in self.load_balancers {
+            records.load_balancers.insert(name, row.parse()?);
+        }
+        records.document = self.document;
+        Ok(records)
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct FleetRow {
+    format: u32,
+    generation: u64,
+    /// k0, k1 of both keys.
+    cookie_keys: [[u64; 2]; 2],
+    current_key: u8,
+    #[serde(default)]
+    keys_generation: u64,
+    /// Seconds since 1970.
+    #[serde(default)]
+    current_key_since: u64,
+    /// Absent: no rotation is under way; whether it was forced.
+    #[serde(default)]
+    announced: Option<bool>,
+    rss_key: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct LoadBalancerRow {
+    owner: Option<u8>,
+    address: Option<IpAddr>,
+    /// Seconds since 1970.
+    left_at: Option<u64>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ServiceRow {
+    index: u16,
+    seed: u64,
+    /// By bucket: whose it is, and whose it was.
+    #[serde(default)]
+    buckets: Vec<(u16, Option<u16>)>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ServerRow {
+    name: String,
+    address: IpAddr,
+    in_file: bool,
+    /// By service; a number: left at this second since 1970.
+    services: BTreeMap<String, Option<u64>>,
+}
+
+impl From<&Records> for FleetRow {
+    fn from(records: &Records) -> Self {
+        Self {
+            format: FORMAT,
+            generation: records.generation,
+            cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
+            current_key: records.key_ring.keys.current.get() as u8,
+            keys_generation: records.key_ring.generation,
+            current_key_since: records.key_ring.current_since.as_secs(),
+            announced: match records.key_ring.phase {
+                KeyPhase::Steady => None,
+                KeyPhase::Announced { forced } => Some(forced),
+            },
+            rss_key: records.rss_key.to_string(),
+        }
+    }
+}
+
+impl FleetRow {
+    fn parse(self) -> anyhow::Result<Records> {
+        let known = (FIRST_FORMAT..=FORMAT).contains(&self.format);
+        anyhow::ensure!(known, "format {}: expected {FORMAT}", self.format);
+        let current = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
+        Ok(Records {
+            generation: self.generation,
+            key_ring: KeyRing {
+                keys: FleetKeys { keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }), current },
+                generation: self.keys_generation,
+                current_since: Duration::from_secs(self.current_key_since),
+                phase: self.announced.map_or(KeyPhase::Steady, |forced| KeyPhase::Announced { forced }),
+            },
+            rss_key: self.rss_key.parse::<RssKey>()?,
+            services: BTreeMap::new(),
+            servers: BTreeMap::new(),
+            load_balancers: BTreeMap::new(),
+            document: Document::default(),
+        })
+    }
+}
+
+impl From<&ServiceRecord> for ServiceRow {
+    fn from(service: &ServiceRecord) -> Self {
+        let history = service.buckets.now().iter().zip(service.buckets.before());
+        let buckets = history.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
+        Self { index: service.index.get(), seed: service.seed, buckets }
+    }
+}
+
+impl ServiceRow {
+    fn parse(self) -> anyhow::Result<ServiceRecord> {
+        let id = |number: u16| ServerId::try_from(u64::from(number));
+        let now = self.buckets.iter().map(|(now, _)| id(*now)).collect::<Result<_, _>>()?;
+        let before = self.buckets.iter().map(|(_, before)| before.map(id).transpose()).collect::<Result<_, _>>()?;
+        Ok(ServiceRecord {
+            index: ServiceIndex::parse("index", self.index.into())?,
+            seed: self.seed,
+            buckets: BucketHistory::restored(now, before).unwrap_or_default(),
+        })
+    }
+}
+
+impl From<&LoadBalancerRecord> for LoadBalancerRow {
+    fn from(known: &LoadBalancerRecord) -> Self {
+        Self {
+            owner: known.owner.map(OwnerNumber::get),
+            address: known.address,
+            left_at: known.left_at.map(|moment| moment.as_secs()),
+        }
+    }
+}
+
+impl LoadBalancerRow {
+    fn parse(self) -> anyhow::Result<LoadBalancerRecord> {
+        Ok(LoadBalancerRecord {
+            owner: self.owner.map(|number| OwnerNumber::try_from(u64::from(number))).transpose()?,
+            address: self.address,
+            left_at: self.left_at.map(Duration::from_secs),
+        })
+    }
+}
+
+impl From<&ServerRecord> for ServerRow {
+    fn from(server: &ServerRecord) -> Self {
+        let left_at = |membership: &Membership| match membership {
+            Membership::Present => None,
+            Membership::LeftAt(moment) => Some(moment.as_secs()),
+        };
+        Self {
+            name: server.name.clone(),
+            address: server.address,
+            in_file: server.in_file,
+            services: server.services.iter().map(|(name, membership)| (name.clone(), left_at(membership))).collect(),
+        }
+    }
+}
+
+impl ServerRow {
+    fn parse(self) -> ServerRecord {
+        let membership = |left: Option<u64>| {
+            left.map_or(Membership::Present, |seconds| Membership::LeftAt(Duration::from_secs(seconds)))
+        };
+        ServerRecord {
+            name: self.name,
+            address: self.address,
+            in_file: self.in_file,
+            services: self.services.into_iter().map(|(name, left)| (name, membership(left))).collect(),
+        }
+    }
+}
