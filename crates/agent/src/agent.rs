@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, ensure};
+use coreward_daemon::Controllers;
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
 use coreward_dataplane::sockets::open_sockets;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
@@ -135,9 +136,9 @@ impl Agent {
         self.config.metrics
     }
 
-    /// Where the controller listens.
-    pub fn controller(&self) -> SocketAddr {
-        self.config.controller
+    /// Where the controllers listen.
+    pub fn controllers(&self) -> &Controllers {
+        &self.config.controllers
     }
 
     /// What is wrong, in words for `coreward status`, as of the last look.

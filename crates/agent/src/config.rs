@@ -4,14 +4,15 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use coreward_config::{Mistakes, Name, Source, choices, table, tagged_table};
+use coreward_daemon::Controllers;
 
 /// What the daemon is told. Services, ids and keys come from the controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// The server's name in the fleet's file.
     pub server: String,
-    /// Where the controller listens.
-    pub controller: SocketAddr,
+    /// Where the controllers listen.
+    pub controllers: Controllers,
     /// The Ethernet device on which the services' packets come and go.
     pub interface: String,
     /// A directory in a BPF file system: what packets need lives there and outlives the daemon.
@@ -37,8 +38,8 @@ table! {
     pub struct File {
         /// This server's name in the fleet's file.
         server: Name,
-        /// Where the controller listens.
-        controller: SocketAddr,
+        /// Where the controller listens; a list where there are several.
+        controllers as "controller": Controllers,
         /// The Ethernet device on which the services' packets come and go.
         interface: String,
         /// A directory in a BPF file system, made when missing; one per agent.
@@ -122,7 +123,7 @@ impl Config {
         source.read_as(|file: File, reader| {
             Some(Self {
                 server: file.server.0,
-                controller: file.controller,
+                controllers: file.controllers,
                 interface: file.interface,
                 pin_directory: file.pin_directory,
                 manage_rss: file.manage_rss,

@@ -1,10 +1,10 @@
 //! The daemon: tells the controller ten times a second how the server is, and does what it says. Packets go on without
 //! it, and without the controller.
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use coreward_daemon::Connection;
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
 use coreward_wire::v1::agent_message::Message;
@@ -15,22 +15,12 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Code;
-use tonic::transport::Endpoint;
 
 use crate::agent::Agent;
 use crate::config::Config;
 
 /// How often the agent looks after what changes by itself.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// Time between two attempts to reach the controller: doubles from the first to the second.
-const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// When the controller does not want us: somebody must change its file, or end another agent.
-const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
-
 /// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. What packets need is pinned and stays at work; the NIC's RSS is put back.
 ///
 /// # Errors
@@ -41,22 +31,14 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         let hangup = signal(SignalKind::hangup())?;
         let scrapes = Scrapes::listen(agent.metrics_address())?;
         let chores = Chores { look: every(LOOK_INTERVAL), reload: Some((hangup, config.to_owned())), scrapes };
-        coreward_daemon::until_told(serve_with(&mut agent, chores)).await
+        coreward_daemon::until_told(async { match follow_for_ever(&mut agent, chores).await {} }).await
     })?;
     agent.leave()
 }
 
 /// Follows the controller until this future is dropped.
-///
-/// # Errors
-/// When the controller's address is none.
-pub async fn serve(agent: &mut Agent) -> anyhow::Result<()> {
-    serve_with(agent, Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() }).await
-}
-
-async fn serve_with(agent: &mut Agent, mut chores: Chores) -> anyhow::Result<()> {
-    let endpoint = endpoint(agent.controller())?;
-    match follow_for_ever(&endpoint, agent, &mut chores).await {}
+pub async fn serve(agent: &mut Agent) -> std::convert::Infallible {
+    follow_for_ever(agent, Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() }).await
 }
 
 /// What is to be done whether there is a controller or not.
@@ -91,6 +73,17 @@ impl Chores {
             scrape = self.scrapes.next() => Chore::Scrape(scrape),
         }
     }
+
+    /// Waits for something else, and does what is to be done meanwhile.
+    async fn meanwhile<T>(&mut self, agent: &mut Agent, other: impl Future<Output = T>) -> T {
+        tokio::pin!(other);
+        loop {
+            tokio::select! {
+                outcome = &mut other => return outcome,
+                chore = self.next() => chore.perform(agent),
+            }
+        }
+    }
 }
 
 impl Chore {
@@ -117,15 +110,6 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     Agent::start(Config::load(config)?)?.detach()
 }
 
-fn endpoint(controller: SocketAddr) -> anyhow::Result<Endpoint> {
-    Ok(Endpoint::from_shared(format!("http://{controller}"))?
-        .connect_timeout(CONNECT_TIMEOUT)
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
-        .keep_alive_while_idle(true))
-}
-
 fn every(period: Duration) -> Interval {
     let mut interval = tokio::time::interval_at(Instant::now() + period, period);
     // Values are absolute: of two reports that are due at once, one is enough.
@@ -133,76 +117,33 @@ fn every(period: Duration) -> Interval {
     interval
 }
 
-/// Why a stream ended.
-enum End {
-    /// The controller is away, or went.
-    Lost(anyhow::Error),
-    /// It does not know this server, or another agent speaks for it.
-    Refused(String),
-}
-
-impl<E: Into<anyhow::Error>> From<E> for End {
-    fn from(error: E) -> Self {
-        let error = error.into();
-        match error.downcast_ref::<tonic::Status>() {
-            Some(status) if matches!(status.code(), Code::NotFound | Code::AlreadyExists) => {
-                End::Refused(status.message().to_owned())
-            }
-            _ => End::Lost(error),
-        }
-    }
-}
-
-async fn follow_for_ever(endpoint: &Endpoint, agent: &mut Agent, chores: &mut Chores) -> std::convert::Infallible {
-    let mut pause = RETRY_INTERVALS.0;
+async fn follow_for_ever(agent: &mut Agent, mut chores: Chores) -> std::convert::Infallible {
+    let mut connection = Connection::new(agent.controllers().clone());
     loop {
-        let mut heard = false;
-        let end = follow(endpoint, agent, chores, &mut heard).await;
-        if heard {
-            pause = RETRY_INTERVALS.0;
-        }
-        let wait = match end {
-            Ok(()) => {
-                tracing::warn!("the controller ended the stream; trying again");
-                pause
-            }
-            Err(End::Lost(error)) => {
-                tracing::warn!("controller {}: {error:#}; trying again, what is in force stays", endpoint.uri());
-                pause
-            }
-            Err(End::Refused(reason)) => {
-                tracing::error!("the controller refuses {}: {reason}", agent.server());
-                REFUSED_RETRY_INTERVAL
-            }
-        };
-        let retry = tokio::time::sleep(wait);
-        tokio::pin!(retry);
-        loop {
-            tokio::select! {
-                () = &mut retry => break,
-                chore = chores.next() => chore.perform(agent),
-            }
-        }
-        pause = (pause * 2).min(RETRY_INTERVALS.1);
+        let error = follow(&mut connection, agent, &mut chores).await.err();
+        let pause = connection.ended(error.as_ref());
+        chores.meanwhile(agent, tokio::time::sleep(pause)).await;
     }
 }
 
-/// One stream, until it ends. `heard`: whether anything came.
-async fn follow(endpoint: &Endpoint, agent: &mut Agent, chores: &mut Chores, heard: &mut bool) -> Result<(), End> {
-    let mut client = ControlClient::new(endpoint.connect().await?);
+/// One stream, until it ends.
+async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
+    let channel = chores.meanwhile(agent, connection.connect()).await?;
+    let mut client = ControlClient::new(channel);
     let (messages, receiver) = mpsc::channel(4);
     let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(message(Message::Hello(hello))).await?;
-    let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    let stream = client.agent(ReceiverStream::new(receiver));
+    let mut updates = chores.meanwhile(agent, stream).await?.into_inner();
     agent.begin_stream();
-    tracing::info!("connected to controller {}", endpoint.uri());
+    tracing::info!("connected to controller {}", connection.controller());
     let mut tick = every(agent.report_interval());
     let mut rss_generation_told = 0;
     loop {
         tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                *heard = true;
+                connection.heard();
                 match update.update {
                     Some(Update::Configuration(configuration)) => match AgentConfiguration::try_from(&configuration) {
                         Ok(configuration) => agent.configure(configuration),

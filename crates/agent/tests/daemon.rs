@@ -87,12 +87,12 @@ impl Control for Listener {
 /// Lets the agent follow a controller for so long; what the controller heard.
 fn follow(agent: &mut Agent, listener: Listener, length: Duration) -> anyhow::Result<Vec<v1::AgentMessage>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let address: SocketAddr = agent.controller();
+    let address = agent.controllers().addresses()[0];
     let controller = tonic::transport::Server::builder().add_service(ControlServer::new(listener.clone()));
     runtime.block_on(async {
         tokio::select! {
-            outcome = daemon::serve(agent) => outcome,
-            outcome = controller.serve(address) => Ok(outcome?),
+            never = daemon::serve(agent) => match never {},
+            outcome = controller.serve(address) => anyhow::Ok(outcome?),
             () = tokio::time::sleep(length) => Ok(()),
         }
     })?;

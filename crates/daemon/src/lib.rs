@@ -1,11 +1,17 @@
 //! What every daemon does around its work: it tells the service manager (systemd, by sd_notify(3)) that it is ready and goes on,
-//! and ends by a signal. Without a service manager nobody is told anything.
+//! and ends by a signal. Without a service manager nobody is told anything. [`Connection`] is its way to the controller.
+
+mod connection;
+mod controllers;
 
 use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
+
+pub use connection::Connection;
+pub use controllers::Controllers;
 
 /// Says that the daemon is ready, and works until SIGTERM or SIGINT. The watchdog is told that the daemon lives from the
 /// runtime that `work` runs on: where `work` blocks a runtime of one thread, the service manager restarts the daemon. (Packets go

@@ -41,8 +41,8 @@ pub struct Settings {
     pub interface: Option<String>,
     /// Where the daemon pins.
     pub pin_directory: Option<PathBuf>,
-    /// Where the controller listens.
-    pub controller: Option<SocketAddr>,
+    /// Where the controllers listen.
+    pub controllers: Vec<SocketAddr>,
     /// An agent's: it sets net.ipv4.tcp_timestamps itself.
     pub manage_timestamps: bool,
     /// An agent's: which worker takes the connections of a core.
@@ -82,8 +82,8 @@ pub struct Facts {
     pub clock: Clock,
     /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
-    /// What the controller said; `None`: no address of it is known, or this is its machine.
-    pub controller: Option<Result<(), String>>,
+    /// Which controller answered, or why none did; `None`: no address of one is known, or this is its machine.
+    pub controller: Option<Result<SocketAddr, String>>,
     /// Services of this server, or of this load balancer.
     pub services: Vec<Service>,
     /// Servers of these services, with their addresses.

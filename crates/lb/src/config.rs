@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{HOUR, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table};
+use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
 
@@ -13,8 +14,8 @@ use coreward_model::connection_table::{TableSize, Timers};
 pub struct Config {
     /// What `coreward status` calls it.
     pub name: String,
-    /// Where the controller listens.
-    pub controller: SocketAddr,
+    /// Where the controllers listen.
+    pub controllers: Controllers,
     /// The interface that packets for VIPs come in by, and leave by.
     pub interface: String,
     /// A directory in a BPF file system: the data plane lives there and outlives the daemon.
@@ -38,8 +39,8 @@ table! {
     pub struct File {
         /// What `coreward status` calls this load balancer; different for every one.
         name: Name,
-        /// Where the controller listens.
-        controller: SocketAddr,
+        /// Where the controller listens; a list where there are several.
+        controllers as "controller": Controllers,
         /// The interface that packets for VIPs come in by, and leave by towards the servers.
         interface: String,
         /// A directory in a BPF file system, made when missing; one per load balancer.
@@ -83,7 +84,7 @@ impl From<File> for Config {
         let default = Timers::default();
         Self {
             name: file.name.0,
-            controller: file.controller,
+            controllers: file.controllers,
             interface: file.interface,
             pin_directory: file.pin_directory,
             xdp_mode: file.xdp_mode,

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use coreward_daemon::Connection;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_metrics::endpoint::Scrapes;
@@ -17,22 +18,16 @@ use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1}
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::Endpoint;
 
 use crate::config::{Config, XdpMode};
 use crate::forwarder::Forwarder;
 use crate::sweeper::Sweeper;
 
-/// Time between two attempts to reach the controller: doubles from the first to the second.
-const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// How often packets are told the time, and a part of the connection table is looked through.
 const BEAT_INTERVAL: Duration = Duration::from_millis(100);
 /// Messages that wait for the controller to read: a state, counts and questions for sockets.
 const MESSAGES: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Runs until SIGTERM or SIGINT; what is pinned stays at work.
 ///
@@ -128,42 +123,29 @@ impl Around {
 }
 
 async fn follow_for_ever(config: &Config, forwarder: &mut Forwarder, around: &mut Around) -> anyhow::Result<()> {
-    let endpoint = Endpoint::from_shared(format!("http://{}", config.controller))?
-        .connect_timeout(CONNECT_TIMEOUT)
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
-        .keep_alive_while_idle(true);
-    let mut pause = RETRY_INTERVALS.0;
+    let mut connection = Connection::new(config.controllers.clone());
     loop {
-        let mut heard = false;
-        let error = follow(config, &endpoint, forwarder, around, &mut heard).await.err();
-        if heard {
-            pause = RETRY_INTERVALS.0;
-        }
-        let reason = error.map_or_else(|| "it ended the stream".to_owned(), |error| format!("{error:#}"));
-        tracing::warn!("controller {}: {reason}; trying again, what is in force stays", config.controller);
+        let error = follow(config, &mut connection, forwarder, around).await.err();
+        let pause = connection.ended(error.as_ref());
         around.meanwhile(forwarder, tokio::time::sleep(pause)).await?;
         forwarder.look_after()?;
-        pause = (pause * 2).min(RETRY_INTERVALS.1);
     }
 }
 
-/// One stream, until it ends. `heard`: whether anything came.
+/// One stream, until it ends.
 async fn follow(
     config: &Config,
-    endpoint: &Endpoint,
+    connection: &mut Connection,
     forwarder: &mut Forwarder,
     around: &mut Around,
-    heard: &mut bool,
 ) -> anyhow::Result<()> {
-    let channel = around.meanwhile(forwarder, endpoint.connect()).await??;
+    let channel = around.meanwhile(forwarder, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
     let (messages, receiver) = mpsc::channel(MESSAGES);
     messages.send(message(Message::Hello(hello(config)))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let mut updates = around.meanwhile(forwarder, stream).await??.into_inner();
-    tracing::info!("connected to controller {}", config.controller);
+    tracing::info!("connected to controller {}", connection.controller());
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -176,7 +158,7 @@ async fn follow(
         let due = tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                *heard = true;
+                connection.heard();
                 apply(forwarder, &mut sweeper, update);
                 if traffic.period() != forwarder.report_interval() {
                     traffic = every(forwarder.report_interval());

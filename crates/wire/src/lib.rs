@@ -32,6 +32,9 @@ pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};
 
+/// Metadata of an UNAVAILABLE: address and port of the controller that leads, as it stands in daemons' files.
+pub const LEADER: &str = "coreward-leader";
+
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {

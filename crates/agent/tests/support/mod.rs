@@ -44,7 +44,7 @@ pub fn busy_file(testbed: &Testbed) -> std::path::PathBuf {
 pub fn config(testbed: &Testbed) -> Config {
     Config {
         server: "s1".to_owned(),
-        controller: "127.0.0.1:7400".parse().unwrap(),
+        controllers: SocketAddr::from(([127, 0, 0, 1], 7400)).into(),
         interface: DEVICE.to_owned(),
         pin_directory: testbed.pin_directory().join("agent"),
         manage_rss: true,

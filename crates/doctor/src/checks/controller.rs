@@ -5,13 +5,13 @@ use crate::finding::{Finding, Fix};
 
 /// From the others' side.
 pub fn answers(facts: &Facts) -> Vec<Finding> {
-    match (&facts.controller, facts.settings.controller) {
-        (Some(Ok(())), Some(address)) => vec![Finding::ok(format!("answers at {address}"))],
-        (Some(Err(reason)), _) => {
+    match &facts.controller {
+        Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
+        Some(Err(reason)) => {
             let why = "the daemon starts, and waits for its configuration: services are not set up until then";
             vec![Finding::fault(reason.clone(), why).mend("start it, or correct `controller`; is a firewall between?")]
         }
-        _ => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
+        None => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
     }
 }
 

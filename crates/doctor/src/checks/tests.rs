@@ -57,7 +57,7 @@ fn fit(role: Role) -> Facts {
         settings: Settings {
             interface: Some("eth7".to_owned()),
             pin_directory: Some("/sys/fs/bpf/coreward".into()),
-            controller: Some("10.1.0.2:7400".parse().unwrap()),
+            controllers: vec!["10.1.0.2:7400".parse().unwrap()],
             manage_timestamps: true,
             steer: Steer::Affinity,
             xdp_mode: XdpMode::Auto,
@@ -92,7 +92,7 @@ fn fit(role: Role) -> Facts {
         cpus: 4,
         clock: Clock { source: "tsc".to_owned(), synchronised: Some(true) },
         netfilter: Netfilter { chains: Ok(vec![]), legacy_tables: vec![] },
-        controller: Some(Ok(())),
+        controller: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service(Protocol::Tcp)],
         servers: BTreeMap::from([("s1".to_owned(), "10.1.1.2".parse().unwrap())]),
         reports_from_the_future: 0,

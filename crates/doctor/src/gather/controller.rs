@@ -13,22 +13,27 @@ use crate::facts::{Role, Service};
 /// Its answer.
 #[derive(Default)]
 pub(super) struct Fleet {
-    pub answer: Option<Result<(), String>>,
+    /// Who answers, or why nobody does.
+    pub answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
     pub servers: BTreeMap<String, Ipv4Addr>,
     pub reports_from_the_future: u64,
 }
 
-/// `name`: what the controller calls this machine; without it all services are its.
-pub(super) fn ask(role: Role, controller: Option<SocketAddr>, name: Option<&str>) -> Fleet {
-    let Some(controller) = controller.filter(|_| role != Role::Controller) else { return Fleet::default() };
-    match coreward_control::show::fetch_status(controller) {
-        Err(error) => Fleet { answer: Some(Err(format!("{error:#}"))), ..Fleet::default() },
-        Ok(reply) => of(&reply, name.filter(|_| role == Role::Server)),
+/// `name`: what the controller calls this machine; without it all services are its. Of several controllers one that
+/// answers is enough.
+pub(super) fn ask(role: Role, controllers: &[SocketAddr], name: Option<&str>) -> Fleet {
+    let mut problems = Vec::new();
+    for controller in controllers.iter().filter(|_| role != Role::Controller) {
+        match coreward_control::show::fetch_status(*controller) {
+            Err(error) => problems.push(format!("{error:#}")),
+            Ok(reply) => return of(&reply, *controller, name.filter(|_| role == Role::Server)),
+        }
     }
+    Fleet { answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..Fleet::default() }
 }
 
-fn of(reply: &StatusReply, server: Option<&str>) -> Fleet {
+fn of(reply: &StatusReply, controller: SocketAddr, server: Option<&str>) -> Fleet {
     let ours = reply
         .services
         .iter()
@@ -48,7 +53,7 @@ fn of(reply: &StatusReply, server: Option<&str>) -> Fleet {
         _ => None,
     };
     Fleet {
-        answer: Some(Ok(())),
+        answer: Some(Ok(controller)),
         services: ours.filter_map(service).collect(),
         servers: reply.servers.iter().filter(|server| server.state != "left").filter_map(address).collect(),
         reports_from_the_future: reply.refused_reports.get("from_the_future").copied().unwrap_or(0),

@@ -58,7 +58,9 @@ impl Told {
             read.settings.interface = Some(interface.clone());
             read.rss = None;
         }
-        read.settings.controller = self.controller.or(read.settings.controller);
+        if let Some(controller) = self.controller {
+            read.settings.controllers = vec![controller];
+        }
         let named = |address: &ServiceAddress| Service {
             name: "service".to_owned(),
             address: *address,
@@ -95,7 +97,7 @@ fn without_file(role: Role) -> Read {
     let settings = Settings {
         interface: None,
         pin_directory: None,
-        controller: None,
+        controllers: Vec::new(),
         manage_timestamps: true,
         steer: agent::Steer::default(),
         xdp_mode: XdpMode::default(),
@@ -111,7 +113,7 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
             let settings = Settings {
                 interface: Some(config.interface),
                 pin_directory: Some(config.pin_directory),
-                controller: Some(config.controller),
+                controllers: config.controllers.addresses().to_vec(),
                 xdp_mode: config.xdp_mode,
                 ..read.settings
             };
@@ -128,7 +130,7 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
             let settings = Settings {
                 interface: Some(config.interface),
                 pin_directory: Some(config.pin_directory),
-                controller: Some(config.controller),
+                controllers: config.controllers.addresses().to_vec(),
                 manage_timestamps: config.manage_timestamps,
                 steer: config.steer,
                 ..read.settings

@@ -1,0 +1,167 @@
+//! The way to the controller: which one of several, what is done when it is silent, and when to try again.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_wire::LEADER;
+use rand::TryRng as _;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use crate::controllers::Controllers;
+
+/// Time between two attempts: doubles from the first to the second, once per round of all controllers.
+const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+/// When a controller does not want us: somebody must change a file, or end another daemon.
+const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Where a daemon stands with its controllers.
+pub struct Connection {
+    controllers: Controllers,
+    turns: Turns,
+}
+
+impl Connection {
+    /// Nothing is tried yet.
+    pub fn new(controllers: Controllers) -> Self {
+        Self { turns: Turns::new(controllers.addresses().len()), controllers }
+    }
+
+    /// Whose turn it is.
+    pub fn controller(&self) -> SocketAddr {
+        self.controllers.addresses()[self.turns.current]
+    }
+
+    /// Connects to the one whose turn it is.
+    ///
+    /// # Errors
+    /// When it does not answer within two seconds.
+    pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
+        let address = self.controller();
+        async move {
+            let endpoint = Endpoint::from_shared(format!("http://{address}"))?
+                .tcp_nodelay(true)
+                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+                .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
+                .keep_alive_while_idle(true);
+            let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect()).await;
+            Ok(connected.with_context(|| format!("no connection within {CONNECT_TIMEOUT:?}"))??)
+        }
+    }
+
+    /// The controller has answered with more than an error: it leads.
+    pub fn heard(&mut self) {
+        self.turns.heard();
+    }
+
+    /// The stream has ended, by `error` or in order: logged, and whose turn is next is chosen. Gives the time to wait
+    /// before that; it is drawn anew each time, so that a fleet does not come back in one moment.
+    pub fn ended(&mut self, error: Option<&anyhow::Error>) -> Duration {
+        let (controller, end) = (self.controller(), self.end(error));
+        let pause = self.turns.ended(&end);
+        let next = self.controller();
+        let then = if next == controller { "trying again".to_owned() } else { format!("trying {next}") };
+        match (end, error) {
+            (End::Refused, Some(error)) => {
+                tracing::error!("controller {controller} refuses this daemon: {}; {then}", reason(error));
+            }
+            (_, Some(error)) => {
+                tracing::warn!("controller {controller}: {}; {then}, what is in force stays", reason(error));
+            }
+            (_, None) => {
+                tracing::warn!("controller {controller} ended the stream; {then}, what is in force stays");
+            }
+        }
+        jittered(pause)
+    }
+
+    fn end(&self, error: Option<&anyhow::Error>) -> End {
+        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return End::Lost };
+        match status.code() {
+            Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => End::Refused,
+            Code::Unavailable => {
+                let named = status.metadata().get(LEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
+                let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
+                // An address that is not in our file is nobody we know.
+                named.and_then(place).map_or(End::Lost, End::NotTheLeader)
+            }
+            _ => End::Lost,
+        }
+    }
+}
+
+/// What somebody can act on.
+fn reason(error: &anyhow::Error) -> String {
+    match error.downcast_ref::<Status>() {
+        Some(status) if status.message().is_empty() => status.code().to_string(),
+        Some(status) => status.message().to_owned(),
+        None => format!("{error:#}"),
+    }
+}
+
+/// Why a stream ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// The controller is away, went, or does not lead.
+    Lost,
+    /// It does not know who we are, or somebody else is who we say we are.
+    Refused,
+    /// It names the one that leads.
+    NotTheLeader(usize),
+}
+
+/// Who is tried when. Without clock and chance.
+struct Turns {
+    count: usize,
+    current: usize,
+    /// Attempts since a controller answered.
+    failed: usize,
+    answered: bool,
+    pause: Duration,
+}
+
+impl Turns {
+    fn new(count: usize) -> Self {
+        Self { count, current: 0, failed: 0, answered: false, pause: RETRY_INTERVALS.0 }
+    }
+
+    fn heard(&mut self) {
+        (self.answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
+    }
+
+    /// How long to wait for the next attempt.
+    fn ended(&mut self, end: &End) -> Duration {
+        let answered = std::mem::take(&mut self.answered);
+        self.failed += usize::from(!answered);
+        match end {
+            End::NotTheLeader(leader) => self.current = *leader,
+            // Who answered last is most likely back first, and has what we know.
+            _ if answered => {}
+            _ => self.current = (self.current + 1) % self.count,
+        }
+        let round_is_over = self.failed > 0 && self.failed.is_multiple_of(self.count);
+        match end {
+            End::Refused => REFUSED_RETRY_INTERVAL,
+            _ if round_is_over => {
+                let pause = self.pause;
+                self.pause = (pause * 2).min(RETRY_INTERVALS.1);
+                pause
+            }
+            _ => RETRY_INTERVALS.0,
+        }
+    }
+}
+
+/// Between half of the interval and all of it.
+fn jittered(interval: Duration) -> Duration {
+    // Without the system's randomness all wait as long as each other, no worse.
+    let part = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
+    interval.mul_f64(0.5 + 0.5 * f64::from(part) / f64::from(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests;

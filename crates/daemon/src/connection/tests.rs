@@ -1,0 +1,183 @@
+//! Who is tried when; and with real listeners on loopback.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use coreward_wire::v1;
+use coreward_wire::v1::control_client::ControlClient;
+use tokio::net::TcpListener;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::body::Body;
+
+use super::*;
+
+const FIRST: Duration = RETRY_INTERVALS.0;
+
+#[test]
+fn one_controller_is_tried_at_growing_intervals_until_it_answers() {
+    let mut turns = Turns::new(1);
+    let waits: Vec<u128> = (0..7).map(|_| turns.ended(&End::Lost).as_millis()).collect();
+    assert_eq!(waits, [100, 200, 400, 800, 1600, 2000, 2000]);
+    turns.heard();
+    assert_eq!(turns.ended(&End::Lost), FIRST);
+    assert_eq!(turns.ended(&End::Lost), FIRST);
+    assert_eq!(turns.ended(&End::Lost), FIRST * 2);
+}
+
+#[test]
+fn several_are_tried_in_turn_and_only_whole_rounds_make_it_slower() {
+    let mut turns = Turns::new(3);
+    let mut tries = Vec::new();
+    for _ in 0..7 {
+        let wait = turns.ended(&End::Lost).as_millis();
+        tries.push((turns.current, wait));
+    }
+    assert_eq!(tries, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
+}
+
+#[test]
+fn who_answered_last_is_tried_first() {
+    let mut turns = Turns::new(3);
+    turns.ended(&End::Lost);
+    turns.heard();
+    assert_eq!((turns.ended(&End::Lost), turns.current), (FIRST, 1));
+    assert_eq!((turns.ended(&End::Lost), turns.current), (FIRST, 2));
+}
+
+#[test]
+fn the_leader_that_is_named_is_next_also_when_the_one_that_names_it_led_before() {
+    let mut turns = Turns::new(3);
+    assert_eq!((turns.ended(&End::NotTheLeader(2)), turns.current), (FIRST, 2));
+    turns.heard();
+    assert_eq!((turns.ended(&End::NotTheLeader(0)), turns.current), (FIRST, 0));
+    // Two that name each other are asked less and less often.
+    let waits: Vec<u128> = (0..9).map(|n| turns.ended(&End::NotTheLeader(n % 2)).as_millis()).collect();
+    assert_eq!(waits, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
+}
+
+#[test]
+fn who_refuses_us_is_left_alone_for_a_while() {
+    let mut turns = Turns::new(2);
+    assert_eq!((turns.ended(&End::Refused), turns.current), (REFUSED_RETRY_INTERVAL, 1));
+}
+
+#[test]
+fn pauses_are_drawn() {
+    let drawn: Vec<Duration> = (0..100).map(|_| jittered(Duration::from_secs(2))).collect();
+    assert!(drawn.iter().all(|pause| (Duration::from_secs(1)..=Duration::from_secs(2)).contains(pause)));
+    assert!(drawn.iter().any(|pause| *pause != drawn[0]));
+}
+
+/// A controller that has one answer.
+#[derive(Clone)]
+struct Answering(Status);
+
+impl tonic::server::NamedService for Answering {
+    const NAME: &'static str = "coreward.v1.Control";
+}
+
+impl tower_service::Service<http::Request<Body>> for Answering {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: http::Request<Body>) -> Self::Future {
+        let response = self.0.clone().into_http();
+        Box::pin(async { Ok(response) })
+    }
+}
+
+/// It serves as long as the runtime lives.
+async fn listen(answer: Status) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tonic::transport::Server::builder().add_service(Answering(answer));
+    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    address
+}
+
+/// A port at which nobody listens.
+async fn nobody() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap()
+}
+
+fn not_the_leader(leader: Option<SocketAddr>) -> Status {
+    let mut status = Status::unavailable("this controller does not lead");
+    if let Some(leader) = leader {
+        status.metadata_mut().insert(LEADER, leader.to_string().parse().unwrap());
+    }
+    status
+}
+
+/// Asks as a daemon does, without the waiting; who was asked, until one answers.
+async fn ask(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
+    let mut asked = Vec::new();
+    for _ in 0..attempts {
+        asked.push(connection.controller());
+        let answer: anyhow::Result<()> = async {
+            let channel = connection.connect().await?;
+            ControlClient::new(channel).status(v1::StatusRequest::default()).await?;
+            Ok(())
+        }
+        .await;
+        let error = answer.unwrap_err();
+        // What leads here answers in words of its own.
+        if error.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Internal) {
+            connection.heard();
+            break;
+        }
+        connection.ended(Some(&error));
+    }
+    asked
+}
+
+fn connection(addresses: &[SocketAddr]) -> Connection {
+    let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
+    coreward_config::table! {
+        struct File {
+            /// Where they listen.
+            controller: Controllers,
+        }
+    }
+    let source = coreward_config::Source::from_text("lb.toml", &text);
+    Connection::new(source.read_as(|file: File, _| Some(file.controller)).unwrap())
+}
+
+#[tokio::test]
+async fn it_finds_the_one_that_leads_past_one_that_is_away_and_one_that_follows() {
+    let leader = listen(Status::internal("here")).await;
+    let (away, follower) = (nobody().await, listen(not_the_leader(None)).await);
+    let mut connection = connection(&[away, follower, leader]);
+    assert_eq!(ask(&mut connection, 9).await, [away, follower, leader]);
+    connection.ended(None);
+    assert_eq!(ask(&mut connection, 9).await, [leader], "it answered last");
+}
+
+#[tokio::test]
+async fn a_follower_that_names_the_leader_saves_the_way_past_the_others() {
+    let leader = listen(Status::internal("here")).await;
+    let (away, follower) = (nobody().await, listen(not_the_leader(Some(leader))).await);
+    let mut connection = connection(&[follower, away, leader]);
+    assert_eq!(ask(&mut connection, 9).await, [follower, leader]);
+}
+
+#[tokio::test]
+async fn a_leader_that_is_not_in_the_file_is_not_asked() {
+    let stranger = listen(Status::internal("here")).await;
+    let (away, follower) = (nobody().await, listen(not_the_leader(Some(stranger))).await);
+    let mut connection = connection(&[follower, away]);
+    assert_eq!(ask(&mut connection, 4).await, [follower, away, follower, away]);
+}
+
+#[tokio::test]
+async fn one_that_refuses_this_daemon_is_not_the_last_word() {
+    let leader = listen(Status::internal("here")).await;
+    let stranger = listen(Status::not_found("server s1 is not in the fleet")).await;
+    let mut connection = connection(&[stranger, leader]);
+    assert_eq!(ask(&mut connection, 9).await, [stranger, leader]);
+}

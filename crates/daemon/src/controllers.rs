@@ -1,0 +1,121 @@
+//! `controller` in a daemon's file: one address, or a list of them.
+
+use std::fmt;
+use std::net::SocketAddr;
+
+use coreward_config::toml::de::DeValue;
+use coreward_config::{Form, Reader, Spanned, serde_json};
+use serde_json::{Value, json};
+
+/// As many controllers as one fleet may have.
+const MOST: usize = 16;
+
+/// Where a fleet's controllers listen: at least one, each once. One of them leads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Controllers(Vec<SocketAddr>);
+
+impl Controllers {
+    /// In the order of the file.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.0
+    }
+}
+
+impl From<SocketAddr> for Controllers {
+    fn from(address: SocketAddr) -> Self {
+        Self(vec![address])
+    }
+}
+
+impl fmt::Display for Controllers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let addresses: Vec<String> = self.0.iter().map(SocketAddr::to_string).collect();
+        f.write_str(&addresses.join(", "))
+    }
+}
+
+impl Form for Controllers {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        match value.get_ref() {
+            DeValue::String(_) => SocketAddr::read(value, reader).map(Self::from),
+            DeValue::Array(values) => {
+                let mut addresses = Vec::with_capacity(values.len());
+                let mut right = true;
+                for value in values {
+                    match SocketAddr::read(value, reader) {
+                        Some(address) if addresses.contains(&address) => {
+                            reader.mistake(
+                                value.span(),
+                                format!("controller {address} is named twice: expected each once"),
+                            );
+                            right = false;
+                        }
+                        Some(address) => addresses.push(address),
+                        None => right = false,
+                    }
+                }
+                if right && (addresses.is_empty() || addresses.len() > MOST) {
+                    let message = format!("{} controllers: expected 1 to {MOST}", addresses.len());
+                    reader.mistake(value.span(), message);
+                    right = false;
+                }
+                right.then_some(Self(addresses))
+            }
+            _ => reader.wrong_type::<Self>(value),
+        }
+    }
+
+    fn expected() -> String {
+        format!("{}, or a list of them", SocketAddr::expected())
+    }
+
+    fn schema() -> Value {
+        let address = SocketAddr::schema();
+        let list = json!({ "type": "array", "items": address, "minItems": 1, "maxItems": MOST, "uniqueItems": true });
+        json!({ "anyOf": [address, list] })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_config::{Source, table};
+
+    use super::*;
+
+    table! {
+        struct File {
+            /// Where they listen.
+            controller: Controllers,
+        }
+    }
+
+    fn parse(value: &str) -> Result<String, String> {
+        let source = Source::from_text("lb.toml", &format!("controller = {value}\n"));
+        let read = source.read_as(|file: File, _| Some(file.controller.to_string()));
+        read.map_err(|mistakes| mistakes.to_string())
+    }
+
+    #[test]
+    fn one_or_several() {
+        assert_eq!(parse("\"10.1.0.1:7400\"").unwrap(), "10.1.0.1:7400");
+        assert_eq!(parse("[\"10.1.0.2:7400\", \"[::1]:7400\"]").unwrap(), "10.1.0.2:7400, [::1]:7400");
+    }
+
+    #[test]
+    fn mistakes_say_what_was_expected() {
+        let address = "an address and a port, as \"10.1.0.1:7400\"";
+        let cases = [
+            ("\"10.1.0.1\"", format!("1:14: key `controller`: \"10.1.0.1\": expected {address}")),
+            ("[]", "1:14: key `controller`: 0 controllers: expected 1 to 16".to_owned()),
+            ("[\"a:1\"]", format!("1:15: key `controller`: \"a:1\": expected {address}")),
+            (
+                "[\"10.1.0.1:1\", \"10.1.0.1:1\"]",
+                "1:29: key `controller`: controller 10.1.0.1:1 is named twice: expected each once".to_owned(),
+            ),
+            ("5", format!("1:14: key `controller`: 5 is a TOML integer: expected {address}, or a list of them")),
+        ];
+        for (value, message) in cases {
+            assert_eq!(parse(value).unwrap_err(), format!("lb.toml:{message}"));
+        }
+    }
+}
