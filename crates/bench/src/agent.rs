@@ -66,7 +66,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
         tokio::select! {
-            outcome = daemon::serve(&mut agent) => outcome.map(|()| vec![]),
+            never = daemon::serve(&mut agent) => match never {},
             windows = windows(args, &mut controller) => windows,
         }
     })?;
@@ -84,7 +84,7 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
     MapHandle::create(MapType::Array, Some("registers"), 4, bytes, 1, &options)?.pin(&registers)?;
     Ok(Config {
         server: "s0".to_owned(),
-        controller: controller.address,
+        controllers: controller.address.into(),
         interface: "eth0".to_owned(),
         pin_directory: pins.join("agent"),
         manage_rss: true,
