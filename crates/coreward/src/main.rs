@@ -55,6 +55,8 @@ enum Command {
     Apply(apply::ApplyArgs),
     /// The fleet's document that is in force
     Fleet(FleetArgs),
+    /// Where the controller keeps what must survive
+    Store(StoreArgs),
     /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees them
     Capture(CaptureArgs),
     /// The heaviest connections of a stateful service, live, from the load balancer's connection table
@@ -143,6 +145,28 @@ struct FleetArgs {
 enum FleetCommand {
     /// Print it, as it was written
     Show(AskArgs),
+}
+
+#[derive(clap::Args)]
+struct StoreArgs {
+    #[command(subcommand)]
+    command: StoreCommand,
+}
+
+#[derive(clap::Subcommand)]
+enum StoreCommand {
+    /// From the store of one controller's file to that of another's: from one controller to several on etcd, or back
+    Copy {
+        /// The controller's file that names the store with the records
+        #[arg(long, value_name = "FILE")]
+        from: PathBuf,
+        /// The controller's file that names the store that is to have them
+        #[arg(long, value_name = "FILE")]
+        to: PathBuf,
+        /// Also when there are records already, which are lost
+        #[arg(long)]
+        replace: bool,
+    },
 }
 
 #[derive(clap::Args)]
@@ -240,6 +264,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
             print(&show::fleet::show(ask.controller, ask.format.into())?)
+        }
+        Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
+            print(&coreward_control::store::copy::copy(&from, &to, replace)?)
         }
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {

@@ -253,12 +253,29 @@ pub struct ControllerPlace {
     pub listen_problem: Option<String>,
     /// A controller answers there.
     pub running: bool,
-    /// The file with what must survive.
-    pub store: PathBuf,
-    /// Why it cannot be made or written.
-    pub store_problem: Option<String>,
-    /// Its permission bits; `None`: it is not there yet.
-    pub store_mode: Option<u32>,
+    /// Where it keeps what must survive.
+    pub store: StoreFacts,
+}
+
+/// Where a controller keeps what must survive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StoreFacts {
+    /// In a file.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why it cannot be made or written.
+        problem: Option<String>,
+        /// Its permission bits; `None`: it is not there yet.
+        mode: Option<u32>,
+    },
+    /// In etcd.
+    Etcd {
+        /// Its members.
+        endpoints: Vec<String>,
+        /// Who leads, in words, or why etcd cannot be asked.
+        leader: Result<String, String>,
+    },
 }
 
 impl Facts {

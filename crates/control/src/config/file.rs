@@ -17,6 +17,7 @@ use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
+use super::etcd::EtcdFile;
 use super::{DEFAULT_RETIRE_AFTER, ServerState};
 
 /// What has moved out of the controller's file.
@@ -30,12 +31,14 @@ table! {
     pub struct ControllerFile {
         /// Address and port for agents, load balancers and the commands that ask.
         pub listen: SocketAddr,
-        /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing.
-        pub store: PathBuf,
+        /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or [etcd].
+        pub store: Option<PathBuf>,
+        /// What must survive is in etcd, and several controllers share it; one of them leads.
+        pub etcd: Option<Spanned<EtcdFile>>,
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         pub metrics: Option<SocketAddr>,
         /// The fleet's file, relative to this one's folder; without it the fleet is what `coreward apply` says.
-        pub fleet: Option<PathBuf>,
+        pub fleet: Option<Spanned<PathBuf>>,
         /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
         pub rss_key_file: Option<Secret<RssKey>>,
     }

@@ -7,6 +7,7 @@
 
 mod check;
 mod difference;
+pub mod etcd;
 pub mod file;
 mod mode;
 #[cfg(test)]
@@ -16,7 +17,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{Mistakes, Secret, Source, Span};
+use coreward_config::{Mistakes, Secret, Source, Span, Spanned};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::load::Alpha;
@@ -26,6 +27,7 @@ use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 
 pub use difference::{Change, difference};
+use etcd::EtcdConfig;
 use file::{ControllerFile, FleetFile};
 
 /// 10 Hz, as published (CrossRSS, CoNEXT'20).
@@ -39,14 +41,23 @@ pub const DEFAULT_RETIRE_AFTER: Duration = Duration::from_secs(86_400);
 pub struct ControllerConfig {
     /// Where agents, load balancers and `coreward status` connect to.
     pub listen: SocketAddr,
-    /// The file with everything that must survive.
-    pub store: PathBuf,
+    /// Where everything is that must survive.
+    pub store: StorePlace,
     /// Where metrics are served for Prometheus; `None`: nowhere.
     pub metrics: Option<SocketAddr>,
     /// The fleet's document; `None`: what was applied last, which the store keeps.
     pub fleet: Option<PathBuf>,
     /// The key that agents with `manage_rss = true` set; `None`: the one that the store drew.
     pub rss_key: Option<Secret<RssKey>>,
+}
+
+/// Where everything is that must survive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StorePlace {
+    /// In a file of this controller's own.
+    Embedded(PathBuf),
+    /// In etcd, which it shares with others.
+    Etcd(EtcdConfig),
 }
 
 impl ControllerConfig {
@@ -60,11 +71,13 @@ impl ControllerConfig {
     /// Everything in it that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
         source.read_as(|file: ControllerFile, reader| {
+            let fleet = file.fleet.as_ref().map(Spanned::span);
+            let store = etcd::store_place(file.store, file.etcd, file.listen, fleet, reader)?;
             Some(Self {
                 listen: file.listen,
-                store: file.store,
+                store,
                 metrics: file.metrics,
-                fleet: file.fleet.map(|path| reader.beside(&path)),
+                fleet: file.fleet.map(|path| reader.beside(path.get_ref())),
                 rss_key: file.rss_key_file,
             })
         })

@@ -6,6 +6,7 @@ use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
+use super::office::not_leading;
 use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 use crate::controller::Session;
@@ -23,7 +24,10 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::AgentMessage
         }
     };
     tracing::info!("the agent of {} has connected", session.server());
-    let outcome = converse(&shared, &session, &mut messages, &answers).await;
+    let outcome = tokio::select! {
+        outcome = converse(&shared, &session, &mut messages, &answers) => outcome,
+        _ = shared.deposed() => Err(not_leading(None)),
+    };
     shared.sockets.forget_agent(session.number());
     shared.controller().goodbye(&session);
     match outcome {
@@ -55,7 +59,9 @@ async fn converse(
     let mut configurations = shared.agent_configurations();
     configurations.mark_changed();
     let mut questions = shared.sockets.expect_questions(session.number());
-    let send = async |update: Update| answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok();
+    let send = async |update: Update| {
+        shared.leads() && answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
+    };
     let mut log = RefusalLog::default();
     loop {
         tokio::select! {

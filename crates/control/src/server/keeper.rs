@@ -14,7 +14,7 @@ use crate::config::{ControllerConfig, FleetConfig};
 use crate::controller::rotation::KeyStep;
 use crate::fleet::Fleet;
 use crate::records::{Document, Records};
-use crate::store::embedded::EmbeddedStore;
+use crate::store::Store;
 
 /// The only one that writes the store.
 pub struct Keeper {
@@ -22,7 +22,7 @@ pub struct Keeper {
     config: ControllerConfig,
     fleet: FleetConfig,
     records: Records,
-    store: EmbeddedStore,
+    store: Store,
     restarted: bool,
 }
 
@@ -97,12 +97,15 @@ fn unix_now() -> Duration {
 }
 
 impl Keeper {
-    /// Reads the files, opens the store, and takes the ones into the other.
-    pub fn open(path: &Path) -> anyhow::Result<Self> {
-        let config = ControllerConfig::load(path)?;
+    /// Reads the fleet's file, opens the store, and takes the one into the other. `config`: what stands in `path`.
+    pub fn open(
+        path: &Path,
+        config: ControllerConfig,
+        open: impl FnOnce() -> anyhow::Result<Store>,
+    ) -> anyhow::Result<Self> {
         // Before the store is made: a fleet that is wrong leaves nothing behind.
         let file = config.fleet.as_deref().map(FleetConfig::load).transpose()?;
-        let store = EmbeddedStore::open(&config.store)?;
+        let mut store = open()?;
         let stored = store.load()?;
         let restarted = stored.is_some();
         let now = unix_now();
@@ -117,11 +120,6 @@ impl Keeper {
         names.iter().for_each(|name| records.departed(name, now));
         store.save(&records)?;
         Ok(Self { path: path.to_owned(), config, fleet, records, store, restarted })
-    }
-
-    /// Where to listen.
-    pub fn config(&self) -> &ControllerConfig {
-        &self.config
     }
 
     /// Whether another process led this fleet before.

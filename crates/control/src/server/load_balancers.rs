@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use coreward_wire::address::parse_optional_address;
 use coreward_wire::{SocketAnswer, SocketQuery, TrafficMessage, v1};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
 use super::keeper::Change;
+use super::office::not_leading;
 use super::shared::{Newest, Shared};
 use super::{HELLO_TIMEOUT, refused_status};
 
@@ -28,7 +29,10 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::LoadBalancer
     let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
-        () = tell(shared.newest(), answers, &updates) => {}
+        () = tell(&shared, answers, &updates) => {}
+        _ = shared.deposed() => {
+            let _ = updates.send(Err(not_leading(None))).await;
+        }
     }
     shared.sockets.forget_asker(session);
     leave(&shared, name, session).await;
@@ -101,10 +105,13 @@ fn ask(shared: &Shared, session: u64, query: SocketQuery) {
 
 /// The newest configuration, then the newest tables, each time there is something new and room for it. Who is slow
 /// misses tables, and gets the newest.
-async fn tell(mut newest: watch::Receiver<Newest>, mut answers: mpsc::Receiver<SocketAnswer>, updates: &Updates) {
+async fn tell(shared: &Shared, mut answers: mpsc::Receiver<SocketAnswer>, updates: &Updates) {
     use v1::dataplane_update::Update;
-    let send = async |update: Update| updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok();
+    let send = async |update: Update| {
+        shared.leads() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
+    };
     let mut told: Option<Arc<v1::FleetConfiguration>> = None;
+    let mut newest = shared.newest();
     newest.mark_changed();
     loop {
         tokio::select! {

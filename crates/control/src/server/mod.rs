@@ -2,22 +2,26 @@
 //!
 //! * [`shared`]: what all callers share
 //! * [`keeper`]: configuration and records; the only one that writes the store
+//! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
 //! * [`agents`], [`load_balancers`], [`people`]: one kind of caller each
 
 mod agents;
 mod keeper;
 mod load_balancers;
+pub mod office;
 mod people;
 mod shared;
 mod sockets;
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use coreward_etcd::cluster::Cluster;
+use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
 use coreward_wire::v1;
 use coreward_wire::v1::control_server::{Control, ControlServer};
@@ -29,9 +33,15 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::config::etcd::EtcdConfig;
+use crate::config::{ControllerConfig, StorePlace};
 use crate::controller::Controller;
 use crate::controller::refused::Refused;
+use crate::store::Store;
+use crate::store::embedded::EmbeddedStore;
+use crate::store::etcd::EtcdStore;
 use keeper::{Change, Keeper};
+use office::Office;
 use shared::{Shared, WantedChange};
 
 /// How often a silent peer is pinged (HTTP/2).
@@ -44,6 +54,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// are back; but no longer than this.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_LOOK: Duration = Duration::from_millis(10);
+/// Before a controller that has led stands for election again: others are first.
+const AFTER_LEADING: Duration = Duration::from_secs(1);
 /// How often ids of servers that left are looked over.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
@@ -59,7 +71,10 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     runtime.block_on(async {
         let server = Server::bind(config).await?;
         tracing::info!("listening on {}", server.address());
-        coreward_daemon::until_told(server.serve()).await
+        let office = server.office();
+        let outcome = coreward_daemon::until_told(server.serve()).await;
+        office.resign().await;
+        outcome
     })
 }
 
@@ -77,9 +92,19 @@ pub fn raise_file_limit() {
 
 /// A controller that listens.
 pub struct Server {
-    keeper: Keeper,
+    path: PathBuf,
+    config: ControllerConfig,
+    place: Place,
+    office: Arc<Office>,
     listener: TcpListener,
     address: SocketAddr,
+}
+
+/// Where the records are.
+enum Place {
+    /// There is no other controller.
+    Own(Box<Keeper>),
+    Etcd(Arc<Cluster>, EtcdConfig),
 }
 
 impl Server {
@@ -87,14 +112,19 @@ impl Server {
     ///
     /// # Errors
     /// When one of these fails.
-    pub async fn bind(config: &Path) -> anyhow::Result<Self> {
-        let keeper = Keeper::open(config)?;
-        let wanted = keeper.config().listen;
+    pub async fn bind(path: &Path) -> anyhow::Result<Self> {
+        let file = path.to_owned();
+        let (config, place) = tokio::task::spawn_blocking(move || open(&file)).await??;
+        let cluster = match &place {
+            Place::Own(_) => None,
+            Place::Etcd(cluster, _) => Some(cluster.clone()),
+        };
         let expected = "expected a free port and an address of this host (`listen`)";
-        let listener =
-            TcpListener::bind(wanted).await.with_context(|| format!("cannot listen on {wanted}: {expected}"))?;
+        let listener = TcpListener::bind(config.listen)
+            .await
+            .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
         let address = listener.local_addr()?;
-        Ok(Self { keeper, listener, address })
+        Ok(Self { path: path.to_owned(), config, place, office: Arc::new(Office::new(cluster)), listener, address })
     }
 
     /// Where it listens (the port that the system chose where `listen` names port 0).
@@ -102,26 +132,101 @@ impl Server {
         self.address
     }
 
+    /// Who leads.
+    pub fn office(&self) -> Arc<Office> {
+        self.office.clone()
+    }
+
     /// Serves for ever.
     ///
     /// # Errors
     /// When the listening socket fails.
     pub async fn serve(self) -> anyhow::Result<()> {
-        let (shared, changes) = Shared::new(Controller::new(self.keeper.fleet()));
-        let shared = Arc::new(shared);
-        let asked = shared.clone();
-        endpoint::serve(self.keeper.config().metrics, move || asked.metrics())?;
+        let asked = self.office.clone();
+        endpoint::serve(self.config.metrics, move || asked.metrics())?;
         let service = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-            .add_service(ControlServer::new(Service { shared: shared.clone() }))
+            .add_service(ControlServer::new(Service { office: self.office.clone() }))
             .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
+        let work = async {
+            match self.place {
+                Place::Own(keeper) => lead(*keeper, &self.office, None).await,
+                Place::Etcd(cluster, etcd) => take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await,
+            }
+        };
         tokio::select! {
             outcome = service => outcome.context("the controller's socket failed"),
-            () = tick(&shared, self.keeper.restarted()) => Ok(()),
-            outcome = keep(self.keeper, &shared, changes) => outcome,
-            () = look(&shared) => Ok(()),
+            outcome = work => outcome,
         }
+    }
+}
+
+/// The file, and what it says where the records are. Not to be called from asynchronous code.
+fn open(path: &Path) -> anyhow::Result<(ControllerConfig, Place)> {
+    let config = ControllerConfig::load(path)?;
+    let place = match &config.store {
+        StorePlace::Embedded(file) => {
+            let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
+            Place::Own(Box::new(Keeper::open(path, config.clone(), store)?))
+        }
+        StorePlace::Etcd(etcd) => Place::Etcd(office::cluster(etcd)?, etcd.clone()),
+    };
+    Ok((config, place))
+}
+
+/// Leads whenever nobody else does, for ever.
+async fn take_turns(
+    path: &Path,
+    mut config: ControllerConfig,
+    office: &Arc<Office>,
+    cluster: &Arc<Cluster>,
+    etcd: &EtcdConfig,
+) -> anyhow::Result<()> {
+    // From now on the signal ends nobody; who does not lead reads its file again when it does.
+    let _hangup = signal(SignalKind::hangup())?;
+    loop {
+        let leadership = Arc::new(office::campaign(office, cluster, etcd).await?);
+        match ControllerConfig::load(path) {
+            Ok(changed) => config = changed,
+            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+        }
+        let term = leadership.term();
+        let (file, config) = (path.to_owned(), config.clone());
+        let (cluster, held, prefix) = (cluster.clone(), leadership.clone(), etcd.prefix.clone());
+        let opened = tokio::task::spawn_blocking(move || {
+            Keeper::open(&file, config, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
+        });
+        let reason = match opened.await? {
+            Ok(keeper) => {
+                tracing::info!("this controller leads (term {term})");
+                tokio::select! {
+                    outcome = lead(keeper, office, Some(leadership.clone())) => return outcome,
+                    reason = leadership.ended() => reason,
+                }
+            }
+            // Perhaps another controller can.
+            Err(error) => format!("what is on record cannot be used: {error:#}"),
+        };
+        tracing::error!("this controller leads no more: {reason}");
+        office.follow(None);
+        if let Err(error) = leadership.resign().await {
+            tracing::debug!("the lease ends by itself: {error}");
+        }
+        tokio::time::sleep(AFTER_LEADING).await;
+    }
+}
+
+/// Decides and serves, for ever.
+async fn lead(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> anyhow::Result<()> {
+    let restarted = keeper.restarted();
+    let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), leadership);
+    let shared = Arc::new(shared);
+    office.take(shared.clone());
+    tokio::select! {
+        () = tick(&shared, restarted) => Ok(()),
+        outcome = keep(keeper, &shared, changes) => outcome,
+        () = look(&shared) => Ok(()),
     }
 }
 
@@ -216,7 +321,7 @@ fn refused_status(refused: &Refused) -> Status {
 }
 
 struct Service {
-    shared: Arc<Shared>,
+    office: Arc<Office>,
 }
 
 #[tonic::async_trait]
@@ -229,7 +334,7 @@ impl Control for Service {
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
         let (answers, stream) = mpsc::channel(1);
-        tokio::spawn(agents::serve(self.shared.clone(), request.into_inner(), answers));
+        tokio::spawn(agents::serve(self.office.shared()?, request.into_inner(), answers));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
@@ -238,30 +343,30 @@ impl Control for Service {
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
         let (updates, stream) = mpsc::channel(1);
-        tokio::spawn(load_balancers::serve(self.shared.clone(), request.into_inner(), updates));
+        tokio::spawn(load_balancers::serve(self.office.shared()?, request.into_inner(), updates));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
     async fn status(&self, request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
-        Ok(Response::new(people::status(&self.shared, request.get_ref())))
+        Ok(Response::new(people::status(&*self.office.shared()?, request.get_ref())))
     }
 
     async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
-        people::explain(&self.shared, request.get_ref()).map(Response::new)
+        people::explain(&*self.office.shared()?, request.get_ref()).map(Response::new)
     }
 
     async fn get_fleet(&self, _request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
-        Ok(Response::new(people::fleet(&self.shared)))
+        Ok(Response::new(people::fleet(&*self.office.shared()?)))
     }
 
     async fn apply_fleet(
         &self,
         request: Request<v1::ApplyFleetRequest>,
     ) -> Result<Response<v1::ApplyFleetReply>, Status> {
-        people::apply(&self.shared, request.into_inner()).await.map(Response::new)
+        people::apply(&*self.office.shared()?, request.into_inner()).await.map(Response::new)
     }
 
     async fn rotate_keys(&self, request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
-        people::rotate_keys(&self.shared, request.get_ref().force).await.map(Response::new)
+        people::rotate_keys(&*self.office.shared()?, request.get_ref().force).await.map(Response::new)
     }
 }

@@ -6,6 +6,7 @@ use coreward_wire::{Context as _, WireError, v1};
 use tonic::Status;
 
 use super::keeper::{Change, NotApplied, WantedDocument};
+use super::office::is_deposed;
 use super::shared::Shared;
 use crate::controller::explain::{ExplainedPacket, NotExplained};
 
@@ -39,7 +40,7 @@ pub async fn apply(shared: &Shared, request: v1::ApplyFleetRequest) -> Result<v1
         Some(NotApplied::Wrong(_)) => Status::invalid_argument(error.to_string()),
         Some(NotApplied::Moved(..)) => Status::aborted(error.to_string()),
         Some(NotApplied::FileIsTheTruth { .. }) => Status::failed_precondition(error.to_string()),
-        None => Status::internal(format!("{error:#}")),
+        None => not_made(&error),
     })?;
     let generation = shared.controller().fleet().document.generation;
     if !dry_run {
@@ -70,7 +71,12 @@ pub async fn rotate_keys(shared: &Shared, force: bool) -> Result<v1::KeysStatus,
     let now = shared.now();
     let step = shared.controller().wanted_key_step(force, now);
     let step = step.map_err(|reason| Status::failed_precondition(reason.to_string()))?;
-    shared.change(Change::Keys(step)).await.map_err(|error| Status::internal(format!("{error:#}")))?;
+    shared.change(Change::Keys(step)).await.map_err(|error| not_made(&error))?;
     tracing::info!("cookie keys: {}", step.words());
     Ok(shared.controller().keys_status(now))
+}
+
+/// Of a change that is not in force, or of which that is not known.
+fn not_made(error: &anyhow::Error) -> Status {
+    if is_deposed(error) { Status::unavailable(format!("{error:#}")) } else { Status::internal(format!("{error:#}")) }
 }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use coreward_etcd::leadership::Leadership;
 use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
@@ -25,6 +26,8 @@ use super::sockets::Sockets;
 pub struct Shared {
     controller: Mutex<Controller>,
     newest: watch::Sender<Newest>,
+    /// Until when this controller leads; `None`: there is no other.
+    leadership: Option<Arc<Leadership>>,
     /// Counts configurations of agents: what they wait for.
     agent_configurations: watch::Sender<u64>,
     /// Who is asked for sockets, and who asks.
@@ -71,7 +74,7 @@ pub struct Newest {
 
 impl Shared {
     /// Changes that callers want come out of the receiver.
-    pub fn new(controller: Controller) -> (Self, mpsc::Receiver<WantedChange>) {
+    pub fn new(controller: Controller, leadership: Option<Arc<Leadership>>) -> (Self, mpsc::Receiver<WantedChange>) {
         let start = Now { monotonic: Duration::ZERO, wall: unix_now() };
         let configuration = Arc::new((&controller.fleet_configuration(start)).into());
         let (changes, receiver) = mpsc::channel(CHANGES);
@@ -79,6 +82,7 @@ impl Shared {
             newest: watch::Sender::new(Newest { configuration, tables: Arc::new([]) }),
             agent_configurations: watch::Sender::new(0),
             sockets: Sockets::default(),
+            leadership,
             changes,
             settled: AtomicBool::new(false),
             told: Mutex::new(Told { alive: controller.alive(start), ..Told::default() }),
@@ -97,6 +101,25 @@ impl Shared {
         let (done, outcome) = oneshot::channel();
         self.changes.send(WantedChange { change, done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
+    }
+
+    /// Until when this controller leads; `None`: there is no other.
+    pub fn leadership(&self) -> Option<&Arc<Leadership>> {
+        self.leadership.as_ref()
+    }
+
+    /// Whether this controller leads now. Asked before anything is handed out: a process that was stopped does not know how
+    /// long.
+    pub fn leads(&self) -> bool {
+        self.leadership.as_ref().is_none_or(|leadership| leadership.holds())
+    }
+
+    /// Returns when this controller leads no more.
+    pub async fn deposed(&self) -> String {
+        match &self.leadership {
+            Some(leadership) => leadership.ended().await,
+            None => std::future::pending().await,
+        }
     }
 
     /// The moment.

@@ -1,10 +1,50 @@
 //! Where [`Records`](crate::records::Records) survive: in a file of the controller's own ([`embedded`]), or in etcd ([`etcd`]),
 //! which several controllers share. The rows are the same in both ([`rows`]).
 
+pub mod copy;
 pub mod embedded;
+pub mod etcd;
 mod rows;
 
 use std::path::PathBuf;
+
+use coreward_etcd::EtcdError;
+
+use crate::records::Records;
+use embedded::EmbeddedStore;
+use etcd::EtcdStore;
+
+/// One of the two.
+pub enum Store {
+    /// A file.
+    Embedded(EmbeddedStore),
+    /// etcd, by the controller that leads.
+    Etcd(EtcdStore),
+}
+
+impl Store {
+    /// What is on record; `None`: nothing yet.
+    ///
+    /// # Errors
+    /// When the content makes no sense or cannot be read.
+    pub fn load(&self) -> Result<Option<Records>, StoreError> {
+        match self {
+            Self::Embedded(store) => store.load(),
+            Self::Etcd(store) => store.load(),
+        }
+    }
+
+    /// Replaces everything, in one transaction.
+    ///
+    /// # Errors
+    /// When it cannot be written; then what was there is there still.
+    pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+        match self {
+            Self::Embedded(store) => store.save(records),
+            Self::Etcd(store) => store.save(records),
+        }
+    }
+}
 
 /// Why the store cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +71,9 @@ pub enum StoreError {
         /// What is wrong.
         problem: String,
     },
+    /// etcd does not answer, refuses, or another controller leads.
+    #[error(transparent)]
+    Etcd(#[from] EtcdError),
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The controller: whether it answers, and what it needs itself.
 
-use crate::facts::Facts;
+use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
 /// From the others' side.
@@ -34,21 +34,34 @@ pub fn listen(facts: &Facts) -> Vec<Finding> {
 /// What must survive.
 pub fn store(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
-    let store = place.store.display();
-    if let Some(problem) = &place.store_problem {
+    let (path, problem, mode) = match &place.store {
+        StoreFacts::File { path, problem, mode } => (path, problem, mode),
+        StoreFacts::Etcd { endpoints, leader } => return vec![etcd(endpoints, leader)],
+    };
+    let store = path.display();
+    if let Some(problem) = problem {
         let why = "the controller does not start, or loses server ids and keys: connections break";
-        let directory = place.store.parent().map_or(place.store.display(), |parent| parent.display());
+        let directory = path.parent().map_or(path.display(), |parent| parent.display());
         return vec![Finding::fault(format!("{store}: {problem}"), why).mend(format!("install -d -m 700 {directory}"))];
     }
-    match place.store_mode {
+    match mode {
         Some(mode) if mode & 0o077 != 0 => {
             let why = "it holds the cookie keys: who can read it can forge cookies";
-            vec![
-                Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why)
-                    .fix(Fix::OwnerOnly(place.store.clone())),
-            ]
+            vec![Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why).fix(Fix::OwnerOnly(path.clone()))]
         }
         Some(_) => vec![Finding::ok(format!("{store}: only its owner reads it"))],
         None => vec![Finding::ok(format!("{store}: can be made"))],
+    }
+}
+
+fn etcd(endpoints: &[String], leader: &Result<String, String>) -> Finding {
+    let endpoints = endpoints.join(",");
+    match leader {
+        Ok(leader) => Finding::ok(format!("etcd at {endpoints}: {leader}")),
+        Err(problem) => {
+            let why =
+                "without etcd no controller can lead: load balancers keep the tables they have, and nothing can change";
+            Finding::fault(problem.clone(), why).mend(format!("etcdctl --endpoints {endpoints} endpoint health"))
+        }
     }
 }

@@ -100,9 +100,7 @@ fn fit(role: Role) -> Facts {
             listen: "10.1.0.2:7400".parse().unwrap(),
             listen_problem: None,
             running: false,
-            store: "/var/lib/coreward/store".into(),
-            store_problem: None,
-            store_mode: Some(0o600),
+            store: StoreFacts::File { path: "/var/lib/coreward/store".into(), problem: None, mode: Some(0o600) },
         }),
     }
 }

@@ -9,11 +9,12 @@ use coreward_agent::config as agent;
 use coreward_agent::rss::RssDevice;
 use coreward_agent::rss::ethtool::EthtoolRss;
 use coreward_agent::rss::testbed::TestbedRss;
+use coreward_control::config::StorePlace;
 use coreward_lb::config::{Config as LbConfig, XdpMode};
 use coreward_model::ServiceAddress;
 
 use super::{bind_problem, directory_of};
-use crate::facts::{ControllerPlace, Role, Service, Settings};
+use crate::facts::{ControllerPlace, Role, Service, Settings, StoreFacts};
 
 /// The command line.
 #[derive(Debug, Clone, Default)]
@@ -77,14 +78,14 @@ impl Told {
 fn role_of(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
-    let role = if table.contains_key("store") {
+    let role = if table.contains_key("store") || table.contains_key("etcd") {
         Role::Controller
     } else if table.get("server").is_some_and(toml::Value::is_str) {
         Role::Server
     } else {
         ensure!(
             table.contains_key("interface"),
-            "{}: neither `store` (a controller's), `server` (an agent's) nor `interface` (a load balancer's): expected the file \
+            "{}: neither `store` or [etcd] (a controller's), `server` (an agent's) nor `interface` (a load balancer's): expected the file \
              of a daemon, or --role",
             file.display()
         );
@@ -139,13 +140,33 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
         }
         Role::Controller => {
             let config = coreward_control::config::ControllerConfig::load(file)?;
-            let place = controller_place(config.listen, &config.store);
+            let place = controller_place(config.listen, store(&config.store));
             Read { controller_place: Some(place), ..read }
         }
     })
 }
 
-fn controller_place(listen: SocketAddr, store: &Path) -> ControllerPlace {
+fn controller_place(listen: SocketAddr, store: StoreFacts) -> ControllerPlace {
+    let listen_problem = bind_problem(listen);
+    ControllerPlace {
+        listen,
+        running: listen_problem.is_some() && coreward_control::show::fetch_status(listen).is_ok(),
+        listen_problem,
+        store,
+    }
+}
+
+fn store(place: &StorePlace) -> StoreFacts {
+    match place {
+        StorePlace::Embedded(file) => store_file(file),
+        StorePlace::Etcd(etcd) => {
+            let leader = coreward_control::server::office::who_leads(etcd).map_err(|error| format!("{error:#}"));
+            StoreFacts::Etcd { endpoints: etcd.endpoints.clone(), leader }
+        }
+    }
+}
+
+fn store_file(store: &Path) -> StoreFacts {
     let directory = directory_of(store);
     let writable =
         |path: &Path| nix::unistd::access(path, nix::unistd::AccessFlags::W_OK).map_err(|error| error.to_string());
@@ -155,15 +176,8 @@ fn controller_place(listen: SocketAddr, store: &Path) -> ControllerPlace {
         Err(_) if !directory.is_dir() => Some(format!("{} is no directory", directory.display())),
         Err(_) => writable(&directory).err().map(|error| format!("{}: {error}", directory.display())),
     };
-    let listen_problem = bind_problem(listen);
-    ControllerPlace {
-        listen,
-        running: listen_problem.is_some() && coreward_control::show::fetch_status(listen).is_ok(),
-        listen_problem,
-        store: store.to_owned(),
-        store_problem: problem,
-        store_mode: store.metadata().ok().map(|metadata| metadata.permissions().mode() & 0o777),
-    }
+    let mode = store.metadata().ok().map(|metadata| metadata.permissions().mode() & 0o777);
+    StoreFacts::File { path: store.to_owned(), problem, mode }
 }
 
 #[cfg(test)]
@@ -198,13 +212,16 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let free = || bind_problem("127.0.0.1:0".parse().unwrap());
         assert_eq!(free(), None);
-        let place = |store: &Path| controller_place("127.0.0.1:0".parse().unwrap(), store);
+        let place = |store: &Path| match store_file(store) {
+            StoreFacts::File { problem, mode, .. } => (problem, mode),
+            StoreFacts::Etcd { .. } => unreachable!("a file is no etcd"),
+        };
         let store = directory.path().join("store");
-        assert_eq!((place(&store).store_problem, place(&store).store_mode), (None, None));
+        assert_eq!(place(&store), (None, None));
         std::fs::write(&store, "").unwrap();
         std::fs::set_permissions(&store, std::fs::Permissions::from_mode(0o644)).unwrap();
-        assert_eq!(place(&store).store_mode, Some(0o644));
+        assert_eq!(place(&store).1, Some(0o644));
         let nowhere = directory.path().join("no/store");
-        assert!(place(&nowhere).store_problem.unwrap().ends_with("/no is no directory"));
+        assert!(place(&nowhere).0.unwrap().ends_with("/no is no directory"));
     }
 }

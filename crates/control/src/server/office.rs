@@ -1,0 +1,207 @@
+//! Who leads. A controller with a store of its own always does; of several on etcd one does, and the others say who.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Context as _;
+use coreward_config::read_secret;
+use coreward_etcd::cluster::Cluster;
+use coreward_etcd::leadership::{Candidate, Leadership, Seen};
+use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
+use coreward_metrics::page::Page;
+use coreward_metrics::parts;
+use coreward_metrics::table::Part;
+use coreward_wire::LEADER;
+use serde::{Deserialize, Serialize};
+use tonic::Status;
+use tonic::metadata::MetadataValue;
+
+use super::shared::Shared;
+use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
+use crate::store::StoreError;
+
+/// What others are told of who leads, in etcd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leader {
+    /// Where daemons reach it.
+    pub address: SocketAddr,
+}
+
+/// What this controller is now.
+#[derive(Clone)]
+enum Role {
+    Leads(Arc<Shared>),
+    /// Who leads, as far as is known.
+    Follows(Option<Leader>),
+}
+
+/// Who leads, as this controller knows it.
+pub struct Office {
+    role: Mutex<Role>,
+    cluster: Option<Arc<Cluster>>,
+}
+
+impl Office {
+    /// Nobody leads. `cluster`: where it is decided who does.
+    pub fn new(cluster: Option<Arc<Cluster>>) -> Self {
+        Self { role: Mutex::new(Role::Follows(None)), cluster }
+    }
+
+    /// This controller leads.
+    pub fn take(&self, shared: Arc<Shared>) {
+        self.set(Role::Leads(shared));
+    }
+
+    /// Another one leads, or nobody.
+    pub fn follow(&self, leader: Option<Leader>) {
+        self.set(Role::Follows(leader));
+    }
+
+    fn set(&self, role: Role) {
+        *self.role.lock().unwrap_or_else(PoisonError::into_inner) = role;
+    }
+
+    fn role(&self) -> Role {
+        self.role.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What the leader knows and decides.
+    ///
+    /// # Errors
+    /// When this controller does not lead: UNAVAILABLE, with the one that does.
+    pub fn shared(&self) -> Result<Arc<Shared>, Status> {
+        match self.role() {
+            Role::Leads(shared) if shared.leads() => Ok(shared),
+            Role::Leads(_) => Err(not_leading(None)),
+            Role::Follows(leader) => Err(not_leading(leader)),
+        }
+    }
+
+    /// Who leads, where that is another controller.
+    pub fn leader(&self) -> Option<Leader> {
+        match self.role() {
+            Role::Leads(_) => None,
+            Role::Follows(leader) => leader,
+        }
+    }
+
+    /// What Prometheus is told.
+    pub fn metrics(&self) -> Page {
+        let leads = self.shared().ok();
+        let mut page = match &leads {
+            Some(shared) => shared.metrics(),
+            None => parts::begin(Part::Controller),
+        };
+        page.add("coreward_controller_leads", &[], f64::from(u8::from(leads.is_some())));
+        if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
+            page.add("coreward_leader_term", &[], leadership.term() as f64);
+            page.add("coreward_leader_lease_seconds", &[], leadership.until().left().as_secs_f64());
+        }
+        if let Some(cluster) = &self.cluster {
+            page.add_latencies("coreward_etcd_request_seconds", cluster.latencies());
+        }
+        page
+    }
+
+    /// Gives the office up, where there are others who can take it.
+    pub async fn resign(&self) {
+        let Role::Leads(shared) = self.role() else { return };
+        if let Some(leadership) = shared.leadership() {
+            self.follow(None);
+            match leadership.resign().await {
+                Ok(()) => tracing::info!("another controller may lead now"),
+                Err(error) => tracing::warn!("the others wait until the lease has ended: {error}"),
+            }
+        }
+    }
+}
+
+/// Of a controller that does not lead; `leader`: the one that does.
+pub fn not_leading(leader: Option<Leader>) -> Status {
+    let Some(Leader { address }) = leader else {
+        return Status::unavailable("this controller does not lead, and no other one does at this moment");
+    };
+    let mut status = Status::unavailable(format!("this controller does not lead: {address} does"));
+    if let Ok(address) = MetadataValue::try_from(address.to_string()) {
+        status.metadata_mut().insert(LEADER, address);
+    }
+    status
+}
+
+/// Whether a change was not made, or may not have been made, because this controller leads no more.
+pub fn is_deposed(error: &anyhow::Error) -> bool {
+    let etcd = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
+        Some(StoreError::Etcd(error)) => Some(error),
+        _ => cause.downcast_ref::<EtcdError>(),
+    });
+    matches!(etcd, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
+}
+
+/// Waits until this controller leads, and says meanwhile who does.
+pub async fn campaign(office: &Arc<Office>, cluster: &Arc<Cluster>, config: &EtcdConfig) -> anyhow::Result<Leadership> {
+    let candidate = candidate(config)?;
+    let (office, cluster_of) = (office.clone(), cluster.clone());
+    let seen = move |seen| match seen {
+        Seen::Nobody => {
+            tracing::info!("no controller leads");
+            office.follow(None);
+        }
+        Seen::Leader(value) => {
+            let leader = serde_json::from_str::<Leader>(&value).ok();
+            tracing::info!(
+                "this controller follows: {} leads",
+                leader.map_or(value, |leader| leader.address.to_string())
+            );
+            office.follow(leader);
+        }
+        Seen::Unknown(problem) => {
+            tracing::warn!("who leads is not known: {problem}");
+            office.follow(None);
+        }
+    };
+    let campaign = cluster.spawn(async move { candidate.campaign(cluster_of, seen).await });
+    campaign.await.context("the thread for etcd has ended")
+}
+
+/// This controller, as etcd sees it.
+pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
+    let value = serde_json::to_string(&Leader { address: config.advertise })?;
+    Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
+}
+
+/// Who leads by what etcd says, in words. Not to be called from asynchronous code.
+///
+/// # Errors
+/// When etcd cannot be asked.
+pub fn who_leads(config: &EtcdConfig) -> anyhow::Result<String> {
+    let cluster = cluster(config)?;
+    Ok(match cluster.block_on(candidate(config)?.look(&cluster))? {
+        Seen::Leader(value) => match serde_json::from_str::<Leader>(&value) {
+            Ok(leader) => format!("controller {} leads", leader.address),
+            Err(_) => format!("{value} leads"),
+        },
+        Seen::Nobody | Seen::Unknown(_) => "no controller leads".to_owned(),
+    })
+}
+
+/// The way to etcd. Not to be called from asynchronous code.
+///
+/// # Errors
+/// When a file that `[etcd.tls]` names cannot be used.
+pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
+    let tls = config.tls.as_ref().map(tls).transpose()?;
+    Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
+}
+
+fn tls(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
+    let read = |path: &std::path::Path| {
+        let expected = || format!("{}: expected a readable file in PEM", path.display());
+        std::fs::read(path).with_context(expected)
+    };
+    let mut options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&files.ca)?));
+    if let Some((certificate, key)) = &files.own {
+        let key = read_secret(key).map_err(anyhow::Error::msg)?;
+        options = options.identity(Identity::from_pem(read(certificate)?, key));
+    }
+    Ok(options)
+}

@@ -1,0 +1,74 @@
+//! What is on record, from one store to another: from one controller to several on etcd, and back.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, ensure};
+use coreward_etcd::cluster::Cluster;
+use coreward_etcd::leadership::Leadership;
+
+use super::Store;
+use super::embedded::EmbeddedStore;
+use super::etcd::EtcdStore;
+use crate::config::{ControllerConfig, StorePlace};
+use crate::server::office;
+
+/// Copies what is on record from the store that the controller's file `from` names to the one that `to` names. No controller may
+/// use either of them meanwhile. Returns what was done, in words.
+///
+/// # Errors
+/// When a file is wrong, a store is in use, there is nothing in the first one, or something in the second one and not
+/// `replace`.
+pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
+    let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
+    let (source, target) = (source?, target?);
+    ensure!(source != target, "{} and {} name the same store: expected two", from.display(), to.display());
+    let (source, mut target) = (Opened::open(&source)?, Opened::open(&target)?);
+    let mut records = source.store.load()?.with_context(|| format!("nothing is on record by {}", from.display()))?;
+    if let Some(before) = target.store.load()? {
+        ensure!(
+            replace,
+            "a fleet of generation {} is on record by {} already: expected nothing there, or --replace",
+            before.generation,
+            to.display()
+        );
+        // Who has heard of the one that is replaced takes this one for a newer one.
+        records.generation = records.generation.max(before.generation + 1);
+    }
+    target.store.save(&records)?;
+    let (servers, services) = (records.servers.len(), records.services.len());
+    Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
+}
+
+/// A store that nobody else uses.
+struct Opened {
+    store: Store,
+    held: Option<(Arc<Cluster>, Arc<Leadership>)>,
+}
+
+impl Opened {
+    fn open(place: &StorePlace) -> anyhow::Result<Self> {
+        match place {
+            StorePlace::Embedded(file) => Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), held: None }),
+            StorePlace::Etcd(config) => {
+                let cluster = office::cluster(config)?;
+                let leadership = cluster
+                    .block_on(office::candidate(config)?.lead_now(cluster.clone()))
+                    .context("a controller uses this store: expected all of them to be stopped")?;
+                let leadership = Arc::new(leadership);
+                let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.prefix)?;
+                Ok(Self { store: Store::Etcd(store), held: Some((cluster, leadership)) })
+            }
+        }
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if let Some((cluster, leadership)) = &self.held
+            && let Err(error) = cluster.block_on(leadership.resign())
+        {
+            tracing::warn!("controllers wait until the lease of this copy has ended: {error}");
+        }
+    }
+}

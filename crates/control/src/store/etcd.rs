@@ -1,0 +1,173 @@
+//! Keeps [`Records`] in etcd, for several controllers of which one leads and writes.
+//!
+//! The rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the document
+//! in pieces. All parts of a change are in force together ([`coreward_etcd::parts`]).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use coreward_etcd::EtcdError;
+use coreward_etcd::cluster::Cluster;
+use coreward_etcd::leadership::Leadership;
+use coreward_etcd::parts::{PartStore, Parts};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::StoreError;
+use super::rows::Rows;
+use crate::records::{Document, Records};
+
+const FLEET: &str = "fleet";
+const LOAD_BALANCERS: &str = "load_balancers";
+const SERVICE: &str = "service/";
+const SERVERS: &str = "servers/";
+const DOCUMENT: &str = "document/";
+/// Whose generation the pieces' is.
+const DOCUMENT_GENERATION: &str = "document_generation";
+
+/// Server ids of one part: id / 16. A part of servers that are in 1,000 services each stays below what a transaction takes.
+const SERVERS_OF_A_PART: u16 = 16;
+/// Bytes of a piece of the document, at most.
+const PIECE: usize = 256 << 10;
+
+/// The state, as the controller that leads sees it. All calls wait for etcd: not for asynchronous code.
+pub struct EtcdStore {
+    cluster: Arc<Cluster>,
+    parts: PartStore,
+}
+
+impl EtcdStore {
+    /// Reads what is there.
+    ///
+    /// # Errors
+    /// When etcd does not answer, or what is there makes no sense.
+    pub fn open(cluster: Arc<Cluster>, leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
+        let parts = cluster.block_on(PartStore::open(leadership, prefix))?;
+        Ok(Self { cluster, parts })
+    }
+
+    /// What is on record; `None`: nothing yet.
+    ///
+    /// # Errors
+    /// When the content makes no sense.
+    pub fn load(&self) -> Result<Option<Records>, StoreError> {
+        let parts = self.parts.parts();
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let records = decode(parts).and_then(Rows::parse);
+        records.map(Some).map_err(|problem| StoreError::Content {
+            store: format!("etcd at {}", self.cluster.endpoints()),
+            problem: format!("{problem:#}"),
+        })
+    }
+
+    /// Replaces everything that differs, all or nothing.
+    ///
+    /// # Errors
+    /// When this controller leads no more, or etcd cannot be written to.
+    pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+        let parts = encode(&records.into())
+            .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
+        Ok(self.cluster.block_on(self.parts.save(parts))?)
+    }
+}
+
+fn encode(rows: &Rows) -> anyhow::Result<Parts> {
+    let mut parts = Parts::new();
+    add(&mut parts, FLEET.to_owned(), &rows.fleet)?;
+    add(&mut parts, LOAD_BALANCERS.to_owned(), &rows.load_balancers)?;
+    add(&mut parts, DOCUMENT_GENERATION.to_owned(), &rows.document.generation)?;
+    for (name, service) in &rows.services {
+        add(&mut parts, format!("{SERVICE}{name}"), service)?;
+    }
+    let mut groups: BTreeMap<u16, BTreeMap<u16, &_>> = BTreeMap::new();
+    for (id, server) in &rows.servers {
+        groups.entry(id / SERVERS_OF_A_PART).or_default().insert(*id, server);
+    }
+    for (group, servers) in &groups {
+        add(&mut parts, format!("{SERVERS}{group:04}"), servers)?;
+    }
+    for (number, piece) in pieces(&rows.document.text).enumerate() {
+        add(&mut parts, format!("{DOCUMENT}{number:06}"), &piece)?;
+    }
+    Ok(parts)
+}
+
+fn add(parts: &mut Parts, name: String, row: &impl Serialize) -> anyhow::Result<()> {
+    parts.insert(name, serde_json::to_vec(row)?);
+    Ok(())
+}
+
+fn decode(parts: &Parts) -> anyhow::Result<Rows> {
+    let mut rows = Rows {
+        fleet: part(parts, FLEET)?,
+        services: BTreeMap::new(),
+        servers: BTreeMap::new(),
+        load_balancers: part(parts, LOAD_BALANCERS)?,
+        document: Document::default(),
+    };
+    let mut text = String::new();
+    // In the order of their names, which is the pieces' own.
+    for (name, value) in parts {
+        let row = || format!("part {name}");
+        if let Some(service) = name.strip_prefix(SERVICE) {
+            rows.services.insert(service.to_owned(), serde_json::from_slice(value).with_context(row)?);
+        } else if name.starts_with(SERVERS) {
+            rows.servers.extend(serde_json::from_slice::<BTreeMap<u16, _>>(value).with_context(row)?);
+        } else if name.starts_with(DOCUMENT) {
+            text.push_str(&serde_json::from_slice::<String>(value).with_context(row)?);
+        }
+    }
+    rows.document = Document { generation: part(parts, DOCUMENT_GENERATION)?, text: text.into() };
+    Ok(rows)
+}
+
+fn part<Row: DeserializeOwned>(parts: &Parts, name: &str) -> anyhow::Result<Row> {
+    let value = parts.get(name).with_context(|| format!("part {name} is not there"))?;
+    serde_json::from_slice(value).with_context(|| format!("part {name}"))
+}
+
+/// The text cut where a character ends.
+fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
+    std::iter::from_fn(move || {
+        let end = (0..=PIECE.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        let (piece, rest) = text.split_at(end);
+        text = rest;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::records;
+    use super::*;
+
+    #[test]
+    fn parts_hold_all_that_is_on_record() {
+        let mut records = records();
+        let text = "# \u{e4}\n".repeat(3 * PIECE / 5);
+        records.document.text = text.into();
+        let parts = encode(&(&records).into()).unwrap();
+        assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT)).count() > 2);
+        assert_eq!(decode(&parts).and_then(Rows::parse).unwrap(), records);
+    }
+
+    #[test]
+    fn a_change_of_one_server_changes_one_part() {
+        let (before, mut after) = (records(), records());
+        after.servers.last_entry().unwrap().get_mut().address = [10, 2, 0, 99].into();
+        let [before, after] = [before, after].map(|records| encode(&(&records).into()).unwrap());
+        let changed: Vec<&String> =
+            after.iter().filter(|(name, value)| before.get(*name) != Some(*value)).map(|(name, _)| name).collect();
+        assert_eq!(changed, ["servers/1023"]);
+    }
+
+    #[test]
+    fn a_part_that_is_missing_is_named() {
+        let mut parts = encode(&(&records()).into()).unwrap();
+        parts.remove(FLEET);
+        assert_eq!(decode(&parts).unwrap_err().to_string(), "part fleet is not there");
+    }
+}

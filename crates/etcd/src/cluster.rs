@@ -1,0 +1,151 @@
+//! The members of etcd. One is asked; when it does not answer, the next one is. So a member that hangs, or is cut off from the
+//! others, costs a second and not the lease. (etcd-client can balance over members itself, but it leaves a request with the
+//! member that has it.)
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use coreward_metrics::latency::Latencies;
+use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+use tonic::Code;
+
+use crate::EtcdError;
+use crate::clock::Moment;
+
+/// For one member to answer one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// After all members were asked in vain.
+const ROUND_PAUSE: Duration = Duration::from_millis(100);
+const KEEP_ALIVE: Duration = Duration::from_secs(2);
+
+/// The members.
+pub struct Cluster {
+    members: Vec<(String, Client)>,
+    /// Which one answered last.
+    preferred: AtomicUsize,
+    latencies: Mutex<Latencies>,
+    /// Its own thread: however busy the controller is, its lease is kept alive. `None`: it is ending.
+    runtime: Option<Runtime>,
+}
+
+impl Cluster {
+    /// Connects to nobody yet. Endpoints: `http://HOST:PORT` or `https://HOST:PORT`, at least one.
+    ///
+    /// # Errors
+    /// When an endpoint is none, or TLS cannot be set up.
+    pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
+        let thread = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("etcd")
+            .enable_all()
+            .build()
+            .map_err(|error| EtcdError::Refused(format!("no thread for it: {error}")))?;
+        let mut options = ConnectOptions::new()
+            .with_connect_timeout(REQUEST_TIMEOUT)
+            .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
+            .with_keep_alive_while_idle(true);
+        if let Some(tls) = tls {
+            options = options.with_tls(tls.clone());
+        }
+        let connect = |endpoint: &String| {
+            let client = thread.block_on(Client::connect([endpoint], Some(options.clone())));
+            let client = client.map_err(|error| EtcdError::Refused(format!("{endpoint}: {error}")))?;
+            Ok((endpoint.clone(), client))
+        };
+        let members = endpoints.iter().map(connect).collect::<Result<_, EtcdError>>()?;
+        Ok(Self { members, preferred: AtomicUsize::new(0), latencies: Mutex::default(), runtime: Some(thread) })
+    }
+
+    /// Where they are.
+    pub fn endpoints(&self) -> String {
+        let endpoints: Vec<&str> = self.members.iter().map(|(endpoint, _)| endpoint.as_str()).collect();
+        endpoints.join(", ")
+    }
+
+    /// How long requests took that were answered.
+    pub fn latencies(&self) -> Latencies {
+        *self.latencies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does something on the thread that is for etcd alone.
+    pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
+        self.runtime().spawn(work)
+    }
+
+    /// Does something, and waits for it. Not to be called from asynchronous code.
+    pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
+        self.runtime().block_on(work)
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().expect("it is there until the cluster is dropped")
+    }
+
+    /// Makes a request; again when no answer comes, until `until`. So it must be one that may be made twice.
+    ///
+    /// # Errors
+    /// When nobody answers until then, or etcd refuses it.
+    pub async fn call<T, F: Future<Output = Result<T, Error>>>(
+        &self,
+        until: Moment,
+        request: impl Fn(Client) -> F,
+    ) -> Result<T, EtcdError> {
+        let mut problem = "nobody was asked: the time was over".to_owned();
+        let first = self.preferred.load(Ordering::Relaxed);
+        for attempt in 0.. {
+            let left = until.left();
+            if left.is_zero() {
+                break;
+            }
+            let position = (first + attempt) % self.members.len();
+            let (endpoint, client) = &self.members[position];
+            let began = Instant::now();
+            match tokio::time::timeout(left.min(REQUEST_TIMEOUT), request(client.clone())).await {
+                Ok(Ok(answer)) => {
+                    self.preferred.store(position, Ordering::Relaxed);
+                    self.latencies.lock().unwrap_or_else(PoisonError::into_inner).observe(began.elapsed());
+                    return Ok(answer);
+                }
+                Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Refused(error.to_string())),
+                Ok(Err(error)) => problem = format!("{endpoint}: {error}"),
+                Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
+            }
+            if position + 1 == self.members.len() {
+                tokio::time::sleep(ROUND_PAUSE.min(until.left())).await;
+            }
+        }
+        Err(EtcdError::Unreachable { endpoints: self.endpoints(), problem })
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // Waiting for its thread is not possible everywhere where the last user may go.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Whether another member would say the same.
+fn is_final(error: &Error) -> bool {
+    match error {
+        Error::GRpcStatus(status) => matches!(
+            status.code(),
+            Code::InvalidArgument
+                | Code::NotFound
+                | Code::AlreadyExists
+                | Code::PermissionDenied
+                | Code::Unauthenticated
+                | Code::ResourceExhausted
+                | Code::FailedPrecondition
+                | Code::OutOfRange
+                | Code::Unimplemented
+        ),
+        Error::TransportError(_) | Error::IoError(_) | Error::WatchError(_) => false,
+        _ => true,
+    }
+}

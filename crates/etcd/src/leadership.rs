@@ -1,0 +1,345 @@
+//! Who leads: the one whose key PREFIX/leader is, for as long as its lease. Every write of the state names the revision that made
+//! this key (the term), and etcd does it only while the key is that one: whoever was deposed and does not know it yet (stopped,
+//! cut off) can write nothing.
+//!
+//! Whoever leads counts its lease by its own clock from the moment before it asked for it, so it ends here before it ends in
+//! etcd; what needs no write (tables) it does until then. Clocks may differ in speed by [`MARGIN`].
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use etcd_client::{
+    Client, Compare, CompareOp, GetOptions, GetResponse, PutOptions, Txn, TxnOp, TxnOpResponse, WatchOptions,
+};
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+use crate::EtcdError;
+use crate::clock::Moment;
+use crate::cluster::Cluster;
+
+/// Of a lease, that is not used: 1 / MARGIN.
+const MARGIN: u32 = 10;
+/// How often a lease is renewed while it lasts: so that it outlives several that fail.
+const RENEWALS: u32 = 5;
+/// How long a watch of the leader's key is trusted to tell.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// How often whoever waits for its end looks at the clock.
+const CLOCK_LOOK: Duration = Duration::from_millis(100);
+/// Before etcd is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// For one question while nobody's lease depends on it.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Where the state stands, and who wants to lead.
+#[derive(Debug, Clone)]
+pub struct Candidate {
+    /// What all keys begin with.
+    pub prefix: String,
+    /// What others are told of who leads.
+    pub value: String,
+    /// How long it leads without a word from etcd, and how long nobody does when it dies. etcd takes whole seconds, 2 at
+    /// least.
+    pub lease: Duration,
+}
+
+/// What is known of who leads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Seen {
+    /// Nobody, at the moment.
+    Nobody,
+    /// Who wrote this.
+    Leader(String),
+    /// etcd did not answer.
+    Unknown(String),
+}
+
+/// This process leads, until this ends or is dropped.
+pub struct Leadership {
+    cluster: Arc<Cluster>,
+    key: String,
+    lease: i64,
+    term: i64,
+    until: Arc<AtomicU64>,
+    ended: watch::Receiver<Option<String>>,
+    renewing: AbortHandle,
+}
+
+impl Candidate {
+    fn key(&self) -> String {
+        format!("{}/leader", self.prefix)
+    }
+
+    /// Waits until nobody leads, and then leads. `seen` is told what is seen meanwhile, when it changes.
+    pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(Seen)) -> Leadership {
+        let mut told = None;
+        loop {
+            let now = match self.attempt(&cluster).await {
+                Ok(Attempt::Won(leadership)) => return leadership,
+                Ok(Attempt::Lost { leader, revision }) => {
+                    let now = Seen::Leader(leader);
+                    if told.as_ref() != Some(&now) {
+                        seen(now.clone());
+                    }
+                    told = Some(now);
+                    self.until_changed(&cluster, revision).await;
+                    continue;
+                }
+                Ok(Attempt::Nobody) => Seen::Nobody,
+                Err(error) => Seen::Unknown(error.to_string()),
+            };
+            let unknown = matches!(now, Seen::Unknown(_));
+            if told.as_ref() != Some(&now) {
+                seen(now.clone());
+            }
+            told = Some(now);
+            if unknown {
+                tokio::time::sleep(RETRY_INTERVAL).await;
+            }
+        }
+    }
+
+    /// Leads, unless somebody else does.
+    ///
+    /// # Errors
+    /// When somebody does, or etcd cannot be asked.
+    pub async fn lead_now(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
+        match self.attempt(&cluster).await? {
+            Attempt::Won(leadership) => Ok(leadership),
+            Attempt::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
+            Attempt::Nobody => Err(EtcdError::Deposed("others want to lead at this moment".to_owned())),
+        }
+    }
+
+    /// Who leads now; nothing is changed.
+    ///
+    /// # Errors
+    /// When etcd cannot be asked.
+    pub async fn look(&self, cluster: &Cluster) -> Result<Seen, EtcdError> {
+        let found = self.leader_of(cluster).await?;
+        let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
+        Ok(value.map_or(Seen::Nobody, Seen::Leader))
+    }
+
+    async fn leader_of(&self, cluster: &Cluster) -> Result<GetResponse, EtcdError> {
+        let ask = |mut client: Client| {
+            let key = self.key();
+            async move { client.get(key, None).await }
+        };
+        cluster.call(Moment::now() + PATIENCE, ask).await
+    }
+
+    async fn attempt(&self, cluster: &Arc<Cluster>) -> Result<Attempt, EtcdError> {
+        let key = self.key();
+        let found = self.leader_of(cluster).await?;
+        if let Some(leader) = found.kvs().first() {
+            return Ok(Attempt::lost(leader));
+        }
+        let began = Moment::now();
+        let seconds = self.lease.as_secs() as i64;
+        let granted =
+            cluster.call(began + PATIENCE, |mut client| async move { client.lease_grant(seconds, None).await });
+        let granted = granted.await?;
+        let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
+        // Counted from before the first attempt, so it is never too long.
+        let until = began + (time - time / MARGIN);
+        let take = |mut client: Client| {
+            let nobody = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
+            let put = TxnOp::put(key.clone(), self.value.clone(), Some(PutOptions::new().with_lease(lease)));
+            let take = Txn::new().when([nobody]).and_then([put]).or_else([TxnOp::get(key.clone(), None)]);
+            async move { client.txn(take).await }
+        };
+        let taken = cluster.call(until, take).await?;
+        let revision = taken.header().map_or(0, etcd_client::ResponseHeader::revision);
+        if taken.succeeded() {
+            return Ok(Attempt::Won(self.won(cluster, lease, revision, time, until)));
+        }
+        for response in taken.op_responses() {
+            let TxnOpResponse::Get(found) = response else { continue };
+            // The answer to an attempt before this one was lost.
+            if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
+                return Ok(Attempt::Won(self.won(cluster, lease, mine.create_revision(), time, until)));
+            }
+            if let Some(leader) = found.kvs().first() {
+                // The lease that was for nothing ends by itself; sooner is better.
+                revoke(cluster, lease);
+                return Ok(Attempt::lost(leader));
+            }
+        }
+        Ok(Attempt::Nobody)
+    }
+
+    fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, until: Moment) -> Leadership {
+        let (ending, ended) = watch::channel(None);
+        let until = Arc::new(AtomicU64::new(until.since_boot().as_nanos() as u64));
+        let renewing = cluster.spawn(renew(cluster.clone(), lease, time, until.clone(), ending)).abort_handle();
+        Leadership { cluster: cluster.clone(), key: self.key(), lease, term, until, ended, renewing }
+    }
+
+    /// Returns when the leader's key is no more what it was at `revision`, or it is time to look.
+    async fn until_changed(&self, cluster: &Cluster, revision: i64) {
+        let from = WatchOptions::new().with_start_revision(revision + 1);
+        let watch = |mut client: Client| {
+            let (key, from) = (self.key(), from.clone());
+            async move { client.watch(key, Some(from)).await }
+        };
+        let changed = async {
+            let mut changes = cluster.call(Moment::now() + LOOK_INTERVAL, watch).await.ok()?;
+            while changes.message().await.ok()??.events().is_empty() {}
+            Some(())
+        };
+        if let Ok(None) = tokio::time::timeout(LOOK_INTERVAL, changed).await {
+            tokio::time::sleep(RETRY_INTERVAL).await;
+        }
+    }
+}
+
+enum Attempt {
+    Won(Leadership),
+    Lost { leader: String, revision: i64 },
+    Nobody,
+}
+
+impl Attempt {
+    fn lost(leader: &etcd_client::KeyValue) -> Self {
+        let value = String::from_utf8_lossy(leader.value()).into_owned();
+        Self::Lost { leader: value, revision: leader.mod_revision() }
+    }
+}
+
+/// Renews the lease until that fails for good; `ending` is told why.
+async fn renew(
+    cluster: Arc<Cluster>,
+    lease: i64,
+    time: Duration,
+    until: Arc<AtomicU64>,
+    ending: watch::Sender<Option<String>>,
+) {
+    let end = || Moment::at(Duration::from_nanos(until.load(Ordering::Relaxed)));
+    loop {
+        tokio::time::sleep((time / RENEWALS).min(end().left())).await;
+        if end().left().is_zero() {
+            let _ = ending.send(Some("its lease has ended: etcd has not renewed it in time".to_owned()));
+            return;
+        }
+        let began = Moment::now();
+        let renewed =
+            cluster.call(end(), |mut client: Client| async move { client.lease_keep_alive(lease).await }).await;
+        match renewed {
+            Ok(_) => {
+                let next = began + (time - time / MARGIN);
+                until.store(next.since_boot().as_nanos() as u64, Ordering::Relaxed);
+            }
+            Err(EtcdError::Refused(reason)) => {
+                until.store(0, Ordering::Relaxed);
+                let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
+                return;
+            }
+            // Until its time is over.
+            Err(error) => tracing::warn!("the leader's lease is not renewed: {error}"),
+        }
+    }
+}
+
+fn revoke(cluster: &Arc<Cluster>, lease: i64) {
+    let held = cluster.clone();
+    drop(cluster.spawn(async move {
+        let revoke = |mut client: Client| async move { client.lease_revoke(lease).await };
+        if let Err(error) = held.call(Moment::now() + PATIENCE, revoke).await {
+            tracing::debug!("lease {lease:x} ends by itself: {error}");
+        }
+    }));
+}
+
+impl Leadership {
+    /// Grows with every leader: a revision of etcd.
+    pub fn term(&self) -> u64 {
+        self.term.unsigned_abs()
+    }
+
+    /// Whether it holds now, by this machine's clock.
+    pub fn holds(&self) -> bool {
+        !self.until().left().is_zero()
+    }
+
+    /// When it ends, unless it is renewed.
+    pub fn until(&self) -> Moment {
+        Moment::at(Duration::from_nanos(self.until.load(Ordering::Relaxed)))
+    }
+
+    /// Returns when it has ended, and says why.
+    pub async fn ended(&self) -> String {
+        let mut ended = self.ended.clone();
+        loop {
+            match tokio::time::timeout(CLOCK_LOOK, ended.wait_for(Option::is_some)).await {
+                Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
+                Ok(Err(_)) => return "nobody renews its lease".to_owned(),
+                // The thread that renews it may be as late as this one is.
+                Err(_) if !self.holds() => return "its lease has ended".to_owned(),
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Gives it up, so that another one need not wait for the end of its lease.
+    ///
+    /// # Errors
+    /// When etcd cannot be told; then the others wait.
+    pub async fn resign(&self) -> Result<(), EtcdError> {
+        self.renewing.abort();
+        self.until.store(0, Ordering::Relaxed);
+        let lease = self.lease;
+        let revoke = |mut client: Client| async move { client.lease_revoke(lease).await };
+        self.cluster.call(Moment::now() + PATIENCE, revoke).await.map(|_| ())
+    }
+
+    /// Does these operations while it leads; `also`: a key, and at which revision it must have been written last.
+    pub(crate) async fn guarded(&self, also: Option<(&str, i64)>, operations: &[TxnOp]) -> Result<Guarded, EtcdError> {
+        let leads = Compare::create_revision(self.key.clone(), CompareOp::Equal, self.term);
+        let mut conditions = vec![leads];
+        let mut looks = vec![TxnOp::get(self.key.clone(), Some(GetOptions::new().with_keys_only()))];
+        if let Some((key, revision)) = also {
+            conditions.push(Compare::mod_revision(key, CompareOp::Equal, revision));
+            looks.push(TxnOp::get(key, None));
+        }
+        let transaction = Txn::new().when(conditions).and_then(operations).or_else(looks);
+        let request = |mut client: Client| {
+            let transaction = transaction.clone();
+            async move { client.txn(transaction).await }
+        };
+        let answer = self.cluster.call(self.until(), request).await?;
+        if answer.succeeded() {
+            let revision = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
+            return Ok(Guarded::Done { revision });
+        }
+        let mut found = answer.op_responses().into_iter().map(|response| match response {
+            TxnOpResponse::Get(found) => found.kvs().first().cloned(),
+            _ => None,
+        });
+        if found.next().flatten().is_none_or(|leader| leader.create_revision() != self.term) {
+            self.until.store(0, Ordering::Relaxed);
+            return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
+        }
+        Ok(Guarded::Differs(found.next().flatten()))
+    }
+
+    pub(crate) fn cluster(&self) -> &Arc<Cluster> {
+        &self.cluster
+    }
+}
+
+/// What became of a guarded write.
+pub(crate) enum Guarded {
+    Done {
+        revision: i64,
+    },
+    /// The other condition was not met: what is there.
+    Differs(Option<etcd_client::KeyValue>),
+}
+
+impl Drop for Leadership {
+    fn drop(&mut self) {
+        self.renewing.abort();
+    }
+}

@@ -1,0 +1,167 @@
+//! Who leads and what is on record, with a real etcd.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::Child;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use coreward_etcd::EtcdError;
+use coreward_etcd::cluster::Cluster;
+use coreward_etcd::leadership::{Candidate, Leadership, Seen};
+use coreward_etcd::local::Member;
+use coreward_etcd::parts::{PartStore, Parts};
+use tempfile::TempDir;
+
+/// One member; it ends with this.
+struct Etcd {
+    member: Member,
+    process: Child,
+    _directory: TempDir,
+}
+
+impl Etcd {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let [client, peer] = [free(), free()];
+        let member =
+            Member { name: "etcd1".to_owned(), client: client.local_addr().unwrap(), peer: peer.local_addr().unwrap() };
+        drop((client, peer));
+        let process = member.command(std::slice::from_ref(&member), directory.path()).spawn();
+        let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
+        Self { member, process, _directory: directory }
+    }
+
+    fn cluster(&self) -> Arc<Cluster> {
+        Arc::new(Cluster::new(&[self.member.endpoint()], None).unwrap())
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn candidate(name: &str, lease: Duration) -> Candidate {
+    Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease }
+}
+
+fn lead(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {
+    let candidate = candidate(name, Duration::from_secs(2));
+    let from = cluster.clone();
+    let work = async move { candidate.campaign(from, |_| {}).await };
+    let limited = async { tokio::time::timeout(Duration::from_secs(20), work).await };
+    Arc::new(cluster.block_on(limited).expect("nobody leads within 20 s"))
+}
+
+fn open(cluster: &Arc<Cluster>, leadership: &Arc<Leadership>) -> PartStore {
+    cluster.block_on(PartStore::open(leadership.clone(), "/test")).unwrap()
+}
+
+/// Larger together than a request to etcd may be, and more than a transaction may change.
+fn large(marker: u8) -> Parts {
+    (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
+}
+
+fn put(cluster: &Arc<Cluster>, key: &'static str, value: &'static str) {
+    let done = cluster.block_on(
+        cluster.call(coreward_etcd::clock::Moment::now() + Duration::from_secs(5), |mut client| async move {
+            client.put(key, value, None).await
+        }),
+    );
+    done.unwrap();
+}
+
+#[test]
+fn a_large_change_is_there_for_the_next_leader_and_what_was_half_written_is_not() {
+    let etcd = Etcd::start();
+    let cluster = etcd.cluster();
+    let first = lead(&cluster, "a");
+    let mut store = open(&cluster, &first);
+    assert!(store.parts().is_empty());
+    cluster.block_on(store.save(large(1))).unwrap();
+    let mut changed = large(1);
+    changed.insert("part/7".to_owned(), b"changed".to_vec());
+    changed.remove("part/8");
+    cluster.block_on(store.save(changed.clone())).unwrap();
+    // As of a leader that died before its manifest.
+    put(&cluster, "/test/parts/part/9/77", "half");
+    cluster.block_on(first.resign()).unwrap();
+    let second = lead(&cluster, "b");
+    assert!(second.term() > first.term());
+    let store = open(&cluster, &second);
+    assert_eq!(store.parts(), &changed);
+    let left = cluster.block_on(
+        cluster.call(coreward_etcd::clock::Moment::now() + Duration::from_secs(5), |mut client| async move {
+            client.get("/test/parts/part/9/77", None).await
+        }),
+    );
+    assert_eq!(left.unwrap().count(), 0);
+}
+
+#[test]
+fn whoever_was_deposed_can_write_nothing() {
+    let etcd = Etcd::start();
+    let (cluster, other) = (etcd.cluster(), etcd.cluster());
+    let first = lead(&cluster, "a");
+    let mut store = open(&cluster, &first);
+    cluster.block_on(store.save(large(1))).unwrap();
+    // Its lease is taken from it, as when it was stopped for long; it does not know.
+    put(&other, "/test/leader", "somebody");
+    let delete = other.block_on(
+        other.call(coreward_etcd::clock::Moment::now() + Duration::from_secs(5), |mut client| async move {
+            client.delete("/test/leader", None).await
+        }),
+    );
+    delete.unwrap();
+    let second = lead(&other, "b");
+    let mut successor = open(&other, &second);
+    assert!(first.holds());
+    for parts in [large(2), large(1).into_iter().take(3).collect()] {
+        let refused = cluster.block_on(store.save(parts)).unwrap_err();
+        assert!(matches!(refused, EtcdError::Deposed(_) | EtcdError::Unreachable { .. }), "{refused}");
+    }
+    assert!(!first.holds());
+    assert_eq!(successor.parts(), &large(1));
+    cluster.block_on(successor.save(large(3))).unwrap();
+    assert_eq!(open(&other, &second).parts(), &large(3));
+}
+
+#[test]
+fn a_leader_without_etcd_ends_by_its_own_clock() {
+    let mut etcd = Etcd::start();
+    let cluster = etcd.cluster();
+    let leadership = lead(&cluster, "a");
+    let mut store = open(&cluster, &leadership);
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(leadership.holds(), "its lease is renewed");
+    etcd.process.kill().unwrap();
+    let began = Instant::now();
+    assert!(leadership.holds(), "not at once");
+    let refused = cluster.block_on(store.save(large(1))).unwrap_err();
+    assert!(matches!(refused, EtcdError::Unreachable { .. }), "{refused}");
+    let why = cluster.block_on(leadership.ended());
+    assert!(why.contains("lease"), "{why}");
+    assert!(began.elapsed() < Duration::from_secs(10) && !leadership.holds());
+}
+
+#[test]
+fn others_wait_and_know_who_leads() {
+    let etcd = Etcd::start();
+    let cluster = etcd.cluster();
+    let first = lead(&cluster, "a");
+    let (told, seen) = std::sync::mpsc::channel();
+    let waiting = cluster.clone();
+    let second = cluster.spawn(async move {
+        candidate("b", Duration::from_secs(2)).campaign(waiting, move |now| told.send(now).unwrap()).await
+    });
+    assert_eq!(seen.recv_timeout(Duration::from_secs(10)).unwrap(), Seen::Leader("a".to_owned()));
+    assert!(!second.is_finished());
+    cluster.block_on(first.resign()).unwrap();
+    let second = cluster.block_on(second).unwrap();
+    assert!(second.holds() && !first.holds());
+    let now = cluster.block_on(candidate("c", Duration::from_secs(2)).look(&cluster)).unwrap();
+    assert_eq!(now, Seen::Leader("b".to_owned()));
+}
