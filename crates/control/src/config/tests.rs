@@ -425,10 +425,9 @@ fn the_controllers_own_file() {
     assert_eq!(
         mistakes,
         format!(
-            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `store`, `metrics`, `fleet`, `rss_key_file` (nearest: \
-             `store`)\n\
+            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `store`, `etcd`, `metrics`, `fleet`, \
+             `rss_key_file` (nearest: `store`)\n\
              {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
-             {file}:1:1: key `store`: is missing: expected a path in quotes\n\
              {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
              is a secret\n\
              {file}:3:1: key `alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
@@ -437,4 +436,54 @@ fn the_controllers_own_file() {
              \"fleet.toml\"` names here"
         )
     );
+}
+
+#[test]
+fn what_must_survive_has_exactly_one_place() {
+    let listen = "listen = \"10.1.0.1:7400\"\n";
+    let etcd = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
+    let StorePlace::Etcd(config) = controller(&format!("{listen}{etcd}")).unwrap().store else { panic!("in etcd") };
+    assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
+    assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));
+    assert_eq!((config.advertise, config.tls), ("10.1.0.1:7400".parse().unwrap(), None));
+    let tls =
+        "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
+    let StorePlace::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
+    assert_eq!(config.tls.unwrap().own.unwrap().1, Path::new("/etc/coreward/k.pem"));
+    let cases = [
+        (listen.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
+        (format!("{CONTROLLER}{etcd}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
+        (
+            format!("fleet = \"f.toml\"\n{listen}{etcd}"),
+            "1:9: key `fleet`: several controllers may each have another file",
+        ),
+        (
+            format!("listen = \"0.0.0.0:7400\"\n{etcd}"),
+            "2:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
+        ),
+        (format!("{listen}{etcd}lease = \"2500ms\"\n"), "4:9: key `etcd.lease`: a lease in parts of a second"),
+        (
+            format!("{listen}{etcd}lease = \"1s\"\n"),
+            "4:9: key `etcd.lease`: \"1s\": expected a time with its unit, from",
+        ),
+        (format!("{listen}{etcd}prefix = \"/a/\"\n"), "4:10: key `etcd.prefix`: \"/a/\": expected what all keys"),
+        (
+            format!("{listen}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
+            "3:14: key `etcd.endpoints`: \"10.1.0.5:2379\": expected a member of etcd",
+        ),
+        (
+            format!("{listen}[etcd]\nendpoints = [\"https://a:1\"]\n"),
+            "3:14: key `etcd.endpoints`: https://a:1: expected [etcd.tls] with `ca`",
+        ),
+        (
+            format!("{listen}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
+            "3:28: key `etcd.endpoints`: http://a:1 is named twice",
+        ),
+        (format!("{listen}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
+    ];
+    for (text, message) in cases {
+        let mistakes = controller(&text).unwrap_err();
+        let start = format!("/etc/coreward/controller.toml:{message}");
+        assert!(mistakes.starts_with(&start), "{mistakes}\nexpected: {start}");
+    }
 }
