@@ -120,7 +120,10 @@ impl Controller {
         let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
-        std::fs::write(&config, format!("listen = \"{address}\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n"))?;
+        std::fs::write(
+            &config,
+            format!("listen = \"{address}\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n"),
+        )?;
         let mut text = format!(
             "report_interval = \"{}ms\"\n[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = {:?}\n",
             args.report_interval_ms, args.policy

@@ -5,9 +5,10 @@
 //! * [`records`]: what must survive, and [`store`]: where it does
 //! * [`fleet`]: the two put together, the configuration in force
 //! * [`controller`]: what is known and decided; pure
-//! * [`server`]: the daemon around it
+//! * [`server`]: the daemon around it, and [`api`]: what it answers to people and their programs
 //! * [`show`]: `coreward status` and `coreward explain`
 
+mod api;
 pub mod config;
 pub mod controller;
 pub mod fleet;

@@ -74,6 +74,12 @@ impl Protocol {
 #[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
 pub struct UnknownProtocol(pub String);
 
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 impl FromStr for Protocol {
     type Err = UnknownProtocol;
 
@@ -95,6 +101,23 @@ pub struct ServiceAddress {
 impl fmt::Display for ServiceAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.socket, self.protocol.name())
+    }
+}
+
+/// A text that is no service's address.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
+pub struct UnknownServiceAddress(String);
+
+impl FromStr for ServiceAddress {
+    type Err = UnknownServiceAddress;
+
+    /// As it is shown.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let parsed = text.split_once('/').and_then(|(socket, protocol)| {
+            Some(Self { socket: socket.parse().ok()?, protocol: protocol.parse().ok()? })
+        });
+        parsed.ok_or_else(|| UnknownServiceAddress(text.to_owned()))
     }
 }
 

@@ -18,7 +18,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
 use super::etcd::EtcdFile;
-use super::{DEFAULT_RETIRE_AFTER, ServerState};
+use super::{DEFAULT_API, DEFAULT_RETIRE_AFTER, ServerState};
 
 /// What has moved out of the controller's file.
 const IN_THE_FLEETS_FILE: OldKey =
@@ -31,6 +31,10 @@ table! {
     pub struct ControllerFile {
         /// Address and port for agents, load balancers and the commands that ask.
         pub listen: SocketAddr,
+        /// Address and port for the commands that ask, the dashboard and your own programs (HTTP): a loopback address.
+        pub api: Loopback = Loopback(DEFAULT_API),
+        /// Folder of the API's tokens; without it that of the store, with [etcd] that of this file.
+        pub token_directory: Option<PathBuf>,
         /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or [etcd].
         pub store: Option<PathBuf>,
         /// What must survive is in etcd, and several controllers share it; one of them leads.
@@ -154,6 +158,27 @@ choices!(
     "udp",
     [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
 );
+
+/// An address that only this machine reaches: whatever passes there needs no encryption.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Loopback(pub SocketAddr);
+
+impl Form for Loopback {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let address = written.parse::<SocketAddr>().ok().filter(|address| address.ip().is_loopback());
+            address.map(Loopback).ok_or_else(|| format!("{written:?}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "a loopback address and a port, as \"127.0.0.1:7401\" (tokens would pass a network in clear)".to_owned()
+    }
+
+    fn schema() -> Value {
+        SocketAddr::schema()
+    }
+}
 
 /// The name of a policy that exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,7 +13,7 @@ mod mode;
 #[cfg(test)]
 mod tests;
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -33,6 +33,9 @@ use file::{ControllerFile, FleetFile};
 /// 10 Hz, as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Where the API is.
+pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
+
 /// A cookie lives as long as its connection; a day covers all but the rarest.
 pub const DEFAULT_RETIRE_AFTER: Duration = Duration::from_secs(86_400);
 
@@ -41,6 +44,10 @@ pub const DEFAULT_RETIRE_AFTER: Duration = Duration::from_secs(86_400);
 pub struct ControllerConfig {
     /// Where agents, load balancers and `coreward status` connect to.
     pub listen: SocketAddr,
+    /// Where the HTTP API is.
+    pub api: SocketAddr,
+    /// Where its tokens are.
+    pub token_directory: PathBuf,
     /// Where everything is that must survive.
     pub store: StorePlace,
     /// Where metrics are served for Prometheus; `None`: nowhere.
@@ -73,8 +80,15 @@ impl ControllerConfig {
         source.read_as(|file: ControllerFile, reader| {
             let fleet = file.fleet.as_ref().map(Spanned::span);
             let store = etcd::store_place(file.store, file.etcd, file.listen, fleet, reader)?;
+            let token_directory = match (file.token_directory, &store) {
+                (Some(directory), _) => reader.beside(&directory),
+                (None, StorePlace::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
+                (None, StorePlace::Etcd(_)) => reader.beside(Path::new("")),
+            };
             Some(Self {
                 listen: file.listen,
+                api: file.api.0,
+                token_directory,
                 store,
                 metrics: file.metrics,
                 fleet: file.fleet.map(|path| reader.beside(path.get_ref())),

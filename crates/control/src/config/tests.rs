@@ -425,8 +425,8 @@ fn the_controllers_own_file() {
     assert_eq!(
         mistakes,
         format!(
-            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `store`, `etcd`, `metrics`, `fleet`, \
-             `rss_key_file` (nearest: `store`)\n\
+            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, `etcd`, \
+             `metrics`, `fleet`, `rss_key_file` (nearest: `store`)\n\
              {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
              {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
              is a secret\n\

@@ -20,6 +20,8 @@ pub mod rotation;
 mod rotation_tests;
 pub mod service;
 pub mod status;
+pub mod status_v1;
+pub mod tables;
 #[cfg(test)]
 mod tests;
 pub mod traffic;

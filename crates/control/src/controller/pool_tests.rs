@@ -265,7 +265,7 @@ fn servers_that_load_balancers_stamp_for_need_no_agent() {
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.stamps(server));
     assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
-    assert!(world.controller.keys_status(at(10)).waiting_for.is_empty());
+    assert!(world.controller.keys_status_v1(at(10)).waiting_for.is_empty());
 
     let (address, client) = (told.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 use coreward_wire::v1;
 
 use super::load_balancers::START_GRACE;
@@ -148,7 +149,24 @@ impl Controller {
     }
 
     /// What people are told of the keys.
-    pub fn keys_status(&self, now: Now) -> v1::KeysStatus {
+    pub fn keys(&self, now: Now) -> Keys {
+        let ring = &self.fleet.key_ring;
+        Keys {
+            current: ring.keys.current.get() as u32,
+            current_since_unix_s: ring.current_since.as_secs(),
+            phase: match ring.phase {
+                KeyPhase::Steady => ShownPhase::Steady,
+                KeyPhase::Announced { .. } => ShownPhase::Announced,
+            },
+            generation: ring.generation,
+            waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),
+            shortest_life_s: self.fleet.retire_after.as_secs(),
+            rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
+        }
+    }
+
+    /// The same as gRPC has it.
+    pub fn keys_status_v1(&self, now: Now) -> v1::KeysStatus {
         let ring = &self.fleet.key_ring;
         v1::KeysStatus {
             current: ring.keys.current.get() as u32,

@@ -2,12 +2,15 @@
 
 use std::time::Duration;
 
+use coreward_api::types::{
+    DispatchedService, LoadBalancer, LoadBalancerCounts, LoadBalancerState, Loads, Overview, OverviewLoadBalancer,
+    OverviewServer, OverviewService, RssGroup as ShownGroup, Server, ServerLoads, ServerRss, ServerState,
+    Service as ShownService, Status,
+};
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups};
 use coreward_model::rss::{Rss, RssKey};
-use coreward_wire::address::address_bytes;
-use coreward_wire::v1;
 
 use super::agent::Agent;
 use super::service::Service;
@@ -15,72 +18,145 @@ use super::{Controller, Now};
 use crate::fleet::{FleetServer, Standing};
 
 impl Controller {
-    /// Everything there is to see at this moment.
-    pub fn status(&self, now: Now) -> v1::StatusReply {
-        v1::StatusReply {
+    /// Everything there is to see at this moment; with whole RSS keys where `rss_keys`.
+    pub fn status(&self, rss_keys: bool, now: Now) -> Status {
+        let server = |(id, server): (&ServerId, &FleetServer)| self.server_status(*id, server, rss_keys, now);
+        Status {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
-            services: self.services.iter().map(|service| self.service_status(service, now)).collect(),
-            servers: self.fleet.servers.iter().map(|(id, server)| self.server_status(*id, server, now)).collect(),
-            load_balancers: self.load_balancer_status(now),
-            refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
             accepted_reports: self.accepted,
-            keys: Some(self.keys_status(now)),
+            refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
+            services: self.services.iter().map(|service| self.service_status(service, rss_keys, now)).collect(),
+            servers: self.fleet.servers.iter().map(server).collect(),
+            load_balancers: self.load_balancer_status(now),
+            keys: self.keys(now),
         }
     }
 
-    fn load_balancer_status(&self, now: Now) -> Vec<v1::LoadBalancerStatus> {
+    /// What changes with every report.
+    pub fn loads(&self, now: Now) -> Loads {
+        let nobody = Agent::default();
+        let server = |(id, server): (&ServerId, &FleetServer)| {
+            let agent = self.agent(*id).unwrap_or(&nobody);
+            let newest = agent.newest.as_ref();
+            ServerLoads {
+                name: server.name.clone(),
+                cores: agent
+                    .loads(now)
+                    .unwrap_or_default()
+                    .iter()
+                    .map(|load| (load * 1000.0).round() / 1000.0)
+                    .collect(),
+                open_connections: newest.map_or(0, |newest| newest.open_connections),
+                new_connections: newest.map_or(0, |newest| newest.rss_matched + newest.rss_mismatched),
+            }
+        };
+        let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
+            name: name.clone(),
+            counters: balancer.state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
+        };
+        Loads {
+            at_unix_ms: now.wall.as_millis() as u64,
+            uptime_ms: now.monotonic.as_millis() as u64,
+            servers: self.fleet.servers.iter().map(server).collect(),
+            load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
+        }
+    }
+
+    /// What changes now and then.
+    pub fn overview(&self, now: Now) -> Overview {
+        let nobody = Agent::default();
+        let service = |service: &Service| OverviewService {
+            name: service.fleet().name.clone(),
+            address: service.fleet().address,
+            policy: service.fleet().policy.to_owned(),
+            consistency: service.fleet().mode.consistency.name().to_owned(),
+            servers: self.names(service.fleet().members.keys().copied()),
+            warnings: self.service_warnings(service, &self.pool(service, now)),
+        };
+        let server = |(id, server): (&ServerId, &FleetServer)| {
+            let agent = self.agent(*id).unwrap_or(&nobody);
+            OverviewServer {
+                name: server.name.clone(),
+                id: id.get().into(),
+                address: server.address,
+                state: state(server, agent, now),
+                weight: server.weight.get(),
+                warnings: self.server_warnings(server, agent, now),
+            }
+        };
+        let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
+            name: name.clone(),
+            connected: balancer.is_connected(),
+            alive: balancer.is_alive(now),
+            xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
+            warnings: balancer.state.iter().flat_map(|(state, _)| state.warnings.clone()).collect(),
+        };
+        Overview {
+            configuration_generation: self.fleet.generation,
+            fleet_generation: self.fleet.document.generation,
+            report_interval_ms: self.fleet.report_interval.as_millis() as u32,
+            services: self.services.iter().map(service).collect(),
+            servers: self.fleet.servers.iter().map(server).collect(),
+            load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
+            keys: self.keys(now),
+        }
+    }
+
+    fn load_balancer_status(&self, now: Now) -> Vec<LoadBalancer> {
         self.load_balancers
             .iter()
             .map(|(name, balancer)| {
                 let record = self.fleet.load_balancers.get(name);
-                v1::LoadBalancerStatus {
+                LoadBalancer {
                     name: name.clone(),
-                    state: balancer.state.as_ref().map(|(state, _)| state.clone()),
+                    state: balancer.state.as_ref().map(|(state, _)| LoadBalancerState::from(state)),
                     state_age_ms: balancer.state.as_ref().map_or(0, |(_, at)| milliseconds_since(*at, now)),
                     connected: balancer.is_connected(),
                     alive: balancer.is_alive(now),
                     owner: record.and_then(|record| record.owner).map(|owner| owner.get().into()),
-                    address: record.and_then(|record| record.address).map(address_bytes).unwrap_or_default(),
+                    address: record.and_then(|record| record.address),
                 }
             })
             .collect()
     }
 
-    fn service_status(&self, service: &Service, now: Now) -> v1::ServiceStatus {
+    fn service_status(&self, service: &Service, rss_keys: bool, now: Now) -> ShownService {
         let fleet = service.fleet();
         let pool = self.pool(service, now);
         let table = service.table(now);
-        v1::ServiceStatus {
+        let groups = self.groups(&pool);
+        ShownService {
             name: fleet.name.clone(),
-            address: Some(fleet.address.into()),
+            address: fleet.address,
             policy: fleet.policy.to_owned(),
+            consistency: fleet.mode.consistency.name().to_owned(),
+            timestamps: fleet.mode.timestamps.name().to_owned(),
+            bucket_count: fleet.buckets.get(),
             table_generation: table.map_or(0, |(table, _)| table.generation),
             table_age_ms: table.map_or(0, |(_, age)| age.as_millis() as u32),
             servers: self.names(fleet.members.keys().copied()),
-            rss_groups: self.groups(&pool).into_iter().filter_map(|group| self.group_status(&group)).collect(),
-            bucket_count: fleet.buckets.get(),
+            rss_groups: groups.iter().filter_map(|group| self.group_status(group, rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
-            mode: Some(fleet.mode.into()),
         }
     }
 
-    fn names(&self, ids: impl Iterator<Item = ServerId>) -> Vec<String> {
+    pub(super) fn names(&self, ids: impl Iterator<Item = ServerId>) -> Vec<String> {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
     /// The groups of a pool. The key for a pool in which no RSS is known does not matter: such a group is not shown.
-    fn groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
+    pub(super) fn groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft())
     }
 
-    fn group_status(&self, group: &RssGroup<'_>) -> Option<v1::RssGroupStatus> {
+    fn group_status(&self, group: &RssGroup<'_>, rss_keys: bool) -> Option<ShownGroup> {
         let servers = self.names(group.servers.iter().map(|server| server.id));
-        let (key, key_fingerprint) = (group.key.bytes().to_vec(), group.key.fingerprint());
-        (!servers.is_empty()).then_some(v1::RssGroupStatus { key, servers, key_fingerprint })
+        let (key, key_fingerprint) = (rss_keys.then(|| group.key.to_string()), group.key.fingerprint());
+        (!servers.is_empty()).then_some(ShownGroup { key, key_fingerprint, servers })
     }
 
-    fn service_warnings(&self, service: &Service, pool: &Pool) -> Vec<String> {
+    pub(super) fn service_warnings(&self, service: &Service, pool: &Pool) -> Vec<String> {
         let mut warnings = Vec::new();
         if pool.eligible().next().is_none() {
             warnings.push("no server takes new connections: their first packets are dropped".to_owned());
@@ -116,41 +192,48 @@ impl Controller {
         warnings
     }
 
-    fn server_status(&self, id: ServerId, server: &FleetServer, now: Now) -> v1::ServerStatus {
+    fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
-        let mut status = v1::ServerStatus {
+        let newest = agent.newest.as_ref();
+        let known = agent.rss();
+        let rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
+            source: rss.source.clone(),
+            key: known.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
+            key_fingerprint: known.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
+            indirection_table: known
+                .iter()
+                .flat_map(|rss| rss.indirection_table.queues())
+                .map(|q| (*q).into())
+                .collect(),
+        });
+        Server {
             name: server.name.clone(),
             id: id.get().into(),
-            address: address_bytes(server.address),
-            state: state_name(server, agent, now).to_owned(),
+            address: server.address,
+            state: state(server, agent, now),
             core_load: agent.loads(now).unwrap_or_default().to_vec(),
-            rss: agent.rss.reported.as_ref().map(v1::Rss::from),
-            rss_key_fingerprint: agent.rss().map(|rss| rss.key.fingerprint()).unwrap_or_default(),
+            report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
+            open_connections: newest.map_or(0, |newest| newest.open_connections),
+            rss,
+            rss_matched: newest.map_or(0, |newest| newest.rss_matched),
+            rss_mismatched: newest.map_or(0, |newest| newest.rss_mismatched),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed,
-            ..Default::default()
-        };
-        if let Some(newest) = &agent.newest {
-            status.report_age_ms = milliseconds_since(newest.received, now);
-            status.open_connections = newest.open_connections;
-            status.rss_matched = newest.rss_matched;
-            status.rss_mismatched = newest.rss_mismatched;
-            status.counters = newest.counters.iter().cloned().collect();
-            status.dispatch.clone_from(&newest.dispatch);
+            counters: newest.iter().flat_map(|newest| newest.counters.iter().cloned()).collect(),
+            dispatch: newest.iter().flat_map(|newest| &newest.dispatch).map(DispatchedService::from).collect(),
         }
-        status
     }
 
     /// What the operator says, or else the number of its cores.
-    fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
+    pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
         let cores = || agent.core_count().map(|cores| cores as f64);
         server.capacity.map(Capacity::get).or_else(cores)
     }
 
-    fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {
+    pub(super) fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.load_balancers.cannot_reach(&server.name, now) {
             warnings.push("no load balancer can find its MAC address: it takes no new connections".to_owned());
@@ -170,16 +253,16 @@ fn queues_without_cores(rss: &Rss, cores: usize) -> Option<String> {
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))
 }
 
-fn state_name(server: &FleetServer, agent: &Agent, now: Now) -> &'static str {
+pub(super) fn state(server: &FleetServer, agent: &Agent, now: Now) -> ServerState {
     match server.standing {
-        Standing::Left => "left",
-        Standing::Draining => "draining",
-        Standing::Active if agent.newest.is_none() => "never reported",
-        Standing::Active if agent.is_fresh(now) => "reporting",
-        Standing::Active => "stale",
+        Standing::Left => ServerState::Left,
+        Standing::Draining => ServerState::Draining,
+        Standing::Active if agent.newest.is_none() => ServerState::NeverReported,
+        Standing::Active if agent.is_fresh(now) => ServerState::Reporting,
+        Standing::Active => ServerState::Stale,
     }
 }
 
-fn milliseconds_since(moment: Duration, now: Now) -> u32 {
+pub(super) fn milliseconds_since(moment: Duration, now: Now) -> u32 {
     now.monotonic.saturating_sub(moment).as_millis() as u32
 }

@@ -207,9 +207,11 @@ impl Keeper {
         let mut records = self.records.clone();
         records.apply(&fleet, unix_now(), &mut random())?;
         self.store.save(&records)?;
-        for (key, changed) in
-            [("listen", config.listen != self.config.listen), ("store", config.store != self.config.store)]
-        {
+        for (key, changed) in [
+            ("listen", config.listen != self.config.listen),
+            ("api", config.api != self.config.api),
+            ("store", config.store != self.config.store),
+        ] {
             if changed {
                 tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
             }

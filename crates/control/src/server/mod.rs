@@ -7,11 +7,11 @@
 //! * [`agents`], [`load_balancers`], [`people`]: one kind of caller each
 
 mod agents;
-mod keeper;
+pub(crate) mod keeper;
 mod load_balancers;
 pub mod office;
 mod people;
-mod shared;
+pub(crate) mod shared;
 mod sockets;
 
 use std::net::SocketAddr;
@@ -20,6 +20,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use coreward_api::serve::{Listener, Plain};
+use coreward_api::tokens::Tokens;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
@@ -33,6 +35,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::api;
 use crate::config::etcd::EtcdConfig;
 use crate::config::{ControllerConfig, StorePlace};
 use crate::controller::Controller;
@@ -70,7 +73,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let server = Server::bind(config).await?;
-        tracing::info!("listening on {}", server.address());
+        tracing::info!("listening on {}, the API at http://{}/v1/", server.address(), server.api_address());
         let office = server.office();
         let outcome = coreward_daemon::until_told(server.serve()).await;
         office.resign().await;
@@ -98,6 +101,8 @@ pub struct Server {
     office: Arc<Office>,
     listener: TcpListener,
     address: SocketAddr,
+    api: Listener,
+    tokens: Arc<Tokens>,
 }
 
 /// Where the records are.
@@ -124,7 +129,10 @@ impl Server {
             .await
             .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
         let address = listener.local_addr()?;
-        Ok(Self { path: path.to_owned(), config, place, office: Arc::new(Office::new(cluster)), listener, address })
+        let api = Listener::bind(config.api)?;
+        let tokens = Arc::new(Tokens::open(&config.token_directory)?);
+        let office = Arc::new(Office::new(cluster));
+        Ok(Self { path: path.to_owned(), config, place, office, listener, address, api, tokens })
     }
 
     /// Where it listens (the port that the system chose where `listen` names port 0).
@@ -137,6 +145,11 @@ impl Server {
         self.office.clone()
     }
 
+    /// Where the API listens.
+    pub fn api_address(&self) -> SocketAddr {
+        self.api.address()
+    }
+
     /// Serves for ever.
     ///
     /// # Errors
@@ -144,6 +157,7 @@ impl Server {
     pub async fn serve(self) -> anyhow::Result<()> {
         let asked = self.office.clone();
         endpoint::serve(self.config.metrics, move || asked.metrics())?;
+        let _api = api::serve(self.api, Plain, self.office.clone(), self.tokens)?;
         let service = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))

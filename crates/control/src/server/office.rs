@@ -1,5 +1,6 @@
 //! Who leads. A controller with a store of its own always does; of several on etcd one does, and the others say who.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -25,6 +26,12 @@ use crate::store::StoreError;
 pub struct Leader {
     /// Where daemons reach it.
     pub address: SocketAddr,
+}
+
+impl fmt::Display for Leader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
+    }
 }
 
 /// What this controller is now.

@@ -13,7 +13,7 @@ use crate::controller::explain::{ExplainedPacket, NotExplained};
 /// Everything there is to see.
 pub fn status(shared: &Shared, request: &v1::StatusRequest) -> v1::StatusReply {
     let now = shared.now();
-    let mut reply = shared.controller().status(now);
+    let mut reply = shared.controller().status_v1(now);
     if !request.rss_keys {
         reply.services.iter_mut().flat_map(|service| &mut service.rss_groups).for_each(|group| group.key.clear());
         reply.servers.iter_mut().filter_map(|server| server.rss.as_mut()).for_each(|rss| rss.key.clear());
@@ -73,7 +73,7 @@ pub async fn rotate_keys(shared: &Shared, force: bool) -> Result<v1::KeysStatus,
     let step = step.map_err(|reason| Status::failed_precondition(reason.to_string()))?;
     shared.change(Change::Keys(step)).await.map_err(|error| not_made(&error))?;
     tracing::info!("cookie keys: {}", step.words());
-    Ok(shared.controller().keys_status(now))
+    Ok(shared.controller().keys_status_v1(now))
 }
 
 /// Of a change that is not in force, or of which that is not known.

@@ -133,10 +133,27 @@ impl Shared {
         self.controller.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Everything there is to see; with whole RSS keys where `rss_keys`.
+    pub fn status(&self, rss_keys: bool) -> coreward_api::types::Status {
+        let now = self.now();
+        self.controller().status(rss_keys, now)
+    }
+
+    /// The cookie keys, without the secrets.
+    pub fn keys(&self) -> coreward_api::types::Keys {
+        let now = self.now();
+        self.controller().keys(now)
+    }
+
+    /// Whether tables are made.
+    pub fn is_settled(&self) -> bool {
+        self.settled.load(Ordering::Relaxed)
+    }
+
     /// What Prometheus is told.
     pub fn metrics(&self) -> Page {
         let now = self.now();
-        let status = self.controller().status(now);
+        let status = self.controller().status_v1(now);
         let mut page = parts::begin(Part::Controller);
         parts::status(&mut page, &status, now.wall);
         let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,7 @@
 //! A controller in this process, behind real gRPC over loopback.
 
+#![allow(dead_code, reason = "each test has a copy of its own, and uses a part of it")]
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -32,7 +34,7 @@ impl Home {
 
     pub fn write_controllers_file(&self, more: &str) {
         let store = self.directory.path().join("controller.redb");
-        let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
+        let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
         std::fs::write(self.config(), text).unwrap();
     }
 
@@ -59,14 +61,16 @@ impl Home {
             }
         })
         .await;
-        let address = server.address();
-        Running { address, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+        let (address, api) = (server.address(), server.api_address());
+        Running { address, api, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
     }
 }
 
 /// A controller in a task of its own.
 pub struct Running {
     pub address: SocketAddr,
+    /// Where its HTTP API is.
+    pub api: SocketAddr,
     task: JoinHandle<()>,
 }
 

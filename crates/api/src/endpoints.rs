@@ -1,0 +1,190 @@
+//! What all endpoints have in common. An endpoint is added with the role that it asks for, and that one line gives it
+//! authentication, limits, a timeout, and its place in the OpenAPI document.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{HeaderValue, Uri, header};
+use axum::middleware::{Next, from_fn_with_state, map_response};
+use axum::response::{IntoResponse as _, Response};
+use utoipa::OpenApi as _;
+use utoipa::openapi::path::{Operation, PathItem};
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::{ContentBuilder, OpenApi, Ref, RefOr, Response as DescribedResponse, ResponseBuilder};
+use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
+
+use crate::limits::Limits;
+use crate::problem::PROBLEM_JSON;
+use crate::serve::Peer;
+use crate::tokens::Tokens;
+use crate::{Caller, Problem, ProblemKind, Role};
+
+/// Bytes of a request's body where an endpoint says nothing else.
+pub const SMALL_BODY: usize = 64 << 10;
+/// Bytes of a body with a document of the fleet: 16,384 servers and 1,000 services are about 2 MB.
+pub const DOCUMENT_BODY: usize = 8 << 20;
+/// From a request's first byte to the first one of its answer.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The name of bearer tokens in the OpenAPI document.
+const TOKEN_SCHEME: &str = "token";
+
+/// Who may come in.
+pub struct Guard {
+    tokens: Arc<Tokens>,
+    limits: Limits,
+}
+
+impl Guard {
+    /// Whoever has one of these.
+    pub fn new(tokens: Arc<Tokens>) -> Self {
+        Self { tokens, limits: Limits::default() }
+    }
+
+    /// Who it is that asks: by its token, or else by its certificate.
+    fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
+        let peer = request.extensions().get::<Peer>().copied().unwrap_or_default();
+        let proved = match request.headers().get(header::AUTHORIZATION) {
+            Some(authorization) => self.role_of(authorization),
+            None => peer.certified,
+        };
+        match proved {
+            Some(role) => Ok(Caller { role, address: peer.address }),
+            None => {
+                self.limits.refused(peer.address)?;
+                let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or operator.token \
+                                in the controller's folder)";
+                Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected}")))
+            }
+        }
+    }
+
+    fn role_of(&self, authorization: &HeaderValue) -> Option<Role> {
+        let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
+        // RFC 9110, Sect. 11.1: the scheme's case does not matter.
+        if scheme.eq_ignore_ascii_case("bearer") { self.tokens.role_of(token.trim()) } else { None }
+    }
+}
+
+/// What stands before one endpoint.
+#[derive(Clone)]
+struct Gate {
+    guard: Arc<Guard>,
+    needed: Role,
+}
+
+async fn pass(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
+    let admitted = gate.guard.authenticate(&request).and_then(|caller| {
+        gate.guard.limits.asks(caller, gate.needed == Role::Operator)?;
+        if caller.role < gate.needed {
+            let detail = format!("the token is that of a {}: expected that of an {}", caller.role, gate.needed);
+            return Err(Problem::new(ProblemKind::Forbidden, detail));
+        }
+        Ok(caller)
+    });
+    match admitted {
+        Err(problem) => problem.into_response(),
+        Ok(caller) => {
+            request.extensions_mut().insert(caller);
+            let answer = tokio::time::timeout(PATIENCE, next.run(request)).await;
+            answer.unwrap_or_else(|_| {
+                let detail = format!("no answer within {} s", PATIENCE.as_secs());
+                Problem::new(ProblemKind::Timeout, detail).into_response()
+            })
+        }
+    }
+}
+
+/// All endpoints, and the document that describes them.
+pub struct Endpoints<S> {
+    guard: Arc<Guard>,
+    router: OpenApiRouter<S>,
+}
+
+#[derive(utoipa::OpenApi)]
+#[openapi(components(schemas(Problem)))]
+struct Common;
+
+impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
+    /// None yet.
+    pub fn new(guard: Arc<Guard>, title: &str, description: &str) -> Self {
+        let mut document = Common::openapi();
+        document.info.title = title.to_owned();
+        document.info.description = Some(description.to_owned());
+        document.info.version = env!("CARGO_PKG_VERSION").to_owned();
+        let token = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
+            "The token of a role: the files viewer.token and operator.token (`token_directory` of the controller)",
+        ));
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme(TOKEN_SCHEME, SecurityScheme::Http(token.build()));
+        Self { guard, router: OpenApiRouter::with_openapi(document) }
+    }
+
+    /// Adds an endpoint (`routes!(handler)`) for callers with this role.
+    pub fn add(self, needed: Role, routes: UtoipaMethodRouter<S>) -> Self {
+        self.add_with_body(needed, SMALL_BODY, routes)
+    }
+
+    /// The same, for bodies of up to so many bytes.
+    pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
+        let (schemas, mut paths, router) = routes;
+        paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
+        let gate = Gate { guard: self.guard.clone(), needed };
+        let router = router.layer(DefaultBodyLimit::max(body)).route_layer(from_fn_with_state(gate, pass));
+        self.router = self.router.routes((schemas, paths, router));
+        self
+    }
+
+    /// What serves them, and the document.
+    pub fn into_parts(self) -> (Router<S>, OpenApi) {
+        let (router, document) = self.router.split_for_parts();
+        let router = router
+            .fallback(async |uri: Uri| Problem::not_found("path", uri.path()))
+            .method_not_allowed_fallback(async || {
+                Problem::new(ProblemKind::MethodNotAllowed, "expected one of the methods in `Allow`")
+            })
+            .layer(map_response(with_common_headers));
+        (router, document)
+    }
+}
+
+/// Nothing is kept by browsers or proxies, or taken for something else than it says.
+async fn with_common_headers(mut response: Response) -> Response {
+    let headers = response.headers_mut();
+    headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
+    [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().flatten()
+}
+
+/// What the document says of every operation beside what its handler says: whom it is for, and which errors any can have.
+fn describe(operation: &mut Operation, needed: Role) {
+    // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the roles that are needed.
+    operation.security = Some(vec![SecurityRequirement::new(TOKEN_SCHEME, [needed.name()])]);
+    let mut errors = vec![
+        ("400", "The request cannot be understood"),
+        ("401", "No valid token"),
+        ("403", "This role may not do that"),
+        ("408", "The request took too long"),
+        ("429", "Too many requests"),
+        ("500", "The controller failed"),
+        ("503", "Another controller leads"),
+    ];
+    if operation.request_body.is_some() {
+        errors.extend([("413", "The body is too large"), ("415", "The body is no JSON")]);
+    }
+    let responses = &mut operation.responses.responses;
+    for (status, description) in errors {
+        responses.entry(status.to_owned()).or_insert_with(|| problem_response(description));
+    }
+}
+
+/// An answer that is a [`Problem`].
+fn problem_response(description: &str) -> RefOr<DescribedResponse> {
+    let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
+    RefOr::T(ResponseBuilder::new().description(description).content(PROBLEM_JSON, content).build())
+}

@@ -1,0 +1,107 @@
+//! How often each may ask.
+
+use std::net::{IpAddr, Ipv6Addr};
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use governor::clock::{Clock as _, MonotonicClock};
+use governor::middleware::NoOpMiddleware;
+use governor::state::keyed::DashMapStateStore;
+use governor::{Quota, RateLimiter};
+
+use crate::{Caller, Problem, ProblemKind};
+
+type Limiter<K> = RateLimiter<
+    K,
+    DashMapStateStore<K>,
+    MonotonicClock,
+    NoOpMiddleware<<MonotonicClock as governor::clock::Clock>::Instant>,
+>;
+
+/// Requests that read: a dashboard, a few scripts. Per second, for each role and address.
+const READS: NonZeroU32 = NonZeroU32::new(200).unwrap();
+/// Requests that only an operator may send, per second for each address.
+const WRITES: NonZeroU32 = NonZeroU32::new(20).unwrap();
+/// Requests without a valid token, per second for each address.
+const REFUSALS: NonZeroU32 = NonZeroU32::new(10).unwrap();
+/// So many at once, as a multiple of the rate.
+const BURST: u32 = 5;
+/// When that many are known, those that have not asked for a while are forgotten.
+const KNOWN: usize = 4096;
+
+/// All limits.
+pub struct Limits {
+    clock: MonotonicClock,
+    reads: Limiter<Caller>,
+    writes: Limiter<Caller>,
+    refusals: Limiter<IpAddr>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        let clock = MonotonicClock;
+        let quota = |rate: NonZeroU32| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_FACTOR));
+        Self {
+            reads: RateLimiter::new(quota(READS), DashMapStateStore::default(), clock.clone()),
+            writes: RateLimiter::new(quota(WRITES), DashMapStateStore::default(), clock.clone()),
+            refusals: RateLimiter::new(quota(REFUSALS), DashMapStateStore::default(), clock.clone()),
+            clock,
+        }
+    }
+}
+
+const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
+
+impl Limits {
+    /// One who has proved who it is asks.
+    pub fn asks(&self, caller: Caller, writes: bool) -> Result<(), Problem> {
+        let caller = Caller { address: network(caller.address), ..caller };
+        self.check(if writes { &self.writes } else { &self.reads }, &caller)
+    }
+
+    /// One who has not.
+    pub fn refused(&self, address: IpAddr) -> Result<(), Problem> {
+        self.check(&self.refusals, &network(address))
+    }
+
+    fn check<K: std::hash::Hash + Eq + Clone>(&self, limiter: &Limiter<K>, key: &K) -> Result<(), Problem> {
+        if limiter.len() > KNOWN {
+            limiter.retain_recent();
+        }
+        limiter.check_key(key).map_err(|not_yet| too_many(not_yet.wait_time_from(self.clock.now())))
+    }
+}
+
+fn too_many(wait: Duration) -> Problem {
+    let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
+    Problem::new(ProblemKind::TooManyRequests, format!("too many requests: expected none within {seconds} s"))
+        .retry_after(seconds)
+}
+
+/// One host may have all addresses of an IPv6 network of 64 bits.
+fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX))),
+        v4 => v4,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Role;
+
+    #[test]
+    fn who_asks_too_often_is_told_when_to_come_back() {
+        let limits = Limits::default();
+        let caller = |last: u16, role| Caller { role, address: Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last).into() };
+        let burst = WRITES.get() * BURST;
+        // Another address of the same network does not help.
+        let outcome = (0..=burst as u16 + 5).map(|n| limits.asks(caller(n, Role::Operator), true));
+        let problem = outcome.filter_map(Result::err).next_back().unwrap();
+        assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
+        assert!(limits.asks(caller(1, Role::Operator), false).is_ok());
+        assert!(limits.asks(caller(1, Role::Viewer), true).is_ok());
+        assert!(limits.refused("10.0.0.1".parse().unwrap()).is_ok());
+    }
+}

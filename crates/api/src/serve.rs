@@ -1,0 +1,161 @@
+//! Connections: HTTP/1.1 on a thread of its own, so that a large answer or a crowd of askers never makes tables late.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, oneshot};
+
+use crate::Role;
+
+/// At a time; others wait in the system's queue.
+const CONNECTIONS: usize = 512;
+/// To the end of a request's headers, from the connection or from the last answer on.
+const HEADERS_PATIENCE: Duration = Duration::from_secs(10);
+const HEADERS_LIMIT: usize = 32 << 10;
+/// Who takes nothing of an answer for so long is let go.
+const WRITE_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Who is at the other end of a connection; every request carries it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Its address.
+    pub address: IpAddr,
+    /// The role that its certificate proves.
+    pub certified: Option<Role>,
+}
+
+impl Default for Peer {
+    fn default() -> Self {
+        Self { address: IpAddr::V4(Ipv4Addr::UNSPECIFIED), certified: None }
+    }
+}
+
+/// Makes a connection safe before the first request.
+pub trait Acceptor: Clone + Send + Sync + 'static {
+    /// What requests come from.
+    type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
+
+    /// The connection, and the role that the peer has proved with it. Given up after ten seconds.
+    fn accept(&self, stream: TcpStream) -> impl Future<Output = io::Result<(Self::Stream, Option<Role>)>> + Send;
+}
+
+/// As it is.
+#[derive(Debug, Clone, Copy)]
+pub struct Plain;
+
+impl Acceptor for Plain {
+    type Stream = TcpStream;
+
+    async fn accept(&self, stream: TcpStream) -> io::Result<(TcpStream, Option<Role>)> {
+        Ok((stream, None))
+    }
+}
+
+/// A socket that listens.
+pub struct Listener {
+    listener: std::net::TcpListener,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// # Errors
+    /// When the address cannot be listened on.
+    pub fn bind(wanted: SocketAddr) -> anyhow::Result<Self> {
+        let expected = "expected a free port and an address of this host (`api`)";
+        let listener =
+            std::net::TcpListener::bind(wanted).with_context(|| format!("cannot listen on {wanted}: {expected}"))?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        Ok(Self { listener, address })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until the answer is dropped; `beside` runs on the same thread.
+    ///
+    /// # Errors
+    /// When there can be no more threads.
+    pub fn serve(
+        self,
+        acceptor: impl Acceptor,
+        router: Router,
+        beside: impl Future<Output = ()> + Send + 'static,
+    ) -> anyhow::Result<Serving> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (alive, mut dropped) = oneshot::channel();
+        let serve = move || {
+            runtime.block_on(async move {
+                let listener = match tokio::net::TcpListener::from_std(self.listener) {
+                    Ok(listener) => listener,
+                    Err(error) => return tracing::error!("the API is not served: {error}"),
+                };
+                tokio::select! {
+                    _ = &mut dropped => {}
+                    () = accept(listener, acceptor, router) => {}
+                    () = beside => {}
+                }
+            });
+        };
+        std::thread::Builder::new().name("api".to_owned()).spawn(serve)?;
+        Ok(Serving { _alive: alive })
+    }
+}
+
+/// Ends the serving when it is dropped.
+pub struct Serving {
+    _alive: oneshot::Sender<std::convert::Infallible>,
+}
+
+async fn accept(listener: tokio::net::TcpListener, acceptor: impl Acceptor, router: Router) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let (stream, address) = match listener.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                // Out of files, for one: others need time to end.
+                tracing::warn!("API: {error}");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let (acceptor, router) = (acceptor.clone(), router.clone());
+        tokio::spawn(async move {
+            if let Err(error) = connection(stream, address.ip(), acceptor, router).await {
+                tracing::debug!("API: {address}: {error}");
+            }
+            drop(place);
+        });
+    }
+}
+
+async fn connection(
+    stream: TcpStream,
+    address: IpAddr,
+    acceptor: impl Acceptor,
+    router: Router,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    stream.set_nodelay(true)?;
+    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(WRITE_PATIENCE))?;
+    let (stream, certified) = tokio::time::timeout(HEADERS_PATIENCE, acceptor.accept(stream)).await??;
+    let router = router.layer(axum::Extension(Peer { address, certified }));
+    http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADERS_PATIENCE)
+        .max_buf_size(HEADERS_LIMIT)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .await?;
+    Ok(())
+}

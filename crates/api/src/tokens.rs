@@ -1,0 +1,147 @@
+//! Bearer tokens: one for each role, in files of the controller that only their owner can read.
+
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{PoisonError, RwLock};
+
+use anyhow::{Context as _, anyhow, ensure};
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use coreward_config::{Secret, read_secret};
+use rand::rand_core::{TryRng as _, UnwrapErr};
+use rand::rngs::SysRng;
+use subtle::ConstantTimeEq as _;
+
+use crate::Role;
+
+/// Random bytes of a token that is drawn.
+const TOKEN_BYTES: usize = 32;
+/// A token that somebody wrote has at least so many characters.
+const SHORTEST: usize = 32;
+
+/// Where the token of a role is kept.
+pub fn token_file(directory: &Path, role: Role) -> PathBuf {
+    directory.join(format!("{role}.token"))
+}
+
+/// The tokens of all roles.
+#[derive(Debug)]
+pub struct Tokens {
+    directory: PathBuf,
+    tokens: RwLock<Vec<(Role, Secret<String>)>>,
+}
+
+impl Tokens {
+    /// Reads the tokens in this folder; those that are missing are drawn and written.
+    ///
+    /// # Errors
+    /// When a file cannot be read or written, others than its owner can read it, or what it holds is no token.
+    pub fn open(directory: &Path) -> anyhow::Result<Self> {
+        let tokens = Self { directory: directory.to_owned(), tokens: RwLock::default() };
+        tokens.reload()?;
+        Ok(tokens)
+    }
+
+    /// Reads the files again. On an error the old tokens stay valid.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn reload(&self) -> anyhow::Result<()> {
+        let read = |role| read_or_draw(&token_file(&self.directory, role)).map(|token| (role, token));
+        let tokens = Role::ALL.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
+        ensure!(
+            tokens[0].1.expose() != tokens[1].1.expose(),
+            "the roles' tokens in {} are the same: expected one for each",
+            self.directory.display()
+        );
+        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = tokens;
+        Ok(())
+    }
+
+    /// The role that has this token. How long that takes does not depend on where they differ.
+    pub fn role_of(&self, token: &str) -> Option<Role> {
+        let tokens = self.tokens.read().unwrap_or_else(PoisonError::into_inner);
+        let same = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
+        tokens.iter().find(same).map(|(role, _)| *role)
+    }
+}
+
+fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
+    if !path.exists() {
+        let mut bytes = [0; TOKEN_BYTES];
+        let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
+        write_new(path, &URL_SAFE_NO_PAD.encode(bytes))
+            .with_context(|| format!("{}: the token cannot be written", path.display()))?;
+        tracing::info!("a new token is in {}", path.display());
+    }
+    let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
+    // RFC 6750, Sect. 2.1.
+    let allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
+    ensure!(
+        text.len() >= SHORTEST && text.chars().all(allowed),
+        "{} holds no token: expected at least {SHORTEST} characters out of A-Z a-z 0-9 - . _ ~ + / = (without the file a new \
+         one is drawn)",
+        path.display()
+    );
+    Ok(Secret::new(text))
+}
+
+/// All of it or nothing, also when the machine stops in between.
+fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
+    let unfinished = path.with_extension("new");
+    let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
+    writeln!(file, "{token}")?;
+    file.sync_all()?;
+    std::fs::rename(&unfinished, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn tokens_are_drawn_once_and_kept_secret() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = directory.path();
+        let tokens = Tokens::open(store).unwrap();
+        let [viewer, operator] = Role::ALL.map(|role| {
+            let path = token_file(store, role);
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+            std::fs::read_to_string(path).unwrap().trim().to_owned()
+        });
+        assert_ne!(viewer, operator);
+        assert_eq!(viewer.len(), 43);
+        for tokens in [tokens, Tokens::open(store).unwrap()] {
+            assert_eq!(tokens.role_of(&viewer), Some(Role::Viewer));
+            assert_eq!(tokens.role_of(&operator), Some(Role::Operator));
+            assert_eq!(tokens.role_of(&operator[1..]), None);
+            assert_eq!(tokens.role_of(""), None);
+            assert!(!format!("{tokens:?}").contains(&viewer));
+        }
+    }
+
+    #[test]
+    fn what_is_no_token_is_refused_and_the_old_one_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = directory.path();
+        let tokens = Tokens::open(store).unwrap();
+        let path = token_file(store, Role::Operator);
+        let old = std::fs::read_to_string(&path).unwrap();
+        for (wrong, expected) in [("short", "expected at least 32"), (&"ä".repeat(40), "expected at least 32")] {
+            std::fs::write(&path, wrong).unwrap();
+            let error = tokens.reload().unwrap_err().to_string();
+            assert!(error.contains(expected) && !error.contains(wrong), "{error}");
+        }
+        assert_eq!(tokens.role_of(old.trim()), Some(Role::Operator));
+        std::fs::copy(token_file(store, Role::Viewer), &path).unwrap();
+        assert!(tokens.reload().unwrap_err().to_string().contains("expected one for each"));
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(tokens.reload().unwrap_err().to_string().contains("chmod 600"));
+        std::fs::remove_file(&path).unwrap();
+        tokens.reload().unwrap();
+        assert_eq!(tokens.role_of(old.trim()), None);
+    }
+}

@@ -1,0 +1,185 @@
+//! Where a packet goes, and why.
+
+use std::borrow::Cow;
+use std::net::{IpAddr, SocketAddr};
+
+use coreward_model::tuple::Protocol;
+use serde::{Deserialize, Serialize};
+use utoipa::openapi::{ObjectBuilder, RefOr, Schema, Type};
+use utoipa::{IntoParams, PartialSchema, ToSchema};
+
+/// Packets of one request.
+pub const MAX_EXPLAINED: usize = 1000;
+
+/// What a packet is to the connection that it belongs to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum PacketKind {
+    /// It opens the connection.
+    #[default]
+    First,
+    /// It belongs to one that there is.
+    Established,
+    /// A reset of one that there is.
+    Reset,
+}
+
+/// One packet to a service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct Explain {
+    /// VIP and port of the service.
+    #[param(value_type = Socket, inline, example = "10.200.0.1:80")]
+    pub vip: SocketAddr,
+    /// What the service speaks.
+    #[serde(default = "tcp", with = "super::serde_text")]
+    #[param(value_type = Option<SpokenProtocol>, inline)]
+    pub protocol: Protocol,
+    /// Address and port of the client.
+    #[param(value_type = Socket, inline, example = "192.0.2.7:40312")]
+    pub client: SocketAddr,
+    /// What it is to its connection.
+    #[serde(default)]
+    #[param(value_type = Option<PacketKind>, inline)]
+    pub packet: PacketKind,
+    /// What a packet that is not the first one echoes (TSecr, `ecr` in tcpdump); absent: it has no timestamps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[param(value_type = Option<u32>, maximum = 4294967295_u32)]
+    pub echo: Option<u32>,
+}
+
+fn tcp() -> Protocol {
+    Protocol::Tcp
+}
+
+/// For the schema: an IPv4 address and a port from 1 on.
+pub struct Socket;
+
+impl PartialSchema for Socket {
+    fn schema() -> RefOr<Schema> {
+        let octet = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
+        let port = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])";
+        let pattern = format!("^({octet}\\.){{3}}{octet}:{port}$");
+        ObjectBuilder::new().schema_type(Type::String).pattern(Some(pattern)).into()
+    }
+}
+
+impl ToSchema for Socket {
+    fn name() -> Cow<'static, str> {
+        Cow::Borrowed("Socket")
+    }
+}
+
+/// For the schema: the names of [`Protocol`].
+pub struct SpokenProtocol;
+
+impl PartialSchema for SpokenProtocol {
+    fn schema() -> RefOr<Schema> {
+        let names = Protocol::ALL.map(Protocol::name);
+        ObjectBuilder::new().schema_type(Type::String).enum_values(Some(names)).into()
+    }
+}
+
+impl ToSchema for SpokenProtocol {
+    fn name() -> Cow<'static, str> {
+        Cow::Borrowed("Protocol")
+    }
+}
+
+/// Where it goes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Explanation {
+    /// Name of the service.
+    pub service: String,
+    /// Its policy.
+    pub policy: String,
+    /// The newest table.
+    pub table_generation: u64,
+    /// What the connection meets on each server of the pool.
+    pub servers: Vec<ExplainedServer>,
+    /// Null: no server is eligible, or a load balancer decides by state of its own (`reason` says).
+    pub chosen_server: Option<String>,
+    /// Why, in one sentence.
+    pub reason: String,
+}
+
+/// What the connection meets on one server.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ExplainedServer {
+    /// Its name.
+    pub name: String,
+    /// Its id.
+    pub id: u32,
+    /// Toeplitz hash under this server's RSS key; null when its RSS is not known.
+    pub hash: Option<u32>,
+    /// The hash's bucket.
+    pub bucket: Option<u32>,
+    /// The core that the server's NIC picks.
+    pub core: Option<u32>,
+    /// That core's load now, in fractions of its capacity.
+    pub core_load: Option<f64>,
+    /// Whether the server takes new connections.
+    pub eligible: bool,
+}
+
+/// Packets as a capture has them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExplainPackets {
+    /// At most 1,000.
+    #[schema(max_items = 1000)]
+    pub packets: Vec<PacketQuestion>,
+}
+
+/// A packet on its way, to a service or from one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PacketQuestion {
+    /// What it speaks.
+    #[serde(with = "super::serde_text")]
+    #[schema(value_type = SpokenProtocol, inline)]
+    pub protocol: Protocol,
+    /// Where it came from.
+    #[schema(value_type = String, format = Ipv4)]
+    pub source_address: IpAddr,
+    /// And its port.
+    pub source_port: u16,
+    /// Where it went.
+    #[schema(value_type = String, format = Ipv4)]
+    pub destination_address: IpAddr,
+    /// And its port.
+    pub destination_port: u16,
+    /// What it is to its connection.
+    pub packet: PacketKind,
+    /// TSval; absent or null: it has no timestamps.
+    #[serde(default)]
+    #[schema(maximum = 4294967295_u32)]
+    pub timestamp: Option<u32>,
+    /// TSecr; the same.
+    #[serde(default)]
+    #[schema(maximum = 4294967295_u32)]
+    pub echo: Option<u32>,
+}
+
+/// Where packets go.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Explanations {
+    /// One for each packet of the question; null: it is neither to nor from a service, or says nothing (an answer without
+    /// timestamps).
+    #[schema(value_type = Vec<Option<PacketExplanation>>)]
+    pub packets: Vec<Option<PacketExplanation>>,
+}
+
+/// Where a packet goes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PacketExplanation {
+    /// Name of the service.
+    pub service: String,
+    /// Whether it is to the service. Of one from it the server is named that stamped it.
+    pub to_service: bool,
+    /// Null: not known here (`reason` says).
+    pub server: Option<String>,
+    /// Why, in one sentence.
+    pub reason: String,
+}

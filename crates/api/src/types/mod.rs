@@ -1,0 +1,63 @@
+//! The API's documents. Addresses and keys are written as people write them.
+
+mod events;
+mod explain;
+mod fleet;
+mod keys;
+mod loads;
+mod serde_text;
+mod status;
+mod tables;
+mod wire;
+
+pub use events::{Event, EventKind, Events, EventsQuery, Severity};
+pub use explain::{
+    Explain, ExplainPackets, ExplainedServer, Explanation, Explanations, MAX_EXPLAINED, PacketExplanation, PacketKind,
+    PacketQuestion,
+};
+pub use fleet::{Check, Checked, Fleet, FleetApplied, FleetChange, NewFleet};
+pub use keys::{KeyPhase, Keys, RotateKeys};
+pub use loads::{
+    LoadBalancerCounts, Loads, Overview, OverviewLoadBalancer, OverviewServer, OverviewService, ServerLoads,
+};
+pub use status::{
+    DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, RssGroup, Server, ServerClock,
+    ServerRss, ServerState, Servers, Service, Services, Status, StatusQuery,
+};
+pub use tables::{Candidate, Member, Table, TableSummary, Tables};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Whole numbers in requests: what JSON programs agree on (RFC 8259, Sect. 6).
+pub const MAX_INTEGER: u64 = (1 << 53) - 1;
+
+/// Which controller this is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Version {
+    /// Of the program.
+    pub version: String,
+    /// Of the API.
+    pub api: String,
+}
+
+/// Whether the controller does its work.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Health {
+    /// What it does.
+    pub state: HealthState,
+    /// Where daemons reach the controller that leads, where another one does; null: this one does, or none.
+    pub leader: Option<String>,
+}
+
+/// What a controller does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum HealthState {
+    /// After a restart it waits for the agents; load balancers keep the tables that they have.
+    Settling,
+    /// It makes tables.
+    Ready,
+    /// Another controller leads, or none.
+    Following,
+}

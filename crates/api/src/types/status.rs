@@ -1,0 +1,296 @@
+//! Services, servers, load balancers, as the controller sees them.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+
+use coreward_model::ServiceAddress;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+use super::{Keys, serde_text};
+
+/// How much is to be seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct StatusQuery {
+    /// With whole RSS keys, for operators only: who knows one can aim at a core. Otherwise only their fingerprints.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    pub rss_keys: bool,
+}
+
+/// Everything there is to see.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Status {
+    /// Grows with every change of what parts of the fleet must know.
+    pub configuration_generation: u64,
+    /// Time between two reports of an agent, and between two tables.
+    pub report_interval_ms: u32,
+    /// Reports taken.
+    pub accepted_reports: u64,
+    /// Reports refused, by reason.
+    pub refused_reports: BTreeMap<String, u64>,
+    /// In the order of the fleet's document.
+    pub services: Vec<Service>,
+    /// Those in the fleet's document, and those that left but may still have connections.
+    pub servers: Vec<Server>,
+    /// Those that are connected or may come back.
+    pub load_balancers: Vec<LoadBalancer>,
+    /// The cookie keys, without the secrets.
+    pub keys: Keys,
+}
+
+/// All services.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Services {
+    /// In the order of the fleet's document.
+    pub services: Vec<Service>,
+}
+
+/// All servers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Servers {
+    /// Those in the fleet's document, and those that left but may still have connections.
+    pub servers: Vec<Server>,
+}
+
+/// All load balancers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LoadBalancers {
+    /// Those that are connected or may come back.
+    pub load_balancers: Vec<LoadBalancer>,
+}
+
+/// A service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Service {
+    /// Its name.
+    pub name: String,
+    /// VIP, port and protocol.
+    #[serde(with = "serde_text")]
+    #[schema(value_type = String, example = "10.200.0.1:80/tcp")]
+    pub address: ServiceAddress,
+    /// Where new connections go.
+    pub policy: String,
+    /// How packets find the server of their connection.
+    pub consistency: String,
+    /// Who stamps cookies: "server", "lb" or "off".
+    pub timestamps: String,
+    /// Number of its buckets.
+    pub bucket_count: u32,
+    /// Of the newest table; 0: none yet.
+    pub table_generation: u64,
+    /// How old that is.
+    pub table_age_ms: u32,
+    /// Names of its pool, and of those that left it.
+    pub servers: Vec<String>,
+    /// Servers whose NICs hash alike.
+    pub rss_groups: Vec<RssGroup>,
+    /// What the operator should know, in words.
+    pub warnings: Vec<String>,
+}
+
+/// Servers whose NICs hash alike.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RssGroup {
+    /// As `ethtool -x` prints it; null: not asked for.
+    pub key: Option<String>,
+    /// Tells keys apart, and tells nothing of them.
+    pub key_fingerprint: String,
+    /// Their names.
+    pub servers: Vec<String>,
+}
+
+/// A server.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Server {
+    /// Its name.
+    pub name: String,
+    /// What cookies carry.
+    pub id: u32,
+    /// Where load balancers reach it.
+    #[schema(value_type = String)]
+    pub address: IpAddr,
+    /// How it stands.
+    pub state: ServerState,
+    /// Smoothed load of each core, in fractions of its capacity; empty: not known.
+    pub core_load: Vec<f64>,
+    /// Of its newest report.
+    pub report_age_ms: u32,
+    /// Open TCP connections.
+    pub open_connections: u32,
+    /// What its NIC says; null: not known.
+    pub rss: Option<ServerRss>,
+    /// SYNs that arrived on the predicted receive queue.
+    pub rss_matched: u64,
+    /// And on another one.
+    pub rss_mismatched: u64,
+    /// What the operator should know, in words.
+    pub warnings: Vec<String>,
+    /// Its part of new connections.
+    pub weight: u32,
+    /// What the configuration says, or cores that report; 0: not known.
+    pub capacity: f64,
+    /// Of the newest configuration that its agent has confirmed; 0: none.
+    pub configuration_generation: u64,
+    /// Of its programs, by name.
+    pub counters: BTreeMap<String, u64>,
+    /// UDP services whose requests are dispatched there.
+    pub dispatch: Vec<DispatchedService>,
+}
+
+/// How a server stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum ServerState {
+    /// Its reports come.
+    Reporting,
+    /// Its newest report is too old: it counts as average.
+    Stale,
+    /// It has no agent, or that has not come yet: it counts as average.
+    #[serde(rename = "never reported")]
+    NeverReported,
+    /// It keeps what it has.
+    Draining,
+    /// The same, and it is in the fleet's document no more.
+    Left,
+}
+
+impl ServerState {
+    /// All of them.
+    pub const ALL: [ServerState; 5] = [Self::Reporting, Self::Stale, Self::NeverReported, Self::Draining, Self::Left];
+
+    /// As it is shown.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reporting => "reporting",
+            Self::Stale => "stale",
+            Self::NeverReported => "never reported",
+            Self::Draining => "draining",
+            Self::Left => "left",
+        }
+    }
+}
+
+impl fmt::Display for ServerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A server's receive-side scaling.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ServerRss {
+    /// "ethtool" or "testbed emulation".
+    pub source: String,
+    /// As `ethtool -x` prints it; null: not known, or not asked for.
+    pub key: Option<String>,
+    /// Tells keys apart, and tells nothing of them; empty: not known.
+    pub key_fingerprint: String,
+    /// Receive queue per entry.
+    pub indirection_table: Vec<u32>,
+}
+
+/// What `coreward dispatch --status` says of a service; counts are absolute.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DispatchedService {
+    /// Address and port.
+    pub listen: String,
+    /// Who gets a request.
+    pub policy: String,
+    /// Its workers.
+    pub workers: Vec<DispatchedWorker>,
+    /// Of the whole service, by name.
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// A worker of a dispatched service.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DispatchedWorker {
+    /// Its slot.
+    pub worker: u32,
+    /// Its process.
+    pub pid: u32,
+    /// Requests without a response so far.
+    pub outstanding: u32,
+    /// The work expected of them (us).
+    pub outstanding_work_us: f64,
+    /// Datagrams that waited in its queue at the last look.
+    pub queued: u32,
+    /// Requests that it got.
+    pub dispatched: u64,
+    /// Of these, answered.
+    pub completed: u64,
+    /// Of these, given up: without a response, dropped, or their worker died.
+    pub repaired: u64,
+    /// Datagrams that its full receive buffer dropped.
+    pub dropped: u64,
+    /// Whether it gets requests.
+    pub eligible: bool,
+}
+
+/// A load balancer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LoadBalancer {
+    /// Its name.
+    pub name: String,
+    /// What it last said; null: nothing since it connected.
+    pub state: Option<LoadBalancerState>,
+    /// How long ago.
+    pub state_age_ms: u32,
+    /// Whether its stream is open.
+    pub connected: bool,
+    /// Whether it was heard of in the last two seconds.
+    pub alive: bool,
+    /// What cookies call its connection table; null: it has none.
+    pub owner: Option<u32>,
+    /// Where other load balancers reach it; null: nowhere.
+    #[schema(value_type = Option<String>)]
+    pub address: Option<IpAddr>,
+}
+
+/// What a load balancer says of itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LoadBalancerState {
+    /// Generation of the table in force, per service.
+    pub table_generations: BTreeMap<String, u64>,
+    /// Servers whose MAC address it does not know.
+    pub unresolved_servers: Vec<String>,
+    /// What became of packets (enum lb_counter).
+    pub counters: BTreeMap<String, u64>,
+    /// "native" or "generic".
+    pub xdp_mode: String,
+    /// Of the newest configuration that is in force; 0: none yet.
+    pub configuration_generation: u64,
+    /// What happened to packets beside that (enum lb_event).
+    pub events: BTreeMap<String, u64>,
+    /// Connections in its connection table.
+    pub connections: u64,
+    /// Load balancers whose MAC address it does not know.
+    pub unresolved_load_balancers: Vec<String>,
+    /// Of servers whose answers it stamps.
+    pub server_clocks: Vec<ServerClock>,
+    /// What is wrong with its machine, in words.
+    pub warnings: Vec<String>,
+}
+
+/// What a load balancer that stamps has seen of a server's clock, since it knows the server's address.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ServerClock {
+    /// Name of the service.
+    pub service: String,
+    /// Name of the server.
+    pub server: String,
+    /// "known", "learning", "unseen", "no-timestamps" or "differs".
+    pub state: String,
+    /// SYN-ACKs seen.
+    pub syn_acks: u64,
+    /// Of these, with timestamps.
+    pub with_timestamps: u64,
+    /// Of these, those that did not show the clock of the one before.
+    pub disagreed: u64,
+    /// Why its connections are not stamped, and what was expected; null: they are, or it is too early to tell.
+    pub problem: Option<String>,
+}

@@ -1,0 +1,71 @@
+//! What parts of the fleet say of themselves, as the API says it.
+
+use std::collections::{BTreeMap, HashMap};
+
+use coreward_wire::v1;
+
+use super::{DispatchedService, DispatchedWorker, LoadBalancerState, ServerClock};
+
+/// Always in the same order.
+fn sorted(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
+    counts.iter().map(|(name, count)| (name.clone(), *count)).collect()
+}
+
+impl From<&v1::DispatchedService> for DispatchedService {
+    fn from(service: &v1::DispatchedService) -> Self {
+        Self {
+            listen: service.listen.clone(),
+            policy: service.policy.clone(),
+            workers: service.workers.iter().map(DispatchedWorker::from).collect(),
+            counters: sorted(&service.counters),
+        }
+    }
+}
+
+impl From<&v1::DispatchedWorker> for DispatchedWorker {
+    fn from(worker: &v1::DispatchedWorker) -> Self {
+        Self {
+            worker: worker.worker,
+            pid: worker.pid,
+            outstanding: worker.outstanding,
+            outstanding_work_us: worker.outstanding_work_ns as f64 / 1e3,
+            queued: worker.queued,
+            dispatched: worker.dispatched,
+            completed: worker.completed,
+            repaired: worker.repaired,
+            dropped: worker.dropped,
+            eligible: worker.eligible,
+        }
+    }
+}
+
+impl From<&v1::LoadBalancerState> for LoadBalancerState {
+    fn from(state: &v1::LoadBalancerState) -> Self {
+        Self {
+            table_generations: sorted(&state.table_generations),
+            unresolved_servers: state.unresolved_servers.clone(),
+            counters: sorted(&state.counters),
+            xdp_mode: state.xdp_mode.clone(),
+            configuration_generation: state.configuration_generation,
+            events: sorted(&state.events),
+            connections: state.connections,
+            unresolved_load_balancers: state.unresolved_load_balancers.clone(),
+            server_clocks: state.server_clocks.iter().map(ServerClock::from).collect(),
+            warnings: state.warnings.clone(),
+        }
+    }
+}
+
+impl From<&v1::ServerClock> for ServerClock {
+    fn from(clock: &v1::ServerClock) -> Self {
+        Self {
+            service: clock.service.clone(),
+            server: clock.server.clone(),
+            state: clock.state.clone(),
+            syn_acks: clock.syn_acks,
+            with_timestamps: clock.with_timestamps,
+            disagreed: clock.disagreed,
+            problem: (!clock.problem.is_empty()).then(|| clock.problem.clone()),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! The fleet's document.
+
+use axum::Extension;
+use axum::extract::State;
+use coreward_api::extract::Json;
+use coreward_api::types::{Check, Checked, EventKind, Fleet, FleetApplied, FleetChange, NewFleet};
+use coreward_api::{Caller, Problem, ProblemKind};
+use coreward_config::Source;
+
+use super::Api;
+use crate::config::{self, FleetConfig, difference};
+use crate::server::keeper::{Change, NotApplied, WantedDocument};
+use crate::server::shared::Shared;
+
+/// The fleet's document in force, as the operator wrote it
+#[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "The document", body = Fleet)))]
+pub async fn fleet(State(api): State<Api>) -> Result<Json<Fleet>, Problem> {
+    Ok(Json(in_force(&*api.shared()?)))
+}
+
+fn in_force(shared: &Shared) -> Fleet {
+    let controller = shared.controller();
+    let (document, file) = (&controller.fleet().document, &controller.fleet().file);
+    Fleet {
+        generation: document.generation,
+        file: file.as_ref().map(|file| file.display().to_string()),
+        text: document.text.to_string(),
+    }
+}
+
+/// Put another document in force, whole or not at all, or (`dry_run`) say what it would change
+#[utoipa::path(
+    put, path = "/v1/fleet", request_body = NewFleet,
+    responses(
+        (status = 200, description = "What it changes", body = FleetApplied),
+        (status = 409, description = "Another generation is in force, or the fleet of this controller stands in a file", body = Problem,
+         content_type = "application/problem+json"),
+        (status = 422, description = "The document is wrong: `mistakes` says where", body = Problem,
+         content_type = "application/problem+json"),
+    )
+)]
+pub async fn put_fleet(
+    State(api): State<Api>,
+    Extension(caller): Extension<Caller>,
+    Json(wanted): Json<NewFleet>,
+) -> Result<Json<FleetApplied>, Problem> {
+    let NewFleet { name, text, generation, dry_run } = wanted;
+    let shared = api.shared()?;
+    let old = in_force(&shared);
+    let changes = difference(&Source::from_text("the fleet in force", &old.text), &Source::from_text(&name, &text));
+    let was_in_force = old.text == text && old.generation > 0;
+    let change = Change::Apply(WantedDocument { name, text, generation, dry_run });
+    shared.change(change).await.map_err(|error| api.not_applied(&error))?;
+    let now_in_force = in_force(&shared).generation;
+    if !dry_run && !was_in_force {
+        let message = format!("{caller}: the document of generation {now_in_force} was applied");
+        tracing::info!("{message}");
+        api.events.add(EventKind::Fleet, "", message, shared.now().wall);
+    }
+    Ok(Json(FleetApplied {
+        generation: now_in_force,
+        replaced_generation: generation,
+        in_force: !dry_run || was_in_force,
+        changes: changes.iter().map(change_document).collect(),
+    }))
+}
+
+impl Api {
+    fn not_applied(&self, error: &anyhow::Error) -> Problem {
+        match error.downcast_ref::<NotApplied>() {
+            Some(NotApplied::Wrong(mistakes)) => mistakes.into(),
+            Some(conflict @ (NotApplied::Moved(..) | NotApplied::FileIsTheTruth { .. })) => {
+                Problem::new(ProblemKind::Conflict, conflict.to_string())
+            }
+            None => self.not_changed(error),
+        }
+    }
+}
+
+fn change_document(change: &config::Change) -> FleetChange {
+    let message = change.to_string();
+    let whole =
+        |what: &String| FleetChange { what: what.clone(), key: None, old: None, new: None, message: String::new() };
+    let document = match change {
+        config::Change::Added { what, .. } | config::Change::Removed { what } => whole(what),
+        config::Change::Changed { what, key, old, new } => {
+            FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole(what) }
+        }
+    };
+    FleetChange { message, ..document }
+}
+
+/// Whether a document could be the fleet's: everything that is wrong with it
+#[utoipa::path(post, path = "/v1/check", request_body = Check, responses((status = 200, description = "What is wrong", body = Checked)))]
+pub async fn check(Json(wanted): Json<Check>) -> Json<Checked> {
+    let outcome = FleetConfig::parse(&Source::from_text(&wanted.name, &wanted.text));
+    Json(match outcome {
+        Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
+        Err(mistakes) => {
+            Checked { mistakes: mistakes.list.iter().map(Into::into).collect(), more: mistakes.more as u64 }
+        }
+    })
+}

@@ -1,0 +1,238 @@
+//! What has happened: the differences between one look at the fleet and the next, so that nothing can happen unseen that
+//! `status` shows.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use coreward_api::types::{Event, EventKind, KeyPhase, Overview, OverviewLoadBalancer, ServerState, Severity};
+use rand::rand_core::{TryRng as _, UnwrapErr};
+use rand::rngs::SysRng;
+use tokio::sync::watch;
+
+/// Older ones are forgotten.
+pub const KEPT: usize = 1000;
+
+/// The newest events.
+pub struct EventLog {
+    /// Different for every start of the controller.
+    run: String,
+    events: Mutex<VecDeque<Event>>,
+    /// The newest id.
+    newest: watch::Sender<u64>,
+    seen: Mutex<Option<Overview>>,
+}
+
+impl Default for EventLog {
+    fn default() -> Self {
+        let mut bytes = [0; 6];
+        let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
+        Self {
+            run: bytes.map(|byte| format!("{byte:02x}")).concat(),
+            events: Mutex::default(),
+            newest: watch::Sender::new(0),
+            seen: Mutex::default(),
+        }
+    }
+}
+
+impl EventLog {
+    /// Names this start of the controller.
+    pub fn run(&self) -> &str {
+        &self.run
+    }
+
+    /// The newest `limit` of those after the one with this id, the oldest first.
+    pub fn after(&self, id: u64, limit: usize) -> Vec<Event> {
+        let events = self.events();
+        let wanted = events.iter().filter(|event| event.id > id).count();
+        events.iter().skip(events.len() - wanted.min(limit)).cloned().collect()
+    }
+
+    /// Changes with every event.
+    pub fn newest(&self) -> watch::Receiver<u64> {
+        self.newest.subscribe()
+    }
+
+    /// Something that cannot be seen by looking. `wall`: since 1970.
+    pub fn add(&self, kind: EventKind, name: &str, message: String, wall: Duration) {
+        self.push([Happened { severity: Severity::Info, kind, name: name.to_owned(), message }], wall);
+    }
+
+    /// The fleet as it is now. `wall`: since 1970.
+    pub fn look(&self, overview: &Overview, wall: Duration) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let happened = match &*seen {
+            Some(before) if before == overview => return,
+            Some(before) => differences(before, overview),
+            None => {
+                let message =
+                    format!("the controller has started, configuration {}", overview.configuration_generation);
+                vec![Happened { severity: Severity::Info, kind: EventKind::Controller, name: String::new(), message }]
+            }
+        };
+        *seen = Some(overview.clone());
+        self.push(happened, wall);
+    }
+
+    fn push(&self, happened: impl IntoIterator<Item = Happened>, wall: Duration) {
+        let mut events = self.events();
+        let before = *self.newest.borrow();
+        let mut id = before;
+        for Happened { severity, kind, name, message } in happened {
+            id += 1;
+            events.push_back(Event { id, at_unix_ms: wall.as_millis() as u64, severity, kind, name, message });
+        }
+        let superfluous = events.len().saturating_sub(KEPT);
+        events.drain(..superfluous);
+        drop(events);
+        if id > before {
+            self.newest.send_replace(id);
+        }
+    }
+
+    fn events(&self) -> MutexGuard<'_, VecDeque<Event>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An event without its number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Happened {
+    severity: Severity,
+    kind: EventKind,
+    name: String,
+    message: String,
+}
+
+/// What has happened between two looks.
+fn differences(before: &Overview, after: &Overview) -> Vec<Happened> {
+    let mut found = Found(Vec::new());
+    if before.fleet_generation != after.fleet_generation {
+        let message = format!("the document of generation {} is in force", after.fleet_generation);
+        found.info(EventKind::Fleet, "", message);
+    }
+    services(before, after, &mut found);
+    servers(before, after, &mut found);
+    load_balancers(before, after, &mut found);
+    keys(before, after, &mut found);
+    found.0
+}
+
+struct Found(Vec<Happened>);
+
+impl Found {
+    fn info(&mut self, kind: EventKind, name: &str, message: impl Into<String>) {
+        self.add(Severity::Info, kind, name, message);
+    }
+
+    fn warning(&mut self, kind: EventKind, name: &str, message: impl Into<String>) {
+        self.add(Severity::Warning, kind, name, message);
+    }
+
+    fn add(&mut self, severity: Severity, kind: EventKind, name: &str, message: impl Into<String>) {
+        self.0.push(Happened { severity, kind, name: name.to_owned(), message: message.into() });
+    }
+
+    /// Warnings that are new, and those that are no more. (Numbers in them change all the time: that is no event.)
+    fn warnings(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
+        let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
+            warnings.iter().map(|warning| (without_numbers(warning), warning)).collect()
+        });
+        for (_, warning) in new.iter().filter(|(bare, _)| !old.contains_key(*bare)) {
+            self.warning(kind, name, *warning);
+        }
+        for (_, warning) in old.iter().filter(|(bare, _)| !new.contains_key(*bare)) {
+            self.info(kind, name, format!("no more: {warning}"));
+        }
+    }
+}
+
+fn without_numbers(text: &str) -> String {
+    text.chars().filter(|c| !c.is_ascii_digit()).collect()
+}
+
+fn services(before: &Overview, after: &Overview, found: &mut Found) {
+    let kind = EventKind::Service;
+    let [old, new] = [before, after]
+        .map(|overview| overview.services.iter().map(|service| (&*service.name, service)).collect::<BTreeMap<_, _>>());
+    for (name, service) in &new {
+        match old.get(name) {
+            None => {
+                let message = format!("new, at {}: {}", service.address, service.policy);
+                found.info(kind, name, message);
+                found.warnings(kind, name, &[], &service.warnings);
+            }
+            Some(was) => {
+                if was.policy != service.policy {
+                    found.info(kind, name, format!("policy {} instead of {}", service.policy, was.policy));
+                }
+                found.warnings(kind, name, &was.warnings, &service.warnings);
+            }
+        }
+    }
+    old.keys().filter(|name| !new.contains_key(*name)).for_each(|name| found.info(kind, name, "is no more"));
+}
+
+fn servers(before: &Overview, after: &Overview, found: &mut Found) {
+    let kind = EventKind::Server;
+    let [old, new] = [before, after]
+        .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
+    for (id, server) in &new {
+        let Some(was) = old.get(id) else {
+            found.info(kind, &server.name, format!("new, at {}: {}", server.address, server.state));
+            found.warnings(kind, &server.name, &[], &server.warnings);
+            continue;
+        };
+        if was.state != server.state {
+            let message = format!("{} (was {})", server.state, was.state);
+            match server.state {
+                ServerState::Stale => found.warning(kind, &server.name, message),
+                _ => found.info(kind, &server.name, message),
+            }
+        }
+        if was.weight != server.weight {
+            found.info(kind, &server.name, format!("weight {} instead of {}", server.weight, was.weight));
+        }
+        found.warnings(kind, &server.name, &was.warnings, &server.warnings);
+    }
+    let gone = old.iter().filter(|(id, _)| !new.contains_key(*id));
+    gone.for_each(|(_, server)| found.info(kind, &server.name, "forgotten: its id is free again"));
+}
+
+fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
+    let kind = EventKind::LoadBalancer;
+    let state = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
+        (true, true) => "connected",
+        (true, false) => "silent",
+        (false, true) => "disconnected",
+        (false, false) => "lost",
+    };
+    let [old, new] = [before, after]
+        .map(|overview| overview.load_balancers.iter().map(|lb| (&*lb.name, lb)).collect::<BTreeMap<_, _>>());
+    let names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
+    for name in names {
+        match (old.get(name).map(|was| state(was)), new.get(name).map(|is| state(is))) {
+            (was, Some(is)) if was != Some(is) => match is {
+                "silent" | "lost" => found.warning(kind, name, is),
+                _ => found.info(kind, name, is),
+            },
+            (Some(_), None) => found.info(kind, name, "forgotten"),
+            _ => {}
+        }
+        let warnings = |overview: &BTreeMap<&str, &OverviewLoadBalancer>| {
+            overview.get(name).map(|balancer| balancer.warnings.clone()).unwrap_or_default()
+        };
+        found.warnings(kind, name, &warnings(&old), &warnings(&new));
+    }
+}
+
+fn keys(before: &Overview, after: &Overview, found: &mut Found) {
+    let (old, new) = (&before.keys, &after.keys);
+    if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
+        found.info(EventKind::Keys, "", "the next cookie key is on its way to everybody");
+    }
+    if old.current != new.current {
+        found.info(EventKind::Keys, "", format!("key {} stamps from now on", new.current));
+    }
+}

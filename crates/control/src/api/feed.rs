@@ -1,0 +1,83 @@
+//! What watchers are told, written once for all of them. Whoever is slow finds the newest here when it comes to look, and
+//! nothing queues up.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use coreward_api::types::{Loads, Overview};
+use coreward_api::{Problem, ProblemKind};
+use serde::Serialize;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+
+/// Loads come no more often.
+pub const SHORTEST_INTERVAL: Duration = Duration::from_millis(250);
+/// At a time.
+const WATCHERS: usize = 64;
+
+/// A document as JSON; empty: none yet.
+type Text = Arc<str>;
+
+/// What changes.
+pub struct Feed {
+    loads: watch::Sender<Text>,
+    overview: watch::Sender<Text>,
+    last: Mutex<Option<Overview>>,
+    places: Arc<Semaphore>,
+}
+
+impl Default for Feed {
+    fn default() -> Self {
+        Self {
+            loads: watch::Sender::new(Text::from("")),
+            overview: watch::Sender::new(Text::from("")),
+            last: Mutex::default(),
+            places: Arc::new(Semaphore::new(WATCHERS)),
+        }
+    }
+}
+
+impl Feed {
+    /// The fleet as it is now.
+    pub fn overview(&self, overview: Overview) {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.as_ref() != Some(&overview) {
+            publish(&self.overview, &overview);
+            *last = Some(overview);
+        }
+    }
+
+    /// The loads of now, if anybody watches.
+    pub fn loads(&self, loads: impl FnOnce() -> Loads) {
+        if self.loads.receiver_count() > 0 {
+            publish(&self.loads, &loads());
+        }
+    }
+
+    /// Somebody watches.
+    ///
+    /// # Errors
+    /// When too many do.
+    pub fn watch(&self) -> Result<Watcher, Problem> {
+        let place = self.places.clone().try_acquire_owned().map_err(|_| {
+            let detail = format!("{WATCHERS} watch already: expected fewer");
+            Problem::new(ProblemKind::TooManyRequests, detail).retry_after(10)
+        })?;
+        Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _place: place })
+    }
+}
+
+fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
+    match serde_json::to_string(document) {
+        Ok(text) => drop(sender.send_replace(text.into())),
+        Err(error) => tracing::error!("API: {error}"),
+    }
+}
+
+/// One who watches.
+pub struct Watcher {
+    /// Every [`SHORTEST_INTERVAL`].
+    pub loads: watch::Receiver<Text>,
+    /// When it changes.
+    pub overview: watch::Receiver<Text>,
+    _place: OwnedSemaphorePermit,
+}

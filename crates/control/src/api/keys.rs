@@ -1,0 +1,39 @@
+//! The cookie keys.
+
+use axum::Extension;
+use axum::extract::State;
+use coreward_api::extract::Json;
+use coreward_api::types::{EventKind, Keys, RotateKeys};
+use coreward_api::{Caller, Problem, ProblemKind};
+
+use super::Api;
+use crate::server::keeper::Change;
+
+/// Which key stamps, and how far a rotation is
+#[utoipa::path(get, path = "/v1/keys", responses((status = 200, description = "The keys, without the secrets", body = Keys)))]
+pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
+    Ok(Json(api.shared()?.keys()))
+}
+
+/// Begin a rotation of the cookie keys, or go on with the one under way
+#[utoipa::path(
+    post, path = "/v1/keys/rotate", request_body = RotateKeys,
+    responses(
+        (status = 200, description = "As they are now", body = Keys),
+        (status = 409, description = "That is not safe now", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+pub async fn rotate(
+    State(api): State<Api>,
+    Extension(caller): Extension<Caller>,
+    Json(wanted): Json<RotateKeys>,
+) -> Result<Json<Keys>, Problem> {
+    let shared = api.shared()?;
+    let now = shared.now();
+    let step = shared.controller().wanted_key_step(wanted.force, now);
+    let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
+    shared.change(Change::Keys(step)).await.map_err(|error| api.not_changed(&error))?;
+    tracing::info!("{caller}: cookie keys: {}", step.words());
+    api.events.add(EventKind::Keys, "", format!("{caller}: {}", step.words()), now.wall);
+    Ok(Json(api.shared()?.keys()))
+}

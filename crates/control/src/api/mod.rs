@@ -1,0 +1,170 @@
+//! The handlers of the HTTP API: each endpoint is a function with its description above it, and a line in [`endpoints`] with
+//! the role that it asks for. What is the same for all of them is `coreward_api::endpoints`' business.
+//!
+//! * [`events`]: what has happened, found by looking at what there is again and again
+//! * [`feed`]: what watchers are told
+
+mod answers;
+mod documents;
+mod events;
+mod explain;
+mod feed;
+mod keys;
+mod watch;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use axum::Router;
+use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
+use coreward_api::endpoints::{DOCUMENT_BODY, Endpoints, Guard};
+use coreward_api::serve::{Acceptor, Listener, Serving};
+use coreward_api::tokens::Tokens;
+use coreward_api::{Problem, ProblemKind, Role, routes};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::{Instant, MissedTickBehavior};
+
+use crate::server::office::{Office, is_deposed};
+use crate::server::shared::Shared;
+use events::EventLog;
+use feed::Feed;
+
+/// How often it is looked what has happened.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+/// Bytes of a question about packets: 1,000 of them.
+const PACKETS_BODY: usize = 512 << 10;
+
+const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balancer, knows and can be told. Every request carries \
+                           `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
+
+/// What all handlers know.
+#[derive(Clone)]
+pub struct Api {
+    office: Arc<Office>,
+    events: Arc<EventLog>,
+    feed: Arc<Feed>,
+    document: Arc<std::sync::OnceLock<String>>,
+}
+
+impl Api {
+    /// What the leader knows and decides.
+    ///
+    /// # Errors
+    /// When this controller does not lead.
+    fn shared(&self) -> Result<Arc<Shared>, Problem> {
+        self.office.shared().map_err(|_| self.not_leading(None))
+    }
+}
+
+impl Api {
+    /// Why a change was not made.
+    fn not_changed(&self, error: &anyhow::Error) -> Problem {
+        if is_deposed(error) { self.not_leading(Some(error)) } else { Problem::internal(error) }
+    }
+
+    fn not_leading(&self, error: Option<&anyhow::Error>) -> Problem {
+        let leader = self.office.leader().map(|leader| leader.to_string());
+        let detail = match (error, &leader) {
+            (Some(error), _) => format!("{error:#}"),
+            (None, Some(leader)) => format!("this controller does not lead: {leader} does"),
+            (None, None) => "this controller does not lead, and no other one does at this moment".to_owned(),
+        };
+        Problem { leader, ..Problem::new(ProblemKind::NotLeading, detail).retry_after(1) }
+    }
+}
+
+/// The endpoints, each with whom it is for.
+fn endpoints(guard: Guard) -> Endpoints<Api> {
+    let viewer = Role::Viewer;
+    Endpoints::new(Arc::new(guard), "coreward controller", DESCRIPTION)
+        .add(viewer, routes!(answers::version))
+        .add(viewer, routes!(answers::health))
+        .add(viewer, routes!(answers::status))
+        .add(viewer, routes!(answers::services))
+        .add(viewer, routes!(answers::service))
+        .add(viewer, routes!(answers::servers))
+        .add(viewer, routes!(answers::server))
+        .add(viewer, routes!(answers::load_balancers))
+        .add(viewer, routes!(answers::load_balancer))
+        .add(viewer, routes!(answers::loads))
+        .add(viewer, routes!(answers::tables))
+        .add(viewer, routes!(answers::table))
+        .add(viewer, routes!(explain::explain))
+        .add_with_body(viewer, PACKETS_BODY, routes!(explain::explain_packets))
+        .add(viewer, routes!(keys::keys))
+        .add(Role::Operator, routes!(keys::rotate))
+        .add(viewer, routes!(documents::fleet))
+        .add_with_body(Role::Operator, DOCUMENT_BODY, routes!(documents::put_fleet))
+        .add_with_body(viewer, DOCUMENT_BODY, routes!(documents::check))
+        .add(viewer, routes!(watch::events))
+        .add(viewer, routes!(watch::watch))
+        .add(viewer, routes!(openapi))
+}
+
+/// This document
+#[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value)))]
+async fn openapi(State(api): State<Api>) -> impl IntoResponse {
+    let document = api.document.get().cloned().unwrap_or_default();
+    ([(header::CONTENT_TYPE, "application/json")], document)
+}
+
+/// What serves the endpoints, and the document that describes them.
+fn router(office: Arc<Office>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
+    let api = Api { office, events: Arc::default(), feed: Arc::default(), document: Arc::default() };
+    let (router, document) = endpoints(Guard::new(tokens)).into_parts();
+    let text = document.to_json().context("the OpenAPI document cannot be written")?;
+    api.document.get_or_init(|| text);
+    Ok((router.with_state(api.clone()), api))
+}
+
+/// Serves the API until the answer is dropped.
+///
+/// # Errors
+/// When there can be no more threads.
+pub fn serve(
+    listener: Listener,
+    acceptor: impl Acceptor,
+    office: Arc<Office>,
+    tokens: Arc<Tokens>,
+) -> anyhow::Result<Serving> {
+    let (router, api) = router(office, tokens.clone())?;
+    listener.serve(acceptor, router, async move {
+        tokio::join!(look(api), follow_signal(&tokens));
+    })
+}
+
+/// SIGHUP: the tokens are read again, for ever.
+async fn follow_signal(tokens: &Tokens) {
+    let mut hangup = match signal(SignalKind::hangup()) {
+        Ok(hangup) => hangup,
+        Err(error) => return tracing::error!("tokens are not read again by SIGHUP: {error}"),
+    };
+    while hangup.recv().await.is_some() {
+        if let Err(error) = tokens.reload() {
+            tracing::error!("the old tokens stay valid: {error:#}");
+        }
+    }
+}
+
+/// Looks what has happened, and tells watchers, for ever.
+async fn look(api: Api) {
+    let mut due = tokio::time::interval(feed::SHORTEST_INTERVAL);
+    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut next_look = Instant::now();
+    loop {
+        let moment = due.tick().await;
+        // Who does not lead knows nothing.
+        let Ok(shared) = api.shared() else { continue };
+        let now = shared.now();
+        if moment >= next_look {
+            next_look = moment + LOOK_INTERVAL;
+            let overview = shared.controller().overview(now);
+            api.events.look(&overview, now.wall);
+            api.feed.overview(overview);
+        }
+        api.feed.loads(|| shared.controller().loads(now));
+    }
+}

@@ -1,0 +1,139 @@
+//! Events, and a stream of all that changes.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::sse::{self, KeepAlive, Sse};
+use coreward_api::Problem;
+use coreward_api::extract::{Json, Query};
+use coreward_api::types::{Event, Events, EventsQuery};
+use serde::Deserialize;
+use tokio::time::Instant;
+use tokio_stream::Stream;
+use utoipa::IntoParams;
+
+use super::Api;
+use super::events::KEPT;
+use super::feed::Watcher;
+
+/// How often something is sent where nothing happens, so that both sides see whether the other is there.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How long browsers wait before they come back (ms).
+const COME_BACK: Duration = Duration::from_secs(1);
+
+/// What has happened, as far back as the controller remembers
+#[utoipa::path(get, path = "/v1/events", params(EventsQuery), responses((status = 200, description = "Events", body = Events)))]
+pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
+    api.shared()?;
+    let limit = query.limit.map_or(KEPT, usize::from);
+    Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.after(query.after, limit) }))
+}
+
+/// What to watch.
+#[derive(Debug, Clone, Copy, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct WatchQuery {
+    /// Time between two `loads` (ms).
+    #[serde(default = "second")]
+    #[param(value_type = Option<u32>, minimum = 250, maximum = 60000, default = 1000)]
+    interval_ms: u32,
+}
+
+fn second() -> u32 {
+    1000
+}
+
+/// A stream of all that changes (server-sent events)
+///
+/// `status` (an `Overview`) at once and whenever it changes; `loads` (`Loads`) at the interval; `event` (an `Event`) for each
+/// that happens. Events have ids: who comes back with `Last-Event-ID` gets those that it missed; without it, the newest 100.
+#[utoipa::path(
+    get, path = "/v1/watch",
+    params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Of the last event that was received")),
+    responses((status = 200, description = "Server-sent events", content_type = "text/event-stream", body = String))
+)]
+pub async fn watch(
+    State(api): State<Api>,
+    headers: HeaderMap,
+    Query(query): Query<WatchQuery>,
+) -> Result<Sse<impl Stream<Item = Result<sse::Event, Infallible>>>, Problem> {
+    let bounds = 250..=60_000;
+    if !bounds.contains(&query.interval_ms) {
+        let detail = format!("interval_ms {}: expected 250 to 60000", query.interval_ms);
+        return Err(Problem::new(coreward_api::ProblemKind::BadRequest, detail));
+    }
+    api.shared()?;
+    let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
+    let last = last.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run());
+    let seen = last.and_then(|(_, id)| id.parse().ok());
+    let mut watcher = api.feed.watch()?;
+    watcher.overview.mark_changed();
+    let missed = api.events.after(seen.unwrap_or(0), if seen.is_some() { KEPT } else { 100 });
+    let stream = Changes {
+        newest: api.events.newest(),
+        seen: missed.last().map(|event| event.id).or(seen).unwrap_or(0),
+        waiting: missed.into(),
+        watcher,
+        due: Instant::now(),
+        interval: Duration::from_millis(query.interval_ms.into()),
+        api,
+    };
+    let stream = futures_util::stream::unfold(stream, async |mut changes| {
+        let next = changes.next().await?;
+        Some((Ok(next), changes))
+    });
+    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
+}
+
+/// What one watcher is still to be told.
+struct Changes {
+    api: Api,
+    watcher: Watcher,
+    newest: tokio::sync::watch::Receiver<u64>,
+    /// The id of the last event that is in `waiting` or was sent.
+    seen: u64,
+    waiting: VecDeque<Event>,
+    due: Instant,
+    interval: Duration,
+}
+
+impl Changes {
+    /// `None`: the controller ends.
+    async fn next(&mut self) -> Option<sse::Event> {
+        loop {
+            if let Some(event) = self.waiting.pop_front() {
+                let id = format!("{}-{}", self.api.events.run(), event.id);
+                return sse::Event::default().event("event").id(id).retry(COME_BACK).json_data(event).ok();
+            }
+            let loads_due = tokio::time::sleep_until(self.due);
+            tokio::select! {
+                biased;
+                changed = self.watcher.overview.changed() => {
+                    changed.ok()?;
+                    let text = self.watcher.overview.borrow_and_update().clone();
+                    if !text.is_empty() {
+                        return Some(sse::Event::default().event("status").data(&*text));
+                    }
+                }
+                changed = self.newest.changed() => {
+                    changed.ok()?;
+                    let events = self.api.events.after(self.seen, KEPT);
+                    self.seen = events.last().map_or(self.seen, |event| event.id);
+                    self.waiting.extend(events);
+                }
+                changed = async { loads_due.await; self.watcher.loads.changed().await } => {
+                    changed.ok()?;
+                    let text = self.watcher.loads.borrow_and_update().clone();
+                    self.due = (self.due + self.interval).max(Instant::now());
+                    if !text.is_empty() {
+                        return Some(sse::Event::default().event("loads").data(&*text));
+                    }
+                }
+            }
+        }
+    }
+}

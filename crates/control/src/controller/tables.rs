@@ -1,0 +1,69 @@
+//! Placement tables as the API shows them.
+
+use coreward_api::types::{Candidate, Member, Table, TableSummary, Tables};
+use coreward_intf as intf;
+use coreward_model::ServerId;
+use coreward_model::placement::PlacementTable;
+
+use super::service::Service;
+use super::{Controller, Now};
+
+/// Out of fixed point.
+fn load(fixed_point: u32) -> f64 {
+    f64::from(fixed_point) / f64::from(intf::LOAD_ONE)
+}
+
+impl Controller {
+    /// The newest table of every service, without what stands in it.
+    pub fn table_summaries(&self, now: Now) -> Tables {
+        let summary = |service: &Service| {
+            let table = service.table(now);
+            TableSummary {
+                service: service.fleet().name.clone(),
+                generation: table.map_or(0, |(table, _)| table.generation),
+                age_ms: table.map_or(0, |(_, age)| age.as_millis() as u32),
+                rule: table.map(|(table, _)| table.rule.name().to_owned()),
+                bucket_count: service.fleet().buckets.get(),
+            }
+        };
+        Tables { tables: self.services.iter().map(summary).collect() }
+    }
+
+    /// The newest table of this service; `None`: there is no such service, or it has none.
+    pub fn table(&self, service: &str, now: Now) -> Option<Table> {
+        let service = self.services.iter().find(|known| known.fleet().name == service)?;
+        let (table, age) = service.table(now)?;
+        let member = |member: &coreward_model::placement::Member| Member {
+            server: self.server_name(member.server),
+            load: load(member.load),
+        };
+        Some(Table {
+            service: service.fleet().name.clone(),
+            generation: table.generation,
+            age_ms: age.as_millis() as u32,
+            rule: table.rule.name().to_owned(),
+            bucket_count: table.bucket_count.get(),
+            groups: self.candidates(table),
+            members: table.members.iter().map(member).collect(),
+            consistent: table.consistent.iter().map(|id| self.server_name(*id)).collect(),
+        })
+    }
+
+    /// For each group, by bucket.
+    fn candidates(&self, table: &PlacementTable) -> Vec<Vec<Vec<Candidate>>> {
+        let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
+        let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {
+            server: self.server_name(candidate.server),
+            core: table.core_slots.get(usize::from(candidate.core_slot)).map(|core| core.core.into()),
+            load: load(candidate.load),
+        };
+        let groups = table.candidates.chunks((buckets * per_bucket).max(1));
+        let of_group =
+            |group: &[_]| group.chunks(per_bucket.max(1)).map(|few| few.iter().map(candidate).collect()).collect();
+        groups.map(of_group).collect()
+    }
+
+    fn server_name(&self, id: ServerId) -> String {
+        self.fleet.servers.get(&id).map_or_else(|| format!("(id {id})"), |server| server.name.clone())
+    }
+}

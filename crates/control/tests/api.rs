@@ -1,0 +1,180 @@
+//! The HTTP API over loopback, before a controller in this process.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use coreward_api::client::Client;
+use coreward_api::tokens::token_file;
+use coreward_api::types::{Check, NewFleet};
+use coreward_api::{Problem, ProblemKind, Role};
+use reqwest::{Method, StatusCode};
+use serde_json::Value;
+use support::{Home, Running, in_time};
+
+const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
+
+/// What may be sent with a viewer's token though it is no GET: nothing of the fleet changes by it.
+const ASKED_BY_POST: [&str; 2] = ["POST /v1/explain/packets", "POST /v1/check"];
+
+struct Site {
+    home: Home,
+    running: Running,
+    http: reqwest::Client,
+}
+
+impl Site {
+    async fn start(home: Home) -> Self {
+        let running = home.start().await;
+        Self { home, running, http: reqwest::Client::builder().no_proxy().build().unwrap() }
+    }
+
+    fn token_file(&self, role: Role) -> PathBuf {
+        token_file(self.home.directory.path(), role)
+    }
+
+    fn client(&self, role: Role) -> Client {
+        Client::new(self.running.api.into(), &self.token_file(role)).unwrap()
+    }
+
+    fn token(&self, role: Role) -> String {
+        std::fs::read_to_string(self.token_file(role)).unwrap().trim().to_owned()
+    }
+
+    async fn send(&self, method: &str, path: &str, token: Option<&str>, body: Option<&str>) -> (StatusCode, Value) {
+        let url = format!("http://{}{path}", self.running.api);
+        let mut request = self.http.request(Method::from_bytes(method.as_bytes()).unwrap(), url);
+        if let Some(token) = token {
+            request = request.bearer_auth(token);
+        }
+        if let Some(body) = body {
+            request = request.header("content-type", "application/json").body(body.to_owned());
+        }
+        let answer = in_time("an answer", request.send()).await.unwrap();
+        let status = answer.status();
+        if !status.is_success() {
+            assert_eq!(answer.headers()["content-type"], "application/problem+json", "{method} {path}: {status}");
+            let problem: Problem = answer.json().await.unwrap();
+            assert_eq!(problem.status, status.as_u16());
+            return (status, serde_json::to_value(problem).unwrap());
+        }
+        (status, serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap_or_default())
+    }
+}
+
+/// "GET /v1/status" and the role that it asks for, for every operation of the document.
+fn operations(document: &Value) -> Vec<(String, String, Role)> {
+    let mut all = Vec::new();
+    for (path, item) in document["paths"].as_object().unwrap() {
+        for (method, operation) in item.as_object().unwrap() {
+            let security = operation["security"].as_array().unwrap();
+            assert_eq!(security.len(), 1, "{method} {path}: one way in");
+            let roles = security[0]["token"].as_array().unwrap();
+            assert_eq!(roles.len(), 1);
+            let role = serde_json::from_value(roles[0].clone()).unwrap();
+            all.push((method.to_uppercase(), path.clone(), role));
+        }
+    }
+    all
+}
+
+/// Nobody comes in without a token, and no viewer changes anything: for each operation that the document names.
+#[tokio::test]
+async fn every_endpoint_asks_who_is_there() {
+    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let (viewer, operator) = (site.token(Role::Viewer), site.token(Role::Operator));
+    let (_, document) = site.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
+    assert_eq!(document["openapi"], "3.1.0");
+    let operations = operations(&document);
+    assert!(operations.len() >= 20, "{operations:?}");
+    let mut asked_by_post = BTreeSet::new();
+    for (method, path, role) in &operations {
+        let path = path.replace("{service}", "web").replace("{server}", "s1").replace("{load_balancer}", "lb1");
+        assert!(!path.contains('{'), "{path}: what stands for it here?");
+        // What the body holds does not matter: nobody looks at it.
+        for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
+            // Each burst of refusals is short enough for the limit.
+            let (status, problem) = loop {
+                let (status, problem) = site.send(method, &path, token, Some("{}")).await;
+                if status != StatusCode::TOO_MANY_REQUESTS {
+                    break (status, problem);
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            };
+            assert_eq!(status, StatusCode::UNAUTHORIZED, "{method} {path} with {token:?}");
+            assert_eq!(problem["type"], "urn:coreward:problem:unauthenticated");
+        }
+        match role {
+            Role::Operator => {
+                let (status, problem) = site.send(method, &path, Some(&viewer), Some("{}")).await;
+                assert_eq!(status, StatusCode::FORBIDDEN, "{method} {path}: {problem}");
+            }
+            Role::Viewer if method != "GET" => {
+                asked_by_post.insert(format!("{method} {path}"));
+            }
+            Role::Viewer => {}
+        }
+    }
+    assert_eq!(asked_by_post, ASKED_BY_POST.map(str::to_owned).into());
+    let (status, _) = site.send("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
+    assert_eq!(status, StatusCode::FORBIDDEN);
+    let (status, _) = site.send("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
+    assert_eq!(status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn nonsense_gets_a_problem() {
+    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let token = site.token(Role::Operator);
+    let too_large = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
+    for (method, path, body, status, says) in [
+        ("GET", "/v1/nothing", None, 404, "does not exist"),
+        ("GET", "/v1/services/webb", None, 404, "service \"webb\" does not exist"),
+        ("GET", "/v1/status?rss_keys=perhaps", None, 400, "rss_keys"),
+        ("GET", "/v1/status?colour=red", None, 400, "colour"),
+        ("DELETE", "/v1/fleet", None, 405, "Allow"),
+        ("GET", "/v1/explain?vip=10.200.0.9:80&client=10.1.0.1:1", None, 404, "expected one of 10.200.0.1:80/tcp"),
+        ("GET", "/v1/explain?vip=10.200.0.1&client=10.1.0.1:1", None, 400, "invalid socket address"),
+        ("GET", "/v1/watch?interval_ms=1", None, 400, "expected 250 to 60000"),
+        ("POST", "/v1/keys/rotate", Some("{\"force\": 1}"), 400, "expected a boolean"),
+        ("POST", "/v1/keys/rotate", Some("{"), 400, "EOF"),
+        ("POST", "/v1/keys/rotate", Some("{}"), 409, "expected at least 86400 s"),
+        ("POST", "/v1/keys/rotate", Some(&*too_large), 413, "length limit"),
+        ("PUT", "/v1/fleet", Some("{\"text\": \"\", \"generation\": 1}"), 409, "SIGHUP"),
+    ] {
+        let (found, problem) = site.send(method, path, Some(&token), body).await;
+        assert_eq!(found.as_u16(), status, "{method} {path}: {problem}");
+        let detail = problem["detail"].as_str().unwrap();
+        assert!(detail.contains(says), "{method} {path}: {detail}");
+    }
+}
+
+#[tokio::test]
+async fn a_document_is_applied_whole_or_not_at_all() {
+    let home = Home::new(&[], "");
+    home.write_controllers_file("");
+    let site = Site::start(home).await;
+    let client = site.client(Role::Operator);
+    let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
+    let wanted =
+        |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
+    let wrong = client.put_fleet(&wanted("alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false)).await.unwrap_err();
+    let problem = wrong.downcast_ref::<Problem>().unwrap();
+    assert_eq!(problem.kind, ProblemKind::WrongDocument);
+    let places: Vec<_> = problem.mistakes.iter().map(|mistake| (mistake.line, mistake.key.as_deref())).collect();
+    assert_eq!(places, [(Some(1), Some("alpha")), (Some(2), Some("server.address"))], "{problem:?}");
+    let checked = client.check(&Check { name: "a.toml".into(), text: "alpha = 2\n".into() }).await.unwrap();
+    assert_eq!(checked.mistakes.len(), 1);
+
+    let looked = client.put_fleet(&wanted(&text, 0, true)).await.unwrap();
+    assert_eq!((looked.generation, looked.in_force, looked.changes.len()), (0, false, 2));
+    assert_eq!(client.fleet().await.unwrap().generation, 0);
+    let applied = client.put_fleet(&wanted(&text, 0, false)).await.unwrap();
+    assert_eq!((applied.generation, applied.in_force), (1, true));
+    assert_eq!(applied.changes[0].what, "server s1");
+    assert_eq!(client.fleet().await.unwrap().text, text);
+    let moved = client.put_fleet(&wanted(&text, 0, false)).await.unwrap_err();
+    assert_eq!(moved.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
+    assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
+}
