@@ -6,7 +6,7 @@
 //! * [`endpoints`]: an endpoint is its handler and the role that it asks for, said in one place; everything else that
 //!   holds for all of them (authentication, limits, timeouts, the OpenAPI document) comes from here
 //! * [`extract`]: what handlers take out of a request
-//! * [`serve`]: connections
+//! * [`serve`][]: connections
 //! * [`client`]: for commands
 //!
 //! The handlers are the controller's: `crates/control/src/api`.
