@@ -46,6 +46,10 @@ pub struct FleetOptions {
     pub agents_more: String,
     /// Whether daemons run with no more rights than their systemd units leave them.
     pub confined: bool,
+    /// What stands in the controller's file in place of a store of its own and the fleet's file.
+    pub shared_store: Option<String>,
+    /// Where other controllers listen, for the files of agents and load balancers.
+    pub other_controllers: Vec<String>,
 }
 
 impl Default for FleetOptions {
@@ -62,7 +66,18 @@ impl Default for FleetOptions {
             more_of_load_balancers: String::new(),
             agents_more: String::new(),
             confined: false,
+            shared_store: None,
+            other_controllers: Vec::new(),
         }
+    }
+}
+
+impl FleetOptions {
+    /// As it stands in the files of agents and load balancers.
+    fn controllers(&self) -> String {
+        let mut all = vec![controller_address()];
+        all.extend(self.other_controllers.iter().cloned());
+        format!("{all:?}")
     }
 }
 
@@ -413,11 +428,12 @@ fn write_controller_files(
     options: &FleetOptions,
     pool: &BTreeMap<u16, Standing>,
 ) -> anyhow::Result<()> {
-    let text = format!(
-        "listen = \"{}\"\nstore = \"{}\"\nfleet = \"fleet.toml\"\n",
-        controller_address(),
-        testbed.directory().join("controller.redb").display(),
-    );
+    let own_store = || {
+        let file = testbed.directory().join("controller.redb");
+        format!("store = \"{}\"\nfleet = \"fleet.toml\"\n", file.display())
+    };
+    let store = options.shared_store.clone().unwrap_or_else(own_store);
+    let text = format!("listen = \"{}\"\n{store}", controller_address());
     write(&configuration(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     for (number, standing) in pool {
@@ -442,8 +458,8 @@ fn write_controller_files(
 fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let name = load_balancer_name(number);
     let text = format!(
-        "name = \"{name}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n{}",
-        controller_address(),
+        "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n{}",
+        options.controllers(),
         testbed.load_balancer_pin_directory(number).display(),
         options.more_of_load_balancers,
     );
@@ -459,10 +475,10 @@ fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> a
     };
     let steer = if options.steer { "order" } else { "off" };
     let text = format!(
-        "server = \"s{number}\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
+        "server = \"s{number}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n{}",
-        controller_address(),
+        options.controllers(),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss(number).display(),
         options.agents_more,

@@ -49,6 +49,8 @@ pub struct Settings {
     pub steer: Steer,
     /// A load balancer's.
     pub xdp_mode: XdpMode,
+    /// A load balancer's: the routing table by which it announces VIPs.
+    pub announce_table: Option<u32>,
 }
 
 /// Everything.
@@ -90,8 +92,21 @@ pub struct Facts {
     pub servers: BTreeMap<String, Ipv4Addr>,
     /// Reports that the controller refused as being from the future.
     pub reports_from_the_future: u64,
+    /// How VIPs are announced; `None`: not by coreward.
+    pub announcement: Option<Announcement>,
     /// What a controller needs.
     pub controller_place: Option<ControllerPlace>,
+}
+
+/// What VIPs need to be announced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Announcement {
+    /// The routing table.
+    pub table: u32,
+    /// Rules of the kernel that look at it, as `ip rule` shows them, or why they cannot be seen.
+    pub rules: Result<Vec<String>, String>,
+    /// A routing daemon runs: its name.
+    pub daemon: Option<String>,
 }
 
 /// The kernel.

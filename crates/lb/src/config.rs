@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{HOUR, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table};
+use coreward_config::{HOUR, MINUTE, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table};
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
@@ -32,6 +32,28 @@ pub struct Config {
     pub metrics: Option<SocketAddr>,
     /// When to ask whether a connection of stateful services still is one.
     pub connection_timers: Timers,
+    /// How VIPs are announced; `None`: somebody else sees to it.
+    pub announce: Option<Announce>,
+}
+
+/// How VIPs are announced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Announce {
+    /// The kernel's routing table that a routing daemon learns them from.
+    pub table: u32,
+    /// What becomes of them when the daemon is told to end.
+    pub on_stop: OnStop,
+    /// Between their withdrawal and the end.
+    pub drain: Duration,
+}
+
+/// What becomes of announced VIPs when the daemon is told to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnStop {
+    /// They are withdrawn: other load balancers get the packets.
+    Withdraw,
+    /// They stay, as the data plane does: for a restart.
+    Keep,
 }
 
 table! {
@@ -57,8 +79,31 @@ table! {
         metrics: Option<SocketAddr>,
         /// When to ask whether a connection of stateful services still is one.
         connection_timers: Option<ConnectionTimers>,
+        /// VIPs that this load balancer can serve are announced to the routers by a routing daemon beside it.
+        announce: Option<AnnounceFile>,
     }
 }
+
+/// Above the tables that the kernel and distributions give names.
+const FIRST_TABLE: u64 = 256;
+
+table! {
+    /// `[announce]`.
+    struct AnnounceFile {
+        /// The kernel's routing table that the routing daemon learns VIPs from; no rule may look at it.
+        table: Number<FIRST_TABLE, { u32::MAX as u64 }> = Number(7400),
+        /// What becomes of VIPs when this daemon is told to end: "withdraw", or "keep", as the data plane goes on.
+        on_stop: OnStop = OnStop::Withdraw,
+        /// Time between their withdrawal and the end, for routers to hear of it.
+        drain: Period<0, MINUTE> = Period(Duration::from_secs(5)),
+    }
+}
+
+choices!(
+    OnStop,
+    "what becomes of VIPs,",
+    [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, what)| (name.to_owned(), what))
+);
 
 /// No entry lives longer than a day without being asked for, and none is asked for all the time.
 type Timer = Period<SECOND, { 24 * HOUR }>;
@@ -97,6 +142,11 @@ impl From<File> for Config {
                 closing: or(timers.1, default.closing),
                 ..default
             },
+            announce: file.announce.map(|announce| Announce {
+                table: announce.table.0 as u32,
+                on_stop: announce.on_stop,
+                drain: announce.drain.0,
+            }),
         }
     }
 }
@@ -169,6 +219,16 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     }
 
     #[test]
+    fn vips_are_announced_where_that_is_asked_for() {
+        assert_eq!(parse(GOOD).unwrap().announce, None);
+        let announce = parse(&format!("{GOOD}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
+        let expected = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };
+        assert_eq!(announce, Some(expected));
+        let mistakes = parse(&format!("{GOOD}[announce]\ntable = 254\n")).unwrap_err();
+        assert_eq!(mistakes, "lb.toml:6:9: key `announce.table`: 254: expected a whole number from 256 to 4294967295");
+    }
+
+    #[test]
     fn mistakes_name_line_key_and_what_was_expected() {
         let cases = [
             (
@@ -179,7 +239,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             (
                 "interfaces = \"eth1\"",
                 "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `pin_directory`, \
-                 `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `connection_timers` (nearest: `interface`)",
+                 `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `connection_timers`, `announce` (nearest: `interface`)",
             ),
             ("flow_table = 0", "5:14: key `flow_table`: 0: expected a whole number from 1 to 16777216"),
             (

@@ -1,6 +1,7 @@
 //! The daemon: attaches the program, or takes over the one at work, and follows the controller. The data plane goes on
 //! without the daemon and without the controller; whoever comes back finds it where it was.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -19,7 +20,8 @@ use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::config::{Config, XdpMode};
+use crate::announce::{Able, Announcer};
+use crate::config::{Announce, Config, OnStop, XdpMode};
 use crate::forwarder::Forwarder;
 use crate::sweeper::Sweeper;
 
@@ -58,6 +60,9 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     } else {
         balancer.attach(&config.interface, config.xdp_mode.into())?;
     }
+    if let Some(announce) = &config.announce {
+        tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw(announce))?;
+    }
     balancer.detach()
 }
 
@@ -88,8 +93,27 @@ async fn serve(
     let mut beat = tokio::time::interval(BEAT_INTERVAL);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let scrapes = Scrapes::listen(config.metrics)?;
-    let mut around = Around { neighbours: into_async(changes), beat, scrapes };
-    coreward_daemon::until_told(follow_for_ever(&config, &mut forwarder, &mut around)).await
+    let announcer = match &config.announce {
+        Some(announce) => Some(Announcer::start(announce).await?),
+        None => None,
+    };
+    let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer };
+    let outcome = coreward_daemon::until_told(follow_for_ever(&config, &mut forwarder, &mut around)).await;
+    if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
+        && let Some(mut announcer) = around.announcer.take()
+    {
+        announcer.announce(&BTreeSet::new()).await?;
+        tracing::info!("packets go on until routers have heard of it: {:?}", announce.drain);
+        around.meanwhile(&mut forwarder, tokio::time::sleep(announce.drain)).await?;
+    }
+    outcome
+}
+
+/// No VIP any more; returns when routers have heard of it.
+async fn withdraw(announce: &Announce) -> anyhow::Result<()> {
+    Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
+    tokio::time::sleep(announce.drain).await;
+    Ok(())
 }
 
 /// The resolver's changes where the runtime can wait for them.
@@ -104,9 +128,27 @@ struct Around {
     neighbours: mpsc::UnboundedReceiver<Change>,
     beat: Interval,
     scrapes: Scrapes,
+    announcer: Option<Announcer>,
 }
 
 impl Around {
+    /// Looks after the forwarder, and announces what it can do.
+    async fn look_after(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
+        forwarder.look_after()?;
+        let Some(announcer) = &mut self.announcer else { return Ok(()) };
+        // Nothing is known yet: what a process before this one announced stays.
+        let Some(mut able) = forwarder.able() else { return Ok(()) };
+        if !announcer.is_up(interface).await? {
+            able = Able { unable: vec![format!("no VIP is announced: {interface} is down")], ..Able::default() };
+        }
+        if let Err(error) = announcer.announce(&able.vips).await {
+            tracing::error!("{error:#}");
+            able.unable.push(format!("{error:#}"));
+        }
+        forwarder.announced(announcer.count(), able.unable);
+        Ok(())
+    }
+
     /// Waits for something else, and looks after the forwarder meanwhile.
     async fn meanwhile<T>(&mut self, forwarder: &mut Forwarder, other: impl Future<Output = T>) -> anyhow::Result<T> {
         tokio::pin!(other);
@@ -128,7 +170,7 @@ async fn follow_for_ever(config: &Config, forwarder: &mut Forwarder, around: &mu
         let error = follow(config, &mut connection, forwarder, around).await.err();
         let pause = connection.ended(error.as_ref());
         around.meanwhile(forwarder, tokio::time::sleep(pause)).await?;
-        forwarder.look_after()?;
+        around.look_after(forwarder, &config.interface).await?;
     }
 }
 
@@ -170,7 +212,7 @@ async fn follow(
                 true
             }
             _ = tick.tick() => {
-                forwarder.look_after()?;
+                around.look_after(forwarder, &config.interface).await?;
                 true
             }
             _ = traffic.tick() => {

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
+use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
@@ -17,6 +18,7 @@ use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{FleetConfiguration, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
+use crate::announce::Able;
 use crate::routing;
 
 /// Until a configuration says otherwise.
@@ -50,6 +52,10 @@ pub struct Forwarder {
     problems: BTreeSet<String>,
     /// From a table that has come to the table in force.
     table_to_kernel: Latencies,
+    /// VIPs that are announced; `None`: not by this daemon.
+    announced: Option<usize>,
+    /// Why VIPs are not announced.
+    unable: Vec<String>,
 }
 
 impl Forwarder {
@@ -77,6 +83,8 @@ impl Forwarder {
             interface,
             problems: BTreeSet::new(),
             table_to_kernel: Latencies::default(),
+            announced: None,
+            unable: Vec::new(),
         }
     }
 
@@ -330,6 +338,42 @@ impl Forwarder {
         self.services.values().filter(|(_, index)| self.balancer.table_generation(*index).is_some()).count()
     }
 
+    /// What this load balancer can do for its VIPs; `None`: no configuration has come yet, and what is pinned goes on. A VIP
+    /// can be served when one of its services can: its table is in force, and the MAC address of one of its servers is known.
+    pub fn able(&self) -> Option<Able> {
+        if self.services.is_empty() && self.confirmed == 0 {
+            return None;
+        }
+        let program = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
+            let xdp = device::xdp(index).ok()?;
+            xdp.native.or(xdp.generic)
+        });
+        if program.is_none() {
+            let unable = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
+            return Some(Able { unable, ..Able::default() });
+        }
+        let mut able = Able::default();
+        let mut unable = BTreeMap::new();
+        for (service, index) in self.services.values() {
+            let Some(vip) = ipv4(service.address.socket.ip()) else { continue };
+            if self.balancer.table_generation(*index).is_none() {
+                unable.insert(vip, "its services have no table yet");
+            } else if self.balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
+                unable.insert(vip, "the MAC address of none of its servers is known");
+            } else {
+                able.vips.insert(vip);
+            }
+        }
+        let unable = unable.into_iter().filter(|(vip, _)| !able.vips.contains(vip));
+        able.unable = unable.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
+        Some(able)
+    }
+
+    /// How many VIPs are announced, and why others are not; for those who ask.
+    pub fn announced(&mut self, count: usize, unable: Vec<String>) {
+        (self.announced, self.unable) = (Some(count), unable);
+    }
+
     /// Servers without a MAC address, by name.
     fn unresolved(&self) -> BTreeSet<String> {
         let mut unresolved = BTreeSet::new();
@@ -369,7 +413,7 @@ impl Forwarder {
             connections: self.counted.0,
             unresolved_load_balancers,
             server_clocks: self.server_clocks(),
-            warnings: self.routing_problems(),
+            warnings: self.routing_problems().into_iter().chain(self.unable.iter().cloned()).collect(),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The load balancer's daemon.
 //!
+//! * [`announce`]: VIPs to the routers, by a routing daemon
 //! * [`capture_command`]: `coreward capture`
 //! * [`config`]: its file
 //! * [`connections_command`]: `coreward connections`
@@ -8,6 +9,7 @@
 //! * [`routing`]: whether the kernel hands servers' answers on
 //! * [`sweeper`]: which entries of the connection table may be freed
 
+pub mod announce;
 pub mod capture_command;
 pub mod config;
 pub mod connections_command;

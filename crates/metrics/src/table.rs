@@ -223,6 +223,13 @@ pub const METRICS: &[Metric] = &[
         "What is wrong with the machine; `coreward status` has the words",
     ),
     metric(
+        "coreward_lb_announced_vips",
+        Gauge,
+        &[],
+        &[Lb],
+        "VIPs announced to the routers; only where there is [announce]",
+    ),
+    metric(
         "coreward_lb_service_packets_total",
         Counter,
         &["service", "decision"],

@@ -92,6 +92,12 @@ pub const CHECKS: &[Check] = &[
     ),
     check("forwarding", LB, "on, where a service has `timestamps = \"lb\"`", routing::forwarding),
     fixing("send-redirects", LB, "off, where a service has `timestamps = \"lb\"`", routing::send_redirects),
+    check(
+        "announce",
+        LB,
+        "with `[announce]`: a routing daemon runs, and no rule looks at its table",
+        routing::announce,
+    ),
     check("tcp-timestamps", SERVER, "2, or set by the agent", clocks::tcp_timestamps),
     check("clock-source", ALL, "a clock that is read without leaving the CPU", clocks::source),
     check("clock-sync", ALL, "the wall clock is kept right (NTP)", clocks::synchronised),
@@ -106,7 +112,12 @@ pub const CHECKS: &[Check] = &[
     check("workers", SERVER, "workers are pinned to CPUs, where the agent steers by that", workers::pinned),
     check("controller", BOTH, "the controller answers", controller::answers),
     check("listen", CONTROLLER, "`listen` can be bound, or the controller answers there", controller::listen),
-    fixing("store", CONTROLLER, "the store's file can be written, and only its owner can read it", controller::store),
+    fixing(
+        "store",
+        CONTROLLER,
+        "the store's file can be written, and only its owner can read it; or etcd answers, and who leads",
+        controller::store,
+    ),
 ];
 
 /// What every check of the role says, with its name.

@@ -71,3 +71,29 @@ pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
         finding.sysctl(device_sysctl(of, "send_redirects"), "0", true)
     })]
 }
+
+/// What the routers hear of VIPs.
+pub fn announce(facts: &Facts) -> Vec<Finding> {
+    let Some(announcement) = &facts.announcement else { return vec![] };
+    let table = announcement.table;
+    let mut findings = Vec::new();
+    match &announcement.rules {
+        Err(problem) => findings.push(Finding::unknown(problem.clone())),
+        Ok(rules) if !rules.is_empty() => {
+            let why = "the table holds blackhole routes to VIPs: the kernel drops what it routes by them";
+            let finding = Finding::fault(format!("a rule looks at table {table}: {}", rules.join("; ")), why);
+            findings.push(finding.mend(format!("ip rule delete table {table}  # or another `table` in [announce]")));
+        }
+        Ok(_) => {}
+    }
+    match &announcement.daemon {
+        Some(daemon) => findings.push(Finding::ok(format!("{daemon} runs; no rule may look at table {table}"))),
+        None => {
+            let why = "nobody tells the routers which VIPs this load balancer takes";
+            let found = "neither bird nor zebra (FRR) runs".to_owned();
+            let mend = "systemctl enable --now bird  # docs/high-availability.md has its file";
+            findings.push(Finding::fault(found, why).mend(mend.to_owned()));
+        }
+    }
+    findings
+}

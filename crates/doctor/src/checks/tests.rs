@@ -61,6 +61,7 @@ fn fit(role: Role) -> Facts {
             manage_timestamps: true,
             steer: Steer::Affinity,
             xdp_mode: XdpMode::Auto,
+            announce_table: None,
         },
         kernel: Kernel {
             release: "6.1.0-28-amd64".to_owned(),
@@ -96,6 +97,7 @@ fn fit(role: Role) -> Facts {
         services: vec![service(Protocol::Tcp)],
         servers: BTreeMap::from([("s1".to_owned(), "10.1.1.2".parse().unwrap())]),
         reports_from_the_future: 0,
+        announcement: None,
         controller_place: Some(ControllerPlace {
             listen: "10.1.0.2:7400".parse().unwrap(),
             listen_problem: None,
@@ -346,4 +348,28 @@ fn the_documented_checks_are_those_there_are() {
         assert_eq!(found, expected);
     }
     assert_eq!(found.len(), expected.len());
+}
+
+#[test]
+fn vips_are_announced_by_a_routing_daemon_and_by_no_rule() {
+    let announcement = |rules: &[&str], daemon: Option<&str>| {
+        let rules = Ok(rules.iter().map(|rule| (*rule).to_owned()).collect());
+        Some(Announcement { table: 7400, rules, daemon: daemon.map(str::to_owned) })
+    };
+    let found = |announcement| found(Role::Lb, |facts| facts.announcement = announcement);
+    assert_eq!(found(announcement(&[], Some("bird"))), []);
+    assert_eq!(found(announcement(&[], None)), [("announce", FAULT)]);
+    assert_eq!(found(announcement(&["32765: from all lookup 7400"], Some("bird"))), [("announce", FAULT)]);
+}
+
+#[test]
+fn an_etcd_that_does_not_answer_is_a_fault() {
+    let found = |leader: Result<String, String>| {
+        found(Role::Controller, |facts| {
+            let place = facts.controller_place.as_mut().unwrap();
+            place.store = StoreFacts::Etcd { endpoints: vec!["http://10.1.0.5:2379".to_owned()], leader };
+        })
+    };
+    assert_eq!(found(Ok("controller 10.1.0.2:7400 leads".to_owned())), []);
+    assert_eq!(found(Err("etcd does not answer".to_owned())), [("store", FAULT)]);
 }

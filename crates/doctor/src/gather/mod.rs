@@ -1,5 +1,6 @@
 //! Finds the facts. Nothing here judges, and nothing changes the machine.
 
+mod announcement;
 mod controller;
 mod device;
 mod netfilter;
@@ -53,6 +54,7 @@ pub fn gather(told: &Told) -> anyhow::Result<Facts> {
         services,
         servers: fleet.servers,
         reports_from_the_future: fleet.reports_from_the_future,
+        announcement: settings.announce_table.map(announcement::look),
         controller_place: told.controller_place,
         settings,
         missing_rights,

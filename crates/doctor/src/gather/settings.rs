@@ -102,6 +102,7 @@ fn without_file(role: Role) -> Read {
         manage_timestamps: true,
         steer: agent::Steer::default(),
         xdp_mode: XdpMode::default(),
+        announce_table: None,
     };
     Read { role, settings, name: None, rss: None, services: Vec::new(), controller_place: None }
 }
@@ -116,6 +117,7 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
                 pin_directory: Some(config.pin_directory),
                 controllers: config.controllers.addresses().to_vec(),
                 xdp_mode: config.xdp_mode,
+                announce_table: config.announce.map(|announce| announce.table),
                 ..read.settings
             };
             Read { settings, name: Some(config.name), ..read }

@@ -21,6 +21,9 @@ impl Forwarder {
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);
         parts::load_balancer(&mut page, &self.name, &self.state());
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
+        if let Some(announced) = self.announced {
+            page.add("coreward_lb_announced_vips", &[], announced as f64);
+        }
         for (service, index) in self.services.values() {
             let name = service.name.as_str();
             if let Some(generation) = self.balancer.table_generation(*index) {

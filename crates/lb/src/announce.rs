@@ -1,0 +1,164 @@
+//! Says which VIPs this load balancer takes packets for, to a routing daemon (BIRD, FRR): for each one there is a route in a
+//! kernel table that no rule looks at, which the daemon learns and tells the routers (docs/high-availability.md has the
+//! daemon's file).
+//!
+//! So the routes are no routes of this machine: the kernel neither answers for a VIP nor takes packets of it for its own, as it
+//! would where the VIP is an address of a loopback (servers' answers that pass through here would be martians then). They
+//! outlive this process, as the data plane does, and go with the machine, as it does too. A daemon that is restarted finds
+//! them where they were, which it would not if it had been told by its control socket.
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use rtnetlink::packet_route::link::{LinkFlags, LinkMessage};
+use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteProtocol, RouteType};
+use rtnetlink::{Handle, RouteMessageBuilder};
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+use tokio_stream::StreamExt as _;
+
+use crate::config::Announce;
+
+/// Who made the routes, as `ip route` shows it: a number that nobody else uses in the kernel's or iproute2's lists.
+const PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
+/// How often it is looked whether somebody else has changed the table.
+const READ_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The routes in force.
+pub struct Announcer {
+    handle: Handle,
+    table: u32,
+    announced: BTreeSet<Ipv4Addr>,
+    read: Instant,
+    answers: AbortHandle,
+}
+
+/// What a load balancer can do for its VIPs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Able {
+    /// It can send on what comes for these.
+    pub vips: BTreeSet<Ipv4Addr>,
+    /// And for these it cannot: why, in words.
+    pub unable: Vec<String>,
+}
+
+impl Announcer {
+    /// What a process before this one announced is announced still.
+    ///
+    /// # Errors
+    /// When the kernel does not show its routes.
+    pub async fn start(config: &Announce) -> anyhow::Result<Self> {
+        let (connection, handle, _) = rtnetlink::new_connection().context("no netlink socket for routes")?;
+        let answers = tokio::spawn(connection).abort_handle();
+        let mut announcer =
+            Self { handle, table: config.table, announced: BTreeSet::new(), read: Instant::now(), answers };
+        announcer.read().await?;
+        Ok(announcer)
+    }
+
+    /// How many VIPs are announced.
+    pub fn count(&self) -> usize {
+        self.announced.len()
+    }
+
+    /// Announces these, and no others.
+    ///
+    /// # Errors
+    /// When the kernel does not take a route.
+    pub async fn announce(&mut self, wanted: &BTreeSet<Ipv4Addr>) -> anyhow::Result<()> {
+        if self.read.elapsed() >= READ_INTERVAL {
+            self.read().await?;
+        }
+        let gone: Vec<Ipv4Addr> = self.announced.difference(wanted).copied().collect();
+        for vip in gone {
+            let deleted = self.handle.route().del(self.route(vip)).execute().await;
+            deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
+            self.announced.remove(&vip);
+            tracing::info!("VIP {vip} is withdrawn");
+        }
+        let new: Vec<Ipv4Addr> = wanted.difference(&self.announced).copied().collect();
+        for vip in new {
+            let added = self.handle.route().add(self.route(vip)).replace().execute().await;
+            added.with_context(|| format!("VIP {vip} cannot be announced"))?;
+            self.announced.insert(vip);
+            tracing::info!("VIP {vip} is announced");
+        }
+        Ok(())
+    }
+
+    /// Whether packets can come and go by this interface.
+    ///
+    /// # Errors
+    /// When there is no such interface.
+    pub async fn is_up(&self, interface: &str) -> anyhow::Result<bool> {
+        let links = self.handle.link().get().match_name(interface.to_owned()).execute();
+        let mut links = std::pin::pin!(links);
+        let link: LinkMessage = links.next().await.with_context(|| format!("interface {interface} is not shown"))??;
+        Ok(link.header.flags.contains(LinkFlags::Up | LinkFlags::LowerUp))
+    }
+
+    /// The table as it is.
+    async fn read(&mut self) -> anyhow::Result<()> {
+        let question = RouteMessageBuilder::<Ipv4Addr>::new().build();
+        let routes = self.handle.route().get(question).execute();
+        let mut routes = std::pin::pin!(routes);
+        let mut found = BTreeSet::new();
+        while let Some(route) = routes.next().await {
+            let route = route.context("the kernel does not show its routes")?;
+            found.extend(vip_of(&route, self.table));
+        }
+        (self.announced, self.read) = (found, Instant::now());
+        Ok(())
+    }
+
+    fn route(&self, vip: Ipv4Addr) -> RouteMessage {
+        RouteMessageBuilder::<Ipv4Addr>::new()
+            .destination_prefix(vip, 32)
+            .table_id(self.table)
+            .protocol(PROTOCOL)
+            .kind(RouteType::BlackHole)
+            .build()
+    }
+}
+
+impl Drop for Announcer {
+    fn drop(&mut self) {
+        self.answers.abort();
+    }
+}
+
+/// The VIP that a route of this table announces, if it is one of ours.
+fn vip_of(route: &RouteMessage, table: u32) -> Option<Ipv4Addr> {
+    let in_attribute = route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Table(table) => Some(*table),
+        _ => None,
+    });
+    let its_table = in_attribute.unwrap_or(route.header.table.into());
+    if its_table != table || route.header.protocol != PROTOCOL || route.header.destination_prefix_length != 32 {
+        return None;
+    }
+    route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(RouteAddress::Inet(vip)) => Some(*vip),
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_routes_of_our_own_in_our_table_are_vips() {
+        let vip = Ipv4Addr::new(10, 200, 0, 1);
+        let route = |table, protocol, length| {
+            let builder = RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(vip, length);
+            vip_of(&builder.table_id(table).protocol(protocol).build(), 7400)
+        };
+        assert_eq!(route(7400, PROTOCOL, 32), Some(vip));
+        assert_eq!(route(7401, PROTOCOL, 32), None);
+        assert_eq!(route(7400, RouteProtocol::Static, 32), None);
+        assert_eq!(route(7400, PROTOCOL, 24), None);
+    }
+}
