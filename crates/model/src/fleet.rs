@@ -168,7 +168,7 @@ impl Fleet {
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
             eligible: self.eligible[position],
-            loads: self.trackers[position].loads().map(<[f64]>::to_vec),
+            loads: self.trackers[position].loads().map(|loads| loads.to_vec().into()),
             rss: Some(self.rss[position].clone()),
             open_connections: open_connections[position],
             ..PoolServer::new(*id)

@@ -22,7 +22,7 @@ fn key(seed: u64) -> RssKey {
 /// A server of four cores with a balanced table of 128 entries.
 fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer {
     PoolServer {
-        loads: loads.map(Vec::from),
+        loads: loads.map(|loads| Vec::from(loads).into()),
         rss: Some(Rss { key: rss_key.clone(), indirection_table: IndirectionTable::balanced(number, 128, 4).unwrap() }),
         open_connections: 10,
         ..PoolServer::new(id(number))
@@ -80,7 +80,7 @@ fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
     for bucket in 0..128 {
         let load = |server: &&PoolServer| {
             let core = server.rss.as_ref().unwrap().indirection_table.queue(bucket);
-            server.loads.as_ref().unwrap()[usize::from(core)]
+            server.core_load(core, f64::NAN)
         };
         let least = pool.servers().iter().map(|server| load(&server)).fold(f64::INFINITY, f64::min);
         let expected = pool.servers().iter().find(|server| load(server) == least).unwrap();
@@ -210,7 +210,7 @@ fn a_server_without_a_fresh_report_is_neutral_and_one_that_drains_gets_nothing()
     servers[0].eligible = false;
     // Neutral is now the mean of what is left: 0.9 on both, the lower id wins.
     assert_eq!(first(&servers), id(2));
-    servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9]);
+    servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9].into());
     let pool = Pool::new(servers.clone(), 1);
     assert!((pool.neutral_load() - 0.925).abs() < 1e-9);
 }
@@ -223,7 +223,7 @@ proptest! {
     ) {
         let servers: Vec<PoolServer> = eligible.iter().enumerate().map(|(n, eligible)| PoolServer {
             eligible: *eligible,
-            loads: known[n].then(|| (0..cores).map(|core| f64::from(core) / 10.0).collect()),
+            loads: known[n].then(|| (0..cores).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
             rss: (n % 5 != 0).then(|| Rss {
                 key: key(n as u64 % 6),
                 indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), cores).unwrap(),

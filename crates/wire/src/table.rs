@@ -183,7 +183,7 @@ mod tests {
 
     fn pool(servers: u64) -> Pool {
         let server = |n: u64| PoolServer {
-            loads: Some(vec![n as f64 / 10.0; 4]),
+            loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(Rss {
                 key: RssKey::microsoft(),
                 indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),

@@ -5,7 +5,7 @@ mod established;
 use std::net::SocketAddr;
 
 use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
-use coreward_model::policy::{Pool, PoolServer};
+use coreward_model::policy::{Loads, Pool, PoolServer};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
 use coreward_model::{ServerId, load};
 use coreward_wire::v1;
@@ -96,7 +96,8 @@ impl Case<'_> {
     fn server(&self, server: &PoolServer) -> v1::ExplainedServer {
         let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
         let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
-        let load_of = |core: u16| server.loads.as_ref().and_then(|loads| loads.get(usize::from(core))).copied();
+        let cores = server.loads.as_ref().and_then(Loads::cores);
+        let load_of = |core: u16| cores.and_then(|loads| loads.get(usize::from(core))).copied();
         v1::ExplainedServer {
             name: self.name(server.id).to_owned(),
             id: server.id.get().into(),

@@ -320,7 +320,7 @@ impl Controller {
         PoolServer {
             id,
             eligible: self.takes_connections(service.fleet(), id, now),
-            loads: agent.and_then(|agent| agent.loads(now)).map(|loads| loads_for(service.fleet(), loads)),
+            loads: agent.and_then(|agent| agent.loads(now)).map(|loads| loads_for(service.fleet(), loads).into()),
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,

@@ -184,7 +184,7 @@ fn requests_are_not_told_apart_by_core() {
             world.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
         }
         let pool = world.controller.pool(&world.controller.services[0], at(1));
-        pool.servers().iter().map(|server| server.loads.clone().unwrap()).collect::<Vec<_>>()
+        pool.servers().iter().map(|server| server.loads.as_ref().unwrap().cores().unwrap().to_vec()).collect::<Vec<_>>()
     };
     let of_tcp = table("");
     assert!(of_tcp[0][0] == 0.0 && of_tcp[0][1] > of_tcp[1][0]);

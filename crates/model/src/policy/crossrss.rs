@@ -24,6 +24,10 @@ impl Policy for CrossRss {
         NAME
     }
 
+    fn most_candidates(&self, _buckets: BucketCount) -> usize {
+        1
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1)
     }

@@ -28,7 +28,7 @@ use coreward_intf as intf;
 
 use super::crossrss::core_aware;
 use super::levels::Levels;
-use super::{Policy, Pool, PoolServer, TrafficWanted, independent_key};
+use super::{Class, LoadSpread, Loads, Policy, Pool, TrafficWanted, independent_key};
 use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
@@ -98,14 +98,14 @@ impl Cost {
     }
 }
 
-/// What is missing in all to bring every core below its level up to it.
+/// What is missing in all to bring every core below its level up to it, in the work of a usual core.
 fn deficit(pool: &Pool) -> f64 {
     let levels = Levels::of(pool);
-    let of_server = |server: &PoolServer| {
-        let loads = server.loads.iter().flatten();
-        loads.map(|load| levels.missing(server, *load).max(0.0)).collect::<Vec<_>>()
+    let of_class = |(class, spread): (&Class, &LoadSpread)| {
+        let (level, speed) = levels.level(*class);
+        speed * spread.missing(level)
     };
-    pool.eligible().flat_map(of_server).sum()
+    pool.spreads().iter().map(of_class).sum()
 }
 
 /// The cores' loads over the last reports.
@@ -115,12 +115,16 @@ struct RecentLoads {
 }
 
 impl RecentLoads {
-    /// Takes in the newest loads; the pool with the mean of newest and recent loads.
+    /// Takes in the newest loads; the pool with the mean of newest and recent loads. What racks pass up is that already.
     fn evened(&mut self, pool: &Pool) -> Pool {
         let mut evened = pool.clone();
-        self.of_server.retain(|id, _| pool.servers().iter().any(|server| server.id == *id && server.loads.is_some()));
+        let is_here = |id: ServerId| {
+            let server = pool.position(id).map(|position| &pool.servers[position]);
+            server.is_ok_and(|server| matches!(server.loads, Some(Loads::Cores(_))))
+        };
+        self.of_server.retain(|id, _| is_here(*id));
         for server in &mut evened.servers {
-            let Some(loads) = &mut server.loads else { continue };
+            let Some(Loads::Cores(loads)) = &mut server.loads else { continue };
             let recent = self.of_server.entry(server.id).or_insert_with(|| loads.clone());
             // Cores may have been added or removed.
             recent.resize(loads.len(), 0.0);
@@ -133,6 +137,12 @@ impl RecentLoads {
     }
 }
 
+/// As many candidates per bucket as the data plane looks at, and as fit into its table.
+fn fitting(buckets: BucketCount, groups: usize) -> usize {
+    let fits = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
+    fits.min(intf::MAX_CANDIDATES as usize)
+}
+
 impl Policy for CrossRssPlus {
     fn name(&self) -> &'static str {
         NAME
@@ -142,11 +152,17 @@ impl Policy for CrossRssPlus {
         TrafficWanted::Connections
     }
 
+    fn read(&mut self, pool: &Pool) -> Pool {
+        self.recent.evened(pool)
+    }
+
+    fn most_candidates(&self, buckets: BucketCount) -> usize {
+        fitting(buckets, 1)
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let pool = &self.recent.evened(pool);
-        let fits = |groups: usize| intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
-        let per_bucket =
-            |servers: usize, groups: usize| servers.min(intf::MAX_CANDIDATES as usize).min(fits(groups)).max(1);
+        let pool = &self.read(pool);
+        let per_bucket = |servers: usize, groups: usize| servers.min(fitting(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket);
         // Every load balancer sees only its own assignments; the others' are about as many.
         let cost = self.cost.of_connection(pool) * f64::from(pool.load_balancers);

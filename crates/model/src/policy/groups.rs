@@ -1,10 +1,10 @@
 //! Servers with equal RSS key see the same hash for a connection, so they share buckets: a group.
 
 use super::levels::Levels;
-use super::{Pool, PoolServer};
+use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
-use crate::rss::RssKey;
+use crate::rss::{Rss, RssKey};
 
 /// Servers that share buckets.
 #[derive(Debug, Clone, PartialEq)]
@@ -16,6 +16,17 @@ pub struct RssGroup<'a> {
     /// Servers that only share the group's table: their RSS is unknown or in a group too many. Their load counts as the
     /// mean of their cores, whichever the bucket.
     pub without_cores: Vec<&'a PoolServer>,
+}
+
+impl<'a> RssGroup<'a> {
+    fn all(&self) -> impl Iterator<Item = &'a PoolServer> {
+        self.servers.iter().chain(&self.without_cores).copied()
+    }
+
+    /// Whether it is known which of the server's cores a bucket reaches.
+    fn reaches_cores(&self, server: &PoolServer) -> bool {
+        server.rss.as_ref().is_some_and(|rss| rss.key == self.key)
+    }
 }
 
 /// The eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`; what is left
@@ -65,6 +76,49 @@ impl CoreSlots<'_> {
     }
 }
 
+/// The least of the cores that are offered, by what they are compared by; equals by load, then by id (CrossRSS as published:
+/// strictly smallest load, ties to the lowest id).
+pub struct Least {
+    most: usize,
+    found: Vec<(f64, f64, Core)>,
+}
+
+impl Least {
+    /// So many of them, at least 1.
+    pub fn new(most: usize) -> Self {
+        Self { most, found: Vec::with_capacity(most + 1) }
+    }
+
+    /// Whether the core is among the least so far. Of a thousand that are offered few are.
+    pub fn offer(&mut self, compared: f64, load: f64, core: Core) -> bool {
+        let is_before = |(other, other_load, other_core): &(f64, f64, Core)| {
+            other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
+        };
+        if self.found.len() == self.most && self.found.last().is_some_and(is_before) {
+            return false;
+        }
+        let position = self.found.partition_point(is_before);
+        self.found.insert(position, (compared, load, core));
+        self.found.truncate(self.most);
+        true
+    }
+
+    /// Each with its load and what it is compared by, the least first.
+    pub fn found(&self) -> impl Iterator<Item = (Core, f64, f64)> {
+        self.found.iter().map(|(compared, load, core)| (*core, *load, *compared))
+    }
+}
+
+/// The core of a server with this RSS that a bucket's connections reach, and its load; `neutral` where none is known. Where
+/// the server's table is longer than the buckets are many, a bucket reaches several of its entries, evenly.
+pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+    let table = &rss.indirection_table;
+    let entries = (table.entry_count() / buckets.get() as usize).max(1);
+    let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));
+    let load = cores.map(|core| server.core_load(core, neutral)).sum::<f64>() / entries as f64;
+    (table.queue(bucket), load)
+}
+
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_candidates(
     table: &mut PlacementTable,
@@ -73,71 +127,109 @@ pub fn fill_candidates(
     pool: &Pool,
     per_bucket: usize,
 ) {
+    let cores = Cores::new(pool, buckets);
     let without_loads = !pool.has_loads();
-    let bucket_of = BucketOf { pool, buckets, neutral: pool.neutral_load(), levels: Levels::of(pool) };
     let mut core_slots = CoreSlots { slots: &mut table.core_slots, by_core: std::collections::HashMap::new() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     for group in groups {
+        let lists: Vec<&CandidateList> = pool.lists(&group.key).collect();
         for bucket in 0..buckets.get() {
-            let mut found = bucket_of.candidates(group, bucket);
-            // Strictly smallest load, ties to the lowest id (CrossRSS as published).
-            let order = |(a, a_load): &(Core, f64), (b, b_load): &(Core, f64)| a_load.total_cmp(b_load).then(a.cmp(b));
-            if without_loads {
-                // All are equal, so their order decides: as many buckets start with one server as with another.
-                let first = bucket as usize % found.len();
-                found.sort_by_key(|(core, _)| *core);
-                found.rotate_left(first);
-            } else if per_bucket < found.len() {
-                // Of a thousand servers only these few are sorted.
-                found.select_nth_unstable_by(per_bucket, order);
-                found.truncate(per_bucket);
-            }
-            if !without_loads {
-                found.sort_by(order);
-            }
+            let found = if without_loads {
+                cores.in_turn(group, bucket)
+            } else {
+                cores.least(group, &lists, bucket, per_bucket)
+            };
             for position in 0..per_bucket {
-                let (core, load) = found[position.min(found.len() - 1)];
+                let (core, compared) = found[position.min(found.len() - 1)];
                 let core_slot = core_slots.slot(core);
-                table.candidates.push(Candidate { server: core.server, load: fixed_point(load), core_slot });
+                table.candidates.push(Candidate { server: core.server, load: fixed_point(compared), core_slot });
             }
         }
     }
 }
 
-/// What the candidates of one bucket depend on.
-struct BucketOf<'a> {
+/// The cores that buckets reach.
+struct Cores<'a> {
     pool: &'a Pool,
     buckets: BucketCount,
     neutral: f64,
     levels: Levels,
+    /// By id: the eligible servers whose cores are in what racks pass up.
+    reduced: Vec<Option<&'a PoolServer>>,
 }
 
-impl BucketOf<'_> {
-    /// For each server of the group that takes part in the bucket's connections, the core that they reach there, with what
-    /// its load is compared by. With none that takes part, all do.
-    fn candidates(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
-        let all = || group.servers.iter().chain(&group.without_cores).copied();
-        let taking_part = all().filter(|server| self.pool.takes_part(server, bucket));
+impl<'a> Cores<'a> {
+    fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
+        let mut reduced = Vec::new();
+        for server in pool.eligible().filter(|server| is_reduced(server)) {
+            reduced.resize(usize::from(server.id.get()) + 1, None);
+            reduced[usize::from(server.id.get())] = Some(server);
+        }
+        Self { pool, buckets, neutral: pool.neutral_load(), levels: Levels::of(pool), reduced }
+    }
+
+    /// The least loaded cores that take part in the bucket's connections, each with what it is compared by.
+    fn least(&self, group: &RssGroup<'_>, lists: &[&CandidateList], bucket: u32, most: usize) -> Vec<(Core, f64)> {
+        let mut least = Least::new(most);
+        let mut offer = |server: &PoolServer, core: u16, load: f64| {
+            least.offer(self.levels.compared(server.class(), load), load, Core { server: server.id, core })
+        };
+        let known_here = |server: &&PoolServer| !is_reduced(server) || !group.reaches_cores(server);
+        for server in self.taking_part(group, bucket).filter(known_here) {
+            let (core, load) = self.core(group, server, bucket);
+            offer(server, core, load);
+        }
+        for list in lists {
+            for (core, load) in list.of_bucket(bucket) {
+                let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
+                // What the rack has not heard of yet: it takes no new connections, or only some.
+                let Some(server) = server.filter(|server| self.pool.takes_part(server, bucket)) else { continue };
+                if !offer(server, core.core, *load) {
+                    // Those that follow are not less.
+                    break;
+                }
+            }
+        }
+        if least.found.is_empty() {
+            for server in group.all() {
+                let (core, load) = self.core(group, server, bucket);
+                least.offer(self.levels.compared(server.class(), load), load, Core { server: server.id, core });
+            }
+        }
+        least.found().map(|(core, _, compared)| (core, compared)).collect()
+    }
+
+    /// Where all are equal their order decides: as many buckets start with one server as with another.
+    fn in_turn(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
-            (Core { server: server.id, core }, self.levels.compared(server, load))
+            (Core { server: server.id, core }, self.levels.compared(server.class(), load))
         };
-        let found: Vec<(Core, f64)> = taking_part.map(candidate).collect();
-        if found.is_empty() { all().map(candidate).collect() } else { found }
+        let mut found: Vec<(Core, f64)> = self.taking_part(group, bucket).map(candidate).collect();
+        if found.is_empty() {
+            found = group.all().map(candidate).collect();
+        }
+        found.sort_by_key(|(core, _)| *core);
+        let first = bucket as usize % found.len();
+        found.rotate_left(first);
+        found
+    }
+
+    fn taking_part<'g>(&self, group: &'g RssGroup<'_>, bucket: u32) -> impl Iterator<Item = &'g PoolServer> {
+        group.all().filter(move |server| self.pool.takes_part(server, bucket))
     }
 
     /// The core of the server that the bucket's connections reach, and its load. Of a server that only shares the group's
     /// table it is not known: all its cores count as one.
     fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
-        let Some(rss) = server.rss.as_ref().filter(|rss| rss.key == group.key) else {
-            return (0, server.mean_load(self.neutral));
-        };
-        let table = &rss.indirection_table;
-        // A table longer than the buckets are many: the bucket reaches several of its entries, evenly.
-        let entries = (table.entry_count() / self.buckets.get() as usize).max(1);
-        let cores = (0..entries as u32).map(|step| table.queue(bucket + step * self.buckets.get()));
-        let load = cores.map(|core| server.core_load(core, self.neutral)).sum::<f64>() / entries as f64;
-        (table.queue(bucket), load)
+        match server.rss.as_ref().filter(|rss| rss.key == group.key) {
+            Some(rss) => reached(server, rss, bucket, self.buckets, self.neutral),
+            None => (0, server.mean_load(self.neutral)),
+        }
     }
+}
+
+fn is_reduced(server: &PoolServer) -> bool {
+    matches!(server.loads, Some(Loads::Reduced { .. }))
 }

@@ -241,7 +241,7 @@ mod tests {
         let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
             open_connections: 10,
             traffic: Some(TrafficRates { packets, bytes }),
-            loads: Some(vec![load]),
+            loads: Some(vec![load].into()),
             ..PoolServer::new(id.try_into().unwrap())
         };
         let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];

@@ -5,7 +5,7 @@
 //! far as another does by one. The data plane adds the same cost for every connection, to any core. So the load that it is
 //! told is the mean - speed x (the core's own level - its load): what is missing to the level, in the work of a usual core.
 
-use super::{Pool, PoolServer};
+use super::{Class, Pool};
 use crate::statistics::mean;
 
 /// The levels of a pool.
@@ -21,8 +21,9 @@ pub struct Levels {
 impl Levels {
     /// Of the eligible servers.
     pub fn of(pool: &Pool) -> Self {
-        let weights: Vec<f64> = pool.eligible().map(|server| f64::from(server.weight.get())).collect();
-        let speeds: Vec<f64> = pool.eligible().map(speed).collect();
+        let classes: Vec<Class> = pool.eligible().map(|server| server.class()).collect();
+        let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
+        let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
         let all_equal = |values: &[f64]| values.windows(2).all(|pair| pair[0] == pair[1]);
         let mut levels = Self {
             mean: pool.neutral_load(),
@@ -32,46 +33,38 @@ impl Levels {
             alike: all_equal(&weights) && all_equal(&speeds),
         };
         if !levels.alike {
-            let lowest = pool.eligible().map(|server| levels.compared(server, 0.0)).fold(0.0, f64::min);
+            let lowest = classes.iter().map(|class| levels.compared(*class, 0.0)).fold(0.0, f64::min);
             levels.lift = -lowest;
         }
         levels
     }
 
-    /// What a core of the server with that load is compared by.
-    pub fn compared(&self, server: &PoolServer, load: f64) -> f64 {
+    /// What a core of a server of that class with that load is compared by. In one class it never falls where loads rise.
+    pub fn compared(&self, class: Class, load: f64) -> f64 {
         if self.alike {
             return load;
         }
-        self.lift + self.mean - self.missing(server, load)
+        let (level, speed) = self.level(class);
+        self.lift + self.mean - speed * (level - load)
     }
 
-    /// What the core is below its level, in the work of a usual core; negative above it.
-    pub fn missing(&self, server: &PoolServer, load: f64) -> f64 {
+    /// The load at which the cores of a class are level, and how fast they are, next to the mean.
+    pub fn level(&self, class: Class) -> (f64, f64) {
         if self.alike {
-            return self.mean - load;
+            return (self.mean, 1.0);
         }
-        let level = self.mean * f64::from(server.weight.get()) / self.mean_weight;
-        speed(server) / self.mean_speed * (level - load)
-    }
-}
-
-/// How fast one core is: what the operator says of all of them, by their number.
-fn speed(server: &PoolServer) -> f64 {
-    match (server.capacity, server.core_count()) {
-        (Some(capacity), Some(cores)) => capacity.get() / f64::from(cores.max(1)),
-        _ => 1.0,
+        (self.mean * f64::from(class.weight.get()) / self.mean_weight, class.speed / self.mean_speed)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Capacity, Weight};
+    use crate::policy::{Capacity, PoolServer, Weight};
 
     fn server(id: u64, load: f64, weight: u64, capacity: Option<f64>) -> PoolServer {
         PoolServer {
-            loads: Some(vec![load; 2]),
+            loads: Some(vec![load; 2].into()),
             weight: Weight::new(weight).unwrap(),
             capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
             ..PoolServer::new(id.try_into().unwrap())
@@ -81,7 +74,7 @@ mod tests {
     fn compared(servers: &[PoolServer]) -> Vec<f64> {
         let pool = Pool::new(servers.to_vec(), 1);
         let levels = Levels::of(&pool);
-        servers.iter().map(|server| levels.compared(server, server.loads.as_ref().unwrap()[0])).collect()
+        servers.iter().map(|server| levels.compared(server.class(), server.mean_load(0.0))).collect()
     }
 
     #[test]
@@ -105,7 +98,11 @@ mod tests {
         let pool = Pool::new(servers.to_vec(), 1);
         let levels = Levels::of(&pool);
         assert!(of[1] < of[0] && of[0] < of[2], "{of:?}");
-        assert!((levels.missing(&servers[1], 0.4) - 2.0 * levels.missing(&servers[0], 0.4)).abs() < 1e-9);
+        let missing = |server: &PoolServer| {
+            let (level, speed) = levels.level(server.class());
+            speed * (level - 0.4)
+        };
+        assert!((missing(&servers[1]) - 2.0 * missing(&servers[0])).abs() < 1e-9);
         assert!(of.iter().all(|compared| *compared >= 0.0));
     }
 }

@@ -13,10 +13,12 @@ mod groups;
 mod hash;
 mod least;
 mod levels;
+mod loads;
 mod maglev;
 mod measure;
 mod pool;
 mod pow2;
+mod rack;
 mod rr;
 mod turns;
 mod weight;
@@ -27,9 +29,11 @@ pub use crossrss_plus::CrossRssPlus;
 pub use groups::{RssGroup, rss_groups};
 pub use hash::striped_table;
 pub use least::Least;
+pub use loads::{Bin, Class, LoadSpread, Loads};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use measure::{Measure, TrafficWanted};
 pub use pool::{Pool, PoolServer, TrafficRates};
+pub use rack::{CandidateList, RackSummary, ReducedServer};
 pub use weight::{Capacity, CapacityError, Weight, WeightError};
 
 use coreward_intf as intf;
@@ -57,6 +61,17 @@ pub trait Policy: Send {
     /// What it wants to hear from load balancers.
     fn traffic_wanted(&self) -> TrafficWanted {
         TrafficWanted::Nothing
+    }
+
+    /// The pool with its loads as this policy goes by them; asked once for each table, where the load of each core is known:
+    /// at the rack controller of a server that has one.
+    fn read(&mut self, pool: &Pool) -> Pool {
+        pool.clone()
+    }
+
+    /// How many of its least loaded cores a rack must pass up for each bucket, so that nothing is lost.
+    fn most_candidates(&self, _buckets: BucketCount) -> usize {
+        0
     }
 
     /// The table for the pool as it is now.

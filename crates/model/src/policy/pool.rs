@@ -1,9 +1,13 @@
 //! A service's servers, as policies see them.
 
-use super::{Capacity, Weight};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::loads::{Class, LoadSpread, Loads};
+use super::{CandidateList, Capacity, RackSummary, Weight};
 use crate::ServerId;
 use crate::placement::mix;
-use crate::rss::Rss;
+use crate::rss::{Rss, RssKey};
 
 /// A server of a pool, as far as a policy needs to know it.
 #[derive(Debug, Clone, PartialEq)]
@@ -12,8 +16,8 @@ pub struct PoolServer {
     pub id: ServerId,
     /// Takes new connections (neither draining nor unhealthy).
     pub eligible: bool,
-    /// Smoothed load per core in fractions of its capacity; `None`: no fresh report, the server counts as neutral.
-    pub loads: Option<Vec<f64>>,
+    /// `None`: no fresh report, the server counts as neutral.
+    pub loads: Option<Loads>,
     /// Its NIC's key and table; `None`: not known, all its cores count as one.
     pub rss: Option<Rss>,
     /// Open connections, of all services.
@@ -41,6 +45,7 @@ pub struct TrafficRates {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
+    pub(super) racks: Vec<Arc<RackSummary>>,
     pub(super) load_balancers: u32,
     pub(super) opened_connections: Option<u64>,
     pub(super) of_requests: bool,
@@ -50,7 +55,29 @@ impl Pool {
     /// `load_balancers`: how many of them share the service's new connections (0 counts as 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
         servers.sort_by_key(|server| server.id);
-        Self { servers, load_balancers: load_balancers.max(1), opened_connections: None, of_requests: false }
+        let load_balancers = load_balancers.max(1);
+        Self { servers, racks: Vec::new(), load_balancers, opened_connections: None, of_requests: false }
+    }
+
+    /// The same pool, in which the loads of the racks' servers are what the racks pass up.
+    pub fn behind_racks(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
+        for reduced in racks.iter().flat_map(|rack| &rack.servers) {
+            if let Ok(position) = self.position(reduced.id) {
+                self.servers[position].loads = Some(reduced.loads.clone());
+            }
+        }
+        self.racks = racks;
+        self
+    }
+
+    /// What racks pass up of servers with this RSS key.
+    pub(super) fn lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
+        self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
+    }
+
+    /// Where the server stands among all.
+    pub(super) fn position(&self, id: ServerId) -> Result<usize, usize> {
+        self.servers.binary_search_by_key(&id, |server| server.id)
     }
 
     /// The same pool, in which so many connections were opened since the previous tick.
@@ -81,8 +108,23 @@ impl Pool {
 
     /// Mean load of all cores whose load is known: what a server without a fresh report counts as.
     pub fn neutral_load(&self) -> f64 {
-        let known: Vec<f64> = self.eligible().filter_map(|server| server.loads.as_ref()).flatten().copied().collect();
-        crate::statistics::mean(&known).unwrap_or(0.0)
+        let known = || self.eligible().filter_map(|server| server.loads.as_ref());
+        let cores: u64 = known().map(|loads| u64::from(loads.count())).sum();
+        if cores == 0 { 0.0 } else { known().map(Loads::sum).sum::<f64>() / cores as f64 }
+    }
+
+    /// How the known loads of the eligible servers are spread, by class.
+    pub(super) fn spreads(&self) -> BTreeMap<Class, LoadSpread> {
+        let mut spreads: BTreeMap<Class, LoadSpread> = BTreeMap::new();
+        for server in self.eligible() {
+            let Some(cores) = server.loads.as_ref().and_then(Loads::cores) else { continue };
+            let spread = spreads.entry(server.class()).or_default();
+            cores.iter().for_each(|load| spread.add(*load));
+        }
+        for (class, spread) in self.racks.iter().flat_map(|rack| &rack.spreads) {
+            spreads.entry(*class).or_default().add_all(spread);
+        }
+        spreads
     }
 
     /// What every eligible server has of new connections, next to the others: weight x ramp.
@@ -117,7 +159,7 @@ impl Pool {
 
     /// The loads of all cores that are known, together.
     pub fn load(&self) -> f64 {
-        self.servers.iter().filter_map(|server| server.loads.as_ref()).flatten().sum()
+        self.servers.iter().filter_map(|server| server.loads.as_ref()).map(Loads::sum).sum()
     }
 }
 
@@ -143,21 +185,32 @@ impl PoolServer {
         }
     }
 
-    /// The load of core `core`, or `neutral` when it is not known.
+    /// The load of core `core`; of a queue beyond the cores that report the mean of these, and `neutral` where none does.
     pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
-        self.loads.as_ref().and_then(|loads| loads.get(usize::from(core))).copied().unwrap_or(neutral)
+        let known = self.loads.as_ref().and_then(Loads::cores).and_then(|loads| loads.get(usize::from(core)));
+        known.copied().unwrap_or_else(|| self.mean_load(neutral))
+    }
+
+    /// What its cores are compared by.
+    pub(super) fn class(&self) -> Class {
+        // How fast one core is: what the operator says of all of them, by their number.
+        let speed = match (self.capacity, self.core_count()) {
+            (Some(capacity), Some(cores)) => capacity.get() / f64::from(cores.max(1)),
+            _ => 1.0,
+        };
+        Class { weight: self.weight, speed }
     }
 
     /// How many cores it has, by its reports or by its NIC's table; `None` when neither is known.
     pub fn core_count(&self) -> Option<u32> {
         let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
-        let reported = self.loads.as_ref().map(|loads| loads.len() as u32);
+        let reported = self.loads.as_ref().map(Loads::count);
         reported.or_else(|| self.rss.as_ref().and_then(by_table))
     }
 
     /// The mean load of all its cores, or `neutral` when it is not known.
     pub fn mean_load(&self, neutral: f64) -> f64 {
-        self.loads.as_deref().and_then(crate::statistics::mean).unwrap_or(neutral)
+        self.loads.as_ref().and_then(Loads::mean).unwrap_or(neutral)
     }
 }
 
@@ -183,7 +236,7 @@ mod tests {
     fn capacities_are_told_or_counted_or_the_mean() {
         let server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
             capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
-            loads: (cores > 0).then(|| vec![0.0; cores]),
+            loads: (cores > 0).then(|| vec![0.0; cores].into()),
             ..PoolServer::new(ServerId::try_from(id).unwrap())
         };
         let pool = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();

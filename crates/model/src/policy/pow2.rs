@@ -67,7 +67,7 @@ mod tests {
         let server = |id: u64, open_connections: u32, packets: f64, bytes: f64| PoolServer {
             open_connections,
             traffic: Some(TrafficRates { packets, bytes }),
-            loads: Some(vec![0.25 * id as f64; 2]),
+            loads: Some(vec![0.25 * id as f64; 2].into()),
             ..PoolServer::new(id.try_into().unwrap())
         };
         let servers = vec![server(1, 30, 100.0, 9.0), server(2, 60, 50.0, 18.0)];

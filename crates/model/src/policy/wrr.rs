@@ -40,13 +40,13 @@ fn shares(pool: &Pool) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Capacity, PoolServer, Weight};
+    use crate::policy::{Capacity, Loads, PoolServer, Weight};
     use crate::rss::{IndirectionTable, Rss};
 
     #[test]
     fn cores_are_known_by_load_or_by_table() {
         let server = |id: u64, loads: Option<Vec<f64>>, cores: Option<u16>| PoolServer {
-            loads,
+            loads: loads.map(Loads::from),
             rss: cores.map(|cores| Rss {
                 key: RssKey::microsoft(),
                 indirection_table: IndirectionTable::balanced(id, 128, cores).unwrap(),

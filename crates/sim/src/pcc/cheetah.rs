@@ -86,7 +86,7 @@ impl Cheetah {
             let cores = &self.open[number * usize::from(self.cores)..][..usize::from(self.cores)];
             PoolServer {
                 eligible: cluster.is_member(number as u16),
-                loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect()),
+                loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect::<Vec<_>>().into()),
                 rss: Some(self.rss[number].clone()),
                 // Counts of the moment are kept as assigned connections instead.
                 open_connections: if self.counts_assigned() { 0 } else { cluster.open(number as u16) },

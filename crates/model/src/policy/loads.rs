@@ -1,0 +1,212 @@
+//! The loads of one server's cores, and how the loads of many are spread: what a rack can add up.
+
+use std::collections::BTreeMap;
+
+use super::Weight;
+
+/// The smoothed loads of one server's cores, in fractions of their capacity.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Loads {
+    /// Of each core, by receive queue.
+    Cores(Vec<f64>),
+    /// The same from the server's rack controller, as the service's policy reads them (`Policy::read`).
+    Whole(Vec<f64>),
+    /// Only their sum: the cores are in what the rack passes up ([`super::RackSummary`]).
+    Reduced {
+        /// Of all cores.
+        sum: f64,
+        /// How many they are, at least 1.
+        cores: u32,
+    },
+}
+
+impl From<Vec<f64>> for Loads {
+    fn from(cores: Vec<f64>) -> Self {
+        Self::Cores(cores)
+    }
+}
+
+impl Loads {
+    /// The load of each core, where it is known here.
+    pub fn cores(&self) -> Option<&[f64]> {
+        match self {
+            Loads::Cores(cores) | Loads::Whole(cores) => Some(cores),
+            Loads::Reduced { .. } => None,
+        }
+    }
+
+    /// Of all cores, added up in their order: the same whether it is done here or at the rack.
+    pub fn sum(&self) -> f64 {
+        match self {
+            Loads::Cores(cores) | Loads::Whole(cores) => cores.iter().sum(),
+            Loads::Reduced { sum, .. } => *sum,
+        }
+    }
+
+    /// How many cores.
+    pub fn count(&self) -> u32 {
+        match self {
+            Loads::Cores(cores) | Loads::Whole(cores) => cores.len() as u32,
+            Loads::Reduced { cores, .. } => *cores,
+        }
+    }
+
+    /// Of all cores; `None` where there are none.
+    pub fn mean(&self) -> Option<f64> {
+        (self.count() > 0).then(|| self.sum() / f64::from(self.count()))
+    }
+}
+
+/// Servers whose cores are filled to the same level and as fast: what [`super::levels::Levels`] tells apart.
+#[derive(Debug, Clone, Copy)]
+pub struct Class {
+    /// Of the servers.
+    pub weight: Weight,
+    /// Of each core, in cores of the usual speed; above 0.
+    pub speed: f64,
+}
+
+impl Class {
+    /// Numbers that have the order of what they stand for (positive floating point does).
+    fn order(&self) -> (u32, u64) {
+        (self.weight.get(), self.speed.to_bits())
+    }
+}
+
+impl PartialEq for Class {
+    fn eq(&self, other: &Self) -> bool {
+        self.order() == other.order()
+    }
+}
+
+impl Eq for Class {}
+
+impl PartialOrd for Class {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Class {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.order().cmp(&other.order())
+    }
+}
+
+/// How many bits of a load's mantissa tell bins apart: 128 bins from a load to its double.
+const BIN_BITS: u32 = 7;
+const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
+/// Loads below share the first bin: a core that is busy for 0.02 % of its time.
+const SMALLEST: f64 = 1.0 / 4096.0;
+/// Loads above share the last bin.
+const LARGEST: f64 = 16.0;
+/// Of the sums in bins: 2^-32 of a core. A million cores at the highest load that the data plane knows (2^12) stay below 2^64.
+const STEP: f64 = (1u64 << 32) as f64;
+
+/// How the loads of many cores are spread: how many there are in each of some 2,000 bins, and their sum. Bins are as wide as
+/// 1/128 of the loads in them. Two of them add up to what one of all cores would be, to the last bit, in whatever order: the
+/// sums are whole numbers.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LoadSpread {
+    bins: BTreeMap<u16, Bin>,
+}
+
+/// The cores in a bin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Bin {
+    /// How many.
+    pub cores: u64,
+    /// The sum of their loads in 2^-32 of a core.
+    pub sum: u64,
+}
+
+impl LoadSpread {
+    /// How many bins there can be.
+    pub const BINS: u16 = (bin_bits(LARGEST) - bin_bits(SMALLEST)) as u16 + 2;
+
+    /// Takes in a core.
+    pub fn add(&mut self, load: f64) {
+        self.add_bin(bin_of(load), Bin { cores: 1, sum: (load * STEP) as u64 });
+    }
+
+    /// Takes in all cores of another.
+    pub fn add_all(&mut self, other: &LoadSpread) {
+        other.bins().for_each(|(bin, more)| self.add_bin(bin, more));
+    }
+
+    /// Takes in the cores of a bin below [`LoadSpread::BINS`].
+    pub fn add_bin(&mut self, bin: u16, more: Bin) {
+        let known = self.bins.entry(bin).or_default();
+        known.cores = known.cores.saturating_add(more.cores);
+        known.sum = known.sum.saturating_add(more.sum);
+    }
+
+    /// The bins in which there is a core, by load.
+    pub fn bins(&self) -> impl Iterator<Item = (u16, Bin)> {
+        self.bins.iter().map(|(bin, cores)| (*bin, *cores))
+    }
+
+    /// What is missing in all to bring every core below `level` up to it. The cores of one bin count as if all had their mean
+    /// load: that is exact but for the bin in which the level is, and too little by at most a quarter of the bin's width
+    /// (level / 512) for each core in it.
+    pub fn missing(&self, level: f64) -> f64 {
+        let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / STEP).max(0.0);
+        self.bins.values().map(of_bin).sum()
+    }
+}
+
+/// Sign, exponent and the first bits of the mantissa: they grow with the load.
+const fn bin_bits(load: f64) -> u64 {
+    load.to_bits() >> (MANTISSA_BITS - BIN_BITS)
+}
+
+fn bin_of(load: f64) -> u16 {
+    if load < SMALLEST {
+        return 0;
+    }
+    (bin_bits(load.min(LARGEST)) - bin_bits(SMALLEST)) as u16 + 1
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn spread(loads: &[f64]) -> LoadSpread {
+        let mut spread = LoadSpread::default();
+        loads.iter().for_each(|load| spread.add(*load));
+        spread
+    }
+
+    #[test]
+    fn bins_are_in_the_order_of_loads() {
+        let loads = [0.0, SMALLEST / 2.0, SMALLEST, 0.001, 0.5, 0.503, 0.504, 1.0, 15.9, 16.0, 4_000.0];
+        let bins = loads.map(bin_of);
+        assert!(bins.is_sorted() && bins[0] == bins[1] && bins[1] < bins[2] && bins[8] < bins[9], "{bins:?}");
+        assert_eq!((bins[4], bins[9]), (bins[5], bins[10]));
+        assert!(bins[10] < LoadSpread::BINS);
+    }
+
+    proptest! {
+        #[test]
+        fn parts_add_up_to_the_whole(loads in proptest::collection::vec(0.0..2.0f64, 0..200), part in 1usize..7) {
+            let mut sum = LoadSpread::default();
+            for of_part in 0..part {
+                let loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();
+                sum.add_all(&spread(&loads));
+            }
+            prop_assert_eq!(sum, spread(&loads));
+        }
+
+        #[test]
+        fn what_is_missing_is_nearly_exact(loads in proptest::collection::vec(0.0..2.0f64, 1..200), level in 0.001..2.0f64) {
+            let exact: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
+            let found = spread(&loads).missing(level);
+            let in_bin = loads.iter().filter(|load| bin_of(**load) == bin_of(level)).count();
+            let rounding = 1e-9 * loads.len() as f64;
+            prop_assert!(found <= exact + rounding, "{found} is more than {exact}");
+            prop_assert!(exact - found <= in_bin as f64 * level / 512.0 + rounding, "{found}, {exact}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! What a rack controller passes up of its servers (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation, as the minimal
+//! load of a group of servers is the same as the minimal load of any server").
+//!
+//! A table needs the k least loaded cores of each bucket. Whoever is among the k least of all is among the k least of its rack,
+//! as fewer are before it there; so the k least of what the racks pass up are the k least of all, and in the same order, if
+//! equals are told apart by something that all agree on: the server's id. What cores are compared by may be another thing than
+//! their load ([`super::levels`]), and depends on the whole pool, but in one [`Class`] it never falls where loads rise. So
+//! a rack passes up the k least of each class, and needs to know nothing of other racks.
+//!
+//! Beside cores, policies go by each server's mean load (with the number of its cores: the mean of all, too) and by what is
+//! missing in all to a level, which is known when all are: [`LoadSpread`]. All that adds up to the last bit. Servers whose loads
+//! nobody knows, and those in their slow start, who take part in some buckets only, are left to the controller.
+//!
+//! `crates/model/tests/racks.rs` holds every policy's tables against those of the same pool without racks.
+
+use std::collections::BTreeMap;
+
+use super::groups::{Least, reached};
+use super::loads::{Class, LoadSpread, Loads};
+use super::{Policy, Pool, PoolServer};
+use crate::ServerId;
+use crate::placement::{BucketCount, Core};
+use crate::rss::RssKey;
+
+/// One service's servers in one rack, of those whose loads are known.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RackSummary {
+    /// By id.
+    pub servers: Vec<ReducedServer>,
+    /// How the loads of the eligible reduced ones are spread.
+    pub spreads: Vec<(Class, LoadSpread)>,
+    /// The least loaded cores of the eligible reduced ones: a list for each RSS key and class.
+    pub lists: Vec<CandidateList>,
+}
+
+/// A server, as far as it matters beside the lists.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReducedServer {
+    /// Its id.
+    pub id: ServerId,
+    /// [`Loads::Reduced`]; of one in its slow start [`Loads::Whole`].
+    pub loads: Loads,
+}
+
+/// The least loaded cores of each bucket, of servers with one RSS key and of one class.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CandidateList {
+    /// The key.
+    pub key: RssKey,
+    /// How many there are for each bucket, at least 1.
+    pub per_bucket: usize,
+    /// By bucket, the least loaded first (ties: lowest id); each with its load.
+    pub candidates: Vec<(Core, f64)>,
+}
+
+impl CandidateList {
+    /// Those of a bucket; none where the list is for fewer buckets.
+    pub fn of_bucket(&self, bucket: u32) -> &[(Core, f64)] {
+        let start = bucket as usize * self.per_bucket;
+        self.candidates.get(start..start + self.per_bucket).unwrap_or_default()
+    }
+}
+
+impl RackSummary {
+    /// What a rack with these servers passes up, with at most `most` candidates for each bucket: fewer than
+    /// [`Policy::most_candidates`] lose something. To be asked once for each table, as the policy may remember loads.
+    pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
+        let most = policy.most_candidates(buckets).min(most);
+        let read = policy.read(pool);
+        let mut summary = Self { servers: Vec::new(), spreads: Vec::new(), lists: Vec::new() };
+        let mut spreads: BTreeMap<Class, LoadSpread> = BTreeMap::new();
+        let mut listed: Vec<(&RssKey, Class, Vec<&PoolServer>)> = Vec::new();
+        for server in &read.servers {
+            let Some(loads) = &server.loads else { continue };
+            let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
+            if server.ramp < 1.0 {
+                summary.servers.push(ReducedServer { id: server.id, loads: Loads::Whole(cores.to_vec()) });
+                continue;
+            }
+            let loads = Loads::Reduced { sum: loads.sum(), cores: loads.count() };
+            summary.servers.push(ReducedServer { id: server.id, loads });
+            if !server.eligible {
+                continue;
+            }
+            let class = server.class();
+            let spread = spreads.entry(class).or_default();
+            cores.iter().for_each(|load| spread.add(*load));
+            let Some(rss) = &server.rss else { continue };
+            match listed.iter_mut().find(|(key, of, _)| **key == rss.key && *of == class) {
+                Some((_, _, servers)) => servers.push(server),
+                None => listed.push((&rss.key, class, vec![server])),
+            }
+        }
+        summary.spreads = spreads.into_iter().collect();
+        if most > 0 {
+            let lists = listed.into_iter().map(|(key, _, servers)| list(key, &servers, buckets, most));
+            summary.lists = lists.collect();
+        }
+        summary
+    }
+}
+
+/// The least loaded cores of servers of one key and class.
+fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
+    let per_bucket = servers.len().min(most);
+    let mut candidates = Vec::with_capacity(per_bucket * buckets.get() as usize);
+    for bucket in 0..buckets.get() {
+        let mut least = Least::new(per_bucket);
+        for server in servers {
+            let rss = server.rss.as_ref().expect("servers are listed by their key");
+            // All loads are known: there is nothing that is neutral.
+            let (core, load) = reached(server, rss, bucket, buckets, 0.0);
+            least.offer(load, load, Core { server: server.id, core });
+        }
+        candidates.extend(least.found().map(|(core, load, _)| (core, load)));
+    }
+    CandidateList { key: key.clone(), per_bucket, candidates }
+}

@@ -1,0 +1,136 @@
+//! Tables of a pool behind racks against those of the same pool without.
+
+use std::sync::Arc;
+
+use coreward_model::ServerId;
+use coreward_model::placement::BucketCount;
+use coreward_model::policy::{Capacity, Loads, Pool, PoolServer, RackSummary, TrafficRates, Weight, named, names};
+use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use proptest::prelude::*;
+
+/// How many reports are made: policies remember loads.
+const REPORTS: u64 = 4;
+
+/// A server, and the rack that it is in; `None`: its agent reports to the controller itself.
+#[derive(Debug, Clone)]
+struct Racked {
+    server: PoolServer,
+    rack: Option<usize>,
+}
+
+prop_compose! {
+    fn racked()(
+        eligible in prop::bool::weighted(0.9),
+        // Few values, so that many are equal.
+        loads in prop::option::weighted(0.9, prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 1..9)),
+        key in prop::option::weighted(0.9, 0u64..6),
+        table_bits in 0u32..9, queues in 1u16..9,
+        open_connections in 0u32..50,
+        weight in prop_oneof![3 => Just(1u64), 1 => 2..5u64],
+        ramp in prop_oneof![4 => Just(1.0), 1 => Just(0.3)],
+        capacity in prop::option::weighted(0.2, (1u32..9).prop_map(f64::from)),
+        traffic in prop::option::of((0.0..1e6, 0.0..1e9)),
+        rack in prop::option::weighted(0.8, 0usize..4),
+        seed: u64,
+    ) -> Racked {
+        let rss = key.map(|key| Rss {
+            key: RssKey::random(&mut seeded_rng(key, 99)),
+            indirection_table: IndirectionTable::independent(seed, 1 << table_bits, queues).unwrap(),
+        });
+        let server = PoolServer {
+            eligible,
+            loads: loads.map(Loads::from),
+            rss,
+            open_connections,
+            weight: Weight::new(weight).unwrap(),
+            ramp,
+            capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
+            traffic: traffic.map(|(packets, bytes)| TrafficRates { packets, bytes }),
+            ..PoolServer::new(ServerId::try_from(0).unwrap())
+        };
+        Racked { server, rack }
+    }
+}
+
+fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
+    let pool = Pool::new(servers.to_vec(), 2).with_opened_connections(300);
+    if requests { pool.of_requests() } else { pool }
+}
+
+/// The servers a report later: other loads; now and then one is not heard, comes or goes.
+fn later(servers: &mut [Racked], report: u64) {
+    for (position, Racked { server, .. }) in servers.iter_mut().enumerate() {
+        let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
+        match turn {
+            0 => server.eligible = !server.eligible,
+            1 => server.loads = None,
+            2 => server.loads = Some(vec![0.3; 4].into()),
+            3 => server.ramp = 1.0,
+            _ => {
+                let cores = server.loads.as_ref().and_then(Loads::cores).map(|cores| {
+                    cores
+                        .iter()
+                        .enumerate()
+                        .map(|(core, load)| (load * 3.0 + core as f64 * 0.1 + turn as f64 * 0.05) % 1.3)
+                });
+                server.loads = cores.map(|cores| Loads::Cores(cores.collect()));
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    /// For every policy, what the racks pass up makes the same table as all that their servers report.
+    #[test]
+    fn racks_lose_nothing(mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool) {
+        for (position, racked) in servers.iter_mut().enumerate() {
+            racked.server.id = ServerId::try_from(position as u64 * 31).unwrap();
+        }
+        let buckets = BucketCount::new(1 << bits).unwrap();
+        for name in names() {
+            let mut servers = servers.clone();
+            let policy = || named(name, 7).unwrap();
+            let (mut flat, mut above, mut at_racks) = (policy(), policy(), [policy(), policy(), policy(), policy()]);
+            for report in 1..=REPORTS {
+                let of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
+                    servers.iter().filter(|racked| racked.rack == rack).map(|racked| racked.server.clone()).collect()
+                };
+                let passed_up = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
+                    let pool = pool_of(&of_rack(Some(rack)), requests);
+                    Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
+                }).collect();
+                let all: Vec<PoolServer> = servers.iter().map(|racked| racked.server.clone()).collect();
+                let known_above: Vec<PoolServer> = servers.iter().map(|racked| PoolServer {
+                    loads: racked.server.loads.clone().filter(|_| racked.rack.is_none()),
+                    ..racked.server.clone()
+                }).collect();
+                let expected = flat.place(&pool_of(&all, requests), buckets, report);
+                let found = above.place(&pool_of(&known_above, requests).behind_racks(passed_up), buckets, report);
+                prop_assert_eq!(found, expected, "{}, report {}", name, report);
+                later(&mut servers, report);
+            }
+        }
+    }
+
+    /// The k least of the whole are among the k least of the parts; fewer are not enough.
+    #[test]
+    fn fewer_candidates_are_the_least_of_each_rack(loads in prop::collection::vec(0.0..1.0f64, 2..12), most in 1usize..9) {
+        let key = RssKey::microsoft();
+        let server = |(id, load): (usize, &f64)| PoolServer {
+            loads: Some(vec![*load].into()),
+            rss: Some(Rss { key: key.clone(), indirection_table: IndirectionTable::balanced(1, 1, 1).unwrap() }),
+            ..PoolServer::new(ServerId::try_from(id as u64).unwrap())
+        };
+        let servers: Vec<PoolServer> = loads.iter().enumerate().map(server).collect();
+        let buckets = BucketCount::new(1).unwrap();
+        let mut policy = named("crossrss-plus", 1).unwrap();
+        let summary = RackSummary::of(&Pool::new(servers, 1), policy.as_mut(), buckets, most);
+        let mut sorted = loads.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted.truncate(most.min(8));
+        let found: Vec<f64> = summary.lists[0].of_bucket(0).iter().map(|(_, load)| *load).collect();
+        prop_assert_eq!(found, sorted);
+    }
+}
