@@ -3,11 +3,14 @@
 //! ([`crate::replay`] for arrival logs, the simulator for traces).
 //!
 //! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made. Reports
-//! may be older than the table, as they are where agents do not report all at once ([`Fleet::report_measured_at`]).
+//! may be older than the table, as they are where agents do not report all at once ([`Fleet::report_measured_at`]), and a
+//! table may come into force later than it is made ([`Fleet::prepare`]).
+
+use std::sync::Arc;
 
 use crate::load::{Alpha, CoreReadings, LoadTracker};
 use crate::placement::{BucketCount, PlacementState, PlacementTable};
-use crate::policy::{Policy, Pool, PoolServer};
+use crate::policy::{Policy, Pool, PoolServer, RackSummary};
 use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
@@ -55,6 +58,15 @@ pub struct Fleet {
     /// By position: whether the next tables give the server new connections.
     eligible: Vec<bool>,
     of_requests: bool,
+    racks: Option<Racks>,
+}
+
+/// Rack controllers between servers and controller.
+pub struct Racks {
+    /// Each one's instance of the policy: it remembers loads. As many racks, of as many servers each (+-1).
+    pub policies: Vec<Box<dyn Policy>>,
+    /// How many candidates they pass up for each bucket at most.
+    pub candidates: usize,
 }
 
 /// What a fleet is like before ids and keys are drawn.
@@ -114,6 +126,7 @@ impl Fleet {
             hasher_of_group: Vec::new(),
             eligible: vec![true; plan.servers.len()],
             of_requests: false,
+            racks: None,
             plan,
         })
     }
@@ -134,6 +147,11 @@ impl Fleet {
         self.of_requests = true;
     }
 
+    /// From the next report on servers report to racks.
+    pub fn set_racks(&mut self, racks: Racks) {
+        self.racks = Some(racks);
+    }
+
     /// Policies that take turns go on at this one.
     pub fn set_turn(&mut self, turn: u64) {
         self.state.round_robin = turn;
@@ -145,7 +163,22 @@ impl Fleet {
     /// # Panics
     /// When `measured_ns` is not after the previous report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
-        self.report_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy);
+        let table = self.prepare(measured_ns, busy_ns, open_connections, policy);
+        self.switch(table);
+    }
+
+    /// [`Fleet::report`] without the switch: the table comes into force with [`Fleet::switch`].
+    ///
+    /// # Panics
+    /// As [`Fleet::report`].
+    pub fn prepare(
+        &mut self,
+        measured_ns: u64,
+        busy_ns: &[u64],
+        open_connections: &[u32],
+        policy: &mut dyn Policy,
+    ) -> PlacementTable {
+        self.table_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy)
     }
 
     /// [`Fleet::report`] where each server's cores were read at a moment of their own; `None`: the server has not reported yet.
@@ -159,6 +192,17 @@ impl Fleet {
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) {
+        let table = self.table_measured_at(measured_ns, busy_ns, open_connections, policy);
+        self.switch(table);
+    }
+
+    fn table_measured_at(
+        &mut self,
+        measured_ns: &[Option<u64>],
+        busy_ns: &[u64],
+        open_connections: &[u32],
+        policy: &mut dyn Policy,
+    ) -> PlacementTable {
         self.sequence += 1;
         let of_servers = busy_ns.chunks(usize::from(self.plan.cores));
         for ((tracker, busy_ns), measured_ns) in self.trackers.iter_mut().zip(of_servers).zip(measured_ns) {
@@ -173,15 +217,18 @@ impl Fleet {
             open_connections: open_connections[position],
             ..PoolServer::new(*id)
         });
-        let pool =
-            Pool::new(servers.collect(), 1).with_opened_connections(std::mem::take(&mut self.opened_connections));
+        let servers: Vec<PoolServer> = servers.collect();
+        let pool = match &mut self.racks {
+            Some(racks) => racks.pool(servers, self.plan.buckets),
+            None => Pool::new(servers, 1),
+        };
+        let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
         let pool = if self.of_requests { pool.of_requests() } else { pool };
-        let table = policy.place(&pool, self.plan.buckets, self.sequence);
-        self.switch(table);
+        policy.place(&pool, self.plan.buckets, self.sequence)
     }
 
-    /// As the data plane does: counts start anew, turns go on.
-    fn switch(&mut self, table: PlacementTable) {
+    /// Puts a table in force, as the data plane does: counts start anew, turns go on.
+    pub fn switch(&mut self, table: PlacementTable) {
         self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
         self.hasher_of_group.clear();
         for key in &table.groups {
@@ -227,6 +274,21 @@ impl Fleet {
 
     fn core_at(&self, position: usize, hash: u32) -> usize {
         position * usize::from(self.plan.cores) + usize::from(self.rss[position].indirection_table.queue(hash))
+    }
+}
+
+impl Racks {
+    /// The pool as the controller knows it.
+    fn pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
+        let count = self.policies.len();
+        let start = |rack: usize| rack * servers.len() / count;
+        let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
+            let pool = Pool::new(servers[start(rack)..start(rack + 1)].to_vec(), 1);
+            Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, self.candidates))
+        });
+        let summaries = summaries.collect();
+        let servers = servers.into_iter().map(|server| PoolServer { loads: None, ..server });
+        Pool::new(servers.collect(), 1).behind_racks(summaries)
     }
 }
 

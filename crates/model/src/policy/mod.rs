@@ -33,7 +33,7 @@ pub use loads::{Bin, Class, LoadSpread, Loads};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use measure::{Measure, TrafficWanted};
 pub use pool::{Pool, PoolServer, TrafficRates};
-pub use rack::{CandidateList, RackSummary, ReducedServer};
+pub use rack::{CandidateList, MOST_CANDIDATES, RackSummary, ReducedServer};
 pub use weight::{Capacity, CapacityError, Weight, WeightError};
 
 use coreward_intf as intf;

@@ -22,6 +22,9 @@ use crate::ServerId;
 use crate::placement::{BucketCount, Core};
 use crate::rss::RssKey;
 
+/// No policy has more candidates for a bucket: the data plane looks at no more.
+pub const MOST_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
+
 /// One service's servers in one rack, of those whose loads are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackSummary {

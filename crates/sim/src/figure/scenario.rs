@@ -272,6 +272,10 @@ pub enum Swept {
     IndexBits,
     /// Replay speed or offered load of the trace, percent of its own.
     SpeedPct,
+    /// Candidates that a rack passes up for each bucket.
+    RackCandidates,
+    /// From reports to the table in force (ms).
+    TableDelayMs,
     /// Time within the run: every run gives all points.
     Time,
 }

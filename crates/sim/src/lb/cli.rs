@@ -55,6 +55,15 @@ pub struct LbArgs {
     /// How much faster than recorded the trace runs
     #[arg(long, default_value_t = 1.0)]
     replay_speed: f64,
+    /// Rack controllers between servers and controller, each with as many servers [default: none]
+    #[arg(long, value_name = "N")]
+    racks: Option<u16>,
+    /// Candidates that a rack passes up for each bucket at most; 8 lose nothing
+    #[arg(long, value_name = "K", default_value_t = Config::default().rack_candidates)]
+    rack_candidates: u8,
+    /// From the reports until the table that is made of them is in force (ms)
+    #[arg(long, value_name = "MS", default_value_t = 0)]
+    table_delay_ms: u32,
     /// What to print
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
@@ -124,6 +133,9 @@ impl LbArgs {
             },
             window_ms: self.window_ms,
             replay_speed: self.replay_speed,
+            racks: self.racks,
+            rack_candidates: self.rack_candidates,
+            table_delay_ms: self.table_delay_ms,
         };
         print!("{}", run(&config)?.printed(self.format));
         Ok(())

@@ -20,6 +20,7 @@ use coreward_model::ServerId;
 use coreward_model::fleet::TableDraw;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
+use coreward_model::policy::MOST_CANDIDATES;
 
 use crate::names::UnknownName;
 use crate::trace::capture::ReadOptions;
@@ -61,6 +62,12 @@ pub struct Config {
     pub window_ms: u32,
     /// How much faster than it was recorded the trace runs: 1.1 is 10 % faster. Above 0.
     pub replay_speed: f64,
+    /// Rack controllers, each with as many servers (+-1); at most as many as servers. `None`: agents report to the controller.
+    pub racks: Option<u16>,
+    /// How many candidates a rack passes up for each bucket at most, 1 to 8; 8 lose nothing.
+    pub rack_candidates: u8,
+    /// From the moment of the reports until the table that is made of them is in force (ms), below `report_ms`.
+    pub table_delay_ms: u32,
 }
 
 impl Default for Config {
@@ -80,6 +87,9 @@ impl Default for Config {
             tables: TableDraw::Balanced,
             window_ms: 1_000,
             replay_speed: 1.0,
+            racks: None,
+            rack_candidates: MOST_CANDIDATES,
+            table_delay_ms: 0,
         }
     }
 }
@@ -164,6 +174,22 @@ impl Config {
             (
                 (0.001..=1_000.0).contains(&self.replay_speed),
                 ("replay-speed", self.replay_speed.to_string(), "0.001 to 1000".to_owned()),
+            ),
+            (
+                self.racks.is_none_or(|racks| (1..=self.servers).contains(&racks)),
+                ("racks", self.racks.unwrap_or(0).to_string(), format!("1 to {}, the number of servers", self.servers)),
+            ),
+            (
+                (1..=MOST_CANDIDATES).contains(&self.rack_candidates),
+                ("rack-candidates", self.rack_candidates.to_string(), format!("1 to {MOST_CANDIDATES}")),
+            ),
+            (
+                self.table_delay_ms < self.report_ms,
+                (
+                    "table-delay-ms",
+                    self.table_delay_ms.to_string(),
+                    format!("less than the {} ms between reports", self.report_ms),
+                ),
             ),
             (!self.seeds.is_empty(), ("seeds", "0".to_owned(), "at least 1".to_owned())),
             (!self.policies.is_empty(), ("policies", "0".to_owned(), "at least 1".to_owned())),

@@ -1,6 +1,7 @@
 //! One policy, one seed: the same fleet as live, fed by a trace.
 
-use coreward_model::fleet::{Fleet, FleetShape};
+use coreward_model::fleet::{Fleet, FleetShape, Racks};
+use coreward_model::placement::PlacementTable;
 use coreward_model::policy::{self, Policy};
 use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
@@ -57,6 +58,9 @@ pub struct Simulation {
     report_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
+    /// How long after the reports their table comes into force, and the one that has yet to.
+    table_delay_ns: u64,
+    coming: Option<(u64, PlacementTable)>,
     next_window_ns: u64,
     /// At the end of the newest window, and of the first, which is not measured.
     newest: Counters,
@@ -71,12 +75,16 @@ impl Simulation {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
         let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
-        let fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let mut fleet = Fleet::new(plan).expect("as many entries as buckets");
         let core_count = fleet.core_count();
         let placer = match policy {
             ORACLE => Placer::Oracle(Oracle::new(core_count)),
             name => Placer::Policy(policy::named(name, seed).map_err(|_| unknown_policy(name))?),
         };
+        if let (Some(racks), Placer::Policy(_)) = (config.racks, &placer) {
+            let policies = (0..racks).map(|_| policy::named(policy, seed).expect("the controller has one"));
+            fleet.set_racks(Racks { policies: policies.collect(), candidates: config.rack_candidates.into() });
+        }
         let newest =
             Counters { entered: vec![0; core_count], served: vec![0; core_count], dropped: 0, bytes: 0, time_ns: 0 };
         Ok(Self {
@@ -91,6 +99,8 @@ impl Simulation {
             report_ns: u64::from(config.report_ms) * 1_000_000,
             window_ns: u64::from(config.window_ms) * 1_000_000,
             next_report_ns: 0,
+            table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
+            coming: None,
             next_window_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
             newest,
             first: None,
@@ -108,6 +118,7 @@ impl Simulation {
             if packet.time_ns >= self.next_report_ns.min(self.next_window_ns) {
                 self.advance(packet.time_ns);
             }
+            self.switch(packet.time_ns);
             if packet.event.opens() {
                 self.open(packet, openings.next().expect("one for each flow that opens"))?;
             }
@@ -178,11 +189,24 @@ impl Simulation {
     }
 
     fn report(&mut self, now_ns: u64) {
+        // Before the next reports: what they find assigned belongs to the table of before.
+        self.switch(now_ns);
         let Placer::Policy(policy) = &mut self.placer else { return };
         let in_history = self.history.busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> =
             self.cores.busy_ns(now_ns).zip(in_history).map(|(new, old)| new + *old as u64).collect();
-        self.fleet.report(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
+        let table = self.fleet.prepare(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
+        // The first one has none before it that could hold meanwhile.
+        let in_force_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
+        self.coming = Some((in_force_ns, table));
+        self.switch(now_ns);
+    }
+
+    /// The table that is due comes into force.
+    fn switch(&mut self, now_ns: u64) {
+        if let Some((_, table)) = self.coming.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
+            self.fleet.switch(table);
+        }
     }
 
     fn window(&mut self, now_ns: u64) {

@@ -3,7 +3,7 @@
 use coreward_model::fleet::TableDraw;
 use serde::Deserialize;
 
-use super::{Text, Unfit, parameters};
+use super::{Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
 use crate::figure::scenario::{Measure, Swept};
 use crate::lb::Config;
@@ -39,6 +39,12 @@ parameters! {
         pub indirection_tables: IndirectionTables,
         /// How much faster than recorded the trace runs.
         pub replay_speed: f64,
+        /// Rack controllers between servers and controller; none unless said.
+        pub racks: u16,
+        /// Candidates that a rack passes up for each bucket at most.
+        pub rack_candidates: u8,
+        /// From the reports until the table that is made of them is in force (ms).
+        pub table_delay_ms: u32,
     }
 }
 
@@ -48,6 +54,8 @@ impl Lb {
         let mut with = self.clone();
         match swept {
             Swept::SpeedPct => with.replay_speed = Some(value / 100.0),
+            Swept::RackCandidates => with.rack_candidates = Some(whole(swept, value)?),
+            Swept::TableDelayMs => with.table_delay_ms = Some(whole(swept, value)?),
             _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
@@ -78,6 +86,9 @@ impl Lb {
                 Some(IndirectionTables::Balanced) | None => TableDraw::Balanced,
             },
             policies: policies.to_vec(),
+            racks: self.racks,
+            rack_candidates: self.rack_candidates.unwrap_or(default.rack_candidates),
+            table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
             ..default
         };
         config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
