@@ -150,6 +150,26 @@ fn a_faster_replay_offers_more() {
     assert!((1.8..2.2).contains(&ratio), "{ratio}");
 }
 
+/// The paper's policy needs one candidate of each rack for a bucket, ours all eight.
+#[test]
+fn racks_change_nothing_where_they_pass_up_enough() {
+    let direct = Config { servers: 12, ..config("campus:seconds=3,history=20", &["crossrss", "crossrss-plus"], 1..=1) };
+    let without = run(&direct).unwrap();
+    let with = |racks, rack_candidates| run(&Config { racks: Some(racks), rack_candidates, ..direct.clone() }).unwrap();
+    assert_eq!(with(3, 8).policies, without.policies);
+    let fewer = with(3, 1);
+    assert_eq!(of(&fewer, "crossrss"), of(&without, "crossrss"));
+    assert_ne!(of(&fewer, "crossrss-plus"), of(&without, "crossrss-plus"));
+}
+
+#[test]
+fn tables_that_come_later_place_otherwise() {
+    let at_once = config("campus:seconds=3,history=20", &["crossrss"], 1..=1);
+    let later = Config { table_delay_ms: 99, ..at_once.clone() };
+    let [at_once, later] = [at_once, later].map(|config| run(&config).unwrap().policies);
+    assert_ne!(at_once, later);
+}
+
 #[test]
 fn what_cannot_be_simulated_is_named() {
     let error = |config: Config| run(&config).unwrap_err().to_string();
@@ -159,6 +179,12 @@ fn what_cannot_be_simulated_is_named() {
     let many = Config { servers: 1_000, cores: 100, ..campus() };
     assert_eq!(error(many), "servers x cores 100000: expected at most 65536 cores in all");
     assert_eq!(error(Config { report_ms: 0, ..campus() }), "report-ms 0: expected 1 to 10000");
+    assert_eq!(error(Config { racks: Some(5), ..campus() }), "racks 5: expected 1 to 4, the number of servers");
+    assert_eq!(error(Config { rack_candidates: 9, ..campus() }), "rack-candidates 9: expected 1 to 8");
+    assert_eq!(
+        error(Config { table_delay_ms: 100, ..campus() }),
+        "table-delay-ms 100: expected less than the 100 ms between reports"
+    );
     assert!(error(Config { core_capacity: Some(0.0), ..campus() }).starts_with("core-capacity 0: expected 1 to"));
     let unknown = error(Config { policies: vec!["crosrss".to_owned()], ..campus() });
     assert!(unknown.contains("did you mean crossrss"), "{unknown}");

@@ -59,11 +59,11 @@ impl Pool {
         Self { servers, racks: Vec::new(), load_balancers, opened_connections: None, of_requests: false }
     }
 
-    /// The same pool, in which the loads of the racks' servers are what the racks pass up.
+    /// The same pool, in which the loads of the racks' servers are what the racks pass up, where none are known yet.
     pub fn behind_racks(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
         for reduced in racks.iter().flat_map(|rack| &rack.servers) {
             if let Ok(position) = self.position(reduced.id) {
-                self.servers[position].loads = Some(reduced.loads.clone());
+                self.servers[position].loads.get_or_insert_with(|| reduced.loads.clone());
             }
         }
         self.racks = racks;

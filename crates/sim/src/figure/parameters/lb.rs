@@ -87,7 +87,8 @@ impl Lb {
             },
             policies: policies.to_vec(),
             racks: self.racks,
-            rack_candidates: self.rack_candidates.unwrap_or(default.rack_candidates),
+            // Without racks they do not matter: one run for all.
+            rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default.rack_candidates),
             table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
             ..default
         };
