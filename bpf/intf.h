@@ -606,6 +606,17 @@ struct captured_packet {
 };
 #define CAPTURE_ARRIVED 0xffffffffu
 
+/* One direction of a health check's connection (health.bpf.c): what the packets carry, in network order. */
+struct checked_path {
+	/* The server's own towards the server, the VIP on the way back. */
+	__u32 address;
+	/* The server's. */
+	__u16 port;
+	/* The load balancer's. */
+	__u16 own_port;
+};
+#define MAX_CHECKED_PATHS 4096
+
 /* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost now and then. */
 #define MAX_CPUS 512
 

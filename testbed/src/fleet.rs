@@ -243,6 +243,20 @@ impl Fleet {
         self.controller.signal(Signal::SIGHUP)
     }
 
+    /// How it was set up.
+    pub fn options(&self) -> &FleetOptions {
+        &self.options
+    }
+
+    /// Writes the controller's file with what else these say, and lets it read it again.
+    ///
+    /// # Errors
+    /// When the file cannot be written or the controller has ended.
+    pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
+        self.options = options;
+        self.set_pool(testbed, self.pool.clone())
+    }
+
     /// The pool as the controller's file has it.
     pub fn pool(&self) -> &BTreeMap<u16, Standing> {
         &self.pool
@@ -318,7 +332,7 @@ impl Fleet {
 
     fn is_ready(&self, status: &serde_json::Value) -> bool {
         let servers = status["servers"].as_array().map_or(&[][..], Vec::as_slice);
-        let reporting = servers.iter().filter(|server| server["state"] == "reporting").count();
+        let reporting = servers.iter().filter(|server| server["reports"] == "fresh").count();
         let active =
             self.pool.values().filter(|standing| **standing == Standing::Active && self.options.agents).count();
         let balancers = status["load_balancers"].as_array().map_or(&[][..], Vec::as_slice);

@@ -213,7 +213,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     }
     let resident_mib = controller.resident_mib()?;
     let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
-    let reporting = status.servers.iter().filter(|server| server.state == "reporting").count();
+    let reporting = status.servers.iter().filter(|server| server.reports == "fresh").count();
     ensure!(reporting == args.agents as usize, "{reporting} of {} agents report", args.agents);
     let refused: u64 = status.refused_reports.values().sum();
     ensure!(refused == 0, "{refused} reports were refused: {:?}", status.refused_reports);

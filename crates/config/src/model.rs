@@ -3,6 +3,7 @@
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::health::{Jitter, Place, StatusRange, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{Form, Reader, SecretText, choices};
+use crate::{Form, Reader, SecretText, choices, parsed};
 
 /// A value that is written as a number.
 macro_rules! number {
@@ -45,6 +46,31 @@ number!(Capacity as f64, Capacity::new, "a number above 0, at most 1000000: core
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
 number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194304",
     { "type": "integer", "minimum": 1024, "maximum": 4_194_304 });
+
+number!(Jitter as f64, |part| Jitter::new(part).ok_or_else(|| format!("{part}: expected {}", Jitter::expected())),
+    "a part of the interval, from 0 to 1", { "type": "number", "minimum": 0, "maximum": 1 });
+
+choices!(Place, "place", Place::ALL.map(|place| (place.name().to_owned(), place)));
+choices!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
+
+/// "200" or "200-399".
+impl Form for StatusRange {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |text| {
+            let (first, last) = text.split_once('-').unwrap_or((text, text));
+            let range = first.parse().ok().zip(last.parse().ok()).and_then(|(first, last)| Self::new(first, last));
+            range.ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "status codes from 100 to 599, as \"204\" or \"200-399\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": "^[1-5][0-9]{2}(-[1-5][0-9]{2})?$" })
+    }
+}
 
 choices!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
 choices!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));

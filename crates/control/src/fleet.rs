@@ -3,11 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::correction;
+use coreward_model::health::{Check, Probe, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, TrafficWanted, Weight};
@@ -93,6 +95,10 @@ pub struct FleetService {
     pub policy: &'static str,
     /// What the policy wants to hear from load balancers.
     pub traffic: TrafficWanted,
+    /// How its servers are checked; `None`: they are not.
+    pub check: Option<Arc<Check>>,
+    /// What becomes of first packets when all of them are down.
+    pub when_all_down: WhenAllDown,
     /// How long the share of a server that joins grows.
     pub slow_start: Duration,
     /// Seeds the policy's hash keys, and the time key where load balancers stamp.
@@ -167,6 +173,11 @@ impl Fleet {
             && server.weight.get() > 0
     }
 
+    /// Whether the server is in the service, or in the fleet, no more.
+    pub fn has_left(&self, service: &FleetService, id: ServerId) -> bool {
+        service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].standing == Standing::Left
+    }
+
     /// Whether the server puts cookies into timestamps.
     pub fn stamps(&self, id: ServerId) -> bool {
         let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
@@ -178,7 +189,8 @@ impl Fleet {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];
             let eligible = self.eligible(service, id);
-            Server { name: server.name.clone(), id, address: server.address, eligible }
+            let left = self.has_left(service, id);
+            Server { name: server.name.clone(), id, address: server.address, eligible, left }
         };
         let service = |service: &FleetService| Service {
             name: service.name.clone(),
@@ -187,6 +199,8 @@ impl Fleet {
             mode: service.mode,
             policy: service.policy.to_owned(),
             traffic: service.traffic,
+            // The controller looks after agents itself.
+            check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             time_key: service.is_corrected().then(|| correction::time_key(service.seed)),
             servers: service.members.keys().map(|id| server(service, *id)).collect(),
         };
@@ -255,6 +269,8 @@ fn fleet_service(service: &crate::config::ServiceConfig, records: &Records) -> F
         mode: service.mode,
         policy: service.policy,
         traffic: policy::traffic_wanted(service.policy),
+        check: service.check.clone().map(Arc::new),
+        when_all_down: service.when_all_down,
         slow_start: service.slow_start,
         seed: record.seed,
         buckets: service.buckets,

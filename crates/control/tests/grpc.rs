@@ -185,7 +185,7 @@ async fn tables_follow_loads() {
     })
     .await;
     assert_eq!(status.accepted_reports, 16);
-    assert!(status.servers.iter().all(|server| server.state == "reporting" && server.core_load.len() == 2));
+    assert!(status.servers.iter().all(|server| server.reports == "fresh" && server.core_load.len() == 2));
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
     let request = v1::ExplainRequest {

@@ -1,6 +1,7 @@
 //! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
 
 pub mod check;
+pub mod checked_paths;
 pub mod cpu_load;
 pub mod device;
 pub mod dispatch;

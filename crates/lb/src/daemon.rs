@@ -23,6 +23,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::announce::{Able, Announcer};
 use crate::config::{Announce, Config, OnStop, XdpMode};
 use crate::forwarder::Forwarder;
+use crate::health::Health;
 use crate::sweeper::Sweeper;
 
 /// How often packets are told the time, and a part of the connection table is looked through.
@@ -43,8 +44,9 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tracing::info!("{} {verb} at {} ({attachment:?})", config.name, config.interface);
     let (resolver, changes) = Resolver::start(&config.interface)?;
     let timers = config.connection_timers;
+    let health = Health::start(config.interface.clone())?;
     let forwarder =
-        Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, resolver, timers);
+        Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, resolver, timers, health);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
@@ -230,6 +232,9 @@ async fn follow(
                 forwarder.beat();
                 for query in sweeper.ask(&forwarder.sweep()?, since_start()) {
                     let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
+                }
+                if let Some(news) = forwarder.health_news() {
+                    let _ = messages.try_send(message(Message::Health((&news).into())));
                 }
                 false
             }

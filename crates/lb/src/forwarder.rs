@@ -16,9 +16,10 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::{FleetConfiguration, Peer, Service, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{FleetConfiguration, HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::announce::Able;
+use crate::health::Health;
 use crate::routing;
 
 /// Until a configuration says otherwise.
@@ -56,6 +57,8 @@ pub struct Forwarder {
     announced: Option<usize>,
     /// Why VIPs are not announced.
     unable: Vec<String>,
+    /// Checks of servers.
+    health: Health,
 }
 
 impl Forwarder {
@@ -67,6 +70,7 @@ impl Forwarder {
         attachment: lb::Attachment,
         resolver: Resolver,
         timers: Timers,
+        health: Health,
     ) -> Self {
         Self {
             balancer,
@@ -85,6 +89,7 @@ impl Forwarder {
             table_to_kernel: Latencies::default(),
             announced: None,
             unable: Vec::new(),
+            health,
         }
     }
 
@@ -92,6 +97,12 @@ impl Forwarder {
     /// may be another controller's.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
+        self.health.begin_stream();
+    }
+
+    /// What the controller is to be told of servers' health now, if anything.
+    pub fn health_news(&mut self) -> Option<HealthMessage> {
+        self.health.news()
     }
 
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
@@ -131,6 +142,7 @@ impl Forwarder {
         self.resolver.follow(followed.into_iter().collect());
         self.set_servers();
         self.set_owners();
+        self.health.configure(self.services.values().map(|(service, _)| service));
         self.confirmed = configuration.generation;
         Ok(())
     }
@@ -292,6 +304,14 @@ impl Forwarder {
         if self.stamps() { routing::problems(&self.interface) } else { Vec::new() }
     }
 
+    /// What is wrong with this machine.
+    fn problems(&self) -> Vec<String> {
+        let mut problems = self.routing_problems();
+        problems.extend(self.unable.iter().cloned());
+        problems.extend(self.health.problem().map(str::to_owned));
+        problems
+    }
+
     /// Each once, when it is first seen.
     fn log_problems(&mut self) {
         let clocks = self.server_clocks().into_iter().filter(|clock| !clock.problem.is_empty());
@@ -413,7 +433,7 @@ impl Forwarder {
             connections: self.counted.0,
             unresolved_load_balancers,
             server_clocks: self.server_clocks(),
-            warnings: self.routing_problems().into_iter().chain(self.unable.iter().cloned()).collect(),
+            warnings: self.problems(),
         }
     }
 }

@@ -6,6 +6,7 @@
 //! * [`connections_command`]: `coreward connections`
 //! * [`daemon`]: follows the controller
 //! * [`forwarder`]: what the controller says, put into the data plane
+//! * [`health`]: checks of the services' servers
 //! * [`routing`]: whether the kernel hands servers' answers on
 //! * [`sweeper`]: which entries of the connection table may be freed
 
@@ -15,5 +16,6 @@ pub mod config;
 pub mod connections_command;
 pub mod daemon;
 pub mod forwarder;
+pub mod health;
 pub mod routing;
 pub mod sweeper;

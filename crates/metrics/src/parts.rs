@@ -14,6 +14,9 @@ pub fn begin(part: Part) -> Page {
     page
 }
 
+/// Of a server's life.
+const SERVER_STATES: [&str; 5] = ["active", "joining", "down", "draining", "gone"];
+
 fn seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
 }
@@ -29,9 +32,16 @@ pub fn status(page: &mut Page, status: &v1::StatusReply, now: Duration) {
         page.add("coreward_table_generation", &[&service.name], service.table_generation as f64);
         page.add("coreward_table_age_seconds", &[&service.name], seconds(service.table_age_ms));
     }
-    for state in ["reporting", "stale", "never reported", "draining", "left"] {
+    for state in SERVER_STATES {
         let count = status.servers.iter().filter(|server| server.state == state).count();
         page.add("coreward_servers", &[state], count as f64);
+    }
+    for service in &status.services {
+        for state in SERVER_STATES {
+            let count = service.members.iter().filter(|member| member.state == state).count();
+            page.add("coreward_service_servers", &[&service.name, state], count as f64);
+        }
+        page.add("coreward_service_failing_open", &[&service.name], f64::from(u8::from(service.failing_open)));
     }
     status.servers.iter().for_each(|server| server_status(page, server));
     for (state, alive) in [("alive", true), ("lost", false)] {
@@ -51,7 +61,7 @@ pub fn status(page: &mut Page, status: &v1::StatusReply, now: Duration) {
 
 fn server_status(page: &mut Page, server: &v1::ServerStatus) {
     let name = server.name.as_str();
-    if matches!(server.state.as_str(), "reporting" | "stale") {
+    if server.reports != "none" && server.state != "gone" {
         page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
         for (core, load) in server.core_load.iter().enumerate() {
             page.add("coreward_server_core_load_ratio", &[name, &core.to_string()], *load);
@@ -92,6 +102,21 @@ pub fn load_balancer(page: &mut Page, name: &str, state: &v1::LoadBalancerState)
     page.add("coreward_lb_connections", &[name], state.connections as f64);
     page.add("coreward_lb_unresolved_servers", &[name], state.unresolved_servers.len() as f64);
     page.add("coreward_lb_warnings", &[name], state.warnings.len() as f64);
+}
+
+/// A load balancer's health checks, of one service: how many were made and how many of them failed, and what they say of
+/// its servers.
+pub fn health_checks<'a>(page: &mut Page, service: &str, servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone) {
+    let failed: u64 = servers.clone().map(|server| server.failures).sum();
+    let made: u64 = servers.clone().map(|server| server.checks).sum();
+    page.add("coreward_health_checks_total", &[service, "passed"], made.saturating_sub(failed) as f64);
+    page.add("coreward_health_checks_total", &[service, "failed"], failed as f64);
+    for (verdict, up) in [("up", Some(true)), ("down", Some(false)), ("unknown", None)] {
+        let count = servers.clone().filter(|server| server.up == up).count();
+        page.add("coreward_health_servers", &[service, verdict], count as f64);
+    }
+    let slowest = servers.map(|server| server.latency_us).max().unwrap_or(0);
+    page.add("coreward_health_latency_seconds", &[service], f64::from(slowest) / 1e6);
 }
 
 /// Requests of UDP services.

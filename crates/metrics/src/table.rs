@@ -142,6 +142,14 @@ pub const METRICS: &[Metric] = &[
         "How long etcd took to answer; only where there is etcd",
     ),
     metric("coreward_servers", Gauge, &["state"], &[Controller], "Servers, by state"),
+    metric("coreward_service_servers", Gauge, &["service", "state"], &[Controller], "Servers of a service, by state"),
+    metric(
+        "coreward_service_failing_open",
+        Gauge,
+        &["service"],
+        &[Controller],
+        "1: all servers of the service are down, and get new connections all the same",
+    ),
     metric(
         "coreward_server_report_age_seconds",
         Extreme,
@@ -256,6 +264,27 @@ pub const METRICS: &[Metric] = &[
         &[],
         &[Lb],
         "From a table that has come to the table in force",
+    ),
+    metric(
+        "coreward_health_checks_total",
+        Counter,
+        &["service", "outcome"],
+        &[Lb],
+        "Health checks of a service's servers, passed or failed",
+    ),
+    metric(
+        "coreward_health_servers",
+        Gauge,
+        &["service", "verdict"],
+        &[Lb],
+        "Servers of a service that this load balancer finds up or down, or of which it knows too little",
+    ),
+    metric(
+        "coreward_health_latency_seconds",
+        Extreme,
+        &["service"],
+        &[Lb],
+        "How long the slowest server's newest answer to a health check took",
     ),
     metric("coreward_agent_reports_total", Counter, &[], &[Agent], "Reports that this process made"),
     metric(

@@ -9,6 +9,7 @@
 //! * [`cookie`]: the cookie in the TCP timestamp
 //! * [`correction`]: the cookie that the load balancer itself stamps, and servers' clocks
 //! * [`key_switch`]: from when on which key stamps
+//! * [`health`]: whether a server is fit for new connections, as checks tell
 //! * [`hold`]: how the time in it goes on after a long silence
 //! * [`consistency`]: how packets find the server of their connection
 //! * [`connection_table`]: its entries, when they may be freed, and what packets and user space do with them
@@ -31,6 +32,7 @@ pub mod cookie;
 pub mod correction;
 pub mod dispatch;
 pub mod fleet;
+pub mod health;
 pub mod hold;
 pub mod key_switch;
 pub mod lb;

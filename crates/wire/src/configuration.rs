@@ -2,11 +2,13 @@
 
 use std::collections::HashSet;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
+use coreward_model::health::Check;
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::{ServerId, policy::TrafficWanted};
@@ -41,7 +43,7 @@ impl ServiceIndex {
 }
 
 /// What a load balancer must know to recognise established connections; tables for new ones come apart.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
     /// Grows with every change of anything but [`Peer::alive`].
     pub generation: u64,
@@ -76,7 +78,7 @@ pub const LOST_AFTER: Duration = Duration::from_secs(2);
 pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Service {
     /// Its name in the controller's file.
     pub name: String,
@@ -92,6 +94,8 @@ pub struct Service {
     pub traffic: TrafficWanted,
     /// Masks the time part of its cookies; there if, and only if, load balancers stamp.
     pub time_key: Option<CookieKey>,
+    /// What load balancers ask its servers; `None`: nothing.
+    pub check: Option<Arc<Check>>,
     /// Its pool, each with an id of its own.
     pub servers: Vec<Server>,
 }
@@ -107,6 +111,8 @@ pub struct Server {
     pub address: IpAddr,
     /// Whether it takes new connections; established ones reach it in any case.
     pub eligible: bool,
+    /// It has left the service: nobody checks it.
+    pub left: bool,
 }
 
 /// What an agent must know.
@@ -184,6 +190,7 @@ impl From<&Service> for v1::Service {
             policy: service.policy.clone(),
             traffic: service.traffic.name().to_owned(),
             time_key: service.time_key.map(Into::into),
+            health_check: service.check.as_deref().map(v1::HealthCheck::from),
             servers: service.servers.iter().map(v1::Server::from).collect(),
         }
     }
@@ -196,6 +203,7 @@ impl From<&Server> for v1::Server {
             id: server.id.get().into(),
             address: address_bytes(server.address),
             eligible: server.eligible,
+            left: server.left,
         }
     }
 }
@@ -332,6 +340,7 @@ impl TryFrom<&v1::Service> for Service {
             time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
             traffic: parse_traffic("traffic", &message.traffic)?,
+            check: message.health_check.as_ref().map(Check::try_from).transpose().within("health_check")?.map(Arc::new),
             servers,
         })
     }
@@ -346,6 +355,7 @@ impl TryFrom<&v1::Server> for Server {
             id: parse_server_id("id", message.id)?,
             address: parse_address("address", &message.address)?,
             eligible: message.eligible,
+            left: message.left,
         })
     }
 }
@@ -406,6 +416,7 @@ mod tests {
             id: id.try_into().unwrap(),
             address: IpAddr::from([10, 2, 0, id as u8]),
             eligible: id != 2,
+            left: id == 2,
         };
         let service = |index: u32| Service {
             name: format!("web{index}"),
@@ -421,6 +432,7 @@ mod tests {
             policy: "least".into(),
             traffic: TrafficWanted::Connections,
             time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
+            check: None,
             servers: vec![server(1), server(2)],
         };
         let peer = |owner: Option<u32>, address: Option<[u8; 4]>| Peer {

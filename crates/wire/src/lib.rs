@@ -9,11 +9,13 @@
 //! * [`configuration`]: what the controller tells load balancers and agents to know
 //! * [`table`]: placement tables
 //! * [`traffic`]: what load balancers count for policies
+//! * [`health`]: how servers are checked, and what the checks say
 //! * [`sockets`]: whether idle connections still have a socket
 
 pub mod address;
 pub mod configuration;
 mod error;
+pub mod health;
 pub mod keys;
 pub mod mode;
 pub mod report;
@@ -27,6 +29,7 @@ pub use configuration::{
     ServiceIndex, StampedService,
 };
 pub use error::{Context, WireError};
+pub use health::{CheckedServer, HealthMessage};
 pub use report::{Report, ReportError};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};

@@ -92,8 +92,10 @@ pub struct OverviewServer {
     /// Where load balancers reach it.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// How it stands.
+    /// Where it stands.
     pub state: ServerState,
+    /// Why, in words; empty: nothing is to be said.
+    pub state_reason: String,
     /// Its part of new connections.
     pub weight: u32,
     /// What the operator should know, in words.

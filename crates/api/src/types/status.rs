@@ -86,10 +86,52 @@ pub struct Service {
     pub table_age_ms: u32,
     /// Names of its pool, and of those that left it.
     pub servers: Vec<String>,
+    /// The same one by one.
+    pub members: Vec<ServiceMember>,
+    /// How they are checked: "tcp", "http", "https" or "agent"; null: not at all.
+    pub check: Option<String>,
+    /// What becomes of new connections when all are down: "fail-open" or "drop".
+    pub when_all_down: String,
+    /// Whether all are down, and get new connections all the same.
+    pub failing_open: bool,
     /// Servers whose NICs hash alike.
     pub rss_groups: Vec<RssGroup>,
     /// What the operator should know, in words.
     pub warnings: Vec<String>,
+}
+
+/// A server as a member of a service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ServiceMember {
+    /// Its name.
+    pub server: String,
+    /// Where it stands in this service.
+    pub state: ServerState,
+    /// Why, in words; empty: nothing is to be said.
+    pub reason: String,
+    /// How long it has stood there; null: since before this controller was started.
+    pub state_for_ms: Option<u64>,
+    /// What the checks of each load balancer say.
+    pub checks: Vec<CheckedBy>,
+}
+
+/// What one load balancer's checks say of a server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CheckedBy {
+    /// Whose.
+    pub load_balancer: String,
+    /// Whether it finds it up; null: not enough checks so far.
+    pub up: Option<bool>,
+    /// How long it has been so.
+    pub since_ms: u64,
+    /// Why the newest check failed; null: it did not.
+    pub error: Option<String>,
+    /// How long the newest answer took; 0: there was none.
+    pub latency_us: u32,
+    /// Since it checks this server.
+    pub checks: u64,
+    /// Those of them that failed.
+    pub failures: u64,
 }
 
 /// Servers whose NICs hash alike.
@@ -113,8 +155,14 @@ pub struct Server {
     /// Where load balancers reach it.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// How it stands.
+    /// Where it stands: the best of where it stands in its services.
     pub state: ServerState,
+    /// Why, in words; empty: nothing is to be said.
+    pub state_reason: String,
+    /// How long it has stood there; null: since before this controller was started.
+    pub state_for_ms: Option<u64>,
+    /// What its agent says.
+    pub reports: Reports,
     /// Smoothed load of each core, in fractions of its capacity; empty: not known.
     pub core_load: Vec<f64>,
     /// Of its newest report.
@@ -141,35 +189,58 @@ pub struct Server {
     pub dispatch: Vec<DispatchedService>,
 }
 
-/// How a server stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+/// Where a server stands in its life, the best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ServerState {
+    /// It takes new connections.
+    Active,
+    /// It takes new connections, and more and more of them (slow start).
+    Joining,
+    /// It is not fit for new connections; established ones still reach it.
+    Down,
+    /// It takes no new connections because somebody says so; established ones still reach it.
+    Draining,
+    /// It is in the service, or in the fleet's document, no more; established connections still reach it, and its id stays
+    /// reserved, for `retire_after`.
+    Gone,
+}
+
+/// What a server's agent says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Reports {
     /// Its reports come.
-    Reporting,
+    Fresh,
     /// Its newest report is too old: it counts as average.
     Stale,
     /// It has no agent, or that has not come yet: it counts as average.
-    #[serde(rename = "never reported")]
-    NeverReported,
-    /// It keeps what it has.
-    Draining,
-    /// The same, and it is in the fleet's document no more.
-    Left,
+    None,
+}
+
+impl Reports {
+    /// As it is shown.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fresh => "fresh",
+            Self::Stale => "stale",
+            Self::None => "none",
+        }
+    }
 }
 
 impl ServerState {
     /// All of them.
-    pub const ALL: [ServerState; 5] = [Self::Reporting, Self::Stale, Self::NeverReported, Self::Draining, Self::Left];
+    pub const ALL: [ServerState; 5] = [Self::Active, Self::Joining, Self::Down, Self::Draining, Self::Gone];
 
     /// As it is shown.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Reporting => "reporting",
-            Self::Stale => "stale",
-            Self::NeverReported => "never reported",
+            Self::Active => "active",
+            Self::Joining => "joining",
+            Self::Down => "down",
             Self::Draining => "draining",
-            Self::Left => "left",
+            Self::Gone => "gone",
         }
     }
 }

@@ -185,9 +185,10 @@ fn servers(before: &Overview, after: &Overview, found: &mut Found) {
             continue;
         };
         if was.state != server.state {
-            let message = format!("{} (was {})", server.state, was.state);
+            let reason = if server.state_reason.is_empty() { "" } else { ": " };
+            let message = format!("{} (was {}){reason}{}", server.state, was.state, server.state_reason);
             match server.state {
-                ServerState::Stale => found.warning(kind, &server.name, message),
+                ServerState::Down => found.warning(kind, &server.name, message),
                 _ => found.info(kind, &server.name, message),
             }
         }

@@ -15,7 +15,7 @@ use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server, Service};
-use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, mode};
+use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode};
 
 /// The document; what is wrong with it is on the reader's list, and then this is only part of it.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
@@ -113,6 +113,7 @@ impl Services<'_> {
             let pool = self.pool(service, &positions, reader);
             let Some(protocol) = service.protocol.value else { continue };
             let mode = mode::of(service, protocol, reader);
+            let check = service.health.as_ref().and_then(|table| health::check(table, protocol, mode, reader));
             let address = service.vip.value.map(|vip| vip.with(protocol));
             vips.take(address, &service.vip.span, reader);
             if let Some(address) = address {
@@ -129,6 +130,8 @@ impl Services<'_> {
                 policy: policy.0,
                 slow_start: service.slow_start.map_or(Duration::ZERO, |Period(time)| time),
                 buckets: service.buckets.unwrap_or(self.buckets),
+                check,
+                when_all_down: service.when_all_down,
                 servers: pool,
                 span: entry.span(),
             });

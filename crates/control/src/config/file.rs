@@ -10,6 +10,7 @@ use coreward_config::{
 };
 use coreward_model::ServerId;
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::health::WhenAllDown;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{self, Capacity, Weight};
@@ -18,6 +19,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
 use super::etcd::EtcdFile;
+use super::health::Health;
 use super::{DEFAULT_API, DEFAULT_RETIRE_AFTER, ServerState};
 
 /// What has moved out of the controller's file.
@@ -131,6 +133,10 @@ table! {
         pub buckets: Option<BucketCount>,
         /// Names of its servers; without it all.
         pub servers: Option<Vec<Spanned<String>>>,
+        /// Whether and how its servers are checked; without it they are not.
+        pub health: Option<Spanned<Health>>,
+        /// What becomes of new connections when all of its servers are down.
+        pub when_all_down: WhenAllDown = WhenAllDown::default(),
     }
     old {
         "slow_start_s" => OldKey::Time { unit: "s", new: "slow_start" },

@@ -9,6 +9,7 @@ mod check;
 mod difference;
 pub mod etcd;
 pub mod file;
+mod health;
 mod mode;
 #[cfg(test)]
 mod tests;
@@ -20,6 +21,7 @@ use std::time::Duration;
 use coreward_config::{Mistakes, Secret, Source, Span, Spanned};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
+use coreward_model::health::{Check, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
@@ -159,6 +161,10 @@ pub struct ServiceConfig {
     pub slow_start: Duration,
     /// Number of buckets.
     pub buckets: BucketCount,
+    /// How its servers are checked; `None`: they are not.
+    pub check: Option<Check>,
+    /// What becomes of new connections when all of its servers are down.
+    pub when_all_down: WhenAllDown,
     /// Positions in [`FleetConfig::servers`].
     pub servers: Vec<usize>,
     /// Where in the document it stands.

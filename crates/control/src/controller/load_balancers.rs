@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use coreward_model::ServerId;
+use coreward_model::health::Verdict;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::{LOST_AFTER, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
+use super::health::Target;
 use super::refused::Refused;
 use super::traffic::{Totals, Traffic};
 
@@ -42,6 +44,20 @@ pub struct LoadBalancer {
     unresolved_since: HashMap<String, Duration>,
     /// What it sends to servers.
     traffic: Traffic,
+    /// What its checks say.
+    health: SaidHealth,
+}
+
+/// What a load balancer's checks say of servers.
+#[derive(Debug, Default)]
+struct SaidHealth {
+    checked: BTreeMap<Target, CheckedServer>,
+    /// Those of them that are judged.
+    verdicts: BTreeMap<Target, Verdict>,
+    /// When it last said so (since the controller's start).
+    at: Duration,
+    /// How often the verdicts have changed.
+    changes: u64,
 }
 
 #[derive(Debug)]
@@ -77,6 +93,7 @@ impl LoadBalancers {
         balancer.session = Some(LiveSession { number: self.sessions, heard: now.monotonic });
         balancer.state = None;
         balancer.unresolved_since.clear();
+        balancer.health.take(HealthMessage::default(), now);
         Ok(self.sessions)
     }
 
@@ -99,6 +116,38 @@ impl LoadBalancers {
             }
             balancer.state = Some((state, now.monotonic));
         }
+    }
+
+    /// It says what its checks have found.
+    pub fn health(&mut self, session: u64, message: HealthMessage, now: Now) {
+        if let Some(balancer) = self.heard(session, now) {
+            balancer.health.take(message, now);
+        }
+    }
+
+    /// How often the verdicts of each have changed, of those that are alive: while this stays the same, so do the
+    /// verdicts.
+    pub fn health_said(&self, now: Now) -> Vec<(String, u64)> {
+        self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.changes)).collect()
+    }
+
+    /// What the checks of each say, of those that are alive.
+    pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<Target, Verdict>> {
+        self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
+    }
+
+    /// What the checks of each say of one server, and how long ago that was, of those that are alive.
+    pub fn checked(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
+        let mut said = Vec::new();
+        for (name, LoadBalancer { health, .. }) in self.alive(now) {
+            let age = now.monotonic.saturating_sub(health.at);
+            said.extend(health.checked.get(&target).map(|checked| (name.as_str(), checked, age)));
+        }
+        said
+    }
+
+    fn alive(&self, now: Now) -> impl Iterator<Item = (&String, &LoadBalancer)> {
+        self.known.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
     /// It says what it has sent to servers. `alpha`: weight of the newest rate.
@@ -164,6 +213,17 @@ impl LoadBalancers {
     /// All of them by name.
     pub fn iter(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
         self.known.iter()
+    }
+}
+
+impl SaidHealth {
+    fn take(&mut self, message: HealthMessage, now: Now) {
+        let checked: BTreeMap<Target, CheckedServer> =
+            message.servers.into_iter().map(|(service, server, checked)| ((service, server), checked)).collect();
+        let judged = checked.iter().filter_map(|(target, checked)| Some((*target, checked.verdict?)));
+        let verdicts: BTreeMap<Target, Verdict> = judged.collect();
+        self.changes += u64::from(verdicts != self.verdicts);
+        (self.checked, self.verdicts, self.at) = (checked, verdicts, now.monotonic);
     }
 }
 

@@ -6,11 +6,17 @@
 //! * [`service`]: a service, its policy and its newest table
 //! * [`load_balancers`]: who gets the tables
 //! * [`rotation`]: whether the cookie keys may be rotated now
+//! * [`health`]: which servers are fit for new connections
+//! * `lives`: what people are told of that
 //! * [`traffic`]: what load balancers count
 //! * [`status`], [`explain`]: answers to people
 
 pub mod agent;
 pub mod explain;
+pub mod health;
+#[cfg(test)]
+mod health_tests;
+mod lives;
 pub mod load_balancers;
 #[cfg(test)]
 mod pool_tests;
@@ -41,9 +47,10 @@ use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError,
 
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
+use health::Health;
 use load_balancers::LoadBalancers;
 use refused::Refused;
-use service::Service;
+use service::{Condition, Service};
 
 /// The moment at which something happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +97,7 @@ pub struct Controller {
     services: Vec<Service>,
     /// Those that are connected.
     pub load_balancers: LoadBalancers,
+    health: Health,
     accepted: u64,
     refused: BTreeMap<&'static str, u64>,
     sessions: u64,
@@ -102,6 +110,7 @@ impl Controller {
             services: Vec::new(),
             agents: HashMap::new(),
             load_balancers: LoadBalancers::default(),
+            health: Health::default(),
             accepted: 0,
             refused: Refused::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             sessions: 0,
@@ -270,11 +279,16 @@ impl Controller {
 
     /// Computes every service's table from what is known now.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
+        let mut health = std::mem::take(&mut self.health);
+        health.update(&self.fleet, &self.load_balancers, now, |id| {
+            self.agent(id).is_some_and(|agent| agent.is_fresh(now))
+        });
+        self.health = health;
         for position in 0..self.services.len() {
             let service = self.services[position].fleet();
-            let eligible =
-                service.members.keys().copied().filter(|id| self.takes_connections(service, *id, now)).collect();
-            self.services[position].joined(eligible, now);
+            let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
+            let conditions = service.members.keys().map(condition).collect();
+            self.services[position].follow(conditions, now);
         }
         let pools: Vec<Pool> = (0..self.services.len()).map(|position| self.pool_to_place(position, now)).collect();
         let services = self.services.iter_mut().zip(&pools);
@@ -311,15 +325,27 @@ impl Controller {
         if places_requests(service_fleet) { pool.of_requests() } else { pool }
     }
 
-    fn takes_connections(&self, service: &FleetService, id: ServerId, now: Now) -> bool {
-        self.fleet.eligible(service, id) && !self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now)
+    fn condition(&self, service: &FleetService, id: ServerId, now: Now) -> Condition {
+        if self.fleet.has_left(service, id) {
+            Condition::Left
+        } else if !self.fleet.eligible(service, id) {
+            Condition::Drained
+        } else if self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now) {
+            Condition::Unreachable
+        } else if self.health.is_down(&(service.index, id)) {
+            Condition::Unfit
+        } else {
+            Condition::Fit
+        }
     }
 
     fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
         let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
         PoolServer {
             id,
-            eligible: self.takes_connections(service.fleet(), id, now),
+            eligible: service
+                .takes_connections(id)
+                .unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit),
             loads: agent.and_then(|agent| agent.loads(now)).map(|loads| loads_for(service.fleet(), loads).into()),
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),

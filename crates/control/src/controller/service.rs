@@ -4,9 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_api::types::ServerState;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::Consistency;
+use coreward_model::health::WhenAllDown;
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::{Policy, Pool};
 use coreward_model::tuple::Protocol;
@@ -18,14 +20,56 @@ use crate::fleet::FleetService;
 /// all have just joined.
 const SMALLEST_RAMP: f64 = 1.0 / 64.0;
 
+/// What decides whether a server takes a service's new connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Condition {
+    /// Nothing is against it.
+    Fit,
+    /// Checks say that it is not well.
+    Unfit,
+    /// No load balancer finds it on the network.
+    Unreachable,
+    /// Somebody does not want it to.
+    Drained,
+    /// It is in the service no more.
+    Left,
+}
+
+impl Condition {
+    /// The state that follows, but for the slow start.
+    pub fn state(self) -> ServerState {
+        match self {
+            Condition::Left => ServerState::Gone,
+            Condition::Drained => ServerState::Draining,
+            Condition::Unfit | Condition::Unreachable => ServerState::Down,
+            Condition::Fit => ServerState::Active,
+        }
+    }
+}
+
+/// Where a server stands in a service.
+#[derive(Debug, Clone, Copy)]
+pub struct Life {
+    /// Now.
+    pub state: ServerState,
+    /// Since then (since the controller's start); `None`: since before this process.
+    pub since: Option<Duration>,
+    /// Why.
+    pub condition: Condition,
+    /// While it is fit: since when; as `since`.
+    joined: Option<Duration>,
+}
+
 /// A service of the fleet.
 pub struct Service {
     fleet: FleetService,
     policy: Box<dyn Policy>,
     generation: u64,
     newest: Option<(Arc<PlacementTable>, Duration)>,
-    /// Who takes new connections, and since when; `None`: since before this process. For the slow start.
-    since: BTreeMap<ServerId, Option<Duration>>,
+    /// Where its servers stand.
+    lives: BTreeMap<ServerId, Life>,
+    /// Whether servers that are down take new connections, as no other one does.
+    failing_open: bool,
     /// Whether any table has been made: who is there with the first one has not just joined.
     begun: bool,
     history: BucketHistory,
@@ -44,7 +88,8 @@ impl Service {
             policy: policy_of(fleet),
             generation: 0,
             newest: None,
-            since: BTreeMap::new(),
+            lives: BTreeMap::new(),
+            failing_open: false,
             begun: false,
             history: fleet.bucket_history.clone(),
             history_changed: false,
@@ -78,21 +123,64 @@ impl Service {
         &self.fleet
     }
 
-    /// These take new connections now.
-    pub fn joined(&mut self, eligible: Vec<ServerId>, now: Now) {
-        let since = self.begun.then_some(now.monotonic);
-        let before = std::mem::take(&mut self.since);
-        self.since = eligible.into_iter().map(|id| (id, before.get(&id).copied().unwrap_or(since))).collect();
+    /// This is where its servers stand now. Who was fit for new connections when the first table was made has not just
+    /// joined.
+    pub fn follow(&mut self, conditions: Vec<(ServerId, Condition)>, now: Now) {
+        let moment = self.begun.then_some(now.monotonic);
+        let mut before = std::mem::take(&mut self.lives);
+        let none_is_fit = conditions.iter().all(|(_, condition)| *condition != Condition::Fit);
+        self.failing_open = none_is_fit
+            && self.fleet.when_all_down == WhenAllDown::FailOpen
+            && conditions.iter().any(|(_, condition)| *condition == Condition::Unfit);
+        self.lives = conditions
+            .into_iter()
+            .map(|(id, condition)| {
+                let known = before.remove(&id);
+                let fit_since = known.as_ref().filter(|life| life.condition == Condition::Fit).map(|life| life.joined);
+                let joined = fit_since.unwrap_or(moment);
+                let state = self.state(condition, joined, now);
+                let since = known.as_ref().filter(|life| life.state == state).map(|life| life.since);
+                (id, Life { state, since: since.unwrap_or(moment), condition, joined })
+            })
+            .collect();
         self.begun = true;
+    }
+
+    fn state(&self, condition: Condition, joined: Option<Duration>, now: Now) -> ServerState {
+        match condition {
+            Condition::Fit if self.ramp_since(joined, now) < 1.0 => ServerState::Joining,
+            other => other.state(),
+        }
+    }
+
+    /// Where the server stands; `None` until the next table is made.
+    pub fn life(&self, server: ServerId) -> Option<&Life> {
+        self.lives.get(&server)
+    }
+
+    /// Whether servers that are down take new connections, as no other one does.
+    pub fn is_failing_open(&self) -> bool {
+        self.failing_open
+    }
+
+    /// Whether the server takes new connections; `None` until the next table is made.
+    pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
+        self.lives.get(&server).map(|life| match life.condition {
+            Condition::Fit => true,
+            Condition::Unfit => self.failing_open,
+            Condition::Unreachable | Condition::Drained | Condition::Left => false,
+        })
     }
 
     /// How much of its part the server gets so far: grows from nearly nothing to 1 during the slow start.
     pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
-        let Some(Some(since)) = self.since.get(&server) else { return 1.0 };
-        if self.fleet.slow_start.is_zero() {
-            return 1.0;
-        }
-        let passed = now.monotonic.saturating_sub(*since).as_secs_f64() / self.fleet.slow_start.as_secs_f64();
+        let fit = self.lives.get(&server).filter(|life| life.condition == Condition::Fit);
+        fit.map_or(1.0, |life| self.ramp_since(life.joined, now))
+    }
+
+    fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {
+        let Some(joined) = joined.filter(|_| !self.fleet.slow_start.is_zero()) else { return 1.0 };
+        let passed = now.monotonic.saturating_sub(joined).as_secs_f64() / self.fleet.slow_start.as_secs_f64();
         passed.clamp(SMALLEST_RAMP, 1.0)
     }
 

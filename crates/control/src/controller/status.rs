@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use coreward_api::types::{
     DispatchedService, LoadBalancer, LoadBalancerCounts, LoadBalancerState, Loads, Overview, OverviewLoadBalancer,
-    OverviewServer, OverviewService, RssGroup as ShownGroup, Server, ServerLoads, ServerRss, ServerState,
+    OverviewServer, OverviewService, Reports, RssGroup as ShownGroup, Server, ServerLoads, ServerRss,
     Service as ShownService, Status,
 };
 use coreward_intf as intf;
@@ -15,7 +15,7 @@ use coreward_model::rss::{Rss, RssKey};
 use super::agent::Agent;
 use super::service::Service;
 use super::{Controller, Now};
-use crate::fleet::{FleetServer, Standing};
+use crate::fleet::FleetServer;
 
 impl Controller {
     /// Everything there is to see at this moment; with whole RSS keys where `rss_keys`.
@@ -76,11 +76,13 @@ impl Controller {
         };
         let server = |(id, server): (&ServerId, &FleetServer)| {
             let agent = self.agent(*id).unwrap_or(&nobody);
+            let life = self.life(*id, server, now);
             OverviewServer {
                 name: server.name.clone(),
                 id: id.get().into(),
                 address: server.address,
-                state: state(server, agent, now),
+                state: life.state,
+                state_reason: life.reason,
                 weight: server.weight.get(),
                 warnings: self.server_warnings(server, agent, now),
             }
@@ -138,6 +140,10 @@ impl Controller {
             servers: self.names(fleet.members.keys().copied()),
             rss_groups: groups.iter().filter_map(|group| self.group_status(group, rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
+            members: self.members(service, now),
+            check: fleet.check.as_ref().map(|check| check.probe.name().to_owned()),
+            when_all_down: fleet.when_all_down.name().to_owned(),
+            failing_open: service.is_failing_open(),
         }
     }
 
@@ -158,6 +164,12 @@ impl Controller {
 
     pub(super) fn service_warnings(&self, service: &Service, pool: &Pool) -> Vec<String> {
         let mut warnings = Vec::new();
+        if service.is_failing_open() {
+            warnings.push(
+                "all of its servers are down: new connections go to all of them (`when_all_down = \"fail-open\"`)"
+                    .to_owned(),
+            );
+        }
         if pool.eligible().next().is_none() {
             warnings.push("no server takes new connections: their first packets are dropped".to_owned());
         }
@@ -195,6 +207,7 @@ impl Controller {
     fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
+        let life = self.life(id, server, now);
         let newest = agent.newest.as_ref();
         let known = agent.rss();
         let rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
@@ -211,7 +224,10 @@ impl Controller {
             name: server.name.clone(),
             id: id.get().into(),
             address: server.address,
-            state: state(server, agent, now),
+            state: life.state,
+            state_for_ms: life.lasts_ms(),
+            state_reason: life.reason,
+            reports: reports(agent, now),
             core_load: agent.loads(now).unwrap_or_default().to_vec(),
             report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
             open_connections: newest.map_or(0, |newest| newest.open_connections),
@@ -253,13 +269,11 @@ fn queues_without_cores(rss: &Rss, cores: usize) -> Option<String> {
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))
 }
 
-pub(super) fn state(server: &FleetServer, agent: &Agent, now: Now) -> ServerState {
-    match server.standing {
-        Standing::Left => ServerState::Left,
-        Standing::Draining => ServerState::Draining,
-        Standing::Active if agent.newest.is_none() => ServerState::NeverReported,
-        Standing::Active if agent.is_fresh(now) => ServerState::Reporting,
-        Standing::Active => ServerState::Stale,
+pub(super) fn reports(agent: &Agent, now: Now) -> Reports {
+    match &agent.newest {
+        None => Reports::None,
+        Some(_) if agent.is_fresh(now) => Reports::Fresh,
+        Some(_) => Reports::Stale,
     }
 }
 

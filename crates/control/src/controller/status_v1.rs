@@ -1,5 +1,6 @@
 //! [`super::status`] as gRPC has it.
 
+use coreward_api::types::{CheckedBy, ServiceMember};
 use coreward_model::ServerId;
 use coreward_model::policy::RssGroup;
 use coreward_wire::address::address_bytes;
@@ -7,7 +8,7 @@ use coreward_wire::v1;
 
 use super::agent::Agent;
 use super::service::Service;
-use super::status::{milliseconds_since, state};
+use super::status::{milliseconds_since, reports};
 use super::{Controller, Now};
 use crate::fleet::FleetServer;
 
@@ -59,6 +60,10 @@ impl Controller {
             bucket_count: fleet.buckets.get(),
             warnings: self.service_warnings(service, &pool),
             mode: Some(fleet.mode.into()),
+            members: self.members(service, now).into_iter().map(member_v1).collect(),
+            check: fleet.check.as_ref().map_or_else(String::new, |check| check.probe.name().to_owned()),
+            when_all_down: fleet.when_all_down.name().to_owned(),
+            failing_open: service.is_failing_open(),
         }
     }
 
@@ -71,11 +76,15 @@ impl Controller {
     fn server_status_v1(&self, id: ServerId, server: &FleetServer, now: Now) -> v1::ServerStatus {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
+        let life = self.life(id, server, now);
         let mut status = v1::ServerStatus {
             name: server.name.clone(),
             id: id.get().into(),
             address: address_bytes(server.address),
-            state: state(server, agent, now).name().to_owned(),
+            state: life.state.name().to_owned(),
+            state_for_ms: life.lasts_ms(),
+            state_reason: life.reason,
+            reports: reports(agent, now).name().to_owned(),
             core_load: agent.loads(now).unwrap_or_default().to_vec(),
             rss: agent.rss.reported.as_ref().map(v1::Rss::from),
             rss_key_fingerprint: agent.rss().map(|rss| rss.key.fingerprint()).unwrap_or_default(),
@@ -94,5 +103,27 @@ impl Controller {
             status.dispatch.clone_from(&newest.dispatch);
         }
         status
+    }
+}
+
+fn member_v1(member: ServiceMember) -> v1::MemberStatus {
+    let check = |checked: CheckedBy| v1::CheckStatus {
+        load_balancer: checked.load_balancer,
+        health: Some(v1::ServerHealth {
+            up: checked.up,
+            since_ms: checked.since_ms,
+            error: checked.error.unwrap_or_default(),
+            latency_us: checked.latency_us,
+            checks: checked.checks,
+            failures: checked.failures,
+            ..Default::default()
+        }),
+    };
+    v1::MemberStatus {
+        server: member.server,
+        state: member.state.name().to_owned(),
+        reason: member.reason,
+        state_for_ms: member.state_for_ms,
+        checks: member.checks.into_iter().map(check).collect(),
     }
 }

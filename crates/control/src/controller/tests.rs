@@ -165,7 +165,7 @@ fn a_stale_server_is_neutral() {
     let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(world.controller.all_report(at(400)) && !world.controller.all_report(at(401)));
     assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(0, 128)]));
-    assert_eq!(world.status_of("s0", at(400)).state, "reporting");
+    assert_eq!(world.status_of("s0", at(400)).reports, "fresh");
     // s1 and s2 go on reporting, s0 falls silent: after its time to live it counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy = [(load * 500e6) as u64; 4];
@@ -173,7 +173,7 @@ fn a_stale_server_is_neutral() {
     }
     assert_eq!(buckets_by_server(&world.table(at(401))), BTreeMap::from([(1, 128)]));
     let status = world.status_of("s0", at(401));
-    assert_eq!((status.state.as_str(), status.core_load.len(), status.report_age_ms), ("stale", 0, 301));
+    assert_eq!((status.reports.as_str(), status.core_load.len(), status.report_age_ms), ("stale", 0, 301));
     // It is back: so are its loads.
     world.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
     assert_eq!(buckets_by_server(&world.table(at(600))), BTreeMap::from([(0, 128)]));
@@ -294,7 +294,7 @@ fn who_drains_or_left_keeps_its_connections_only() {
     assert_eq!(seen, [("s0", false), ("s1", true), ("s2", false)]);
     world.controller.report(&sessions[2], Ok(report(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
     assert_eq!(world.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
-    assert_eq!(world.status_of("s2", at(200)).state, "left");
+    assert_eq!(world.status_of("s2", at(200)).state, "gone");
     assert_eq!(world.status_of("s0", at(200)).state, "draining");
     // Generations go on through all of it.
     assert_eq!(world.table(at(300)).generation, 2);

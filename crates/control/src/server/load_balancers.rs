@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use coreward_wire::address::parse_optional_address;
-use coreward_wire::{SocketAnswer, SocketQuery, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, SocketAnswer, SocketQuery, TrafficMessage, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
@@ -85,6 +85,10 @@ async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::Load
             Some(Message::Traffic(traffic)) => match TrafficMessage::try_from(&traffic) {
                 Ok(traffic) => shared.controller().load_balancer_traffic(session, &traffic, now),
                 Err(error) => tracing::warn!("a load balancer's traffic cannot be used: {error}"),
+            },
+            Some(Message::Health(health)) => match HealthMessage::try_from(&health) {
+                Ok(health) => shared.controller().load_balancers.health(session, health, now),
+                Err(error) => tracing::warn!("a load balancer's health checks cannot be used: {error}"),
             },
             Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
                 Ok(query) => ask(shared, session, query),

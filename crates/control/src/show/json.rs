@@ -51,6 +51,32 @@ fn service(service: &v1::ServiceStatus) -> Value {
         "servers": service.servers,
         "rss_groups": service.rss_groups.iter().map(group).collect::<Vec<_>>(),
         "warnings": service.warnings,
+        "members": service.members.iter().map(member).collect::<Vec<_>>(),
+        "check": (!service.check.is_empty()).then_some(&service.check),
+        "when_all_down": service.when_all_down,
+        "failing_open": service.failing_open,
+    })
+}
+
+fn member(member: &v1::MemberStatus) -> Value {
+    let check = |check: &v1::CheckStatus| {
+        let health = check.health.clone().unwrap_or_default();
+        json!({
+            "load_balancer": check.load_balancer,
+            "up": health.up,
+            "since_ms": health.since_ms,
+            "error": health.error,
+            "latency_us": health.latency_us,
+            "checks": health.checks,
+            "failures": health.failures,
+        })
+    };
+    json!({
+        "server": member.server,
+        "state": member.state,
+        "reason": member.reason,
+        "state_for_ms": member.state_for_ms,
+        "checks": member.checks.iter().map(check).collect::<Vec<_>>(),
     })
 }
 
@@ -68,6 +94,9 @@ fn server(server: &v1::ServerStatus) -> Value {
         "id": server.id,
         "address": shown_ip(&server.address),
         "state": server.state,
+        "state_reason": server.state_reason,
+        "state_for_ms": server.state_for_ms,
+        "reports": server.reports,
         "core_load": server.core_load,
         "report_age_ms": server.report_age_ms,
         "open_connections": server.open_connections,

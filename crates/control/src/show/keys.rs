@@ -38,7 +38,7 @@ pub fn text(keys: &v1::KeysStatus, now: Duration) -> String {
 }
 
 /// The two largest units.
-fn duration(duration: Duration) -> String {
+pub(super) fn duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match (days, hours, minutes) {

@@ -75,6 +75,11 @@ fn service_text(service: &v1::ServiceStatus) -> String {
     };
     let _ = writeln!(text, "  table      {table}");
     let _ = writeln!(text, "  servers    {}", service.servers.join(" "));
+    if !service.check.is_empty() {
+        let up = service.members.iter().filter(|member| matches!(member.state.as_str(), "active" | "joining")).count();
+        let present = service.members.iter().filter(|member| member.state != "gone").count();
+        let _ = writeln!(text, "  health     {}: {up} of {present} take new connections", service.check);
+    }
     for group in &service.rss_groups {
         let _ = writeln!(text, "  RSS group  {}: {}", group.key_fingerprint, group.servers.join(" "));
     }
@@ -117,6 +122,10 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
         }
     }
     let mut text: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+    for server in servers.iter().filter(|server| !server.state_reason.is_empty() || server.state != "active") {
+        let _ =
+            writeln!(text, "  {}", state_text(&server.name, &server.state, &server.state_reason, server.state_for_ms));
+    }
     for server in servers {
         let named: Vec<String> = server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
         warnings(&mut text, &named);
@@ -124,8 +133,19 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
     text
 }
 
+/// "s1: down for 3 s: lb1: connection refused".
+fn state_text(name: &str, state: &str, reason: &str, lasts_ms: Option<u64>) -> String {
+    let lasts = lasts_ms.map_or_else(String::new, |ms| format!(" for {}", keys::duration(Duration::from_millis(ms))));
+    let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };
+    format!("{name}: {state}{lasts}{reason}")
+}
+
 fn server_row(server: &v1::ServerStatus) -> Vec<String> {
-    let reported = server.state != "never reported";
+    let reported = server.reports != "none";
+    let age = match server.reports.as_str() {
+        "stale" => format!("{} ms, stale", server.report_age_ms),
+        _ => format!("{} ms", server.report_age_ms),
+    };
     let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
     let loads = &server.core_load;
     let highest = loads.iter().copied().fold(0.0, f64::max);
@@ -134,7 +154,7 @@ fn server_row(server: &v1::ServerStatus) -> Vec<String> {
         server.id.to_string(),
         shown_ip(&server.address),
         server.state.clone(),
-        or_dash(reported, format!("{} ms", server.report_age_ms)),
+        if reported { age } else { "never".to_owned() },
         or_dash(reported, server.open_connections.to_string()),
         server.weight.to_string(),
         predicted(server.rss_matched, server.rss_mismatched),

@@ -71,6 +71,10 @@ fn reply() -> v1::StatusReply {
             bucket_count: 128,
             warnings: vec!["look".into()],
             mode: Some(v1::ServiceMode { consistency: "stateful".into(), timestamps: "server".into() }),
+            members: vec![member("s1", "active"), member("s2", "down"), member("s0", "gone")],
+            check: "http".into(),
+            when_all_down: "fail-open".into(),
+            failing_open: false,
         }],
         keys: Some(v1::KeysStatus {
             current: 1,
@@ -84,9 +88,14 @@ fn reply() -> v1::StatusReply {
                 rss_mismatched: 3,
                 warnings: vec!["aRFS is on".into()],
                 dispatch: vec![dispatched()],
-                ..server(1, "reporting", &[0.0, 0.3, 0.55, 1.2])
+                ..server(1, "active", &[0.0, 0.3, 0.55, 1.2])
             },
-            server(2, "never reported", &[]),
+            v1::ServerStatus {
+                reports: "none".into(),
+                state_reason: "lb1: connection refused".into(),
+                state_for_ms: Some(61_500),
+                ..server(2, "down", &[])
+            },
         ],
         load_balancers: vec![
             v1::LoadBalancerStatus {
@@ -114,6 +123,10 @@ fn reply() -> v1::StatusReply {
     }
 }
 
+fn member(server: &str, state: &str) -> v1::MemberStatus {
+    v1::MemberStatus { server: server.into(), state: state.into(), ..Default::default() }
+}
+
 #[test]
 fn status_for_people() {
     let expected = "\
@@ -122,12 +135,14 @@ configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) refused
 service web at 10.200.0.1:80/tcp: crossrss-plus, 128 buckets, stateful, timestamps by servers
   table      generation 77, 30 ms old
   servers    s1 s2
+  health     http: 1 of 2 take new connections
   RSS group  377ecc6a: s1
   ! look
 
- server    id  address    state           report  open  weight  RSS as predicted  mean   max  cores
- s1      1000  10.2.0.11  reporting        40 ms    12       1         97 of 100  0.51  1.20  ▁▃▅█
- s2      2000  10.2.0.12  never reported       -     -       2                 -     -     -
+ server    id  address    state   report  open  weight  RSS as predicted  mean   max  cores
+ s1      1000  10.2.0.11  active   40 ms    12       1         97 of 100  0.51  1.20  ▁▃▅█
+ s2      2000  10.2.0.12  down     never     -       2                 -     -     -
+  s2: down for 1 min 1 s: lb1: connection refused
   ! s1: aRFS is on
 
 dispatch of 0.0.0.0:53 at s1: jsq

@@ -55,7 +55,7 @@ fn of(reply: &StatusReply, controller: SocketAddr, server: Option<&str>) -> Flee
     Fleet {
         answer: Some(Ok(controller)),
         services: ours.filter_map(service).collect(),
-        servers: reply.servers.iter().filter(|server| server.state != "left").filter_map(address).collect(),
+        servers: reply.servers.iter().filter(|server| server.state != "gone").filter_map(address).collect(),
         reports_from_the_future: reply.refused_reports.get("from_the_future").copied().unwrap_or(0),
     }
 }

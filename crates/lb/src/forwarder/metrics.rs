@@ -6,6 +6,7 @@ use coreward_dataplane::lb::COUNTER_NAMES;
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
+use coreward_wire::{ServiceIndex, v1};
 
 use super::Forwarder;
 
@@ -23,6 +24,12 @@ impl Forwarder {
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
         if let Some(announced) = self.announced {
             page.add("coreward_lb_announced_vips", &[], announced as f64);
+        }
+        let checked: Vec<(ServiceIndex, v1::ServerHealth)> =
+            self.health.found().map(|(service, _, checked)| (service, (&checked).into())).collect();
+        for (service, _) in self.services.values().filter(|(service, _)| service.check.is_some()) {
+            let of_service = checked.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
+            parts::health_checks(&mut page, &service.name, of_service);
         }
         for (service, index) in self.services.values() {
             let name = service.name.as_str();

@@ -1,0 +1,235 @@
+//! How a service's servers are checked: its table `[service.health]`.
+
+use coreward_config::toml::de::DeValue;
+use coreward_config::{
+    Form, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, choices, parsed, serde_json, table,
+};
+use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::health::{Check, HttpProbe, Jitter, Place, Probe, StatusRange, Thresholds, Verification};
+use coreward_model::tuple::Protocol;
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject as _;
+use serde_json::{Value, json};
+
+table! {
+    /// One `[service.health]`.
+    pub struct Health {
+        /// What is asked of its servers.
+        pub check: CheckKind = CheckKind::Tcp,
+        /// Where a server is asked: "vip", which it holds and clients ask, or "server", its own address.
+        pub at: Option<Spanned<Place>>,
+        /// At which port; without it the service's.
+        pub port: Option<Spanned<Number<1, 65535>>>,
+        /// From one check to the next, at most.
+        pub interval: Period<{ 100 * MILLISECOND }, HOUR> = Period(DEFAULT_INTERVAL),
+        /// An answer that takes longer is none.
+        pub timeout: Period<{ 10 * MILLISECOND }, MINUTE> = Period(DEFAULT_TIMEOUT),
+        /// Successes in a row that make a server up that was down.
+        pub rise: Number<1, 100> = Number(2),
+        /// Failures in a row that make a server down.
+        pub fall: Number<1, 100> = Number(3),
+        /// Part of the interval by which a check may come earlier, so that checks spread.
+        pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
+        /// http, https: path and query; without it "/".
+        pub path: Option<Spanned<HttpPath>>,
+        /// http, https: what Host says, and whom the certificate must be for; without it the address.
+        pub host: Option<Spanned<Host>>,
+        /// http, https: status codes of a server that is well; without it "200-399".
+        pub expect: Option<Spanned<StatusRange>>,
+        /// https: certificates (PEM) of those who may sign the server's; without it those that the load balancer's system trusts.
+        pub ca: Option<Spanned<Authorities>>,
+        /// https: false: any certificate will do.
+        pub verify: Option<Spanned<bool>>,
+    }
+}
+
+const DEFAULT_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
+const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// What is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CheckKind {
+    /// Whether a TCP connection opens.
+    Tcp,
+    /// Whether a request is answered.
+    Http,
+    /// The same over TLS.
+    Https,
+    /// Whether the server's agent reports.
+    Agent,
+    /// Nothing.
+    None,
+}
+
+impl CheckKind {
+    const ALL: [(&str, Self); 5] = [
+        ("tcp", Self::Tcp),
+        ("http", Self::Http),
+        ("https", Self::Https),
+        ("agent", Self::Agent),
+        ("none", Self::None),
+    ];
+
+    fn opens_connections(self) -> bool {
+        matches!(self, Self::Tcp | Self::Http | Self::Https)
+    }
+
+    fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(_, kind)| *kind == self).map_or("", |(name, _)| name)
+    }
+}
+
+choices!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
+
+/// A path and perhaps a query, as a request line has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HttpPath(String);
+
+impl Form for HttpPath {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |path| match path.starts_with('/') && path.bytes().all(|byte| byte.is_ascii_graphic()) {
+            true => Ok(Self(path.to_owned())),
+            false => Err(format!("path {path:?}: expected {}", Self::expected())),
+        })
+    }
+
+    fn expected() -> String {
+        "a path that begins with a slash, without blanks, as \"/healthz\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": "^/[!-~]*$" })
+    }
+}
+
+/// A host's name, perhaps with a port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Host(String);
+
+impl Form for Host {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |host| {
+            let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
+            match !host.is_empty() && host.bytes().all(allowed) {
+                true => Ok(Self(host.to_owned())),
+                false => Err(format!("host {host:?}: expected {}", Self::expected())),
+            }
+        })
+    }
+
+    fn expected() -> String {
+        "the name of a host, as \"www.example.org\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^[A-Za-z0-9._:\[\]-]+$" })
+    }
+}
+
+/// Certificates, as PEM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Authorities(String);
+
+impl Form for Authorities {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |pem| {
+            let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
+            let problem = match certificates {
+                Ok(certificates) if !certificates.is_empty() => return Ok(Self(pem.to_owned())),
+                Ok(_) => "no certificate in it".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            Err(format!("{problem}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "one or more certificates (\"-----BEGIN CERTIFICATE-----\" ...)".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": "-----BEGIN CERTIFICATE-----" })
+    }
+}
+
+/// The check that the table describes; what of it does not go together is on the reader's list. `None`: nobody checks.
+pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, reader: &mut Reader<'_>) -> Option<Check> {
+    let health = table.get_ref();
+    refuse_strangers(health, reader);
+    let stamped_here = mode.timestamps == Timestamps::LoadBalancer;
+    if let Some(at) = health.at.as_ref().filter(|at| stamped_here && *at.get_ref() == Place::Vip) {
+        reader.mistake(
+            at.span(),
+            "checks at the VIP of a service with `timestamps = \"lb\"`, where the load balancer would stamp its own \
+             connections: expected \"server\"",
+        );
+    }
+    if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
+        let message = format!(
+            "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
+            health.check.name()
+        );
+        reader.mistake(table.span(), message);
+    }
+    let http = || HttpProbe {
+        path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
+        host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
+        expect: health.expect.as_ref().map_or_else(StatusRange::good, |expect| expect.get_ref().clone()),
+    };
+    let probe = match health.check {
+        CheckKind::None => return None,
+        CheckKind::Tcp => Probe::Tcp,
+        CheckKind::Agent => Probe::Agent,
+        CheckKind::Http => Probe::Http(http()),
+        CheckKind::Https => Probe::Https(http(), verification(health, reader)),
+    };
+    let results = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
+    Some(Check {
+        probe,
+        place: health.at.as_ref().map_or(if stamped_here { Place::Server } else { Place::Vip }, |at| *at.get_ref()),
+        port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
+        interval: health.interval.0,
+        timeout: health.timeout.0,
+        thresholds: Thresholds::new(results(health.rise), results(health.fall))?,
+        jitter: health.jitter,
+    })
+}
+
+/// Keys that mean nothing to this kind of check.
+fn refuse_strangers(health: &Health, reader: &mut Reader<'_>) {
+    use CheckKind::{Http, Https, Tcp};
+    let keys: [(&str, Option<Span>, &[CheckKind]); 7] = [
+        ("at", health.at.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
+        ("port", health.port.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
+        ("path", health.path.as_ref().map(Spanned::span), &[Http, Https]),
+        ("host", health.host.as_ref().map(Spanned::span), &[Http, Https]),
+        ("expect", health.expect.as_ref().map(Spanned::span), &[Http, Https]),
+        ("ca", health.ca.as_ref().map(Spanned::span), &[Https]),
+        ("verify", health.verify.as_ref().map(Spanned::span), &[Https]),
+    ];
+    for (key, span, kinds) in keys {
+        let Some(span) = span.filter(|_| !kinds.contains(&health.check)) else { continue };
+        let kinds: Vec<String> = kinds.iter().map(|kind| format!("{:?}", kind.name())).collect();
+        let message = format!(
+            "check {:?} has no `{key}`: expected it with `check` = {} only",
+            health.check.name(),
+            kinds.join(" or ")
+        );
+        reader.mistake(span, message);
+    }
+}
+
+fn verification(health: &Health, reader: &mut Reader<'_>) -> Verification {
+    match (&health.verify, &health.ca) {
+        (Some(verify), None) if !verify.get_ref() => Verification::Off,
+        (Some(verify), Some(_)) if !verify.get_ref() => {
+            reader.mistake(verify.span(), "`verify = false` beside `ca`: expected one of the two");
+            Verification::Off
+        }
+        (_, Some(ca)) => Verification::Authorities(ca.get_ref().0.clone()),
+        (_, None) => Verification::System,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,132 @@
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::health::{Place, Probe, StatusRange, Verification, WhenAllDown};
+
+use crate::config::{FleetConfig, ServiceConfig};
+
+/// Self-signed, for nobody.
+const AUTHORITY: &str = include_str!("authority.pem");
+
+fn parse(keys: &str) -> Result<ServiceConfig, String> {
+    let text = format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}");
+    let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text));
+    config.map(|mut config| config.services.remove(0)).map_err(|mistakes| mistakes.to_string())
+}
+
+#[test]
+fn without_the_table_nobody_checks() {
+    let service = parse("").unwrap();
+    assert_eq!((service.check, service.when_all_down), (None, WhenAllDown::FailOpen));
+    assert_eq!(parse("[service.health]\ncheck = \"none\"\n").unwrap().check, None);
+    assert_eq!(parse("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
+}
+
+#[test]
+fn an_empty_table_is_a_check_of_tcp() {
+    let check = parse("[service.health]\n").unwrap().check.unwrap();
+    assert_eq!((&check.probe, check.place, check.port), (&Probe::Tcp, Place::Vip, None));
+    assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
+    assert_eq!((check.thresholds.rise(), check.thresholds.fall(), check.jitter.get()), (2, 3, 0.1));
+    assert_eq!(parse("timestamps = \"lb\"\n[service.health]\n").unwrap().check.unwrap().place, Place::Server);
+}
+
+#[test]
+fn requests() {
+    let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
+                host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
+    let check = parse(keys).unwrap().check.unwrap();
+    assert_eq!((check.place, check.port, check.interval), (Place::Server, Some(8080), Duration::from_millis(500)));
+    let Probe::Http(http) = check.probe else { panic!("{check:?}") };
+    assert_eq!((http.path.as_str(), http.host.as_deref()), ("/healthz?full=1", Some("www.example.org")));
+    assert_eq!(http.expect, StatusRange::new(204, 204).unwrap());
+
+    let verification = |keys: &str| match parse(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().check
+    {
+        Some(check) => match check.probe {
+            Probe::Https(_, verification) => verification,
+            other => panic!("{other:?}"),
+        },
+        None => panic!("no check"),
+    };
+    assert_eq!(verification(""), Verification::System);
+    assert_eq!(verification("verify = false\n"), Verification::Off);
+    let authorities = Verification::Authorities(AUTHORITY.to_owned());
+    assert_eq!(verification(&format!("ca = '''\n{AUTHORITY}'''\n")), authorities);
+}
+
+#[test]
+fn mistakes() {
+    let cases = [
+        (
+            "check = \"htpp\"",
+            "fleet.toml:5:9: key `service.health.check`: check \"htpp\" is not known: expected \"tcp\", \"http\", \"https\", \
+             \"agent\" or \"none\" (nearest: `http`)",
+        ),
+        (
+            "path = \"/\"",
+            "fleet.toml:5:8: key `service.health.path`: check \"tcp\" has no `path`: expected it with `check` = \"http\" or \
+             \"https\" only",
+        ),
+        (
+            "check = \"agent\"\nport = 80",
+            "fleet.toml:6:8: key `service.health.port`: check \"agent\" has no `port`: expected it with `check` = \"tcp\" or \
+             \"http\" or \"https\" only",
+        ),
+        (
+            "check = \"http\"\npath = \"healthz\"",
+            "fleet.toml:6:8: key `service.health.path`: path \"healthz\": expected a path that begins with a slash, without \
+             blanks, as \"/healthz\"",
+        ),
+        (
+            "check = \"http\"\nexpect = \"400-200\"",
+            "fleet.toml:6:10: key `service.health.expect`: \"400-200\": expected status codes from 100 to 599, as \"204\" or \
+             \"200-399\"",
+        ),
+        (
+            "check = \"http\"\nhost = \"a b\"",
+            "fleet.toml:6:8: key `service.health.host`: host \"a b\": expected the name of a host, as \"www.example.org\"",
+        ),
+        ("fall = 0", "fleet.toml:5:8: key `service.health.fall`: 0: expected a whole number from 1 to 100"),
+        (
+            "interval = \"10ms\"",
+            "fleet.toml:5:12: key `service.health.interval`: \"10ms\": expected a time with its unit, from \"100ms\" to \"1h\"",
+        ),
+        (
+            "jitter = 1.5",
+            "fleet.toml:5:10: key `service.health.jitter`: 1.5: expected a part of the interval, from 0 to 1",
+        ),
+        (
+            "check = \"https\"\nca = \"me\"",
+            "fleet.toml:6:6: key `service.health.ca`: no certificate in it: expected one or more certificates (\"-----BEGIN \
+             CERTIFICATE-----\" ...)",
+        ),
+        (
+            "at = \"lb\"",
+            "fleet.toml:5:6: key `service.health.at`: place \"lb\" is not known: expected \"vip\" or \"server\"",
+        ),
+        (
+            "paths = \"/\"",
+            "fleet.toml:5:1: key `service.health.paths`: is not known: expected one of `check`, `at`, `port`, `interval`, \
+             `timeout`, `rise`, `fall`, `jitter`, `path`, `host`, `expect`, `ca`, `verify` (nearest: `path`)",
+        ),
+    ];
+    for (keys, message) in cases {
+        assert_eq!(parse(&format!("[service.health]\n{keys}\n")).unwrap_err(), message);
+    }
+    let both = format!("[service.health]\ncheck = \"https\"\nverify = false\nca = '''\n{AUTHORITY}'''\n");
+    assert_eq!(
+        parse(&both).unwrap_err(),
+        "fleet.toml:6:10: key `service.health.verify`: `verify = false` beside `ca`: expected one of the two"
+    );
+    let udp = "protocol = \"udp\"\n[service.health]\n";
+    assert_eq!(
+        parse(udp).unwrap_err(),
+        "fleet.toml:5:1: key `service.health`: check \"tcp\" of a UDP service: expected `port`, a TCP port that answers \
+         for it, or `check = \"agent\"`"
+    );
+    assert!(parse(&format!("{udp}port = 5353\n")).is_ok() && parse(&format!("{udp}check = \"agent\"\n")).is_ok());
+    let stamped = "timestamps = \"lb\"\n[service.health]\nat = \"vip\"\n";
+    assert!(parse(stamped).unwrap_err().contains("would stamp its own connections: expected \"server\""));
+    assert!(parse("when_all_down = \"open\"\n").unwrap_err().contains("expected \"fail-open\" or \"drop\""));
+}

@@ -1,0 +1,102 @@
+//! Which servers are fit for new connections, by what load balancers and agents say.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use coreward_model::ServerId;
+use coreward_model::health::{Check, Judge, Probe, Verdict, together};
+use coreward_wire::ServiceIndex;
+
+use super::Now;
+use super::load_balancers::{LoadBalancers, START_GRACE};
+use crate::fleet::{Fleet, FleetService};
+use crate::records::Membership;
+
+/// A server as a member of a service.
+pub type Target = (ServiceIndex, ServerId);
+
+/// What is known of servers' health.
+#[derive(Debug, Default)]
+pub struct Health {
+    /// Of every target that somebody checks; one of which nothing is known is up.
+    verdicts: BTreeMap<Target, Verdict>,
+    /// Checks that this controller makes itself.
+    agents: BTreeMap<Target, AgentCheck>,
+    /// What the verdicts were last made of: the configuration, and who has said what.
+    made_of: Option<(u64, Vec<(String, u64)>)>,
+}
+
+#[derive(Debug)]
+struct AgentCheck {
+    check: Arc<Check>,
+    judge: Judge,
+    due: Duration,
+}
+
+impl Health {
+    /// Takes in what has been said since the last call. `reports`: whether the server's agent reports.
+    pub fn update(
+        &mut self,
+        fleet: &Fleet,
+        load_balancers: &LoadBalancers,
+        now: Now,
+        reports: impl Fn(ServerId) -> bool,
+    ) {
+        self.ask_agents(fleet, now, reports);
+        let said = load_balancers.health_said(now);
+        let made_of = Some((fleet.generation, said));
+        if self.made_of == made_of {
+            return;
+        }
+        self.made_of = made_of;
+        let checked = checked_by_load_balancers(fleet);
+        let before = std::mem::take(&mut self.verdicts);
+        let was = |target: &Target| before.get(target).copied().unwrap_or(Verdict::Up);
+        let now_said = together(&load_balancers.verdicts(now), was);
+        for target in checked {
+            let verdict = now_said.get(&target).copied().unwrap_or_else(|| was(&target));
+            self.verdicts.insert(target, verdict);
+        }
+    }
+
+    /// The checks whose probe is the agent, each at its own interval. Agents have some time to come back after the
+    /// controller's own start.
+    fn ask_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
+        let mut wanted: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
+        for service in &fleet.services {
+            let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
+            wanted.extend(present(service).map(|id| ((service.index, id), check)));
+        }
+        self.agents.retain(|target, asked| wanted.get(target).is_some_and(|check| **check == asked.check));
+        for (target, check) in wanted {
+            let asked = self.agents.entry(target).or_insert_with(|| AgentCheck {
+                check: check.clone(),
+                judge: Judge::default(),
+                due: now.monotonic.max(START_GRACE),
+            });
+            if now.monotonic >= asked.due {
+                asked.judge.observe(reports(target.1), check.thresholds);
+                asked.due = now.monotonic + check.interval;
+            }
+        }
+    }
+
+    /// Whether checks have found the server unfit for the service.
+    pub fn is_down(&self, target: &Target) -> bool {
+        let by_agent = self.agents.get(target).and_then(|asked| asked.judge.verdict()) == Some(Verdict::Down);
+        by_agent || self.verdicts.get(target) == Some(&Verdict::Down)
+    }
+}
+
+/// All that load balancers are to check.
+fn checked_by_load_balancers(fleet: &Fleet) -> BTreeSet<Target> {
+    let by_them = |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
+    let services = fleet.services.iter().filter(by_them);
+    services.flat_map(|service| present(service).map(|id| (service.index, id))).collect()
+}
+
+fn present(service: &FleetService) -> impl Iterator<Item = ServerId> {
+    let present = service.members.iter().filter(|(_, membership)| **membership == Membership::Present);
+    present.map(|(id, _)| *id)
+}

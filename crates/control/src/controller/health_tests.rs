@@ -1,0 +1,231 @@
+//! What becomes of a pool when checks find servers down, in virtual time.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::ServerId;
+use coreward_model::health::Verdict;
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, v1};
+
+use super::tests::plain_report;
+use super::{Controller, Now};
+use crate::config::FleetConfig;
+use crate::fleet::Fleet;
+use crate::records::Records;
+
+fn at(milliseconds: u64) -> Now {
+    let monotonic = Duration::from_millis(milliseconds);
+    Now { monotonic, wall: Duration::from_secs(1_700_000_000) + monotonic }
+}
+
+/// Servers s0, s1, s2 with ids 0, 1, 2; one service with these keys.
+fn config(service: &str) -> FleetConfig {
+    let mut text = String::new();
+    for n in 0..3 {
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
+    }
+    text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n{service}");
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+}
+
+struct World {
+    records: Records,
+    controller: Controller,
+    /// Sessions of load balancers, by name.
+    sessions: BTreeMap<&'static str, u64>,
+}
+
+impl World {
+    fn new(service: &str, load_balancers: &[&'static str]) -> Self {
+        let config = config(service);
+        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let mut controller = Controller::new(Fleet::new(&config, &records));
+        let mut hello = |name: &&'static str| (*name, controller.load_balancer_hello(name, at(0)).unwrap());
+        let sessions = load_balancers.iter().map(&mut hello).collect();
+        Self { records, controller, sessions }
+    }
+
+    fn configure(&mut self, service: &str, now: Now) {
+        let config = config(service);
+        self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
+        self.controller.configure(Fleet::new(&config, &self.records));
+    }
+
+    /// A load balancer says of each server whether it is up ('u'), down ('d'), or that it does not know ('?').
+    fn say(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
+        let server = |(id, verdict): (usize, char)| {
+            let verdict = match verdict {
+                'u' => Some(Verdict::Up),
+                'd' => Some(Verdict::Down),
+                _ => None,
+            };
+            let error = if verdict == Some(Verdict::Down) { "connection refused" } else { "" };
+            let checked = CheckedServer { verdict, error: error.to_owned(), ..Default::default() };
+            (ServiceIndex::new(0).unwrap(), ServerId::try_from(id as u64).unwrap(), checked)
+        };
+        let message = HealthMessage { servers: verdicts.chars().enumerate().map(server).collect() };
+        self.controller.load_balancers.health(self.sessions[load_balancer], message, now);
+    }
+
+    /// All load balancers are still there.
+    fn keep_alive(&mut self, now: Now) {
+        for session in self.sessions.values() {
+            self.controller.load_balancer_state(*session, v1::LoadBalancerState::default(), now);
+        }
+    }
+
+    /// Who is in the next table.
+    fn members(&mut self, now: Now) -> Vec<u16> {
+        let table = self.controller.tick(now).remove(0).table;
+        table.members.iter().map(|member| member.server.get()).collect()
+    }
+
+    fn states(&self, now: Now) -> Vec<(String, String)> {
+        let servers = self.controller.status_v1(now).servers;
+        servers.into_iter().map(|server| (server.state, server.state_reason)).collect()
+    }
+
+    fn state(&self, number: usize, now: Now) -> String {
+        self.states(now).remove(number).0
+    }
+}
+
+const TCP: &str = "[service.health]\ncheck = \"tcp\"\n";
+
+#[test]
+fn the_majority_of_load_balancers_decides() {
+    let mut world = World::new(TCP, &["lb1", "lb2", "lb3"]);
+    assert_eq!(world.members(at(0)), [0, 1, 2]);
+    world.say("lb1", "udu", at(100));
+    assert_eq!(world.members(at(100)), [0, 2], "nobody says the contrary");
+    world.say("lb2", "uuu", at(200));
+    assert_eq!(world.members(at(200)), [0, 2], "a tie changes nothing");
+    world.say("lb3", "uuu", at(300));
+    assert_eq!(world.members(at(300)), [0, 1, 2]);
+    assert_eq!(world.states(at(300))[1], ("active".to_owned(), "1 of 3 load balancers: connection refused".to_owned()));
+    world.say("lb3", "udu", at(400));
+    assert_eq!(world.members(at(400)), [0, 2]);
+    assert_eq!(world.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
+    assert_eq!(world.controller.status_v1(at(900)).servers[1].state_for_ms, Some(500));
+    // Who is lost has no say.
+    let later = 400 + LOST_AFTER.as_millis() as u64 + 5_000;
+    world.say("lb2", "uuu", at(later));
+    assert_eq!(world.members(at(later)), [0, 1, 2]);
+    // When all are lost it stays as it was.
+    world.say("lb2", "duu", at(later));
+    assert_eq!(world.members(at(later)), [1, 2]);
+    assert_eq!(world.members(at(2 * later)), [1, 2]);
+}
+
+#[test]
+fn a_load_balancer_that_is_cut_off_takes_nobody_out() {
+    let mut world = World::new(TCP, &["lb1", "lb2", "lb3"]);
+    for name in ["lb1", "lb2"] {
+        world.say(name, "ddd", at(100));
+    }
+    world.say("lb3", "uud", at(100));
+    assert_eq!(world.members(at(100)), [0, 1]);
+    world.say("lb3", "u??", at(200));
+    assert_eq!(world.members(at(200)), [0, 1], "of who is not known yet nothing changes");
+}
+
+#[test]
+fn when_all_are_down_the_service_fails_open_or_drops() {
+    for (keys, open) in [(TCP.to_owned(), true), (format!("when_all_down = \"drop\"\n{TCP}"), false)] {
+        let mut world = World::new(&keys, &["lb1"]);
+        world.say("lb1", "uuu", at(0));
+        assert_eq!(world.members(at(0)), [0, 1, 2]);
+        world.say("lb1", "ddd", at(100));
+        assert_eq!(world.members(at(100)), if open { vec![0, 1, 2] } else { Vec::<u16>::new() });
+        let service = world.controller.status_v1(at(100)).services.remove(0);
+        assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
+        assert!((0..3).all(|number| world.state(number, at(100)) == "down"));
+        // The first that is well gets everything.
+        world.say("lb1", "ddu", at(200));
+        assert_eq!(world.members(at(200)), [2]);
+    }
+}
+
+/// A server that drains is nobody's last resort, nor one that is not on the network.
+#[test]
+fn failing_open_is_for_those_who_are_only_unwell() {
+    let mut world = World::new(TCP, &["lb1"]);
+    let unresolved = v1::LoadBalancerState { unresolved_servers: vec!["s0".to_owned()], ..Default::default() };
+    let session = world.sessions["lb1"];
+    for ms in [0, 4_000] {
+        world.controller.load_balancer_state(session, unresolved.clone(), at(ms));
+    }
+    world.say("lb1", "ddd", at(4_000));
+    assert_eq!(world.members(at(4_000)), [1, 2]);
+    assert_eq!(world.states(at(4_000))[0].1, "no load balancer can find its MAC address");
+    let all = ["s0", "s1", "s2"].map(str::to_owned).to_vec();
+    let unresolved = v1::LoadBalancerState { unresolved_servers: all, ..Default::default() };
+    for ms in [5_000, 9_000] {
+        world.controller.load_balancer_state(session, unresolved.clone(), at(ms));
+    }
+    assert!(world.members(at(9_000)).is_empty());
+}
+
+#[test]
+fn who_comes_back_joins_slowly() {
+    let mut world = World::new(&format!("slow_start = \"10s\"\n{TCP}"), &["lb1"]);
+    world.say("lb1", "uuu", at(0));
+    world.members(at(0));
+    assert_eq!(world.state(1, at(0)), "active", "who was there from the start has not just joined");
+    world.say("lb1", "udu", at(1_000));
+    world.members(at(1_000));
+    world.say("lb1", "uuu", at(2_000));
+    world.members(at(2_000));
+    assert_eq!(world.states(at(2_000))[1], ("joining".to_owned(), "slow start: 2 %".to_owned()));
+    world.keep_alive(at(7_000));
+    world.members(at(7_000));
+    assert_eq!(world.states(at(7_000))[1], ("joining".to_owned(), "slow start: 50 %".to_owned()));
+    world.keep_alive(at(12_000));
+    world.members(at(12_000));
+    assert_eq!(world.states(at(12_000))[1], ("active".to_owned(), String::new()));
+}
+
+#[test]
+fn a_service_without_a_check_does_not_care() {
+    let mut world = World::new("", &["lb1"]);
+    world.say("lb1", "ddd", at(0));
+    assert_eq!(world.members(at(0)), [0, 1, 2]);
+    // And once it is checked no more.
+    world.configure(TCP, at(100));
+    assert_eq!(world.members(at(100)), [0, 1, 2]);
+    let mut world = World::new(TCP, &["lb1"]);
+    world.say("lb1", "duu", at(0));
+    assert_eq!(world.members(at(0)), [1, 2]);
+    world.configure("", at(100));
+    assert_eq!(world.members(at(100)), [0, 1, 2]);
+}
+
+#[test]
+fn agents_that_do_not_report() {
+    let agent = "[service.health]\ncheck = \"agent\"\ninterval = \"1s\"\nrise = 2\nfall = 3\n";
+    let mut world = World::new(agent, &[]);
+    let told = world.controller.fleet_configuration(at(0));
+    assert!(told.services[0].check.is_none(), "load balancers have nothing to do with it");
+    let mut sessions: Vec<_> =
+        (0..3).map(|n| world.controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+    let mut down = Vec::new();
+    for second in 0..30u64 {
+        let now = at(second * 1000);
+        for (n, session) in sessions.iter_mut().enumerate().filter(|(n, _)| *n != 1 || !(8..20).contains(&second)) {
+            let report = coreward_wire::Report {
+                time_to_live: Duration::from_millis(1_500),
+                ..plain_report(second + 1, now, &[n as u64])
+            };
+            world.controller.report(session, Ok(report), now).unwrap();
+        }
+        if world.members(now) != [0, 1, 2] {
+            down.push(second);
+        }
+    }
+    // The report of the second 7 is too old from 8.5 on: checks of 9, 10 and 11 fail, those of 20 and 21 do not.
+    assert_eq!(down, (11..21).collect::<Vec<_>>());
+    assert_eq!(world.state(1, at(29_000)), "active");
+}

@@ -1,0 +1,100 @@
+//! `bpf/health.bpf.c` at a load balancer's device: connections to a server's own address reach that server at the VIP.
+
+use std::mem::MaybeUninit;
+use std::net::Ipv4Addr;
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use coreward_intf as intf;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+use zerocopy::IntoBytes as _;
+
+use crate::skeleton::health::HealthSkelBuilder;
+use crate::tc::{self, Direction, Held};
+
+/// How many connections there may be at once: each needs two entries.
+pub const PATHS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
+
+/// One connection of a health check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CheckedPath {
+    /// The server's own address, to which the load balancer connects.
+    pub server: Ipv4Addr,
+    /// What the server is asked as.
+    pub vip: Ipv4Addr,
+    /// The server's port.
+    pub port: u16,
+    /// The load balancer's.
+    pub own_port: u16,
+}
+
+impl CheckedPath {
+    /// Key and value of each direction: as packets carry them.
+    fn entries(&self) -> [(intf::checked_path, Ipv4Addr); 2] {
+        let key = |address: Ipv4Addr| intf::checked_path {
+            address: u32::from_ne_bytes(address.octets()),
+            port: self.port.to_be(),
+            own_port: self.own_port.to_be(),
+        };
+        [(key(self.server), self.vip), (key(self.vip), self.server)]
+    }
+}
+
+/// The programs at the device; they end with this value.
+#[derive(Debug)]
+pub struct CheckedPaths {
+    paths: Arc<Paths>,
+    _held: [Held; 2],
+}
+
+/// Which connections reach a server at the VIP.
+#[derive(Debug)]
+pub struct Paths(MapHandle);
+
+impl CheckedPaths {
+    /// Loads the programs and holds them at the device.
+    ///
+    /// # Errors
+    /// When the device does not exist, or the kernel refuses the programs.
+    pub fn hold(interface: &str) -> anyhow::Result<Self> {
+        let index = nix::net::if_::if_nametoindex(interface)
+            .with_context(|| format!("interface {interface:?} does not exist here"))?;
+        let mut storage = MaybeUninit::uninit();
+        let open = HealthSkelBuilder::default().open(&mut storage).context("bpf/health.bpf.c")?;
+        let loaded = open.load().context("the kernel refused bpf/health.bpf.c")?;
+        let held = [
+            tc::hold(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
+            tc::hold(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,
+        ];
+        Ok(Self { paths: Arc::new(Paths(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
+    }
+
+    /// For whoever makes the connections, in any thread.
+    pub fn paths(&self) -> &Arc<Paths> {
+        &self.paths
+    }
+}
+
+impl Paths {
+    /// From now on this connection's packets reach the server at the VIP.
+    ///
+    /// # Errors
+    /// When there are [`PATHS`] already.
+    pub fn add(&self, path: &CheckedPath) -> anyhow::Result<()> {
+        for (key, to) in path.entries() {
+            self.0.update(key.as_bytes(), &to.octets(), MapFlags::ANY).context("a path for a health check")?;
+        }
+        Ok(())
+    }
+
+    /// From now on they do not.
+    pub fn remove(&self, path: &CheckedPath) {
+        for (key, _) in path.entries() {
+            if let Err(error) = self.0.delete(key.as_bytes()) {
+                tracing::debug!("{path:?}: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! The thread that checks all targets, each at its own pace, and what it has found.
+//!
+//! It has a runtime of its own: whatever servers do to its connections, the load balancer's beat goes on.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_model::health::{Check, Judge, Verdict};
+use rand::RngExt as _;
+use rand::rand_core::UnwrapErr;
+use rand::rngs::SysRng;
+use tokio::sync::{Semaphore, watch};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep_until};
+
+use crate::probe::{Paths, Prober};
+
+/// Checks under way at once; the others wait for their turn. As many as the data plane has paths.
+pub const CHECKS_AT_ONCE: usize = 1024;
+
+/// The first check of a target comes at a random moment within this time, or within its interval if that is shorter.
+const FIRST_WITHIN: Duration = Duration::from_millis(500);
+
+/// What is checked in one service.
+pub struct Service<K> {
+    /// What is asked.
+    pub check: Arc<Check>,
+    /// What clients connect to.
+    pub vip: SocketAddrV4,
+    /// Its servers and their own addresses; each key once among all services.
+    pub servers: Vec<(K, Ipv4Addr)>,
+    /// How connections reach a server at the VIP; needed where the check is there.
+    pub paths: Option<Arc<dyn Paths>>,
+}
+
+/// What the checks have said of a server.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    judge: Judge,
+    /// When the verdict was reached, or the first check was due.
+    pub since: Instant,
+    /// Why the newest check failed, in words; empty: it did not, or none has ended.
+    pub error: String,
+    /// How long the newest answer took; zero: there was none.
+    pub latency: Duration,
+    /// Checks that have ended.
+    pub checks: u64,
+    /// Those of them that failed.
+    pub failures: u64,
+}
+
+impl Found {
+    fn nothing() -> Self {
+        let since = Instant::now();
+        Self { judge: Judge::default(), since, error: String::new(), latency: Duration::ZERO, checks: 0, failures: 0 }
+    }
+
+    /// `None`: not enough checks so far.
+    pub fn verdict(&self) -> Option<Verdict> {
+        self.judge.verdict()
+    }
+}
+
+/// What is to be checked of one target. While this stays the same, so does what was found.
+#[derive(Clone, PartialEq)]
+struct Task {
+    check: Arc<Check>,
+    vip: SocketAddrV4,
+    server: Ipv4Addr,
+}
+
+struct Running<K> {
+    task: Task,
+    prober: Arc<Prober>,
+    key: K,
+}
+
+/// The thread; it ends with this value.
+pub struct Checker<K> {
+    wanted: watch::Sender<Arc<Vec<Running<K>>>>,
+    shared: Arc<Shared<K>>,
+}
+
+struct Shared<K> {
+    found: Mutex<BTreeMap<K, Found>>,
+    /// How often a verdict has changed.
+    changes: watch::Sender<u64>,
+    at_once: Semaphore,
+}
+
+impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
+    /// Starts the thread, with nothing to check.
+    ///
+    /// # Errors
+    /// When there can be no thread.
+    pub fn start() -> anyhow::Result<Self> {
+        let (wanted, receiver) = watch::channel(Arc::new(Vec::new()));
+        let shared = Arc::new(Shared {
+            found: Mutex::new(BTreeMap::new()),
+            changes: watch::Sender::new(0),
+            at_once: Semaphore::new(CHECKS_AT_ONCE),
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let mine = shared.clone();
+        std::thread::Builder::new()
+            .name("health".to_owned())
+            .spawn(move || runtime.block_on(run(receiver, mine)))
+            .context("a thread for health checks")?;
+        Ok(Self { wanted, shared })
+    }
+
+    /// Checks these and no others. What is checked as before goes on.
+    pub fn check(&self, services: Vec<Service<K>>) {
+        let mut wanted = Vec::new();
+        for service in services {
+            let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.paths));
+            for (key, server) in service.servers {
+                let task = Task { check: service.check.clone(), vip: service.vip, server };
+                wanted.push(Running { task, prober: prober.clone(), key });
+            }
+        }
+        self.wanted.send_replace(Arc::new(wanted));
+    }
+
+    /// What was found of every target that has been checked or is about to be.
+    pub fn found(&self) -> Vec<(K, Found)> {
+        self.shared.found().iter().map(|(key, found)| (*key, found.clone())).collect()
+    }
+
+    /// Changes with every verdict.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.shared.changes.subscribe()
+    }
+}
+
+impl<K> Shared<K> {
+    fn found(&self) -> MutexGuard<'_, BTreeMap<K, Found>> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A target's task; aborted with this value.
+struct Checked {
+    task: Task,
+    handle: AbortHandle,
+}
+
+impl Drop for Checked {
+    fn drop(&mut self) {
+        self.handle.abort();
+    }
+}
+
+/// A task per target, until nobody wants any.
+async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
+    mut wanted: watch::Receiver<Arc<Vec<Running<K>>>>,
+    shared: Arc<Shared<K>>,
+) {
+    let mut checked: HashMap<K, Checked> = HashMap::new();
+    while wanted.changed().await.is_ok() {
+        let targets = wanted.borrow_and_update().clone();
+        let tasks: HashMap<K, &Task> = targets.iter().map(|target| (target.key, &target.task)).collect();
+        checked.retain(|key, running| tasks.get(key).is_some_and(|task| **task == running.task));
+        shared.found().retain(|key, _| checked.contains_key(key));
+        for target in targets.iter() {
+            checked.entry(target.key).or_insert_with(|| {
+                shared.found().insert(target.key, Found::nothing());
+                let follow = follow(target.key, target.task.server, target.prober.clone(), shared.clone());
+                Checked { task: target.task.clone(), handle: tokio::spawn(follow).abort_handle() }
+            });
+        }
+        shared.changes.send_modify(|count| *count += 1);
+    }
+}
+
+/// Checks one target for ever.
+async fn follow<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
+    let draw = || UnwrapErr(SysRng).random::<f64>();
+    let check = prober.check();
+    let mut due = Instant::now() + check.interval.min(FIRST_WITHIN).mul_f64(draw());
+    loop {
+        sleep_until(due).await;
+        let turn = shared.at_once.acquire().await;
+        let began = Instant::now();
+        let outcome = prober.ask(server).await;
+        drop(turn);
+        let latency = began.elapsed();
+        if let Some(found) = shared.found().get_mut(&key) {
+            found.checks += 1;
+            found.failures += u64::from(outcome.is_err());
+            found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
+            found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
+            if found.judge.observe(outcome.is_ok(), check.thresholds) {
+                found.since = Instant::now();
+                shared.changes.send_modify(|count| *count += 1);
+            }
+        }
+        // From the moment at which it was due, so that the interval is kept; but none is made up for.
+        due = (due + check.jitter.pause(check.interval, draw())).max(Instant::now());
+    }
+}

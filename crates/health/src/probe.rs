@@ -1,0 +1,206 @@
+//! One check of one server.
+
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
+use std::sync::Arc;
+use std::time::Duration;
+
+use coreward_model::health::{Check, HttpProbe, Place, Probe, StatusRange};
+use http_body_util::Empty;
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::header::{CONNECTION, HOST, USER_AGENT};
+use hyper::{Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use rustls_pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio_rustls::TlsConnector;
+
+use crate::trust;
+
+/// A connection to a server's own address that is to reach it at the VIP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Path {
+    /// The server's own address.
+    pub server: Ipv4Addr,
+    /// What it is to be asked as.
+    pub vip: Ipv4Addr,
+    /// The server's port.
+    pub port: u16,
+    /// Ours.
+    pub own_port: u16,
+}
+
+/// Makes connections reach a server at the VIP.
+pub trait Paths: Send + Sync {
+    /// From now on, until it is removed.
+    ///
+    /// # Errors
+    /// When there is no room.
+    fn add(&self, path: &Path) -> anyhow::Result<()>;
+
+    /// From now on no more.
+    fn remove(&self, path: &Path);
+}
+
+/// Why a server is not well, in words.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unwell {
+    /// Nobody listens.
+    #[error("connection refused")]
+    Refused,
+    /// In time, that is.
+    #[error("no answer within {0:?}")]
+    Silent(Duration),
+    /// Not the status that was expected.
+    #[error("answers {0}: expected {1}")]
+    Status(StatusCode, StatusRange),
+    /// The certificate, for one.
+    #[error("TLS: {0}")]
+    Tls(String),
+    /// The answer makes no sense, or there is none.
+    #[error("HTTP: {0}")]
+    Http(String),
+    /// The kernel says.
+    #[error("{0}")]
+    Network(String),
+}
+
+/// Asks the servers of one service.
+pub struct Prober {
+    check: Arc<Check>,
+    vip: SocketAddrV4,
+    /// For HTTPS; or why there cannot be any.
+    tls: Option<Result<TlsConnector, String>>,
+    paths: Option<Arc<dyn Paths>>,
+}
+
+impl Prober {
+    /// `paths`: needed where the check is at the VIP.
+    pub fn new(check: Arc<Check>, vip: SocketAddrV4, paths: Option<Arc<dyn Paths>>) -> Self {
+        let tls = match &check.probe {
+            Probe::Https(_, verification) => Some(trust::client(verification).map(TlsConnector::from)),
+            Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
+        };
+        Self { check, vip, tls, paths }
+    }
+
+    /// What is asked, and how often.
+    pub fn check(&self) -> &Check {
+        &self.check
+    }
+
+    /// Asks one server.
+    ///
+    /// # Errors
+    /// When it is not well.
+    pub async fn ask(&self, server: Ipv4Addr) -> Result<(), Unwell> {
+        let limit = self.check.timeout;
+        tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(Unwell::Silent(limit)))
+    }
+
+    async fn ask_without_limit(&self, server: Ipv4Addr) -> Result<(), Unwell> {
+        let (connection, _path) = self.connect(server).await?;
+        match (&self.check.probe, &self.tls) {
+            (Probe::Tcp | Probe::Agent, _) => Ok(()),
+            (Probe::Http(http), _) => self.request(connection, http, server).await,
+            (Probe::Https(http, _), Some(Ok(tls))) => {
+                let name = self.name(http, server)?;
+                let connection = tls.connect(name, connection).await.map_err(|error| Unwell::Tls(error.to_string()))?;
+                self.request(connection, http, server).await
+            }
+            (Probe::Https(..), Some(Err(problem))) => Err(Unwell::Tls(problem.clone())),
+            (Probe::Https(..), None) => unreachable!("made with the prober"),
+        }
+    }
+
+    fn port(&self) -> u16 {
+        self.check.port.unwrap_or(self.vip.port())
+    }
+
+    /// What the server is asked as.
+    fn address(&self, server: Ipv4Addr) -> SocketAddrV4 {
+        match self.check.place {
+            Place::Vip => SocketAddrV4::new(*self.vip.ip(), self.port()),
+            Place::Server => SocketAddrV4::new(server, self.port()),
+        }
+    }
+
+    fn name(&self, http: &HttpProbe, server: Ipv4Addr) -> Result<ServerName<'static>, Unwell> {
+        let Some(host) = &http.host else {
+            return Ok(ServerName::from(IpAddr::from(*self.address(server).ip())));
+        };
+        // "www.example.org:8443"
+        let name = host.rsplit_once(':').map_or(host.as_str(), |(name, _)| name);
+        ServerName::try_from(name.to_owned()).map_err(|error| Unwell::Tls(format!("{name:?}: {error}")))
+    }
+
+    /// A connection, and what it needs as long as it is open. It ends with a reset: nothing is left waiting at either end.
+    async fn connect(&self, server: Ipv4Addr) -> Result<(TcpStream, Option<OpenPath>), Unwell> {
+        let network = |error: std::io::Error| match error.kind() {
+            ErrorKind::ConnectionRefused => Unwell::Refused,
+            _ => Unwell::Network(error.to_string()),
+        };
+        let socket = TcpSocket::new_v4().map_err(network)?;
+        socket.set_zero_linger().map_err(network)?;
+        let path = match (&self.paths, self.check.place) {
+            (Some(paths), Place::Vip) => {
+                socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(network)?;
+                let own_port = socket.local_addr().map_err(network)?.port();
+                let path = Path { server, vip: *self.vip.ip(), port: self.port(), own_port };
+                paths.add(&path).map_err(|error| Unwell::Network(format!("{error:#}")))?;
+                Some(OpenPath { path, paths: paths.clone() })
+            }
+            _ => None,
+        };
+        let connection = socket.connect(SocketAddrV4::new(server, self.port()).into()).await.map_err(network)?;
+        Ok((connection, path))
+    }
+
+    async fn request<C: AsyncRead + AsyncWrite + Unpin>(
+        &self,
+        connection: C,
+        http: &HttpProbe,
+        server: Ipv4Addr,
+    ) -> Result<(), Unwell> {
+        let unwell = |error: hyper::Error| Unwell::Http(error.to_string());
+        let address = self.address(server);
+        let host = http.host.clone().unwrap_or_else(|| match address.port() {
+            80 => address.ip().to_string(),
+            _ => address.to_string(),
+        });
+        let request = Request::get(&http.path)
+            .header(HOST, host)
+            .header(USER_AGENT, concat!("coreward/", env!("CARGO_PKG_VERSION")))
+            .header(CONNECTION, "close")
+            .body(Empty::<Bytes>::new())
+            .map_err(|error| Unwell::Http(error.to_string()))?;
+        let (mut sender, driver) = http1::handshake(TokioIo::new(connection)).await.map_err(unwell)?;
+        let exchange = sender.send_request(request);
+        tokio::pin!(exchange, driver);
+        let response = tokio::select! {
+            biased;
+            response = &mut exchange => response,
+            // The connection has ended; whether with an answer, the exchange knows.
+            _ = &mut driver => exchange.await,
+        };
+        let status = response.map_err(unwell)?.status();
+        match http.expect.contains(status.as_u16()) {
+            true => Ok(()),
+            false => Err(Unwell::Status(status, http.expect.clone())),
+        }
+    }
+}
+
+/// A path that is removed with this value: after the connection, which is dropped first.
+struct OpenPath {
+    path: Path,
+    paths: Arc<dyn Paths>,
+}
+
+impl Drop for OpenPath {
+    fn drop(&mut self) {
+        self.paths.remove(&self.path);
+    }
+}

@@ -1,0 +1,102 @@
+//! Whose certificates are taken.
+
+use std::sync::{Arc, OnceLock};
+
+use coreward_model::health::Verification;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
+use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+use rustls_pki_types::pem::PemObject as _;
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+
+/// How a client of TLS is set up that verifies so.
+///
+/// # Errors
+/// When there is nobody whom it could trust; in words.
+pub fn client(verification: &Verification) -> Result<Arc<ClientConfig>, String> {
+    let provider = Arc::new(ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider.clone());
+    let builder = builder.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
+    let builder = match verification {
+        Verification::Off => {
+            let verifier = Arc::new(Anybody { provider });
+            builder.dangerous().with_custom_certificate_verifier(verifier)
+        }
+        Verification::System => builder.with_root_certificates(system()?),
+        Verification::Authorities(pem) => builder.with_root_certificates(Arc::new(authorities(pem)?)),
+    };
+    Ok(Arc::new(builder.with_no_client_auth()))
+}
+
+fn authorities(pem: &str) -> Result<RootCertStore, String> {
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
+        let certificate = certificate.map_err(|error| format!("`ca`: {error}"))?;
+        roots.add(certificate).map_err(|error| format!("`ca`: {error}"))?;
+    }
+    if roots.is_empty() { Err("`ca`: no certificate in it".to_owned()) } else { Ok(roots) }
+}
+
+/// Read once: a change of the system's list needs a restart.
+fn system() -> Result<Arc<RootCertStore>, String> {
+    static SYSTEM: OnceLock<Arc<RootCertStore>> = OnceLock::new();
+    let roots = SYSTEM.get_or_init(|| {
+        let loaded = rustls_native_certs::load_native_certs();
+        for error in &loaded.errors {
+            tracing::warn!("a certificate that this system trusts cannot be read: {error}");
+        }
+        let mut roots = RootCertStore::empty();
+        roots.add_parsable_certificates(loaded.certs);
+        Arc::new(roots)
+    });
+    match roots.is_empty() {
+        true => {
+            Err("this load balancer's system trusts nobody (Debian package ca-certificates), and `ca` says nothing"
+                .to_owned())
+        }
+        false => Ok(roots.clone()),
+    }
+}
+
+/// Takes any certificate; that whoever has it also has its key is looked at all the same.
+#[derive(Debug)]
+struct Anybody {
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Anybody {
+    fn verify_server_cert(
+        &self,
+        _certificate: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signature, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}

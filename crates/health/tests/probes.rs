@@ -1,0 +1,185 @@
+//! Each kind of check against servers of this machine's loopback, and the checker's thread with them.
+
+use std::io::Write as _;
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_health::checker::{Checker, Service};
+use coreward_health::probe::{Prober, Unwell};
+use coreward_model::health::{Check, HttpProbe, Jitter, Place, Probe, StatusRange, Thresholds, Verdict, Verification};
+use rustls::crypto::ring;
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
+use rustls_pki_types::PrivateKeyDer;
+
+fn check(probe: Probe) -> Arc<Check> {
+    Arc::new(Check {
+        probe,
+        place: Place::Server,
+        port: None,
+        interval: Duration::from_millis(20),
+        timeout: Duration::from_secs(2),
+        thresholds: Thresholds::new(2, 3).unwrap(),
+        jitter: Jitter::new(0.5).unwrap(),
+    })
+}
+
+fn http(host: Option<&str>) -> HttpProbe {
+    HttpProbe { path: "/healthz".to_owned(), host: host.map(str::to_owned), expect: StatusRange::good() }
+}
+
+fn listen() -> (TcpListener, SocketAddrV4) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    match listener.local_addr().unwrap() {
+        SocketAddr::V4(address) => (listener, address),
+        SocketAddr::V6(address) => panic!("{address}"),
+    }
+}
+
+/// Answers every request on a connection from `accept` with this status, as it is then.
+fn serve<C: std::io::Read + std::io::Write>(
+    listener: TcpListener,
+    status: Arc<AtomicU16>,
+    accept: impl Fn(TcpStream) -> C + Send + 'static,
+) {
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut connection = accept(stream.unwrap());
+            let mut request = Vec::new();
+            let mut byte = [0];
+            while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).is_ok_and(|read| read == 1) {
+                request.push(byte[0]);
+            }
+            let good = request.starts_with(b"GET /healthz HTTP/1.1\r\n") && request.windows(6).any(|w| w == b"host: ");
+            let status = if good { status.load(Ordering::Relaxed) } else { 400 };
+            let _ = write!(connection, "HTTP/1.1 {status} So\r\ncontent-length: 2\r\n\r\nok");
+            let _ = connection.flush();
+        }
+    });
+}
+
+fn ask(probe: Probe, vip: SocketAddrV4) -> Result<(), Unwell> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let prober = Prober::new(check(probe), vip, None);
+    runtime.block_on(prober.ask(*vip.ip()))
+}
+
+#[test]
+fn tcp() {
+    let (listener, address) = listen();
+    assert_eq!(ask(Probe::Tcp, address), Ok(()));
+    drop(listener);
+    assert_eq!(ask(Probe::Tcp, address), Err(Unwell::Refused));
+}
+
+#[test]
+fn requests() {
+    let (listener, address) = listen();
+    let status = Arc::new(AtomicU16::new(200));
+    serve(listener, status.clone(), |stream| stream);
+    assert_eq!(ask(Probe::Http(http(None)), address), Ok(()));
+    assert_eq!(ask(Probe::Http(http(Some("www.example.org"))), address), Ok(()));
+    status.store(500, Ordering::Relaxed);
+    let error = ask(Probe::Http(http(None)), address).unwrap_err().to_string();
+    assert!(error.starts_with("answers 500 Internal Server Error: expected 200-399"), "{error}");
+    let only = HttpProbe { expect: StatusRange::new(500, 500).unwrap(), ..http(None) };
+    assert_eq!(ask(Probe::Http(only), address), Ok(()));
+}
+
+#[test]
+fn who_says_nothing_is_given_up() {
+    let (_listener, address) = listen();
+    let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let prober = Prober::new(Arc::new(quick), address, None);
+    assert_eq!(runtime.block_on(prober.ask(*address.ip())), Err(Unwell::Silent(Duration::from_millis(50))));
+}
+
+#[test]
+fn what_is_no_http_is_named() {
+    let (listener, address) = listen();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let _ = stream.unwrap().write_all(b"220 mail ready\r\n");
+        }
+    });
+    let error = ask(Probe::Http(http(None)), address).unwrap_err().to_string();
+    assert!(error.starts_with("HTTP: "), "{error}");
+}
+
+#[test]
+fn certificates() {
+    let authority_key = rcgen::KeyPair::generate().unwrap();
+    let mut parameters = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    parameters.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let authority = parameters.self_signed(&authority_key).unwrap();
+    let issuer = rcgen::Issuer::new(parameters, authority_key);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let names = vec!["www.example.org".to_owned(), "127.0.0.1".to_owned()];
+    let certificate = rcgen::CertificateParams::new(names).unwrap().signed_by(&key, &issuer).unwrap();
+    let server = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![certificate.der().clone()], PrivateKeyDer::try_from(key.serialize_der()).unwrap())
+        .unwrap();
+    let server = Arc::new(server);
+    let (listener, address) = listen();
+    let accept = move |stream| StreamOwned::new(ServerConnection::new(server.clone()).unwrap(), stream);
+    serve(listener, Arc::new(AtomicU16::new(204)), accept);
+
+    let ask = |host: Option<&str>, verification: Verification| ask(Probe::Https(http(host), verification), address);
+    let ours = Verification::Authorities(authority.pem());
+    assert_eq!(ask(None, ours.clone()), Ok(()));
+    assert_eq!(ask(Some("www.example.org:8443"), ours.clone()), Ok(()));
+    let other_name = ask(Some("www.example.net"), ours).unwrap_err().to_string();
+    assert!(other_name.starts_with("TLS: invalid peer certificate: certificate not valid for name"), "{other_name}");
+    let (other_key, parameters) = (rcgen::KeyPair::generate().unwrap(), rcgen::CertificateParams::default());
+    let other = Verification::Authorities(parameters.self_signed(&other_key).unwrap().pem());
+    let stranger = ask(None, other).unwrap_err().to_string();
+    assert!(stranger.starts_with("TLS: invalid peer certificate: "), "{stranger}");
+    assert_eq!(ask(Some("www.example.net"), Verification::Off), Ok(()));
+}
+
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !holds() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn the_checker_follows_what_servers_say() {
+    let (listener, address) = listen();
+    let status = Arc::new(AtomicU16::new(200));
+    serve(listener, status.clone(), |stream| stream);
+    let checker: Checker<u8> = Checker::start().unwrap();
+    let check = check(Probe::Http(http(None)));
+    let service = |keys: &[u8]| {
+        let servers = keys.iter().map(|key| (*key, *address.ip())).collect();
+        vec![Service { check: check.clone(), vip: address, servers, paths: None }]
+    };
+    let verdict = |key: u8| {
+        let found = checker.found();
+        found.into_iter().find(|(known, _)| *known == key).map(|(_, found)| (found.verdict(), found.checks))
+    };
+    checker.check(service(&[1, 2]));
+    eventually("both are up", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(Verdict::Up), _)))));
+    status.store(503, Ordering::Relaxed);
+    eventually("both are down", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(Verdict::Down), _)))));
+    let (_, failed) = checker.found().remove(0);
+    assert!(failed.failures >= 3 && failed.error.starts_with("answers 503"), "{failed:?}");
+
+    // What is checked as before goes on; what is checked no more is forgotten.
+    let before = verdict(1).unwrap().1;
+    checker.check(service(&[1, 3]));
+    eventually("the third is known", || verdict(3).is_some());
+    assert_eq!(verdict(2), None);
+    assert!(verdict(1).unwrap().1 >= before);
+    status.store(200, Ordering::Relaxed);
+    eventually("it is up again", || matches!(verdict(1), Some((Some(Verdict::Up), _))));
+    checker.check(Vec::new());
+    eventually("nothing is checked", || checker.found().is_empty());
+}

@@ -1,0 +1,147 @@
+//! Health checks of the services' servers: what is to be checked, and what the controller is told of it.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use coreward_dataplane::checked_paths::{self, CheckedPath, CheckedPaths};
+use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
+use coreward_health::probe::{Path, Paths};
+use coreward_model::ServerId;
+use coreward_model::health::Place;
+use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// What has not changed is said again so often.
+const SAY_AGAIN: Duration = Duration::from_secs(2);
+
+const _: () = assert!(CHECKS_AT_ONCE <= checked_paths::PATHS);
+
+type Target = (ServiceIndex, ServerId);
+
+/// The checks of this load balancer.
+pub struct Health {
+    checker: Checker<Target>,
+    changes: watch::Receiver<u64>,
+    /// When the controller was last told; `None`: this one was not.
+    told: Option<Instant>,
+    interface: String,
+    /// To servers at the VIP; made when first needed.
+    paths: Option<CheckedPaths>,
+    /// Why checks at the VIP cannot be made, if they cannot.
+    problem: Option<String>,
+}
+
+/// The data plane's.
+struct DataPlane(Arc<checked_paths::Paths>);
+
+fn checked(path: &Path) -> CheckedPath {
+    let Path { server, vip, port, own_port } = *path;
+    CheckedPath { server, vip, port, own_port }
+}
+
+impl Paths for DataPlane {
+    fn add(&self, path: &Path) -> anyhow::Result<()> {
+        self.0.add(&checked(path))
+    }
+
+    fn remove(&self, path: &Path) {
+        self.0.remove(&checked(path));
+    }
+}
+
+impl Health {
+    /// Nothing is checked yet. `interface`: by which servers are reached.
+    ///
+    /// # Errors
+    /// When there can be no thread for it.
+    pub fn start(interface: String) -> anyhow::Result<Self> {
+        let checker = Checker::start()?;
+        let changes = checker.changes();
+        Ok(Self { checker, changes, told: None, interface, paths: None, problem: None })
+    }
+
+    /// Checks the servers of these services, as far as they are to be checked.
+    pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
+        let checks = services.clone().filter_map(|service| service.check.as_ref());
+        if checks.clone().any(|check| check.place == Place::Vip) {
+            self.open_paths();
+        } else {
+            (self.paths, self.problem) = (None, None);
+        }
+        let wanted: Vec<_> = services.filter_map(|service| self.wanted(service)).collect();
+        self.checker.check(wanted);
+    }
+
+    fn open_paths(&mut self) {
+        if self.paths.is_some() {
+            return;
+        }
+        match CheckedPaths::hold(&self.interface) {
+            Ok(paths) => (self.paths, self.problem) = (Some(paths), None),
+            Err(error) => {
+                let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
+                if self.problem.as_ref() != Some(&problem) {
+                    tracing::error!("{problem}");
+                }
+                self.problem = Some(problem);
+            }
+        }
+    }
+
+    /// `None`: its servers are not to be checked, or cannot be.
+    fn wanted(&self, service: &Service) -> Option<checker::Service<Target>> {
+        let check = service.check.clone()?;
+        let std::net::SocketAddr::V4(vip) = service.address.socket else { return None };
+        let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn Paths>);
+        if check.place == Place::Vip && paths.is_none() {
+            return None;
+        }
+        let address = |address: IpAddr| match address {
+            IpAddr::V4(address) => Some(address),
+            IpAddr::V6(_) => None,
+        };
+        let servers = service.servers.iter().filter(|server| !server.left);
+        let servers = servers.filter_map(|server| Some(((service.index, server.id), address(server.address)?)));
+        Some(checker::Service { check, vip, servers: servers.collect(), paths })
+    }
+
+    /// A new stream to a controller has begun.
+    pub fn begin_stream(&mut self) {
+        self.told = None;
+    }
+
+    /// What the controller is to be told now: at once what has changed, and the same again every two seconds.
+    pub fn news(&mut self) -> Option<HealthMessage> {
+        let changed = self.changes.has_changed().unwrap_or(false);
+        if !changed && self.told.is_some_and(|told| told.elapsed() < SAY_AGAIN) {
+            return None;
+        }
+        self.changes.mark_unchanged();
+        self.told = Some(Instant::now());
+        let servers: Vec<_> = self.found().collect();
+        // Also that there is nothing any more.
+        (changed || !servers.is_empty()).then_some(HealthMessage { servers })
+    }
+
+    /// What the checks say now.
+    pub fn found(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, CheckedServer)> {
+        self.checker.found().into_iter().map(|((service, server), found)| {
+            let checked = CheckedServer {
+                verdict: found.verdict(),
+                since: found.since.elapsed(),
+                error: found.error,
+                latency: found.latency,
+                checks: found.checks,
+                failures: found.failures,
+            };
+            (service, server, checked)
+        })
+    }
+
+    /// Why checks at the VIP cannot be made, if they cannot.
+    pub fn problem(&self) -> Option<&str> {
+        self.problem.as_deref()
+    }
+}

@@ -1,0 +1,130 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn thresholds(rise: u32, fall: u32) -> Thresholds {
+    Thresholds::new(rise, fall).unwrap()
+}
+
+fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<Verdict>> {
+    let mut judge = Judge::default();
+    let after = |passed: &bool| {
+        judge.observe(*passed, thresholds);
+        judge.verdict()
+    };
+    results.iter().map(after).collect()
+}
+
+#[test]
+fn falls_and_rises() {
+    use Verdict::{Down, Up};
+    let results = [true, false, false, true, false, false, false, true, false, true, true, false];
+    let expected = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
+    assert_eq!(verdicts(&results, thresholds(2, 3)), expected.map(Some));
+}
+
+#[test]
+fn nobody_is_down_for_a_first_failure() {
+    let none = None;
+    assert_eq!(verdicts(&[false, false, false], thresholds(2, 3)), [none, none, Some(Verdict::Down)]);
+    assert_eq!(verdicts(&[false, true], thresholds(2, 3)), [none, Some(Verdict::Up)]);
+}
+
+#[test]
+fn status_codes() {
+    let codes = StatusRange::new(200, 204).unwrap();
+    assert!(codes.contains(200) && codes.contains(204) && !codes.contains(205) && !codes.contains(199));
+    assert_eq!(codes.to_string(), "200-204");
+    assert_eq!(StatusRange::new(204, 204).unwrap().to_string(), "204");
+    assert_eq!((StatusRange::new(204, 200), StatusRange::new(99, 200), StatusRange::new(200, 600)), (None, None, None));
+}
+
+fn observer(verdicts: &[(u8, Verdict)]) -> BTreeMap<u8, Verdict> {
+    verdicts.iter().copied().collect()
+}
+
+fn decided(observers: &[BTreeMap<u8, Verdict>], before: Verdict) -> Vec<(u8, Verdict)> {
+    let observers: Vec<_> = observers.iter().collect();
+    together(&observers, |_| before).into_iter().collect()
+}
+
+#[test]
+fn the_majority_decides_and_a_tie_changes_nothing() {
+    use Verdict::{Down, Up};
+    let a = observer(&[(1, Up), (2, Down)]);
+    let b = observer(&[(1, Up), (2, Up)]);
+    for before in [Up, Down] {
+        assert_eq!(decided(&[a.clone(), b.clone()], before), [(1, Up), (2, before)]);
+        assert_eq!(decided(&[a.clone(), a.clone(), b.clone()], before), [(1, Up), (2, Down)]);
+    }
+    assert_eq!(decided(&[], Up), []);
+}
+
+#[test]
+fn who_sees_nobody_is_not_believed_while_another_sees_somebody() {
+    use Verdict::{Down, Up};
+    let blind = observer(&[(1, Down), (2, Down), (3, Down)]);
+    let sees = observer(&[(1, Up), (2, Down), (3, Up)]);
+    assert_eq!(decided(&[blind.clone(), blind.clone(), sees], Up), [(1, Up), (2, Down), (3, Up)]);
+    assert_eq!(decided(&[blind.clone(), blind], Up), [(1, Down), (2, Down), (3, Down)]);
+}
+
+proptest! {
+    /// Against the definition, read backwards from the newest result.
+    #[test]
+    fn a_verdict_needs_that_many_results_in_a_row(
+        results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
+    ) {
+        let found = verdicts(&results, thresholds(rise, fall));
+        for now in 0..results.len() {
+            let before = if now == 0 { None } else { found[now - 1] };
+            let in_a_row = results[..=now].iter().rev().take_while(|passed| **passed == results[now]).count() as u32;
+            let expected = match (before, results[now]) {
+                (None, true) => Some(Verdict::Up),
+                (None | Some(Verdict::Up), false) if in_a_row >= fall => Some(Verdict::Down),
+                (Some(Verdict::Down), true) if in_a_row >= rise => Some(Verdict::Up),
+                _ => before,
+            };
+            prop_assert_eq!(found[now], expected, "result {}", now);
+        }
+    }
+
+    /// Whoever flaps faster than the thresholds changes nothing.
+    #[test]
+    fn short_runs_change_nothing(runs in prop::collection::vec(1u32..3, 1..20)) {
+        let mut judge = Judge::default();
+        let thresholds = thresholds(3, 3);
+        judge.observe(true, thresholds);
+        let mut passed = false;
+        for run in runs {
+            for _ in 0..run {
+                prop_assert!(!judge.observe(passed, thresholds));
+            }
+            passed = !passed;
+        }
+        prop_assert_eq!(judge.verdict(), Some(Verdict::Up));
+    }
+
+    /// Checks come within the interval, and spread over the jitter.
+    #[test]
+    fn pauses_are_no_longer_than_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
+        let interval = Duration::from_millis(ms);
+        let pause = Jitter::new(part).unwrap().pause(interval, draw);
+        prop_assert!(pause <= interval && pause >= interval.mul_f64(0.0999), "{:?}", pause);
+    }
+
+    /// One observer cut off from everything changes nothing, whoever the others are, as long as they see anybody.
+    #[test]
+    fn one_that_is_cut_off_changes_nothing(
+        seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
+        down_before: bool,
+    ) {
+        let verdict = |up: bool| if up { Verdict::Up } else { Verdict::Down };
+        let mut observers: Vec<BTreeMap<u8, Verdict>> =
+            seen.iter().map(|seen| seen.iter().map(|(target, up)| (*target, verdict(*up))).collect()).collect();
+        prop_assume!(observers.iter().any(|seen| seen.values().any(|verdict| *verdict == Verdict::Up)));
+        let expected = decided(&observers, verdict(!down_before));
+        observers.push((0..8).map(|target| (target, Verdict::Down)).collect());
+        prop_assert_eq!(decided(&observers, verdict(!down_before)), expected);
+    }
+}

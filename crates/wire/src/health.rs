@@ -1,0 +1,250 @@
+//! How load balancers check servers, and what their checks say.
+
+use std::time::Duration;
+
+use coreward_model::ServerId;
+use coreward_model::health::{Check, HttpProbe, Jitter, Place, Probe, StatusRange, Thresholds, Verdict, Verification};
+
+use crate::address::parse_server_id;
+use crate::configuration::ServiceIndex;
+use crate::{Context as _, WireError, v1};
+
+/// What a load balancer's checks say of all servers that it checks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HealthMessage {
+    /// By service, in any order.
+    pub servers: Vec<(ServiceIndex, ServerId, CheckedServer)>,
+}
+
+/// What one load balancer's checks say of one server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CheckedServer {
+    /// `None`: not enough checks so far.
+    pub verdict: Option<Verdict>,
+    /// How long it has been so.
+    pub since: Duration,
+    /// Why the newest check failed, in words; empty: it did not, or none has ended.
+    pub error: String,
+    /// How long the newest answer took; zero: there was none.
+    pub latency: Duration,
+    /// Checks that have ended.
+    pub checks: u64,
+    /// Those of them that failed.
+    pub failures: u64,
+}
+
+/// Longer words are cut.
+const LONGEST_ERROR: usize = 200;
+
+impl From<&HealthMessage> for v1::LoadBalancerHealth {
+    fn from(message: &HealthMessage) -> Self {
+        let mut services: Vec<v1::ServiceHealth> = Vec::new();
+        for (service, server, checked) in &message.servers {
+            let service_index = u32::from(service.get());
+            if services.last().is_none_or(|last| last.service_index != service_index) {
+                services.push(v1::ServiceHealth { service_index, servers: Vec::new() });
+            }
+            let server = v1::ServerHealth { server_id: server.get().into(), ..checked.into() };
+            services.last_mut().expect("one was pushed").servers.push(server);
+        }
+        Self { services }
+    }
+}
+
+impl From<&CheckedServer> for v1::ServerHealth {
+    fn from(checked: &CheckedServer) -> Self {
+        Self {
+            server_id: 0,
+            up: checked.verdict.map(|verdict| verdict == Verdict::Up),
+            since_ms: checked.since.as_millis() as u64,
+            error: checked.error.chars().take(LONGEST_ERROR).collect(),
+            latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
+            checks: checked.checks,
+            failures: checked.failures,
+        }
+    }
+}
+
+impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
+    type Error = WireError;
+
+    fn try_from(message: &v1::LoadBalancerHealth) -> Result<Self, WireError> {
+        let mut servers = Vec::new();
+        for (position, service) in message.services.iter().enumerate() {
+            let within = format!("services[{position}]");
+            let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
+            for server in &service.servers {
+                let id = parse_server_id("server_id", server.server_id).within(&within)?;
+                servers.push((index, id, server.into()));
+            }
+        }
+        Ok(Self { servers })
+    }
+}
+
+impl From<&v1::ServerHealth> for CheckedServer {
+    fn from(message: &v1::ServerHealth) -> Self {
+        let verdict = |up: bool| if up { Verdict::Up } else { Verdict::Down };
+        Self {
+            verdict: message.up.map(verdict),
+            since: Duration::from_millis(message.since_ms),
+            error: message.error.chars().filter(|c| !c.is_control()).take(LONGEST_ERROR).collect(),
+            latency: Duration::from_micros(message.latency_us.into()),
+            checks: message.checks,
+            failures: message.failures,
+        }
+    }
+}
+
+impl From<&Check> for v1::HealthCheck {
+    fn from(check: &Check) -> Self {
+        let mut message = Self {
+            probe: check.probe.name().to_owned(),
+            at: check.place.name().to_owned(),
+            port: check.port.unwrap_or(0).into(),
+            interval_ms: check.interval.as_millis() as u32,
+            timeout_ms: check.timeout.as_millis() as u32,
+            rise: check.thresholds.rise(),
+            fall: check.thresholds.fall(),
+            jitter: check.jitter.get(),
+            ..Default::default()
+        };
+        if let Probe::Http(http) | Probe::Https(http, _) = &check.probe {
+            message.path.clone_from(&http.path);
+            message.host = http.host.clone().unwrap_or_default();
+            let (first, last) = http.expect.bounds();
+            (message.expect_first, message.expect_last) = (first.into(), last.into());
+        }
+        if let Probe::Https(_, verification) = &check.probe {
+            message.verify = *verification != Verification::Off;
+            if let Verification::Authorities(pem) = verification {
+                message.authorities.clone_from(pem);
+            }
+        }
+        message
+    }
+}
+
+impl TryFrom<&v1::HealthCheck> for Check {
+    type Error = WireError;
+
+    fn try_from(message: &v1::HealthCheck) -> Result<Self, WireError> {
+        let probe = match message.probe.as_str() {
+            "tcp" => Probe::Tcp,
+            "http" => Probe::Http(parse_http(message)?),
+            "https" => Probe::Https(parse_http(message)?, verification(message)),
+            other => {
+                return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
+            }
+        };
+        let place = Place::ALL.into_iter().find(|place| place.name() == message.at);
+        let place =
+            place.ok_or_else(|| WireError::new("at", format!("{:?}: expected \"vip\" or \"server\"", message.at)))?;
+        let port = u16::try_from(message.port)
+            .map_err(|_| WireError::new("port", format!("{}: expected 0 to 65535", message.port)))?;
+        let (rise, fall) = (message.rise, message.fall);
+        Ok(Self {
+            probe,
+            place,
+            port: (port != 0).then_some(port),
+            interval: parse_period("interval_ms", message.interval_ms)?,
+            timeout: parse_period("timeout_ms", message.timeout_ms)?,
+            thresholds: Thresholds::new(rise, fall).ok_or_else(|| {
+                WireError::new("rise", format!("{rise}, and {fall} to fall: expected at least 1 each"))
+            })?,
+            jitter: Jitter::new(message.jitter)
+                .ok_or_else(|| WireError::new("jitter", format!("{}: expected 0 to 1", message.jitter)))?,
+        })
+    }
+}
+
+fn parse_http(message: &v1::HealthCheck) -> Result<HttpProbe, WireError> {
+    let bounds = (u16::try_from(message.expect_first).ok(), u16::try_from(message.expect_last).ok());
+    let expect = bounds.0.zip(bounds.1).and_then(|(first, last)| StatusRange::new(first, last));
+    let wrong = || format!("{} to {}: expected status codes", message.expect_first, message.expect_last);
+    Ok(HttpProbe {
+        path: message.path.clone(),
+        host: (!message.host.is_empty()).then(|| message.host.clone()),
+        expect: expect.ok_or_else(|| WireError::new("expect_first", wrong()))?,
+    })
+}
+
+fn verification(message: &v1::HealthCheck) -> Verification {
+    match (message.verify, message.authorities.as_str()) {
+        (false, _) => Verification::Off,
+        (true, "") => Verification::System,
+        (true, pem) => Verification::Authorities(pem.to_owned()),
+    }
+}
+
+fn parse_period(field: &str, milliseconds: u32) -> Result<Duration, WireError> {
+    match milliseconds {
+        0 => Err(WireError::new(field, "0: expected at least 1")),
+        _ => Ok(Duration::from_millis(milliseconds.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(probe: Probe) -> Check {
+        Check {
+            probe,
+            place: Place::Server,
+            port: Some(8080),
+            interval: Duration::from_millis(500),
+            timeout: Duration::from_millis(300),
+            thresholds: Thresholds::new(2, 5).unwrap(),
+            jitter: Jitter::new(0.25).unwrap(),
+        }
+    }
+
+    fn http() -> HttpProbe {
+        let expect = StatusRange::new(200, 204).unwrap();
+        HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expect }
+    }
+
+    #[test]
+    fn checks_come_back_and_others_are_named() {
+        let probes = [
+            Probe::Tcp,
+            Probe::Http(http()),
+            Probe::Https(http(), Verification::System),
+            Probe::Https(http(), Verification::Off),
+            Probe::Https(http(), Verification::Authorities("pem".to_owned())),
+        ];
+        for probe in probes {
+            let check = check(probe);
+            assert_eq!(Check::try_from(&v1::HealthCheck::from(&check)), Ok(check));
+        }
+        let good = v1::HealthCheck::from(&check(Probe::Http(http())));
+        let error = |message: v1::HealthCheck| Check::try_from(&message).unwrap_err().to_string();
+        assert_eq!(
+            error(v1::HealthCheck { probe: "icmp".to_owned(), ..good.clone() }),
+            "probe: \"icmp\": expected \"tcp\", \"http\" or \"https\""
+        );
+        assert_eq!(error(v1::HealthCheck { interval_ms: 0, ..good.clone() }), "interval_ms: 0: expected at least 1");
+        assert_eq!(error(v1::HealthCheck { jitter: 2.0, ..good }), "jitter: 2: expected 0 to 1");
+    }
+
+    #[test]
+    fn what_checks_say_comes_back() {
+        let entry = |index: u32, id: u64, verdict: Option<Verdict>| {
+            let checked = CheckedServer {
+                verdict,
+                since: Duration::from_millis(1500),
+                error: "connection refused".to_owned(),
+                latency: Duration::from_micros(250),
+                checks: 7,
+                failures: 3,
+            };
+            (ServiceIndex::new(index).unwrap(), ServerId::try_from(id).unwrap(), checked)
+        };
+        let servers = vec![entry(3, 7, Some(Verdict::Up)), entry(3, 8, Some(Verdict::Down)), entry(5, 7, None)];
+        let message = HealthMessage { servers };
+        let sent = v1::LoadBalancerHealth::from(&message);
+        assert_eq!(sent.services.len(), 2);
+        assert_eq!(HealthMessage::try_from(&sent), Ok(message));
+    }
+}
