@@ -19,6 +19,8 @@ use std::time::Duration;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use rand::Rng;
 
+use crate::records::whole_seconds;
+
 /// The keys, and how far their rotation is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyRing {
@@ -83,8 +85,4 @@ impl KeyRing {
         self.current_since = whole_seconds(now);
         self.phase = KeyPhase::Steady;
     }
-}
-
-fn whole_seconds(time: Duration) -> Duration {
-    Duration::from_secs(time.as_secs())
 }

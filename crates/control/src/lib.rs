@@ -2,13 +2,14 @@
 //!
 //! * [`config`]: what the operator wrote
 //! * [`key_ring`]: the cookie keys and their rotation
-//! * [`records`]: what must survive, and [`store`]: where it does
+//! * [`records`]: what must survive, and [`store`]: where it does; [`clock`]: by which it ages
 //! * [`fleet`]: the two put together, the configuration in force
 //! * [`controller`]: what is known and decided; pure
 //! * [`server`]: the daemon around it, and [`api`]: what it answers to people and their programs
 //! * [`show`]: `coreward status` and `coreward explain`
 
 mod api;
+pub mod clock;
 pub mod config;
 pub mod controller;
 pub mod fleet;

@@ -38,6 +38,13 @@ pub struct Records {
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     /// What the operator wrote.
     pub document: Document,
+    /// When this was written, by the records' own clock (whole seconds since 1970); `None`: by a version that had none.
+    pub clock: Option<Duration>,
+}
+
+/// Moments are kept in whole seconds.
+pub(crate) fn whole_seconds(moment: Duration) -> Duration {
+    Duration::from_secs(moment.as_secs())
 }
 
 /// The fleet's document that is in force, as the operator wrote it, with comments.
@@ -104,6 +111,7 @@ impl Records {
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             document: Document::default(),
+            clock: Some(whole_seconds(now)),
         }
     }
 
@@ -142,7 +150,7 @@ impl Records {
     /// A load balancer has disconnected.
     pub fn departed(&mut self, name: &str, now: Duration) {
         if let Some(known) = self.load_balancers.get_mut(name) {
-            known.left_at.get_or_insert(Duration::from_secs(now.as_secs()));
+            known.left_at.get_or_insert(whole_seconds(now));
         }
     }
 
@@ -247,7 +255,7 @@ impl Records {
         for server in self.servers.values_mut() {
             server.in_file = false;
             for membership in server.services.values_mut().filter(|membership| **membership == Membership::Present) {
-                *membership = Membership::LeftAt(Duration::from_secs(now.as_secs()));
+                *membership = Membership::LeftAt(whole_seconds(now));
             }
         }
         for (server, id) in config.servers.iter().zip(ids) {

@@ -57,8 +57,10 @@ use service::{Condition, Service};
 pub struct Now {
     /// Since the controller's start; never goes back.
     pub monotonic: Duration,
-    /// By the wall clock, since 1970.
+    /// By the wall clock, since 1970; it may jump.
     pub wall: Duration,
+    /// By the records' clock ([`crate::clock`]), since 1970.
+    pub record: Duration,
 }
 
 /// One connected agent.

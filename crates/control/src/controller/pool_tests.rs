@@ -19,7 +19,8 @@ use crate::records::Records;
 
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
-    Now { monotonic, wall: Duration::from_secs(1_700_000_000) + monotonic }
+    let wall = Duration::from_secs(1_700_000_000) + monotonic;
+    Now { monotonic, wall, record: wall }
 }
 
 /// Servers s0, s1 ... with ids 0, 1 ... and these keys; one service with those keys.
@@ -238,7 +239,9 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     let newer = world.controller.load_balancer_hello("lb1", at(20)).unwrap();
     assert!(!world.controller.load_balancers.goodbye(session, at(20)), "it is another's by now");
     assert!(world.controller.load_balancers.goodbye(newer, at(21)));
-    let alive = |world: &World, now: Duration| !world.controller.alive(Now { monotonic: now, wall: now }).is_empty();
+    let alive = |world: &World, now: Duration| {
+        !world.controller.alive(Now { monotonic: now, wall: now, record: now }).is_empty()
+    };
     let ended = Duration::from_secs(21);
     assert!(alive(&world, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&world, ended + LOST_AFTER));
     // Nor does an open stream keep one alive that says nothing (its power failed).

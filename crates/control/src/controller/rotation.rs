@@ -85,7 +85,7 @@ impl Controller {
         match ring.phase {
             KeyPhase::Announced { forced } => Ok(self.unconfirmed(forced, now).is_empty().then_some(KeyStep::Switch)),
             KeyPhase::Steady => {
-                let age = now.wall.saturating_sub(ring.current_since);
+                let age = now.record.saturating_sub(ring.current_since);
                 let due = self.fleet.key_rotation.is_some_and(|interval| age >= interval);
                 if due { self.may_announce(false, now).map(Some) } else { Ok(None) }
             }
@@ -114,7 +114,7 @@ impl Controller {
 
     fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
         let ring = &self.fleet.key_ring;
-        let age = now.wall.saturating_sub(ring.current_since);
+        let age = now.record.saturating_sub(ring.current_since);
         let expected = self.fleet.retire_after;
         if age < expected && !force {
             return Err(NotRotated::TooYoung { age, expected });
@@ -148,12 +148,18 @@ impl Controller {
         load_balancers.chain(agents).collect()
     }
 
+    /// Since when the present key stamps (s since 1970): by the wall clock, as who reads it has one.
+    fn shown_key_since(&self, now: Now) -> u64 {
+        let age = now.record.saturating_sub(self.fleet.key_ring.current_since);
+        now.wall.saturating_sub(age).as_secs()
+    }
+
     /// What people are told of the keys.
     pub fn keys(&self, now: Now) -> Keys {
         let ring = &self.fleet.key_ring;
         Keys {
             current: ring.keys.current.get() as u32,
-            current_since_unix_s: ring.current_since.as_secs(),
+            current_since_unix_s: self.shown_key_since(now),
             phase: match ring.phase {
                 KeyPhase::Steady => ShownPhase::Steady,
                 KeyPhase::Announced { .. } => ShownPhase::Announced,
@@ -170,7 +176,7 @@ impl Controller {
         let ring = &self.fleet.key_ring;
         v1::KeysStatus {
             current: ring.keys.current.get() as u32,
-            current_since_unix_s: ring.current_since.as_secs(),
+            current_since_unix_s: self.shown_key_since(now),
             phase: ring.phase.name().to_owned(),
             generation: ring.generation,
             waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),

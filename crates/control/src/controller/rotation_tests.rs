@@ -87,7 +87,7 @@ impl World {
     }
 
     fn now(&self) -> Now {
-        Now { monotonic: self.now, wall: self.now }
+        Now { monotonic: self.now, wall: self.now, record: self.now }
     }
 
     fn newest(&self) -> (u64, FleetKeys) {
@@ -405,7 +405,7 @@ fn a_forced_rotation_waits_for_those_that_come_back_to_a_new_controller() {
     let mut world = rotated("");
     world.step(KeyStep::Announce { forced: true });
     world.restart_controller();
-    let started = |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: world.now };
+    let started = |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: world.now, record: world.now };
     assert_eq!(world.controller.due_key_step(started(4)), Ok(None));
     assert_eq!(world.controller.due_key_step(started(5)), Ok(Some(KeyStep::Switch)));
 }

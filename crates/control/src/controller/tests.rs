@@ -21,7 +21,7 @@ const START: Duration = Duration::from_secs(1_700_000_000);
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic, wall: START + monotonic }
+    Now { monotonic, wall: START + monotonic, record: START + monotonic }
 }
 
 /// Servers s0, s1 ... with ids 0, 1 ...; `states` gives their states.

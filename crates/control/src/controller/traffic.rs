@@ -128,7 +128,7 @@ mod tests {
 
     fn at(milliseconds: u64) -> Now {
         let monotonic = Duration::from_millis(milliseconds);
-        Now { monotonic, wall: monotonic }
+        Now { monotonic, wall: monotonic, record: monotonic }
     }
 
     fn id(number: u64) -> ServerId {

@@ -2,7 +2,6 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use coreward_config::{Mistakes, Source};
@@ -10,11 +9,12 @@ use coreward_model::bucket_history::BucketHistory;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
+use crate::clock::RecordClock;
 use crate::config::{ControllerConfig, FleetConfig};
 use crate::controller::rotation::KeyStep;
 use crate::fleet::Fleet;
-use crate::records::{Document, Records};
-use crate::store::Store;
+use crate::records::{Document, Records, whole_seconds};
+use crate::store::{Store, StoreError};
 
 /// The only one that writes the store.
 pub struct Keeper {
@@ -23,6 +23,7 @@ pub struct Keeper {
     fleet: FleetConfig,
     records: Records,
     store: Store,
+    clock: RecordClock,
     restarted: bool,
 }
 
@@ -92,10 +93,6 @@ fn random() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
-fn unix_now() -> Duration {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
-}
-
 impl Keeper {
     /// Reads the fleet's file, opens the store, and takes the one into the other. `config`: what stands in `path`.
     pub fn open(
@@ -108,8 +105,9 @@ impl Keeper {
         let mut store = open()?;
         let stored = store.load()?;
         let restarted = stored.is_some();
-        let now = unix_now();
-        let mut records = stored.unwrap_or_else(|| Records::draw(now, &mut random()));
+        let clock = RecordClock::from(stored.as_ref().and_then(|records| records.clock));
+        let now = clock.now();
+        let mut records = stored.clone().unwrap_or_else(|| Records::draw(now, &mut random()));
         let fleet = match file {
             Some(fleet) => fleet,
             None => applied(&records.document).context("the fleet that was applied last cannot be read any more")?,
@@ -118,13 +116,29 @@ impl Keeper {
         // Who does not come back is away from now on.
         let names: Vec<String> = records.load_balancers.keys().cloned().collect();
         names.iter().for_each(|name| records.departed(name, now));
-        store.save(&records)?;
-        Ok(Self { path: path.to_owned(), config, fleet, records, store, restarted })
+        records.clock = Some(whole_seconds(now));
+        let records = match (store.save(&records), stored) {
+            (Ok(()), _) => records,
+            // On a disk that is full a controller goes on by what is on record, and changes nothing.
+            (Err(error), Some(stored))
+                if stored.document.text == records.document.text && !matches!(error, StoreError::Etcd(_)) =>
+            {
+                tracing::error!("what is on record stays in force, nothing can be changed: {error}");
+                stored
+            }
+            (Err(error), _) => return Err(error.into()),
+        };
+        Ok(Self { path: path.to_owned(), config, fleet, records, store, clock, restarted })
     }
 
     /// Whether another process led this fleet before.
     pub fn restarted(&self) -> bool {
         self.restarted
+    }
+
+    /// By which everything is written down.
+    pub fn clock(&self) -> RecordClock {
+        self.clock
     }
 
     /// The configuration in force.
@@ -133,25 +147,31 @@ impl Keeper {
         Fleet::new(&self.fleet, &self.records).of_controller(self.config.fleet.clone(), rss_key)
     }
 
-    /// Makes the change; the new configuration, if it changes that. On an error everything is as it was.
+    /// Makes the change; the new configuration, if it changes that. On an error everything is as it was. What changes no configuration
+    /// is made also when it cannot be written down now.
     pub fn make(&mut self, change: Change) -> anyhow::Result<Option<Fleet>> {
+        let now = self.clock.now();
         match change {
             Change::Reload => self.reload().map(Some),
             Change::Apply(wanted) => self.apply(&wanted),
             Change::Retire => {
-                let (retire_after, now) = (self.fleet.retire_after, unix_now());
-                self.change(|records| records.retire(retire_after, now))
+                let retire_after = self.fleet.retire_after;
+                self.change(|records| {
+                    // So that no more than the time between two of these is not counted after a crash.
+                    records.clock = Some(whole_seconds(now));
+                    records.retire(retire_after, now)
+                })
             }
             Change::Enrol { name, address } => self.change(|records| records.enrol(&name, address)),
             Change::Departed { name } => self.change(|records| {
-                records.departed(&name, unix_now());
+                records.departed(&name, now);
                 false
             }),
             Change::Keys(step) => self.change(|records| {
                 let generation = records.generation + 1;
                 match step {
                     KeyStep::Announce { forced } => records.key_ring.announce(forced, generation, &mut random()),
-                    KeyStep::Switch => records.key_ring.switch(unix_now(), generation),
+                    KeyStep::Switch => records.key_ring.switch(now, generation),
                 }
                 true
             }),
@@ -172,7 +192,16 @@ impl Keeper {
         let is_new = change(&mut records);
         records.generation += u64::from(is_new);
         if records != self.records {
-            self.store.save(&records).context("the change is not on record, and not in force")?;
+            records.clock = Some(whole_seconds(self.clock.now()));
+            match self.store.save(&records) {
+                Ok(()) => {}
+                // When who came and went is no configuration: it goes on record with the next change. A load balancer that
+                // comes back while the disk is full gets its tables.
+                Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
+                    tracing::error!("not on record yet: {error}")
+                }
+                Err(error) => return Err(error).context("the change is not on record, and not in force"),
+            }
             self.records = records;
         }
         Ok(is_new.then(|| self.fleet()))
@@ -189,7 +218,9 @@ impl Keeper {
         let source = Source::from_text(&wanted.name, &wanted.text);
         let fleet = FleetConfig::parse(&source).map_err(NotApplied::Wrong)?;
         let mut records = self.records.clone();
-        records.apply(&fleet, unix_now(), &mut random()).map_err(NotApplied::Wrong)?;
+        let now = self.clock.now();
+        records.apply(&fleet, now, &mut random()).map_err(NotApplied::Wrong)?;
+        records.clock = Some(whole_seconds(now));
         if wanted.dry_run {
             return Ok(None);
         }
@@ -205,7 +236,9 @@ impl Keeper {
             None => self.fleet.clone(),
         };
         let mut records = self.records.clone();
-        records.apply(&fleet, unix_now(), &mut random())?;
+        let now = self.clock.now();
+        records.apply(&fleet, now, &mut random())?;
+        records.clock = Some(whole_seconds(now));
         self.store.save(&records)?;
         for (key, changed) in [
             ("listen", config.listen != self.config.listen),

@@ -234,7 +234,7 @@ async fn take_turns(
 /// Decides and serves, for ever.
 async fn lead(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> anyhow::Result<()> {
     let restarted = keeper.restarted();
-    let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), leadership);
+    let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), leadership);
     let shared = Arc::new(shared);
     office.take(shared.clone());
     tokio::select! {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_etcd::leadership::Leadership;
@@ -16,6 +16,7 @@ use prost::bytes::Bytes;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use crate::clock::{RecordClock, wall_now};
 use crate::controller::{Controller, Now};
 use crate::fleet::Fleet;
 
@@ -41,6 +42,7 @@ pub struct Shared {
     /// From servers' newest reports to the tables that have them.
     report_to_table: Mutex<Latencies>,
     started: Instant,
+    clock: RecordClock,
 }
 
 /// A change of the records, and who waits for it.
@@ -74,8 +76,12 @@ pub struct Newest {
 
 impl Shared {
     /// Changes that callers want come out of the receiver.
-    pub fn new(controller: Controller, leadership: Option<Arc<Leadership>>) -> (Self, mpsc::Receiver<WantedChange>) {
-        let start = Now { monotonic: Duration::ZERO, wall: unix_now() };
+    pub fn new(
+        controller: Controller,
+        clock: RecordClock,
+        leadership: Option<Arc<Leadership>>,
+    ) -> (Self, mpsc::Receiver<WantedChange>) {
+        let start = Now { monotonic: Duration::ZERO, wall: wall_now(), record: clock.now() };
         let configuration = Arc::new((&controller.fleet_configuration(start)).into());
         let (changes, receiver) = mpsc::channel(CHANGES);
         let shared = Self {
@@ -89,6 +95,7 @@ impl Shared {
             report_to_table: Mutex::default(),
             controller: Mutex::new(controller),
             started: Instant::now(),
+            clock,
         };
         (shared, receiver)
     }
@@ -124,7 +131,7 @@ impl Shared {
 
     /// The moment.
     pub fn now(&self) -> Now {
-        Now { monotonic: self.started.elapsed(), wall: unix_now() }
+        Now { monotonic: self.started.elapsed(), wall: wall_now(), record: self.clock.now() }
     }
 
     /// Held for microseconds; never across an await.
@@ -226,8 +233,4 @@ impl Shared {
     pub fn agent_configurations(&self) -> watch::Receiver<u64> {
         self.agent_configurations.subscribe()
     }
-}
-
-fn unix_now() -> Duration {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -8,6 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use anyhow::Context as _;
 use redb::{
     Database, Key, ReadOnlyTable, ReadTransaction, ReadableDatabase as _, ReadableTable as _, TableDefinition, Value,
 };
@@ -31,7 +32,8 @@ const FLEET_ROW: &str = "fleet";
 /// The open file.
 pub struct EmbeddedStore {
     path: PathBuf,
-    database: Database,
+    /// `None`: it could not be opened again after a failure of the disk; the next call tries.
+    database: Option<Database>,
 }
 
 impl EmbeddedStore {
@@ -40,12 +42,7 @@ impl EmbeddedStore {
     /// # Errors
     /// When it cannot be opened, is in use, or is no store.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        let file = open_private(path).map_err(|source| StoreError::File { path: path.to_owned(), source })?;
-        let database = Database::builder().create_file(file).map_err(|error| match error {
-            redb::DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
-            other => StoreError::Content { store: path.display().to_string(), problem: other.to_string() },
-        })?;
-        Ok(Self { path: path.to_owned(), database })
+        Ok(Self { path: path.to_owned(), database: Some(open(path)?) })
     }
 
     /// What is on record; `None` in a new file.
@@ -60,8 +57,26 @@ impl EmbeddedStore {
     ///
     /// # Errors
     /// When it cannot be written; then what was there is there still.
-    pub fn save(&self, records: &Records) -> Result<(), StoreError> {
-        self.try_save(&records.into()).map_err(|problem| self.content(problem))
+    pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+        let Err(problem) = self.try_save(&records.into()) else { return Ok(()) };
+        // After a failed write redb refuses everything until the file is opened anew (`StorageError::PreviousIo`), and only the
+        // file knows whether the transaction is in it: what failed may have been the last step. The old one must let go first.
+        self.database = None;
+        if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
+            return Ok(());
+        }
+        Err(self.content(problem))
+    }
+
+    fn reopen(&mut self) -> Result<(), StoreError> {
+        if self.database.is_none() {
+            self.database = Some(open(&self.path)?);
+        }
+        Ok(())
+    }
+
+    fn database(&self) -> anyhow::Result<&Database> {
+        self.database.as_ref().context("it could not be opened again after its disk failed")
     }
 
     fn content(&self, problem: anyhow::Error) -> StoreError {
@@ -69,7 +84,7 @@ impl EmbeddedStore {
     }
 
     fn try_load(&self) -> anyhow::Result<Option<Records>> {
-        let transaction = self.database.begin_read()?;
+        let transaction = self.database()?.begin_read()?;
         let Some(fleet) = rows::<_, _, FleetRow>(&transaction, FLEET, str::to_owned)?.remove(FLEET_ROW) else {
             return Ok(None);
         };
@@ -89,8 +104,9 @@ impl EmbeddedStore {
         rows.parse().map(Some)
     }
 
-    fn try_save(&self, rows: &Rows) -> anyhow::Result<()> {
-        let transaction = self.database.begin_write()?;
+    fn try_save(&mut self, rows: &Rows) -> anyhow::Result<()> {
+        self.reopen()?;
+        let transaction = self.database()?.begin_write()?;
         transaction.delete_table(SERVICES)?;
         transaction.delete_table(SERVERS)?;
         transaction.delete_table(LOAD_BALANCERS)?;
@@ -147,6 +163,14 @@ fn rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
     Ok(rows)
 }
 
+fn open(path: &Path) -> Result<Database, StoreError> {
+    let file = open_private(path).map_err(|source| StoreError::File { path: path.to_owned(), source })?;
+    Database::builder().create_file(file).map_err(|error| match error {
+        redb::DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
+        other => StoreError::Content { store: path.display().to_string(), problem: other.to_string() },
+    })
+}
+
 /// Opens or makes a file that only its owner can read.
 fn open_private(path: &Path) -> std::io::Result<File> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
@@ -169,7 +193,7 @@ mod tests {
     fn what_was_saved_is_loaded() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("made/controller.redb");
-        let store = EmbeddedStore::open(&path).unwrap();
+        let mut store = EmbeddedStore::open(&path).unwrap();
         assert_eq!(store.load().unwrap(), None);
         store.save(&records()).unwrap();
         let mut changed = records();
@@ -186,7 +210,7 @@ mod tests {
     fn the_first_format_is_read() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("controller.redb");
-        let store = EmbeddedStore::open(&path).unwrap();
+        let mut store = EmbeddedStore::open(&path).unwrap();
         let rss_key = RssKey::microsoft().to_string();
         let rows = [
             format!(
@@ -194,7 +218,7 @@ mod tests {
             ),
             r#"{"index":5,"seed":6}"#.to_owned(),
         ];
-        let transaction = store.database.begin_write().unwrap();
+        let transaction = store.database().unwrap().begin_write().unwrap();
         transaction.open_table(FLEET).unwrap().insert(FLEET_ROW, rows[0].as_bytes()).unwrap();
         transaction.open_table(SERVICES).unwrap().insert("web", rows[1].as_bytes()).unwrap();
         transaction.open_table(SERVERS).unwrap();

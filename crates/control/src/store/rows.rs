@@ -86,6 +86,9 @@ pub struct FleetRow {
     #[serde(default)]
     announced: Option<bool>,
     rss_key: String,
+    /// Seconds since 1970; absent: the wall clock counts.
+    #[serde(default)]
+    clock: Option<u64>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -128,6 +131,7 @@ impl From<&Records> for FleetRow {
                 KeyPhase::Announced { forced } => Some(forced),
             },
             rss_key: records.rss_key.to_string(),
+            clock: records.clock.map(|moment| moment.as_secs()),
         }
     }
 }
@@ -150,6 +154,7 @@ impl FleetRow {
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             document: Document::default(),
+            clock: self.clock.map(Duration::from_secs),
         })
     }
 }
