@@ -7,7 +7,7 @@ FUZZ := target/release/coreward-fuzz
 
 FIGURES ?= out/figures
 
-.PHONY: help install build deb demo figures test test-nic conformity soak fuzz consistency lint bench clean
+.PHONY: help install build deb demo figures test test-nic conformity soak chaos fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,11 @@ conformity: build ## stock clients and servers for minutes while everything chan
 soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="--seconds 300 --seed 1")
 	@scripts/install run
 	@$(COREWARD) testbed dispatch-soak $(SOAK)
+
+chaos: build ## everything goes wrong while clients go on: one controller, then three on etcd, under 10 minutes (CHAOS="--seed 2")
+	@scripts/install run
+	@$(COREWARD) testbed chaos --seconds 225 --changes 500 $(CHAOS)
+	@$(COREWARD) testbed chaos --seconds 225 --changes 500 --controllers 3 $(CHAOS)
 
 fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
 	@$(FUZZ) packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))

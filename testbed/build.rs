@@ -1,6 +1,8 @@
-//! Compiles the testbed's own BPF programs and generates their skeletons.
+//! Compiles the testbed's own BPF programs and generates their skeletons, and the library by which tests do to a
+//! process what cannot be done from outside.
 
 use std::path::PathBuf;
+use std::process::Command;
 
 use libbpf_cargo::SkeletonBuilder;
 
@@ -25,4 +27,11 @@ fn main() {
             .build_and_generate(out.join(format!("{program}.skel.rs")))
             .unwrap_or_else(|error| panic!("{program}.bpf.c (needs the Debian package clang-19): {error:?}"));
     }
+    let preload = here.join("preload.c");
+    println!("cargo::rerun-if-changed={}", preload.display());
+    let compiled = Command::new("gcc")
+        .args(["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
+        .args([&out.join("preload.so"), &preload])
+        .status();
+    assert!(compiled.is_ok_and(|status| status.success()), "preload.c was not compiled (needs the Debian package gcc)");
 }

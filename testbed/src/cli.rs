@@ -1,6 +1,6 @@
 //! The sub-commands of `coreward testbed`.
 
-use crate::{conformity, dispatch_soak, instance, key_value, load, paced_server, pcc, stock_server, stream};
+use crate::{chaos, conformity, dispatch_soak, instance, key_value, load, paced_server, pcc, stock_server, stream};
 
 /// Options of `coreward testbed`.
 #[derive(Debug, Clone, clap::Args)]
@@ -25,6 +25,8 @@ enum TestbedCommand {
     Pcc(pcc::PccArgs),
     /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
     Conformity(conformity::Options),
+    /// Everything goes wrong while clients go on: none of their connections may break, no acknowledged change be lost
+    Chaos(chaos::Options),
     /// `coreward dispatch` under load while workers die and stop, and it is detached and attached; prints what was seen as JSON
     DispatchSoak(dispatch_soak::Options),
     /// Stock Knot DNS under queries of unequal cost: the kernel's choice of a worker against `coreward dispatch`'s
@@ -46,6 +48,7 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::StreamClient(args) => stream::client::run(args),
         TestbedCommand::Pcc(args) => pcc::main(args),
         TestbedCommand::Conformity(options) => conformity::main(*options),
+        TestbedCommand::Chaos(options) => chaos::main(options),
         TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
         TestbedCommand::StockServer(args) => stock_server::main(args),
         TestbedCommand::Clean => {

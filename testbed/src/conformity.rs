@@ -218,7 +218,7 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Tcp) -> anyhow::R
 }
 
 /// Ends the other threads also when one part fails.
-struct SetOnDrop<'a>(&'a AtomicBool);
+pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
@@ -275,7 +275,7 @@ fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, 
     TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
 }
 
-fn write_busy(path: &PathBuf, busy_ns: &[u64]) -> anyhow::Result<()> {
+pub(crate) fn write_busy(path: &PathBuf, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // In place and whole: readers have the file open.
     let mut file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
@@ -283,7 +283,7 @@ fn write_busy(path: &PathBuf, busy_ns: &[u64]) -> anyhow::Result<()> {
 }
 
 /// Ten times a second every core has been busy for a random part of the time.
-fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
+pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
     const INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
     let cores = usize::from(testbed.options().cores);
@@ -358,7 +358,7 @@ fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
 }
 
 /// wrk prints errors only where there are some.
-fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
+pub(crate) fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
     let requests = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
     let numbers = |line: &str| -> u64 {
         line.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u64>().ok()).sum()
@@ -379,7 +379,7 @@ fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)>
         for _ in 0..DOWNLOADERS {
             scope.spawn(|| {
                 while take() {
-                    match download_once(testbed) {
+                    match download_once(testbed, &[]) {
                         Ok(()) => drop(whole.fetch_add(1, Ordering::Relaxed)),
                         Err(error) => failed.lock().expect("no downloader panics").push(format!("{error:#}")),
                     }
@@ -391,8 +391,10 @@ fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)>
     Ok((whole.into_inner(), failed))
 }
 
-fn download_once(testbed: &Testbed) -> anyhow::Result<()> {
+/// A download by a curl of its own, with more `options` of curl; `Err`: it did not come whole.
+pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new("curl");
+    command.args(options);
     command.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--output", "/dev/null"]);
     command.args(["--write-out", "%{size_download}"]).arg(format!("http://{SERVICE}{LARGE_FILE}"));
     let output = testbed.run(testbed.client(), command)?;

@@ -15,11 +15,15 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use nix::sys::signal::Signal;
 
 use crate::namespace::Namespace;
+use crate::preload::Preload;
 use crate::process::Process;
 use crate::topology::{CONTROLLER_ADDRESS, DEVICE, Testbed, load_balancer_name, server_address};
 
 /// The controller's port.
 pub const CONTROLLER_PORT: u16 = 7400;
+
+/// The port of the first controller's HTTP API; those of others follow.
+const API_PORT: u16 = 7500;
 
 /// How a fleet is set up.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,6 +54,17 @@ pub struct FleetOptions {
     pub shared_store: Option<String>,
     /// Where other controllers listen, for the files of agents and load balancers.
     pub other_controllers: Vec<String>,
+    /// The fleet's document, put in force by `coreward apply`; `None`: it stands in a file of the controller's, which
+    /// [`Fleet::set_pool`] writes.
+    pub applied: Option<String>,
+    /// Where the controller keeps its records; `None`: in the testbed's directory.
+    pub store: Option<PathBuf>,
+    /// How many controllers there are. Several keep their records in etcd, and the document is `applied`.
+    pub controllers: u16,
+    /// Where etcd's members are, for several controllers.
+    pub etcd: Vec<String>,
+    /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have the machine's.
+    pub preload: Option<Preload>,
 }
 
 impl Default for FleetOptions {
@@ -68,6 +83,11 @@ impl Default for FleetOptions {
             confined: false,
             shared_store: None,
             other_controllers: Vec::new(),
+            applied: None,
+            store: None,
+            controllers: 1,
+            etcd: Vec::new(),
+            preload: None,
         }
     }
 }
@@ -75,7 +95,7 @@ impl Default for FleetOptions {
 impl FleetOptions {
     /// As it stands in the files of agents and load balancers.
     fn controllers(&self) -> String {
-        let mut all = vec![controller_address()];
+        let mut all: Vec<String> = (1..=self.controllers).map(controller_address_of).collect();
         all.extend(self.other_controllers.iter().cloned());
         format!("{all:?}")
     }
@@ -104,9 +124,11 @@ pub enum Standing {
 pub struct Fleet {
     options: FleetOptions,
     pool: BTreeMap<u16, Standing>,
-    controller: Process,
+    controllers: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
+    /// By daemon: another command than [`coreward_command`].
+    commands: BTreeMap<String, PathBuf>,
 }
 
 /// Where the paced server of a server publishes the busy time of its workers.
@@ -138,9 +160,20 @@ impl Fleet {
         let pool: BTreeMap<u16, Standing> =
             testbed.server_numbers().into_iter().map(|number| (number, Standing::Active)).collect();
         write_controller_files(testbed, &options, &pool)?;
-        let confined = options.confined;
-        let controller = start_daemon(testbed, testbed.controller(), "controller", "controller", confined)?;
-        let mut fleet = Self { options, pool, controller, load_balancers: BTreeMap::new(), agents: BTreeMap::new() };
+        let mut fleet = Self {
+            options,
+            pool,
+            controllers: BTreeMap::new(),
+            load_balancers: BTreeMap::new(),
+            agents: BTreeMap::new(),
+            commands: BTreeMap::new(),
+        };
+        for number in 1..=fleet.options.controllers {
+            fleet.start_controller(testbed, number)?;
+        }
+        if fleet.options.applied.is_some() {
+            fleet.apply(testbed, &configuration(testbed, "fleet"))?;
+        }
         for number in testbed.load_balancer_numbers() {
             fleet.start_load_balancer(testbed, number)?;
         }
@@ -159,13 +192,7 @@ impl Fleet {
     /// When there is no such load balancer or the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         write_load_balancer_file(testbed, &self.options, number)?;
-        let daemon = start_daemon(
-            testbed,
-            testbed.load_balancer(number)?,
-            "lb",
-            &load_balancer_name(number),
-            self.options.confined,
-        )?;
+        let daemon = self.start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
         self.load_balancers.insert(number, daemon);
         Ok(())
     }
@@ -222,13 +249,7 @@ impl Fleet {
     /// When there is no such server or the daemon cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         write_agent_file(testbed, &self.options, number)?;
-        let agent = start_daemon(
-            testbed,
-            testbed.server(number)?,
-            "agent",
-            &format!("agent-s{number}"),
-            self.options.confined,
-        )?;
+        let agent = self.start_daemon(testbed, testbed.server(number)?, "agent", &format!("agent-s{number}"))?;
         self.agents.insert(number, agent);
         Ok(())
     }
@@ -240,7 +261,64 @@ impl Fleet {
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, Standing>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.pool = pool;
-        self.controller.signal(Signal::SIGHUP)
+        self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
+    }
+
+    /// From its next start on, the daemon of that name runs this command: another version.
+    pub fn set_command(&mut self, name: &str, command: PathBuf) {
+        self.commands.insert(name.to_owned(), command);
+    }
+
+    fn start_controller(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        let name = controller_name(number);
+        let controller = self.start_daemon(testbed, testbed.controller(), "controller", &name)?;
+        self.controllers.insert(number, controller);
+        Ok(())
+    }
+
+    /// Puts a document in force as soon as a controller leads.
+    fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
+        let end = Instant::now() + Duration::from_secs(15);
+        loop {
+            match self.ask(testbed, &["apply", "--yes", &document.display().to_string()]) {
+                Ok(_) => return Ok(()),
+                Err(error) if Instant::now() > end => return Err(error),
+                Err(_) => std::thread::sleep(Duration::from_millis(50)),
+            }
+        }
+    }
+
+    /// What `coreward ARGUMENTS` prints, of the first controller that does not refuse.
+    fn ask(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+        let mut refused = None;
+        for number in self.controllers.keys() {
+            let mut command = Command::new(coreward_command()?);
+            command.args(arguments).args(["--controller", &controller_address_of(*number)]);
+            match testbed.run(testbed.controller(), command) {
+                Ok(output) => return Ok(output.stdout),
+                Err(error) => refused = Some(error),
+            }
+        }
+        Err(refused.context("a fleet without a controller")?)
+    }
+
+    fn start_daemon(
+        &self,
+        testbed: &Testbed,
+        namespace: &Namespace,
+        daemon: &str,
+        name: &str,
+    ) -> anyhow::Result<Process> {
+        let command = self.commands.get(name).map_or_else(coreward_command, |command| Ok(command.clone()))?;
+        start_daemon(testbed, namespace, daemon, name, &self.options, &command)
+    }
+
+    /// The names of all daemons: controllers', then load balancers', then agents'.
+    pub fn daemons(&self) -> Vec<String> {
+        let load_balancers = self.load_balancers.keys().map(|number| load_balancer_name(*number));
+        let agents = self.agents.keys().map(|number| agent_name(*number));
+        let controllers = self.controllers.keys().map(|number| controller_name(*number));
+        controllers.chain(load_balancers).chain(agents).collect()
     }
 
     /// How it was set up.
@@ -268,7 +346,7 @@ impl Fleet {
     /// When there is none.
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
         let daemon = match DaemonName::parse(name)? {
-            DaemonName::Controller => Some(&mut self.controller),
+            DaemonName::Controller(number) => self.controllers.get_mut(&number),
             DaemonName::LoadBalancer(number) => self.load_balancers.get_mut(&number),
             DaemonName::Agent(number) => self.agents.get_mut(&number),
         };
@@ -291,11 +369,7 @@ impl Fleet {
     /// When there is none of that name, or it cannot be started.
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
-            DaemonName::Controller => {
-                let confined = self.options.confined;
-                self.controller = start_daemon(testbed, testbed.controller(), "controller", "controller", confined)?;
-                Ok(())
-            }
+            DaemonName::Controller(number) => self.start_controller(testbed, number),
             DaemonName::LoadBalancer(number) => self.start_load_balancer(testbed, number),
             DaemonName::Agent(number) => self.start_agent(testbed, number),
         }
@@ -306,10 +380,7 @@ impl Fleet {
     /// # Errors
     /// When the controller does not answer.
     pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
-        let mut command = Command::new(coreward_command()?);
-        command.args(["status", "--format", "json", "--controller"]).arg(controller_address());
-        let output = testbed.run(testbed.controller(), command)?;
-        Ok(serde_json::from_slice(&output.stdout)?)
+        Ok(serde_json::from_slice(&self.ask(testbed, &["status", "--format", "json"])?)?)
     }
 
     /// Waits until every active server of the pool reports, if it has an agent, and the load balancer has a table.
@@ -348,10 +419,19 @@ impl Fleet {
     }
 }
 
+const AGENT_PREFIX: &str = "agent-s";
+/// The first controller's name; those of others have a number.
+pub const CONTROLLER: &str = "controller";
+
+/// The name of the agent of server `number`.
+pub fn agent_name(number: u16) -> String {
+    format!("{AGENT_PREFIX}{number}")
+}
+
 /// Which daemon a name means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DaemonName {
-    Controller,
+    Controller(u16),
     LoadBalancer(u16),
     Agent(u16),
 }
@@ -360,15 +440,18 @@ impl DaemonName {
     fn parse(name: &str) -> anyhow::Result<Self> {
         let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
         match name {
-            "controller" => Some(Self::Controller),
-            _ => number("lb").map(Self::LoadBalancer).or_else(|| number("agent-s").map(Self::Agent)),
+            CONTROLLER => Some(Self::Controller(1)),
+            _ => number(CONTROLLER)
+                .map(Self::Controller)
+                .or_else(|| number("lb").map(Self::LoadBalancer))
+                .or_else(|| number(AGENT_PREFIX).map(Self::Agent)),
         }
         .with_context(|| format!("no daemon {name:?}: expected controller, lbN or agent-sN"))
     }
 }
 
 /// The last lines of every daemon's log.
-fn logs(testbed: &Testbed) -> String {
+pub(crate) fn logs(testbed: &Testbed) -> String {
     let mut all = String::new();
     let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
     for path in files.filter(|path| path.extension().is_some_and(|extension| extension == "log")) {
@@ -380,9 +463,19 @@ fn logs(testbed: &Testbed) -> String {
     all
 }
 
-/// Where the controller listens.
+/// Where the first controller listens.
 pub fn controller_address() -> String {
-    format!("{CONTROLLER_ADDRESS}:{CONTROLLER_PORT}")
+    controller_address_of(1)
+}
+
+/// Where controller `number` listens, counted from 1.
+pub fn controller_address_of(number: u16) -> String {
+    format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
+}
+
+/// The name of controller `number`: the first is just `controller`.
+pub fn controller_name(number: u16) -> String {
+    if number == 1 { CONTROLLER.to_owned() } else { format!("{CONTROLLER}{number}") }
 }
 
 fn configuration(testbed: &Testbed, daemon: &str) -> PathBuf {
@@ -406,14 +499,14 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
 }
 
 /// setpriv(1) does with the bounding set what systemd does.
-fn confined_command(daemon: &str) -> anyhow::Result<Command> {
+fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
     for capability in unit_capabilities(daemon)? {
         let name = capability.strip_prefix("CAP_").context("a capability that does not begin with CAP_")?;
         write!(bounding_set, ",+{}", name.to_lowercase())?;
     }
     let mut command = Command::new("setpriv");
-    command.args(["--no-new-privs", "--bounding-set", &bounding_set]).arg(coreward_command()?);
+    command.args(["--no-new-privs", "--bounding-set", &bounding_set]).arg(coreward);
     Ok(command)
 }
 
@@ -422,11 +515,15 @@ fn start_daemon(
     namespace: &Namespace,
     daemon: &str,
     name: &str,
-    confined: bool,
+    options: &FleetOptions,
+    coreward: &Path,
 ) -> anyhow::Result<Process> {
     let log_path = testbed.directory().join(format!("{name}.log"));
     let log = File::options().create(true).append(true).open(&log_path)?;
-    let mut command = if confined { confined_command(daemon)? } else { Command::new(coreward_command()?) };
+    let mut command = if options.confined { confined_command(daemon, coreward)? } else { Command::new(coreward) };
+    if let Some(preload) = &options.preload {
+        preload.give(name, &mut command)?;
+    }
     command.arg(daemon).arg("--config").arg(configuration(testbed, name));
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     let mut process = testbed.spawn(namespace, command)?;
@@ -442,12 +539,28 @@ fn write_controller_files(
     options: &FleetOptions,
     pool: &BTreeMap<u16, Standing>,
 ) -> anyhow::Result<()> {
-    let own_store = || {
-        let file = testbed.directory().join("controller.redb");
-        format!("store = \"{}\"\nfleet = \"fleet.toml\"\n", file.display())
+    let store = options.store.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
+    let listen = format!("listen = \"{}\"\n", controller_address());
+    let mut text = format!("{listen}store = \"{}\"\n", store.display());
+    if let Some(document) = &options.applied {
+        for number in 1..=options.controllers {
+            if !options.etcd.is_empty() {
+                let (listen, endpoints) = (controller_address_of(number), &options.etcd);
+                // All of them are on one machine.
+                let api = API_PORT + number - 1;
+                text = format!(
+                    "listen = \"{listen}\"\napi = \"127.0.0.1:{api}\"\n\n[etcd]\nendpoints = {endpoints:?}\nlease = \"2s\"\n"
+                );
+            }
+            write(&configuration(testbed, &controller_name(number)), &text)?;
+        }
+        return write(&configuration(testbed, "fleet"), document);
+    }
+    ensure!(options.controllers == 1, "several controllers and a file of the fleet: expected `applied`");
+    let text = match &options.shared_store {
+        Some(shared) => listen + shared,
+        None => text + "fleet = \"fleet.toml\"\n",
     };
-    let store = options.shared_store.clone().unwrap_or_else(own_store);
-    let text = format!("listen = \"{}\"\n{store}", controller_address());
     write(&configuration(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     for (number, standing) in pool {

@@ -73,6 +73,8 @@ impl Instance {
         outcome = outcome.and(absent_is_fine(fs::remove_dir_all(self.pin_directory())));
         for entry in fs::read_dir(self.directory()).into_iter().flatten().flatten() {
             let path = entry.path();
+            // A file system that a killed testbed has mounted; for all else this fails.
+            let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
             let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
             outcome = outcome.and(absent_is_fine(removed));
         }

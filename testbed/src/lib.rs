@@ -12,6 +12,7 @@
 //! * [`load`]: replays an arrival log; [`broken`]: how connections break
 //! * [`stock_server`]: Knot DNS as it is, with `coreward dispatch` and without
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
+//! * [`chaos`]: everything goes wrong while clients go on; [`preload`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
 //! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
 //! * [`process`], [`namespace`]: what runs where
@@ -19,6 +20,7 @@
 
 pub mod broken;
 mod busy;
+pub mod chaos;
 pub mod cli;
 pub mod conformity;
 pub mod counters;
@@ -35,6 +37,7 @@ pub mod namespace;
 pub mod nginx;
 pub mod paced_server;
 pub mod pcc;
+pub mod preload;
 pub mod process;
 pub mod rss_emulation;
 pub mod stock_server;

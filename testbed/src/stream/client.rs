@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -379,10 +380,24 @@ impl Testbed {
     /// # Errors
     /// When it cannot be started.
     pub fn start_stream_client(&self, streams: &Streams, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
+        self.start_stream_client_at(SERVICE, 0..self.options().client_addresses, streams, start_ns)
+    }
+
+    /// The same to another service, from some of the client host's addresses: others may bind the rest.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_stream_client_at(
+        &self,
+        service: SocketAddrV4,
+        addresses: Range<u16>,
+        streams: &Streams,
+        start_ns: Option<u64>,
+    ) -> anyhow::Result<StreamClient> {
         let mut command = Command::new(coreward_command()?);
-        command.args(["testbed", "stream-client", "--vip", &SERVICE.to_string()]);
-        command.args(["--first-address", &self.client_address(0).to_string()]);
-        command.args(["--addresses", &self.options().client_addresses.to_string()]);
+        command.args(["testbed", "stream-client", "--vip", &service.to_string()]);
+        command.args(["--first-address", &self.client_address(addresses.start).to_string()]);
+        command.args(["--addresses", &addresses.len().to_string()]);
         let Streams { clients, low, high, wave_seconds, warm_up_seconds, seconds, seed } = streams;
         command.args(["--clients", &clients.to_string(), "--low", &low.to_string(), "--high", &high.to_string()]);
         command.args(["--wave-seconds", &wave_seconds.to_string()]);

@@ -220,17 +220,29 @@ impl Testbed {
     /// # Errors
     /// When it does not listen within ten seconds.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServers> {
+        self.start_stream_servers_at(SERVICE, |number| fleet::busy_file(self, number))
+    }
+
+    /// The same at another address; `busy`: by a server's number, the file for its busy time.
+    ///
+    /// # Errors
+    /// As [`Testbed::start_stream_servers`].
+    pub fn start_stream_servers_at(
+        &self,
+        listen: SocketAddrV4,
+        busy: impl Fn(u16) -> PathBuf,
+    ) -> anyhow::Result<StreamServers> {
         let numbers = self.server_numbers();
         ensure!(!numbers.is_empty(), "a testbed without servers");
         let mut command = Command::new(fleet::coreward_command()?);
-        command.args(["testbed", "stream-server", "--listen", &SERVICE.to_string()]);
+        command.args(["testbed", "stream-server", "--listen", &listen.to_string()]);
         for number in &numbers {
-            let file = fleet::busy_file(self, *number);
+            let file = busy(*number);
             command.arg("--server").arg(format!("{}={}", self.server(*number)?.name(), file.display()));
         }
         let mut process = self.spawn(self.controller(), command)?;
         let end = Instant::now() + START_LIMIT;
-        while !numbers.iter().all(|number| fleet::busy_file(self, *number).exists()) {
+        while !numbers.iter().all(|number| busy(*number).exists()) {
             if let Some(status) = process.try_wait()? {
                 bail!("the stream servers ended: {status}");
             }

@@ -17,7 +17,8 @@ use crate::records::Records;
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic, wall: Duration::from_secs(1_700_000_000) + monotonic }
+    let wall = Duration::from_secs(1_700_000_000) + monotonic;
+    Now { monotonic, wall, record: wall }
 }
 
 /// Servers s0, s1, s2 with ids 0, 1, 2; one service with these keys.

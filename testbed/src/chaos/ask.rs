@@ -1,0 +1,53 @@
+//! The operator's commands, asked of whichever controller answers, each for a limited time: a controller may stand still.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::Context as _;
+
+use crate::fleet::{controller_address_of, coreward_command};
+use crate::topology::Testbed;
+
+/// Asks.
+#[derive(Debug)]
+pub struct Operator<'a> {
+    testbed: &'a Testbed,
+    controllers: u16,
+    /// Which answered last, counted from 0.
+    newest: AtomicUsize,
+    limit_s: &'static str,
+}
+
+impl<'a> Operator<'a> {
+    /// `controllers`: how many there are; `limit_s`: how long one may take for an answer (s).
+    pub fn new(testbed: &'a Testbed, controllers: u16, limit_s: &'static str) -> Self {
+        Self { testbed, controllers, newest: AtomicUsize::new(0), limit_s }
+    }
+
+    /// What `coreward ARGUMENTS` prints.
+    ///
+    /// # Errors
+    /// When no controller answers, or none does what it is asked for; as the last one says.
+    pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let (first, count) = (self.newest.load(Ordering::Relaxed), usize::from(self.controllers));
+        let mut outcome = None;
+        for turn in 0..count {
+            let number = (first + turn) % count;
+            let answer = self.ask(number as u16 + 1, arguments);
+            let is_answered = answer.is_ok();
+            outcome = Some(answer);
+            if is_answered {
+                self.newest.store(number, Ordering::Relaxed);
+                break;
+            }
+        }
+        outcome.context("a fleet without a controller")?
+    }
+
+    fn ask(&self, controller: u16, arguments: &[&str]) -> anyhow::Result<String> {
+        let mut command = Command::new("timeout");
+        command.args(["--signal", "KILL", self.limit_s]).arg(coreward_command()?).args(arguments);
+        command.args(["--controller", &controller_address_of(controller)]);
+        Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
+    }
+}

@@ -1,0 +1,186 @@
+//! What can go wrong.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::fleet::agent_name;
+
+/// A kind of fault, as `--faults` names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum FaultKind {
+    /// A daemon is killed (SIGKILL) and started again
+    Kill,
+    /// A daemon stands still for a while (SIGSTOP, SIGCONT)
+    Stop,
+    /// A daemon ends in order and another process takes over, of `--other-binary` every second time
+    Upgrade,
+    /// What one part sends another is lost, in one direction or in both
+    Partition,
+    /// The link of a part is down
+    Link,
+    /// The disk of the controller's store is full (one controller)
+    Disk,
+    /// A member of etcd is killed or stands still, every second time the one that leads (several controllers)
+    Etcd,
+    /// The wall clock of a daemon jumps, and back
+    Clock,
+    /// A server's agent is killed, and somebody who lies speaks for it; others flood the controller
+    Liar,
+}
+
+impl FaultKind {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::Kill,
+        Self::Stop,
+        Self::Upgrade,
+        Self::Partition,
+        Self::Link,
+        Self::Disk,
+        Self::Etcd,
+        Self::Clock,
+        Self::Liar,
+    ];
+
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kill => "kill",
+            Self::Stop => "stop",
+            Self::Upgrade => "upgrade",
+            Self::Partition => "partition",
+            Self::Link => "link",
+            Self::Disk => "disk",
+            Self::Etcd => "etcd",
+            Self::Clock => "clock",
+            Self::Liar => "liar",
+        }
+    }
+}
+
+/// A fault and whom it hits. Daemons go by the names of [`crate::fleet`], machines by those of their ports at the switch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fault {
+    /// Of a daemon.
+    Kill(String),
+    /// Of a daemon.
+    Stop(String),
+    /// Of a daemon.
+    Upgrade(String),
+    /// Between two machines.
+    Partition {
+        /// What it sends is lost.
+        from: String,
+        /// On its way to this one.
+        to: String,
+        /// And the other way.
+        both: bool,
+    },
+    /// Of a machine.
+    Link(String),
+    /// The controller's.
+    Disk {
+        /// No write succeeds; otherwise those that need no room do.
+        every_write: bool,
+    },
+    /// Of a member of etcd.
+    Etcd {
+        /// The one that leads, whichever it is.
+        leader: bool,
+        /// Otherwise this one, counted from 1.
+        number: u16,
+        /// It stands still; otherwise it is killed.
+        stop: bool,
+    },
+    /// Of a daemon.
+    Clock {
+        /// Whose.
+        daemon: String,
+        /// By how much.
+        seconds: i64,
+    },
+    /// Of a server.
+    Liar(u16),
+}
+
+/// How long a fault lasts that clients do not notice (ms).
+const LASTS_MS: Range<u32> = 300..6_000;
+/// The same where packets of clients are lost meanwhile: TCP must send them again before the client's patience ends, after 10 s.
+const LASTS_WITH_LOSS_MS: Range<u32> = 200..2_500;
+
+impl Fault {
+    /// Its kind.
+    pub fn kind(&self) -> FaultKind {
+        match self {
+            Self::Kill(_) => FaultKind::Kill,
+            Self::Stop(_) => FaultKind::Stop,
+            Self::Upgrade(_) => FaultKind::Upgrade,
+            Self::Partition { .. } => FaultKind::Partition,
+            Self::Link(_) => FaultKind::Link,
+            Self::Disk { .. } => FaultKind::Disk,
+            Self::Etcd { .. } => FaultKind::Etcd,
+            Self::Clock { .. } => FaultKind::Clock,
+            Self::Liar(_) => FaultKind::Liar,
+        }
+    }
+
+    /// How long it may last.
+    pub fn lasts_ms(&self) -> Range<u32> {
+        match self {
+            Self::Upgrade(_) => 0..1,
+            Self::Partition { from, to, .. } if is_control(from) || is_control(to) => LASTS_MS,
+            Self::Link(port) if is_control(port) => LASTS_MS,
+            Self::Partition { .. } | Self::Link(_) => LASTS_WITH_LOSS_MS,
+            _ => LASTS_MS,
+        }
+    }
+
+    /// Whether both concern one daemon, or the network: what each would do alone would not be known. A clock may jump whatever
+    /// else happens.
+    pub fn touches(&self, other: &Self) -> bool {
+        let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
+        if networks(self) || networks(other) {
+            return networks(self) && networks(other);
+        }
+        match (self, other) {
+            (Self::Disk { .. }, Self::Disk { .. }) | (Self::Etcd { .. }, Self::Etcd { .. }) => true,
+            (Self::Clock { daemon, .. }, Self::Clock { daemon: other, .. }) => daemon == other,
+            _ => self.process().is_some_and(|process| other.process() == Some(process)),
+        }
+    }
+
+    /// The daemon whose process comes to harm.
+    fn process(&self) -> Option<String> {
+        match self {
+            Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
+            Self::Liar(server) => Some(agent_name(*server)),
+            Self::Partition { .. } | Self::Link(_) | Self::Disk { .. } | Self::Etcd { .. } | Self::Clock { .. } => None,
+        }
+    }
+}
+
+/// No packet of a client comes to the controller.
+fn is_control(port: &str) -> bool {
+    port == "controller"
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kill(daemon) => write!(f, "SIGKILL of {daemon}"),
+            Self::Stop(daemon) => write!(f, "SIGSTOP of {daemon}"),
+            Self::Upgrade(daemon) => write!(f, "upgrade of {daemon}"),
+            Self::Partition { from, to, both: true } => write!(f, "partition between {from} and {to}"),
+            Self::Partition { from, to, both: false } => write!(f, "what {from} sends to {to} is lost"),
+            Self::Link(port) => write!(f, "link of {port} down"),
+            Self::Disk { every_write: true } => write!(f, "every write of the controller fails: no room"),
+            Self::Disk { every_write: false } => write!(f, "disk of the store full"),
+            Self::Etcd { leader, number, stop } => {
+                let signal = if *stop { "SIGSTOP" } else { "SIGKILL" };
+                if *leader { write!(f, "{signal} of etcd's leader") } else { write!(f, "{signal} of etcd{number}") }
+            }
+            Self::Clock { daemon, seconds } => write!(f, "clock of {daemon} jumps by {seconds} s"),
+            Self::Liar(server) => write!(f, "somebody else speaks for s{server}, and lies"),
+        }
+    }
+}

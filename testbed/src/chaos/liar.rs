@@ -1,0 +1,148 @@
+//! Somebody who speaks for a server whose agent is away, and lies: about its cores, its NIC, the time, who it is; and others who
+//! flood the controller with connections that say nothing or nonsense.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_wire::v1;
+use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::control_client::ControlClient;
+use rand_xoshiro::Xoshiro256PlusPlus;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Endpoint;
+
+use crate::fleet::controller_address;
+use crate::namespace::Namespace;
+
+/// [`seeded_rng`]'s stream for lies.
+const PURPOSE_LIES: u64 = 0x6368_6103;
+/// A hundred times as many reports as an agent sends.
+const REPORT_INTERVAL: Duration = Duration::from_millis(1);
+/// Between two attempts to speak for the server: the controller waits until its agent has been silent.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+const CONNECT_LIMIT: Duration = Duration::from_secs(1);
+/// A stream on which the controller says no more is left.
+const STREAM_LIMIT: Duration = Duration::from_secs(2);
+/// Connections that are open at a time and say nothing, or nonsense.
+const FLOOD: usize = 64;
+
+/// How many lies were told.
+#[derive(Debug, Default)]
+pub struct Lies {
+    /// Reports.
+    pub reports: AtomicU64,
+    /// Connections that said nothing, or nonsense.
+    pub connections: AtomicU64,
+}
+
+/// Lies from the server's machine until `done`; call it in a thread of its own.
+///
+/// # Errors
+/// When the machine cannot be entered, or its kernel refuses what every program gets.
+pub fn lie(machine: &Namespace, server: u16, seed: u64, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+    machine.within(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let mut rng = seeded_rng(seed, PURPOSE_LIES);
+            while !done.load(Ordering::Relaxed) {
+                flood(&mut rng, lies);
+                // Who is refused, or not heard, tries again, as another server or as nobody.
+                let name = match uniform_below(&mut rng, 4) {
+                    0 => "nobody".to_owned(),
+                    1 => format!("s{}", 1 + server % 4),
+                    _ => format!("s{server}"),
+                };
+                let _ = tokio::time::timeout(STREAM_LIMIT, speak(name, &mut rng, lies, done)).await;
+                tokio::time::sleep(RETRY_INTERVAL).await;
+            }
+        });
+        Ok(())
+    })
+}
+
+/// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
+fn flood(rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
+    let Ok(address) = controller_address().parse() else { return };
+    let mut open = Vec::with_capacity(FLOOD);
+    for _ in 0..FLOOD {
+        let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
+        let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
+        // A controller that hangs up at once has understood.
+        let _ = stream.write_all(&nonsense);
+        lies.connections.fetch_add(1, Ordering::Relaxed);
+        open.push(stream);
+    }
+}
+
+/// One stream, until the controller ends it.
+async fn speak(name: String, rng: &mut Xoshiro256PlusPlus, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+    let endpoint = Endpoint::from_shared(format!("http://{}", controller_address()))?.connect_timeout(CONNECT_LIMIT);
+    let mut client = ControlClient::new(endpoint.connect().await?);
+    let (messages, receiver) = mpsc::channel(16);
+    let message = |message| v1::AgentMessage { message: Some(message) };
+    messages.send(message(Message::Hello(v1::AgentHello { server: name, version: "0.0.0".to_owned() }))).await?;
+    let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    let mut sequence = 0;
+    while !done.load(Ordering::Relaxed) {
+        tokio::select! {
+            update = updates.message() => if update?.is_none() { return Ok(()) },
+            () = tokio::time::sleep(REPORT_INTERVAL) => {
+                sequence += 1;
+                // A controller that does not read gets no lies.
+                if messages.try_send(message(Message::Report(report(sequence, rng)))).is_ok() {
+                    lies.reports.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A report with one lie in it.
+fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+    let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
+    let mut report = v1::Report {
+        sequence,
+        sent_unix_ns: now,
+        time_to_live_ms: 300,
+        measured_ns: sequence * 1_000_000,
+        core_busy_ns: vec![busy_ns, 0],
+        rss_generation: 1,
+        ..v1::Report::default()
+    };
+    let rss = |key: usize, queues: Vec<u32>| v1::Rss {
+        source: "a lie".to_owned(),
+        key: vec![0xaa; key],
+        indirection_table: queues,
+    };
+    match uniform_below(rng, 16) {
+        0 => report.core_busy_ns = vec![u64::MAX; 2],
+        1 => report.core_busy_ns = vec![0; 2],
+        2 => report.core_busy_ns.clear(),
+        3 => report.core_busy_ns = vec![busy_ns; 20_000],
+        4 => report.sequence = 0,
+        5 => report.sequence = u64::MAX,
+        6 => report.measured_ns = 0,
+        7 => report.measured_ns = u64::MAX,
+        8 => report.sent_unix_ns = u64::MAX,
+        9 => report.sent_unix_ns = 0,
+        10 => report.time_to_live_ms = 0,
+        11 => report.time_to_live_ms = u32::MAX,
+        12 => report.rss = Some(rss(5, vec![0, 1, 2])),
+        13 => report.rss = Some(rss(40, vec![u32::MAX; 2_048])),
+        14 => {
+            report.open_connections = u32::MAX;
+            report.configuration_generation = u64::MAX;
+        }
+        _ => {
+            report.counters = (0..2_000).map(|number| (format!("lie {number}"), u64::MAX)).collect();
+            report.warnings = vec!["a lie\u{1b}[2J".repeat(1_000)];
+        }
+    }
+    report
+}

@@ -1,0 +1,331 @@
+//! `coreward testbed chaos`: everything goes wrong, by a schedule that a seed gives, while clients go on and somebody changes
+//! the configuration all the time. No connection may break, and whatever the controller acknowledged must be there.
+//!
+//! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
+//! * [`traffic`]: the clients
+//! * [`writer`]: who changes the configuration, by [`document`], and remembers what was acknowledged
+//! * [`watch`]: what must only grow or stay; [`ask`]: by the operator's commands
+//! * [`outcome`]: what was seen, in words
+
+pub mod ask;
+pub mod disk;
+pub mod document;
+pub mod etcd;
+pub mod fault;
+pub mod liar;
+pub mod network;
+pub mod outcome;
+pub mod schedule;
+pub mod site;
+pub mod traffic;
+pub mod watch;
+pub mod writer;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+
+use crate::conformity::{SetOnDrop, change_loads, write_busy};
+use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
+use crate::interrupt;
+use crate::nginx::Nginx;
+use crate::preload::Preload;
+use crate::topology::{SERVICE, Testbed, TestbedOptions};
+use disk::Disk;
+use document::Documents;
+use etcd::Etcd;
+use fault::FaultKind;
+use outcome::{Outcome, Recovery};
+use schedule::{Parts, Planned, Schedule};
+use site::Site;
+use traffic::{STREAM_SERVICE, Traffic};
+use watch::{Taken, Watch};
+use writer::Writer;
+
+/// Options of `coreward testbed chaos`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Options {
+    /// Seconds in which faults begin
+    #[arg(long, default_value_t = 225, value_parser = clap::value_parser!(u32).range(5..=3_000))]
+    pub seconds: u32,
+    /// What goes wrong when is drawn from
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Kinds of fault [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub faults: Vec<FaultKind>,
+    /// Changes of the configuration that the controller is to acknowledge
+    #[arg(long, default_value_t = 500)]
+    pub changes: u64,
+    /// Controllers; several keep their records in an etcd of three members
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=5))]
+    pub controllers: u16,
+    /// Another version of this command, which upgrades alternate with
+    #[arg(long, value_name = "FILE")]
+    pub other_binary: Option<PathBuf>,
+    /// Print what was seen as JSON, and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+const LOAD_BALANCERS: u16 = 2;
+const SERVERS: u16 = 4;
+const CORES: u16 = 2;
+/// The client's addresses: the first is for clients whose kernel chooses the port.
+const CLIENT_ADDRESSES: u16 = 4;
+/// After this long nothing comes right by itself any more.
+const WHOLE_LIMIT: Duration = Duration::from_secs(30);
+const STEP: Duration = Duration::from_millis(20);
+/// Of the run so much is for the changes; the rest is what faults cost.
+const CHANGES_SHARE: f64 = 0.7;
+/// A daemon may take this much more than at the beginning: what is under way, and what an allocator keeps (kB).
+const MEMORY_GROWTH_KB: u64 = 32 << 10;
+/// The same of open files.
+const FILES_GROWTH: u64 = 16;
+
+/// Runs it and prints what was seen.
+///
+/// # Errors
+/// When something cannot be set up, or something did not hold.
+pub fn main(options: &Options) -> anyhow::Result<()> {
+    interrupt::catch()?;
+    let outcome = run("chaos", options)?;
+    println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
+    ensure!(outcome.is_well(), "what must hold did not: see above");
+    Ok(())
+}
+
+/// Runs it in a testbed of its own; `instance` is its name.
+///
+/// # Errors
+/// When something cannot be set up, or a signal came; what did not hold is in the outcome.
+pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
+    let testbed = Testbed::create(TestbedOptions {
+        instance: instance.to_owned(),
+        servers: SERVERS,
+        cores: CORES,
+        load_balancers: LOAD_BALANCERS,
+        client_addresses: CLIENT_ADDRESSES,
+        ..TestbedOptions::default()
+    })?;
+    let numbers = testbed.server_numbers();
+    let _nginx: Vec<Nginx> =
+        numbers.iter().map(|number| testbed.start_nginx(*number)).collect::<anyhow::Result<_>>()?;
+    let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
+    let _streams = testbed.start_stream_servers_at(STREAM_SERVICE, busy_of_streams)?;
+    for number in &numbers {
+        write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORES)])?;
+    }
+    let documents = Documents::new(
+        options.seed,
+        &numbers,
+        vec![("web".to_owned(), SERVICE, ""), ("streams".to_owned(), STREAM_SERVICE, "consistency = \"stateful\"\n")],
+    );
+    let disk = Disk::mount(&testbed.directory().join("store"))?;
+    let preload = Preload::create(&testbed.directory())?;
+    let etcd = (options.controllers > 1).then(|| Etcd::start(&testbed)).transpose()?;
+    let fleet_options = FleetOptions {
+        load: LoadSource::PacedServer,
+        applied: Some(documents.text()),
+        store: Some(disk.path().join("controller.redb")),
+        preload: Some(preload.clone()),
+        controllers: options.controllers,
+        etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
+        more_of_load_balancers: format!("metrics = \"{}\"\n", watch::METRICS),
+        ..FleetOptions::default()
+    };
+    let fleet = Fleet::start(&testbed, fleet_options)?;
+    let site = Site::new(&testbed, fleet, disk, preload, etcd, options.other_binary.clone())?;
+    Run::new(&testbed, site, options)?.make(documents)
+}
+
+/// A run under way.
+struct Run<'a> {
+    testbed: &'a Testbed,
+    site: Site<'a>,
+    options: &'a Options,
+    kinds: Vec<FaultKind>,
+    start: Instant,
+    faults: BTreeMap<&'static str, u64>,
+    recoveries: Vec<Recovery>,
+    violations: Vec<String>,
+    pins: usize,
+    taken: BTreeMap<String, Taken>,
+}
+
+impl<'a> Run<'a> {
+    fn new(testbed: &'a Testbed, mut site: Site<'a>, options: &'a Options) -> anyhow::Result<Self> {
+        let mut kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
+        let cannot_be = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
+        kinds.retain(|kind| *kind != cannot_be);
+        ensure!(!kinds.is_empty(), "no fault {:?} with {} controllers", cannot_be.name(), options.controllers);
+        Ok(Self {
+            testbed,
+            options,
+            kinds,
+            start: Instant::now(),
+            faults: BTreeMap::new(),
+            recoveries: Vec::new(),
+            violations: Vec::new(),
+            pins: count_files(&testbed.pin_directory()),
+            taken: site.taken()?,
+            site,
+        })
+    }
+
+    fn make(mut self, documents: Documents) -> anyhow::Result<Outcome> {
+        let (traffic, writer, watch) = (
+            Traffic::start(self.testbed, self.options.seconds, self.options.seed)?,
+            Writer::new(self.testbed, self.options.controllers),
+            Watch::new(self.testbed, self.options.controllers),
+        );
+        let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
+        let seconds = f64::from(self.options.seconds) * CHANGES_SHARE;
+        let interval = Duration::from_secs_f64(seconds / self.options.changes.max(1) as f64);
+        let (busiest, written) = std::thread::scope(|scope| {
+            let _stop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
+            scope.spawn(|| change_loads(self.testbed, &all_done));
+            scope.spawn(|| watch.run(&all_done));
+            traffic.spawn(scope, &all_done);
+            let writing = scope.spawn(|| writer.run(documents, self.options.changes, interval, &faults_done));
+            self.rounds(&traffic, &writer, &watch)?;
+            faults_done.store(true, Ordering::Relaxed);
+            let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            // What was acknowledged must outlive the process that acknowledged it.
+            self.say("at last: SIGKILL of every controller");
+            self.site.restart_controllers()?;
+            self.wait_until_whole(&["kill"], &watch)?;
+            writer.look_again(&mut written)?;
+            let busiest = self.site.taken()?;
+            Ok::<_, anyhow::Error>((busiest, written))
+        })?;
+        drop(written);
+        self.check_growth(&busiest);
+        let mut outcome = Outcome {
+            seconds: self.start.elapsed().as_secs_f64(),
+            seed: self.options.seed,
+            faults: self.faults.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
+            lies: self.site.lies().into(),
+            recoveries: std::mem::take(&mut self.recoveries),
+            writes: writer.writes(),
+            watched: watch.watched(),
+            seen: traffic.finish()?,
+            taken_before: std::mem::take(&mut self.taken),
+            taken_after: busiest,
+            violations: std::mem::take(&mut self.violations),
+        };
+        outcome.violations.append(&mut self.site.violations);
+        outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.watched.violations).cloned());
+        if outcome.seen.broken() > 0 {
+            tracing::warn!("connections broke; the daemons' last words:\n{}", logs(self.testbed));
+        }
+        Ok(outcome)
+    }
+
+    /// Round after round, until the time is over.
+    fn rounds(&mut self, traffic: &Traffic<'_>, writer: &Writer<'_>, watch: &Watch<'_>) -> anyhow::Result<()> {
+        let parts = Parts { controllers: self.options.controllers, load_balancers: LOAD_BALANCERS, servers: SERVERS };
+        let mut schedule = Schedule::new(self.options.seed, &self.kinds, parts);
+        let end = self.start + Duration::from_secs(self.options.seconds.into());
+        while Instant::now() < end {
+            let round = schedule.round();
+            self.round(&round)?;
+            let kinds: Vec<&'static str> = round.iter().map(|planned| planned.fault.kind().name()).collect();
+            self.wait_until_whole(&kinds, watch)?;
+            let (writes, seen) = (writer.writes(), traffic.seen());
+            self.say(&format!(
+                "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
+                self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
+                writes.acknowledged,
+                seen.well(),
+                seen.broken(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn round(&mut self, round: &[Planned]) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        let mut events: Vec<(Duration, bool, &Planned)> =
+            round.iter().flat_map(|planned| [(planned.begin, false, planned), (planned.end, true, planned)]).collect();
+        events.sort_by_key(|(at, is_end, _)| (*at, *is_end));
+        for (at, is_end, planned) in events {
+            while begun.elapsed() < at {
+                interrupt::check()?;
+                self.site.look_after()?;
+                std::thread::sleep(STEP.min(at.saturating_sub(begun.elapsed())));
+            }
+            if is_end {
+                self.site.end(&planned.fault)?;
+                continue;
+            }
+            let lasts = planned.end - planned.begin;
+            self.say(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
+            *self.faults.entry(planned.fault.kind().name()).or_default() += 1;
+            self.site.begin(&planned.fault)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until everybody reports and is heard again, and new tables are in force.
+    fn wait_until_whole(&mut self, kinds: &[&'static str], watch: &Watch<'_>) -> anyhow::Result<()> {
+        let since = Instant::now();
+        let mut waited_for = None;
+        loop {
+            interrupt::check()?;
+            self.site.look_after()?;
+            let missing = match watch.status() {
+                Ok(status) => watch::not_whole(self.testbed, &status, since).or_else(|| watch.without_table(since)),
+                Err(error) => Some(format!("{error:#}")),
+            };
+            let Some(missing) = missing else { break };
+            if since.elapsed() > WHOLE_LIMIT {
+                self.violations.push(format!(
+                    "{:.1} s: not whole {WHOLE_LIMIT:?} after {kinds:?}: {missing}\n{}",
+                    self.start.elapsed().as_secs_f64(),
+                    logs(self.testbed)
+                ));
+                break;
+            }
+            waited_for = Some(missing);
+            std::thread::sleep(STEP);
+        }
+        self.recoveries.push(Recovery {
+            at: self.start.elapsed().as_secs_f64(),
+            faults: kinds.iter().map(|kind| (*kind).to_owned()).collect(),
+            seconds: since.elapsed().as_secs_f64(),
+            waited_for,
+        });
+        Ok(())
+    }
+
+    /// What is pinned, and what the daemons take, is what it was.
+    fn check_growth(&mut self, after: &BTreeMap<String, Taken>) {
+        let pins = count_files(&self.testbed.pin_directory());
+        if pins != self.pins {
+            self.violations.push(format!("{pins} objects are pinned, {} at the beginning", self.pins));
+        }
+        for (name, before) in &self.taken {
+            let Some(after) = after.get(name) else { continue };
+            if after.memory_kb > before.memory_kb + MEMORY_GROWTH_KB || after.files > before.files + FILES_GROWTH {
+                self.violations.push(format!("{name} has grown: {before:?}, then {after:?}"));
+            }
+        }
+    }
+
+    fn say(&self, what: &str) {
+        if !self.options.json {
+            println!("{:7.1} s  {what}", self.start.elapsed().as_secs_f64());
+        }
+    }
+}
+
+/// Files below a directory.
+fn count_files(directory: &Path) -> usize {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.map(|entry| if entry.path().is_dir() { count_files(&entry.path()) } else { 1 }).sum()
+}

@@ -1,0 +1,56 @@
+//! Partitions: the switch drops what one of its ports sends to another.
+
+use std::process::Command;
+
+use crate::topology::Testbed;
+
+/// Takes the rules of the switch away when dropped.
+#[derive(Debug)]
+pub struct Network<'a> {
+    testbed: &'a Testbed,
+}
+
+impl<'a> Network<'a> {
+    /// # Errors
+    /// When nft (Debian package nftables) or the kernel refuse.
+    pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
+        let network = Self { testbed };
+        network.nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
+        Ok(network)
+    }
+
+    /// What `from` sends to `to` is lost from now on, `both`: and the other way.
+    ///
+    /// # Errors
+    /// As [`Network::new`].
+    pub fn cut(&self, from: &str, to: &str, both: bool) -> anyhow::Result<()> {
+        let rule =
+            |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
+        let back = if both { rule(to, from) } else { String::new() };
+        self.nft(&format!("{}{back}", rule(from, to)))
+    }
+
+    /// Nothing is lost any more.
+    ///
+    /// # Errors
+    /// As [`Network::new`].
+    pub fn heal(&self) -> anyhow::Result<()> {
+        self.nft("flush chain bridge chaos lost")
+    }
+
+    /// Takes a port down, or up again.
+    ///
+    /// # Errors
+    /// When there is no such port.
+    pub fn set_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
+        let mut command = Command::new("ip");
+        command.args(["link", "set", "dev", port, if up { "up" } else { "down" }]);
+        self.testbed.run(self.testbed.switch(), command).map(drop)
+    }
+
+    fn nft(&self, commands: &str) -> anyhow::Result<()> {
+        let mut command = Command::new("nft");
+        command.arg(commands);
+        self.testbed.run(self.testbed.switch(), command).map(drop)
+    }
+}

@@ -1,0 +1,138 @@
+//! What was seen, for people and as JSON.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::Ordering;
+
+use serde::Serialize;
+
+use super::liar::Lies;
+use super::traffic::Seen;
+use super::watch::{Taken, Watched};
+use super::writer::Writes;
+
+/// What was seen.
+#[derive(Debug, Clone, Serialize)]
+pub struct Outcome {
+    /// How long it took.
+    pub seconds: f64,
+    /// What it was drawn from.
+    pub seed: u64,
+    /// Faults by kind.
+    pub faults: BTreeMap<String, u64>,
+    /// What was told by those who lie.
+    pub lies: LiesTold,
+    /// After each round: how long it took until everything was whole again.
+    pub recoveries: Vec<Recovery>,
+    /// Changes of the configuration.
+    pub writes: Writes,
+    /// What is to grow or to stay.
+    pub watched: Watched,
+    /// What the clients saw.
+    pub seen: Seen,
+    /// What daemons took at the beginning.
+    pub taken_before: BTreeMap<String, Taken>,
+    /// And at the end.
+    pub taken_after: BTreeMap<String, Taken>,
+    /// All that did not hold, in words.
+    pub violations: Vec<String>,
+}
+
+/// How long it took from the end of a round's last fault until everything was whole.
+#[derive(Debug, Clone, Serialize)]
+pub struct Recovery {
+    /// Second of the run.
+    pub at: f64,
+    /// The round's kinds of fault.
+    pub faults: Vec<String>,
+    /// How long.
+    pub seconds: f64,
+    /// What was missing last.
+    pub waited_for: Option<String>,
+}
+
+/// How many lies were told.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct LiesTold {
+    /// Reports.
+    pub reports: u64,
+    /// Connections that said nothing, or nonsense.
+    pub connections: u64,
+}
+
+impl From<&Lies> for LiesTold {
+    fn from(lies: &Lies) -> Self {
+        Self { reports: lies.reports.load(Ordering::Relaxed), connections: lies.connections.load(Ordering::Relaxed) }
+    }
+}
+
+impl Outcome {
+    /// Whether all that must hold did.
+    pub fn is_well(&self) -> bool {
+        self.seen.broken() == 0 && self.violations.is_empty()
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seconds, seed, faults, lies, recoveries, writes, watched, seen, .. } = self;
+        let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
+        writeln!(f, "\nseed {seed}, {seconds:.0} s, {} faults: {}", faults.values().sum::<u64>(), kinds.join(", "))?;
+        writeln!(f, "  lies         {} reports, {} connections", lies.reports, lies.connections)?;
+        for (name, count) in [
+            ("downloads", seen.downloads),
+            ("keep-alive", seen.requests),
+            ("short", seen.short),
+            ("kept", seen.kept),
+            ("streams", seen.streams),
+        ] {
+            writeln!(f, "  {name:<12} {} well, {} broken", count.well, count.broken)?;
+        }
+        writeln!(
+            f,
+            "  changes      {} acknowledged, {} unanswered (of which {} in force), {} wrong and {} too early refused, {} looks",
+            writes.acknowledged,
+            writes.unanswered,
+            writes.unanswered_in_force,
+            writes.wrong,
+            writes.rotations,
+            writes.looks
+        )?;
+        writeln!(
+            f,
+            "  tables       none for {:.1} s at most (until {:.0} s)",
+            watched.longest_without_table_s, watched.longest_without_table_at_s
+        )?;
+        if let Some(longest) = recoveries.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)) {
+            let mut all: Vec<f64> = recoveries.iter().map(|recovery| recovery.seconds).collect();
+            all.sort_by(f64::total_cmp);
+            let (rounds, median) = (all.len(), all[all.len() / 2]);
+            let (kinds, slowest) = (longest.faults.join(", "), longest.seconds);
+            writeln!(
+                f,
+                "  whole again  after {median:.1} s (median of {rounds}), {slowest:.1} s at most (at {:.0} s, after {kinds})",
+                longest.at
+            )?;
+            if let Some(waited_for) = &longest.waited_for {
+                writeln!(f, "               then last: {waited_for}")?;
+            }
+        }
+        for (name, before) in &self.taken_before {
+            if let Some(after) = self.taken_after.get(name) {
+                let [memory, memory_after] = [before, after].map(|taken| taken.memory_kb as f64 / 1024.0);
+                let (files, files_after) = (before.files, after.files);
+                writeln!(
+                    f,
+                    "  {name:<12} {memory:.1} MB, then {memory_after:.1}; {files} open files, then {files_after}"
+                )?;
+            }
+        }
+        for failure in &seen.failures {
+            writeln!(f, "BROKEN {failure}")?;
+        }
+        for violation in &self.violations {
+            writeln!(f, "DID NOT HOLD: {violation}")?;
+        }
+        write!(f, "{}", if self.is_well() { "all held" } else { "NOT all held" })
+    }
+}

@@ -1,0 +1,189 @@
+//! What goes wrong when: drawn from a seed, so that a run can be had again.
+//!
+//! A run is a row of rounds. In each a few faults begin and end, at moments of their own; then everything must be whole
+//! again before the next round begins, and how long that takes is measured.
+
+use std::time::Duration;
+
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use super::etcd::MEMBERS;
+use super::fault::{Fault, FaultKind};
+use crate::fleet::{CONTROLLER, agent_name, controller_name};
+use crate::topology::load_balancer_name;
+
+/// [`seeded_rng`]'s stream for what goes wrong.
+const PURPOSE_FAULTS: u64 = 0x6368_6101;
+/// Faults of a round.
+const FAULTS_MAX: u32 = 3;
+/// A round's faults begin within so many ms.
+const BEGIN_MS: u32 = 2_000;
+
+/// A fault, and when it is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Planned {
+    /// From the round's beginning.
+    pub begin: Duration,
+    /// From the round's beginning.
+    pub end: Duration,
+    /// What it is.
+    pub fault: Fault,
+}
+
+/// Who can be hit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parts {
+    /// Numbers 1 to this; several have an etcd.
+    pub controllers: u16,
+    /// Numbers 1 to this.
+    pub load_balancers: u16,
+    /// Numbers 1 to this.
+    pub servers: u16,
+}
+
+/// Draws one round after the other. Every kind of fault has its turn before one comes a second time.
+#[derive(Debug)]
+pub struct Schedule {
+    rng: Xoshiro256PlusPlus,
+    kinds: Vec<FaultKind>,
+    /// Kinds whose turn is still to come.
+    turns: Vec<FaultKind>,
+    parts: Parts,
+}
+
+impl Schedule {
+    /// `kinds`: at least one that there can be.
+    pub fn new(seed: u64, kinds: &[FaultKind], parts: Parts) -> Self {
+        Self { rng: seeded_rng(seed, PURPOSE_FAULTS), kinds: kinds.to_vec(), turns: Vec::new(), parts }
+    }
+
+    /// The faults of the next round, at least one; no two of them concern the same part.
+    pub fn round(&mut self) -> Vec<Planned> {
+        let count = 1 + self.below(FAULTS_MAX);
+        let mut round: Vec<Planned> = Vec::new();
+        for _ in 0..count {
+            let kind = self.next_kind();
+            let fault = self.draw(kind);
+            if round.iter().any(|other| other.fault.touches(&fault)) {
+                self.turns.push(kind);
+                continue;
+            }
+            let begin = Duration::from_millis(self.below(BEGIN_MS).into());
+            let lasts = fault.lasts_ms();
+            let lasting = Duration::from_millis((lasts.start + self.below(lasts.end - lasts.start)).into());
+            round.push(Planned { begin, end: begin + lasting, fault });
+        }
+        round
+    }
+
+    fn next_kind(&mut self) -> FaultKind {
+        if self.turns.is_empty() {
+            self.turns.clone_from(&self.kinds);
+        }
+        let position = self.below(self.turns.len() as u32);
+        self.turns.swap_remove(position as usize)
+    }
+
+    fn draw(&mut self, kind: FaultKind) -> Fault {
+        match kind {
+            FaultKind::Kill => Fault::Kill(self.daemon()),
+            FaultKind::Stop => Fault::Stop(self.daemon()),
+            FaultKind::Upgrade => Fault::Upgrade(self.daemon()),
+            FaultKind::Partition => {
+                let (from, to) = self.pair();
+                Fault::Partition { from, to, both: self.below(2) == 0 }
+            }
+            FaultKind::Link => Fault::Link(self.port()),
+            FaultKind::Disk => Fault::Disk { every_write: self.below(2) == 0 },
+            FaultKind::Etcd => Fault::Etcd {
+                leader: self.below(2) == 0,
+                number: 1 + self.below(MEMBERS.into()) as u16,
+                stop: self.below(2) == 0,
+            },
+            FaultKind::Clock => Fault::Clock { daemon: self.daemon(), seconds: self.jump() },
+            FaultKind::Liar => Fault::Liar(self.server()),
+        }
+    }
+
+    fn below(&mut self, bound: u32) -> u32 {
+        uniform_below(&mut self.rng, bound)
+    }
+
+    fn server(&mut self) -> u16 {
+        1 + self.below(self.parts.servers.into()) as u16
+    }
+
+    fn load_balancer(&mut self) -> u16 {
+        1 + self.below(self.parts.load_balancers.into()) as u16
+    }
+
+    /// Each role is as likely as the others.
+    fn daemon(&mut self) -> String {
+        match self.below(3) {
+            0 => controller_name(1 + self.below(self.parts.controllers.into()) as u16),
+            1 => load_balancer_name(self.load_balancer()),
+            _ => agent_name(self.server()),
+        }
+    }
+
+    /// A port of the switch.
+    fn port(&mut self) -> String {
+        match self.below(3) {
+            0 => CONTROLLER.to_owned(),
+            1 => load_balancer_name(self.load_balancer()),
+            _ => format!("s{}", self.server()),
+        }
+    }
+
+    /// Two ports, the first to be cut off from the second.
+    fn pair(&mut self) -> (String, String) {
+        let from = self.port();
+        loop {
+            let to = self.port();
+            if to != from {
+                return (from, to);
+            }
+        }
+    }
+
+    /// By how far a clock jumps (s), forwards or backwards: seconds, minutes, hours or days.
+    fn jump(&mut self) -> i64 {
+        let unit = [1, 60, 3_600, 86_400][self.below(4) as usize];
+        let by = i64::from(1 + self.below(59)) * unit;
+        if self.below(2) == 0 { by } else { -by }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const PARTS: Parts = Parts { controllers: 1, load_balancers: 2, servers: 4 };
+
+    #[test]
+    fn a_seed_is_a_schedule_and_every_kind_has_its_turn() {
+        let rounds = |seed| {
+            let mut schedule = Schedule::new(seed, &FaultKind::ALL, PARTS);
+            (0..40).map(|_| schedule.round()).collect::<Vec<_>>()
+        };
+        assert_eq!(rounds(1), rounds(1));
+        assert_ne!(rounds(1), rounds(2));
+        let kinds: BTreeSet<&str> = rounds(3).iter().flatten().map(|planned| planned.fault.kind().name()).collect();
+        assert_eq!(kinds.len(), FaultKind::ALL.len(), "{kinds:?}");
+    }
+
+    #[test]
+    fn no_part_is_hit_twice_at_once() {
+        let mut schedule = Schedule::new(5, &FaultKind::ALL, PARTS);
+        for round in (0..500).map(|_| schedule.round()) {
+            assert!(!round.is_empty());
+            for (position, planned) in round.iter().enumerate() {
+                assert!(planned.begin <= planned.end);
+                assert!(round[..position].iter().all(|other| !other.fault.touches(&planned.fault)), "{round:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! The datacentre: begins and ends faults, and starts daemons again that have ended, as systemd would.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use nix::sys::signal::Signal;
+
+use super::disk::Disk;
+use super::etcd::Etcd;
+use super::fault::Fault;
+use super::liar::{self, Lies};
+use super::network::Network;
+use super::watch::{Taken, taken};
+use crate::fleet::{CONTROLLER, Fleet, agent_name, coreward_command, logs};
+use crate::preload::Preload;
+use crate::topology::Testbed;
+
+const SECOND_NS: i64 = 1_000_000_000;
+/// A daemon ends within this time when it is told to.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// The fleet, and what is wrong with it now.
+#[derive(Debug)]
+pub struct Site<'a> {
+    testbed: &'a Testbed,
+    fleet: Fleet,
+    network: Network<'a>,
+    disk: Disk,
+    preload: Preload,
+    etcd: Option<Etcd<'a>>,
+    /// The member of etcd that is away.
+    etcd_away: Option<u16>,
+    /// What upgrades alternate with; `None`: a new process of the same.
+    other_command: Option<PathBuf>,
+    /// Daemons that run the other command.
+    other: BTreeSet<String>,
+    /// Daemons that are to be down.
+    down: BTreeSet<String>,
+    disk_full: bool,
+    liars: BTreeMap<u16, Liar>,
+    lies: Arc<Lies>,
+    /// What did not hold, in words.
+    pub violations: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Liar {
+    done: Arc<AtomicBool>,
+    thread: JoinHandle<anyhow::Result<()>>,
+}
+
+impl<'a> Site<'a> {
+    /// Nothing is wrong yet.
+    ///
+    /// # Errors
+    /// When the switch refuses.
+    pub fn new(
+        testbed: &'a Testbed,
+        fleet: Fleet,
+        disk: Disk,
+        preload: Preload,
+        etcd: Option<Etcd<'a>>,
+        other_command: Option<PathBuf>,
+    ) -> anyhow::Result<Self> {
+        Ok(Self {
+            testbed,
+            fleet,
+            network: Network::new(testbed)?,
+            disk,
+            preload,
+            etcd,
+            etcd_away: None,
+            other_command,
+            other: BTreeSet::new(),
+            down: BTreeSet::new(),
+            disk_full: false,
+            liars: BTreeMap::new(),
+            lies: Arc::default(),
+            violations: Vec::new(),
+        })
+    }
+
+    /// What was told by those who lie.
+    pub fn lies(&self) -> &Lies {
+        &self.lies
+    }
+
+    /// From now on it is wrong.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn begin(&mut self, fault: &Fault) -> anyhow::Result<()> {
+        match fault {
+            Fault::Kill(daemon) => self.kill(daemon),
+            Fault::Stop(daemon) => self.fleet.daemon(daemon)?.signal(Signal::SIGSTOP),
+            Fault::Upgrade(daemon) => self.upgrade(daemon),
+            Fault::Partition { from, to, both } => self.network.cut(from, to, *both),
+            Fault::Link(port) => self.network.set_link(port, false),
+            Fault::Disk { every_write } => {
+                self.disk_full = true;
+                if *every_write { self.preload.set_disk_full(CONTROLLER, true) } else { self.disk.fill() }
+            }
+            Fault::Etcd { leader, number, stop } => self.begin_etcd(*leader, *number, *stop),
+            Fault::Clock { daemon, seconds } => self.preload.set_clock(daemon, seconds * SECOND_NS),
+            Fault::Liar(server) => self.begin_lies(*server),
+        }
+        .with_context(|| fault.to_string())
+    }
+
+    /// It is right again.
+    ///
+    /// # Errors
+    /// When it cannot be put right.
+    pub fn end(&mut self, fault: &Fault) -> anyhow::Result<()> {
+        match fault {
+            Fault::Kill(daemon) => {
+                self.start(daemon);
+                Ok(())
+            }
+            Fault::Stop(daemon) => self.fleet.daemon(daemon)?.signal(Signal::SIGCONT),
+            Fault::Upgrade(_) => Ok(()),
+            Fault::Partition { .. } => self.network.heal(),
+            Fault::Link(port) => self.network.set_link(port, true),
+            Fault::Disk { every_write } => {
+                self.disk_full = false;
+                if *every_write { self.preload.set_disk_full(CONTROLLER, false) } else { self.disk.empty() }
+            }
+            Fault::Etcd { stop, .. } => self.end_etcd(*stop),
+            Fault::Clock { daemon, .. } => self.preload.set_clock(daemon, 0),
+            Fault::Liar(server) => self.end_lies(*server),
+        }
+        .with_context(|| format!("the end of: {fault}"))
+    }
+
+    /// Starts daemons again that have ended by themselves. None should, but a controller that finds no room for its store.
+    ///
+    /// # Errors
+    /// When the kernel does not know one of them.
+    pub fn look_after(&mut self) -> anyhow::Result<()> {
+        for daemon in self.fleet.daemons() {
+            if self.down.contains(&daemon) {
+                continue;
+            }
+            if let Some(status) = self.fleet.daemon(&daemon)?.try_wait()? {
+                if !(self.disk_full && daemon == CONTROLLER) {
+                    self.violations.push(format!("{daemon} ended by itself ({status}):\n{}", logs(self.testbed)));
+                }
+                self.start(&daemon);
+            }
+        }
+        Ok(())
+    }
+
+    /// Kills all controllers at once and starts them again.
+    ///
+    /// # Errors
+    /// When one cannot be killed.
+    pub fn restart_controllers(&mut self) -> anyhow::Result<()> {
+        let mut controllers = self.fleet.daemons();
+        controllers.retain(|daemon| daemon.starts_with(CONTROLLER));
+        controllers.iter().try_for_each(|controller| self.kill(controller))?;
+        controllers.iter().for_each(|controller| self.start(controller));
+        Ok(())
+    }
+
+    /// What each daemon takes now, by name.
+    ///
+    /// # Errors
+    /// When one has ended.
+    pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, Taken>> {
+        let daemons = self.fleet.daemons().into_iter();
+        daemons.map(|name| Ok((name.clone(), taken(self.fleet.daemon(&name)?.pid())?))).collect()
+    }
+
+    fn kill(&mut self, daemon: &str) -> anyhow::Result<()> {
+        self.down.insert(daemon.to_owned());
+        if self.fleet.daemon(daemon)?.try_wait()?.is_some() {
+            return Ok(());
+        }
+        self.fleet.kill(daemon)
+    }
+
+    /// One that ends at once is found by [`Site::look_after`].
+    fn start(&mut self, daemon: &str) {
+        self.down.remove(daemon);
+        if let Err(error) = self.fleet.restart(self.testbed, daemon) {
+            tracing::debug!("{error:#}");
+        }
+    }
+
+    fn upgrade(&mut self, daemon: &str) -> anyhow::Result<()> {
+        let status = self.fleet.daemon(daemon)?.terminate(END_LIMIT)?;
+        ensure!(status.success() || self.disk_full, "{daemon} ended with {status}: {}", logs(self.testbed));
+        if let Some(other) = self.other_command.clone() {
+            let is_other = self.other.remove(daemon);
+            if !is_other {
+                self.other.insert(daemon.to_owned());
+            }
+            self.fleet.set_command(daemon, if is_other { coreward_command()? } else { other });
+        }
+        self.start(daemon);
+        Ok(())
+    }
+
+    fn begin_etcd(&mut self, leader: bool, number: u16, stop: bool) -> anyhow::Result<()> {
+        let etcd = self.etcd.as_mut().context("a fleet without etcd")?;
+        let number = if leader { etcd.leader()? } else { number };
+        self.etcd_away = Some(number);
+        if stop { etcd.signal(number, Signal::SIGSTOP) } else { etcd.kill(number) }
+    }
+
+    fn end_etcd(&mut self, stop: bool) -> anyhow::Result<()> {
+        let (Some(etcd), Some(number)) = (&mut self.etcd, self.etcd_away.take()) else { return Ok(()) };
+        if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
+    }
+
+    fn begin_lies(&mut self, server: u16) -> anyhow::Result<()> {
+        self.kill(&agent_name(server))?;
+        let (done, lies) = (Arc::new(AtomicBool::new(false)), self.lies.clone());
+        let machine = self.testbed.server(server)?.clone();
+        let told = done.clone();
+        let thread = std::thread::spawn(move || liar::lie(&machine, server, server.into(), &lies, &told));
+        self.liars.insert(server, Liar { done, thread });
+        Ok(())
+    }
+
+    fn end_lies(&mut self, server: u16) -> anyhow::Result<()> {
+        if let Some(Liar { done, thread }) = self.liars.remove(&server) {
+            done.store(true, Ordering::Relaxed);
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
+        self.start(&agent_name(server));
+        Ok(())
+    }
+}
+
+impl Drop for Site<'_> {
+    fn drop(&mut self) {
+        for Liar { done, .. } in self.liars.values() {
+            done.store(true, Ordering::Relaxed);
+        }
+    }
+}

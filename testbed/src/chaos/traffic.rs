@@ -1,0 +1,234 @@
+//! The clients: downloads, keep-alive, connections of a moment, connections that are kept, and connections that carry bytes
+//! which are checked. None of what goes wrong here is the clients' or the servers' fault, so that no connection may break.
+
+use std::fs;
+use std::net::SocketAddrV4;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use serde::Serialize;
+
+use crate::broken::Broken;
+use crate::conformity::{download_once, parse_wrk};
+use crate::http::{Answerer, Connection};
+use crate::nginx::WHO;
+use crate::stream::client::{StreamClient, Streams};
+use crate::topology::{SERVICE, Testbed, VIP};
+
+/// Where the stream servers listen; the service of nginx is [`SERVICE`].
+pub const STREAM_SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 9000);
+/// Downloads at a time, at [`DOWNLOAD_RATE`].
+const DOWNLOADERS: u32 = 3;
+/// Bytes per second: a megabyte lasts long enough to meet a fault.
+const DOWNLOAD_RATE: &str = "300k";
+/// Connections that are kept, each asked once in [`KEPT_INTERVAL`].
+const KEPT: usize = 16;
+const KEPT_INTERVAL: Duration = Duration::from_millis(500);
+/// Between two connections of a moment.
+const SHORT_INTERVAL: Duration = Duration::from_millis(30);
+/// wrk tells what it saw when it ends; so many seconds at a time.
+const WRK_SECONDS: u64 = 10;
+/// Between two requests of each of wrk's connections (ms): the machine is to have time for the rest.
+const WRK_DELAY_MS: u32 = 20;
+/// New connections per second with bytes that are checked; each address of the client has ports for 50,000.
+const STREAMS_PER_SECOND: f64 = 40.0;
+/// Of the failures so many are told in words.
+const FAILURES_TOLD: usize = 20;
+/// After the end of the run, for connections that are under way.
+const STREAMS_LIMIT: Duration = Duration::from_secs(60);
+
+/// What the clients saw.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Seen {
+    /// Downloads of a megabyte by curl, each with a connection of its own.
+    pub downloads: Count,
+    /// Requests of wrk on connections that are kept.
+    pub requests: Count,
+    /// Connections for one request.
+    pub short: Count,
+    /// Answers on the connections that are kept for the whole run: always by the same worker.
+    pub kept: Count,
+    /// Connections of up to minutes whose bytes are checked.
+    pub streams: Count,
+    /// How those of them broke that did.
+    pub streams_broken: Broken,
+    /// The first failures, in words, with the second of the run.
+    pub failures: Vec<String>,
+}
+
+/// Of one kind of client.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Count {
+    /// What went well.
+    pub well: u64,
+    /// What broke.
+    pub broken: u64,
+}
+
+impl Seen {
+    /// All kinds together.
+    pub fn broken(&self) -> u64 {
+        let Self { downloads, requests, short, kept, streams, .. } = self;
+        [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
+    }
+
+    /// All kinds together.
+    pub fn well(&self) -> u64 {
+        let Self { downloads, requests, short, kept, streams, .. } = self;
+        [downloads, requests, short, kept, streams].iter().map(|count| count.well).sum()
+    }
+}
+
+/// The clients of a run.
+#[derive(Debug)]
+pub struct Traffic<'a> {
+    testbed: &'a Testbed,
+    start: Instant,
+    seen: Mutex<Seen>,
+    streams: Option<StreamClient>,
+    delay_script: PathBuf,
+}
+
+type CountOf = fn(&mut Seen) -> &mut Count;
+
+impl<'a> Traffic<'a> {
+    /// The streams begin. `seconds`: how long new ones do.
+    ///
+    /// # Errors
+    /// When something cannot be started.
+    pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
+        let delay_script = testbed.directory().join("delay.lua");
+        fs::write(&delay_script, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
+        // Address 0 is the other clients', whose kernel chooses their ports.
+        let addresses = 1..testbed.options().client_addresses;
+        let streams = Streams { seed, ..Streams::steady(STREAMS_PER_SECOND, seconds) };
+        let streams = testbed.start_stream_client_at(STREAM_SERVICE, addresses, &streams, None)?;
+        Ok(Self { testbed, start: Instant::now(), seen: Mutex::default(), streams: Some(streams), delay_script })
+    }
+
+    /// What was seen so far; of the streams nothing before [`Traffic::finish`].
+    pub fn seen(&self) -> Seen {
+        self.seen.lock().expect("no client panics").clone()
+    }
+
+    /// Starts all clients but the streams'; they end soon after `done`.
+    pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, done: &'scope AtomicBool) {
+        let going = move || !done.load(Ordering::Relaxed);
+        for _ in 0..DOWNLOADERS {
+            scope.spawn(move || {
+                while going() {
+                    let outcome = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
+                    self.count(|seen| &mut seen.downloads, "download", outcome);
+                }
+            });
+        }
+        scope.spawn(move || {
+            while going() {
+                self.wrk();
+            }
+        });
+        scope.spawn(move || {
+            while going() {
+                let outcome = self.in_client(|| Connection::open(None)?.who().map(drop));
+                self.count(|seen| &mut seen.short, "short connection", outcome);
+                std::thread::sleep(SHORT_INTERVAL);
+            }
+        });
+        scope.spawn(move || self.keep(going));
+    }
+
+    /// Waits for the streams.
+    ///
+    /// # Errors
+    /// When their client fails.
+    pub fn finish(mut self) -> anyhow::Result<Seen> {
+        let mut seen = self.seen();
+        if let Some(streams) = self.streams.take() {
+            let report = streams.finish(STREAMS_LIMIT)?;
+            let total = report.total();
+            seen.streams = Count { well: total.completed + report.open_at_end, broken: total.broken.total() };
+            seen.streams_broken = total.broken;
+            for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total() > 0) {
+                self.tell(&mut seen.failures, Duration::from_secs(second), format!("stream: {:?}", broken.broken));
+            }
+        }
+        Ok(seen)
+    }
+
+    fn in_client<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+        self.testbed.client().within(action)
+    }
+
+    fn count(&self, of: CountOf, what: &str, outcome: anyhow::Result<()>) {
+        let mut seen = self.seen.lock().expect("no client panics");
+        match outcome {
+            Ok(()) => of(&mut seen).well += 1,
+            Err(error) => {
+                of(&mut seen).broken += 1;
+                self.tell(&mut seen.failures, self.start.elapsed(), format!("{what}: {error:#}"));
+            }
+        }
+    }
+
+    fn tell(&self, failures: &mut Vec<String>, at: Duration, what: String) {
+        if failures.len() < FAILURES_TOLD {
+            failures.push(format!("{:.1} s: {what}", at.as_secs_f64()));
+        }
+    }
+
+    fn wrk(&self) {
+        let mut command = Command::new("wrk");
+        command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
+        command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.delay_script);
+        command.arg(format!("http://{SERVICE}{WHO}"));
+        let outcome = self.testbed.run(self.testbed.client(), command);
+        match outcome.and_then(|output| parse_wrk(&String::from_utf8_lossy(&output.stdout))) {
+            Ok((requests, errors)) => {
+                let mut seen = self.seen.lock().expect("no client panics");
+                seen.requests.well += requests;
+                seen.requests.broken += errors;
+                if errors > 0 {
+                    self.tell(&mut seen.failures, self.start.elapsed(), format!("wrk: {errors} errors"));
+                }
+            }
+            Err(error) => self.count(|seen| &mut seen.requests, "wrk", Err(error)),
+        }
+    }
+
+    /// The connections that are kept, one after the other.
+    fn keep(&self, going: impl Fn() -> bool) {
+        let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT).map(|_| None).collect();
+        while going() {
+            for place in &mut kept {
+                let asked = Instant::now();
+                let outcome = self.in_client(|| ask(place));
+                if outcome.is_err() {
+                    *place = None;
+                }
+                self.count(|seen| &mut seen.kept, "kept connection", outcome);
+                std::thread::sleep((KEPT_INTERVAL / KEPT as u32).saturating_sub(asked.elapsed()));
+            }
+        }
+    }
+}
+
+/// Opens the connection where there is none; it is always the same worker that answers.
+fn ask(place: &mut Option<(Connection, Answerer)>) -> anyhow::Result<()> {
+    match place {
+        None => {
+            let mut connection = Connection::open(None)?;
+            let first = connection.who()?;
+            *place = Some((connection, first));
+        }
+        Some((connection, first)) => {
+            let now = connection.who()?;
+            ensure!(now == *first, "answered by {first:?} at first, by {now:?} now");
+        }
+    }
+    Ok(())
+}

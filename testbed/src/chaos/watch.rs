@@ -1,0 +1,268 @@
+//! What is seen of the fleet while everything goes wrong: generations, ids and counters that only grow or stay, tables that
+//! come, daemons that do not grow.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::ask::Operator;
+use crate::topology::{Testbed, load_balancer_name};
+
+/// Where every load balancer serves its metrics, in its own namespace.
+pub const METRICS: &str = "127.0.0.1:9440";
+/// How often it is looked.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// A status costs the controller more than a scrape costs a load balancer.
+const STATUS_EVERY: u32 = 5;
+const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
+/// A status that comes no sooner is of no use.
+const STATUS_LIMIT_S: &str = "3";
+
+/// What was seen.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Watched {
+    /// Statuses that the controller gave.
+    pub statuses: u64,
+    /// How often a load balancer's tables were looked at.
+    pub scrapes: u64,
+    /// The longest time in which a load balancer got no new table (s), and when that ended (second of the run).
+    pub longest_without_table_s: f64,
+    /// See there.
+    pub longest_without_table_at_s: f64,
+    /// What did not hold, in words.
+    pub violations: Vec<String>,
+}
+
+/// Looks; used by one thread, looked at by others.
+#[derive(Debug)]
+pub struct Watch<'a> {
+    testbed: &'a Testbed,
+    operator: Operator<'a>,
+    start: Instant,
+    seen: Mutex<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    watched: Watched,
+    configuration: u64,
+    /// By server id.
+    names: BTreeMap<u64, String>,
+    /// Counters by (load balancer or server, counter).
+    counters: BTreeMap<(String, String), u64>,
+    /// By load balancer: the generations of its tables, and since when.
+    tables: BTreeMap<u16, (f64, Instant)>,
+    /// Which cookie key stamps, of which generation, and how far a rotation is.
+    keys: Option<[Value; 3]>,
+}
+
+impl<'a> Watch<'a> {
+    /// Nothing is known yet.
+    pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
+        let operator = Operator::new(testbed, controllers, STATUS_LIMIT_S);
+        Self { testbed, operator, start: Instant::now(), seen: Mutex::default() }
+    }
+
+    /// What was seen so far.
+    pub fn watched(&self) -> Watched {
+        self.known().watched.clone()
+    }
+
+    /// Looks until `done`.
+    pub fn run(&self, done: &AtomicBool) {
+        for turn in 0u32.. {
+            if done.load(Ordering::Relaxed) {
+                return;
+            }
+            let begin = Instant::now();
+            for number in self.testbed.load_balancer_numbers() {
+                if let Ok(generations) = self.table_generations(number) {
+                    self.look_at_tables(number, generations);
+                }
+            }
+            if turn.is_multiple_of(STATUS_EVERY)
+                && let Ok(status) = self.status()
+            {
+                self.look_at_status(&status);
+            }
+            std::thread::sleep(LOOK_INTERVAL.saturating_sub(begin.elapsed()));
+        }
+    }
+
+    /// Which load balancer got no new table since that moment; `None`: all did.
+    pub fn without_table(&self, since: Instant) -> Option<String> {
+        let known = self.known();
+        let new = |number: &u16| known.tables.get(number).is_some_and(|(_, at)| *at > since);
+        let numbers = self.testbed.load_balancer_numbers();
+        numbers.into_iter().find(|number| !new(number)).map(|number| format!("lb{number} has no new table"))
+    }
+
+    /// What `coreward status` says.
+    ///
+    /// # Errors
+    /// When no controller answers in time.
+    pub fn status(&self) -> anyhow::Result<Value> {
+        Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
+    }
+
+    fn known(&self) -> std::sync::MutexGuard<'_, Known> {
+        self.seen.lock().expect("no watcher panics")
+    }
+
+    /// The sum of the generations of the tables in force.
+    fn table_generations(&self, number: u16) -> anyhow::Result<f64> {
+        let page = self.testbed.load_balancer(number)?.within(scrape)?;
+        let generations = page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
+        Ok(generations.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
+    }
+
+    fn look_at_tables(&self, number: u16, generations: f64) {
+        let (mut known, now) = (self.known(), Instant::now());
+        known.watched.scrapes += 1;
+        let before = known.tables.get(&number).copied();
+        match before {
+            // A new controller counts its tables anew: any other number is another table.
+            Some((before, _)) if before == generations => {}
+            Some((_, since)) => {
+                let without = (now - since).as_secs_f64();
+                if without > known.watched.longest_without_table_s {
+                    known.watched.longest_without_table_s = without;
+                    known.watched.longest_without_table_at_s = (now - self.start).as_secs_f64();
+                }
+                known.tables.insert(number, (generations, now));
+            }
+            None => drop(known.tables.insert(number, (generations, now))),
+        }
+    }
+
+    fn look_at_status(&self, status: &Value) {
+        let mut known = self.known();
+        known.watched.statuses += 1;
+        let generation = status["configuration_generation"].as_u64().unwrap_or(0);
+        if generation < known.configuration {
+            let before = known.configuration;
+            known.violated(format!("configuration generation {generation} after {before}"));
+        }
+        known.configuration = known.configuration.max(generation);
+        for server in array(&status["servers"]) {
+            known.look_at_server(server);
+            known.look_at_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
+        }
+        known.look_at_keys(&status["keys"]);
+        for balancer in array(&status["load_balancers"]) {
+            let name = balancer["name"].as_str().unwrap_or_default();
+            known.look_at_counters(name, &balancer["state"]["counters"]);
+        }
+    }
+}
+
+impl Known {
+    fn violated(&mut self, what: String) {
+        if !self.watched.violations.contains(&what) {
+            self.watched.violations.push(what);
+        }
+    }
+
+    /// An id is one server's for the whole run: cookies may carry it.
+    fn look_at_server(&mut self, server: &Value) {
+        let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
+        let other = self.names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
+        if let Some(other) = other {
+            self.violated(format!("{name} has id {id}, after {other}"));
+        }
+        let owner = self.names.entry(id).or_insert_with(|| name.to_owned()).clone();
+        if owner != name {
+            self.violated(format!("id {id} is {name}'s, after {owner}'s"));
+        }
+    }
+
+    /// No rotation is allowed, so the keys stay.
+    fn look_at_keys(&mut self, keys: &Value) {
+        let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
+        let before = self.keys.get_or_insert_with(|| now.clone()).clone();
+        if now != before {
+            self.violated(format!("the cookie keys changed: {before:?}, then {now:?}"));
+        }
+    }
+
+    /// Counters of the data plane survive their daemons.
+    fn look_at_counters(&mut self, owner: &str, counters: &Value) {
+        for (name, count) in counters.as_object().into_iter().flatten() {
+            let count = count.as_u64().unwrap_or(0);
+            let before = self.counters.insert((owner.to_owned(), name.clone()), count).unwrap_or(0);
+            if count < before {
+                self.violated(format!("counter {name} of {owner} went from {before} to {count}"));
+            }
+        }
+    }
+}
+
+/// Why the fleet is not whole, by its status; `None`: every server that is in the document reports, every load balancer has heard of
+/// the newest configuration and knows all servers. `since`: the load balancers must have said so after this moment.
+pub fn not_whole(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
+    for server in array(&status["servers"]) {
+        if server["state"] != "gone" && server["reports"] != "fresh" {
+            return Some(format!("{} reports {}", server["name"], server["reports"]));
+        }
+    }
+    let balancers = array(&status["load_balancers"]);
+    for number in testbed.load_balancer_numbers() {
+        let name = load_balancer_name(number);
+        let Some(balancer) = balancers.iter().find(|balancer| balancer["name"] == name) else {
+            return Some(format!("{name} is not there"));
+        };
+        let state = &balancer["state"];
+        let age = Duration::from_millis(balancer["state_age_ms"].as_u64().unwrap_or(u64::MAX / 2));
+        if state.is_null() || age > since.elapsed() {
+            return Some(format!("{name} has said nothing since"));
+        }
+        let unresolved = array(&state["unresolved_servers"]);
+        if !unresolved.is_empty() {
+            return Some(format!("{name} does not find {unresolved:?}"));
+        }
+    }
+    None
+}
+
+fn array(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The metrics of the namespace's load balancer.
+fn scrape() -> anyhow::Result<String> {
+    let address: SocketAddr = METRICS.parse()?;
+    let mut stream = TcpStream::connect_timeout(&address, SCRAPE_LIMIT)?;
+    stream.set_read_timeout(Some(SCRAPE_LIMIT))?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: coreward\r\nConnection: close\r\n\r\n")?;
+    let mut page = String::new();
+    stream.read_to_string(&mut page)?;
+    Ok(page)
+}
+
+/// What a process takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Taken {
+    /// Memory that is its own and in RAM (kB).
+    pub memory_kb: u64,
+    /// Open files.
+    pub files: u64,
+}
+
+/// What a process takes now.
+///
+/// # Errors
+/// When it has ended.
+pub fn taken(pid: u32) -> anyhow::Result<Taken> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
+    let memory_kb = memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;
+    Ok(Taken { memory_kb, files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
+}

@@ -1,0 +1,245 @@
+//! Somebody who changes the configuration all the time, and remembers what the controller acknowledged.
+//!
+//! The controller has said of the document that is *acknowledged* that it is in force. Attempts since then whose answer did not
+//! come may be in force, too: whoever asks a controller that dies cannot know. Anything else is a lost write.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use serde::Serialize;
+
+use super::ask::Operator;
+use super::document::Documents;
+use crate::topology::Testbed;
+
+/// Every so many changes a wrong one is tried.
+const WRONG_EVERY: u64 = 10;
+/// Every so many changes the controller is asked for a rotation of the cookie keys.
+const ROTATE_EVERY: u64 = 50;
+/// Every so many changes it is looked whether the controller has what it acknowledged.
+const LOOK_EVERY: u64 = 10;
+/// After a failure.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Longer than the command's own patience with a controller that does not answer.
+const LIMIT_S: &str = "8";
+
+/// What was asked for, and what became of it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Writes {
+    /// Changes that the controller said are in force.
+    pub acknowledged: u64,
+    /// Changes that came to nothing or whose answer did not come.
+    pub unanswered: u64,
+    /// Of these, the ones that turned out to be in force.
+    pub unanswered_in_force: u64,
+    /// Documents with a mistake; all must be refused.
+    pub wrong: u64,
+    /// Rotations of young keys; all must be refused.
+    pub rotations: u64,
+    /// How often the controller was asked for what is in force.
+    pub looks: u64,
+    /// What did not hold, in words.
+    pub violations: Vec<String>,
+}
+
+/// What must be in force.
+#[derive(Debug, Default)]
+pub struct Model {
+    generation: u64,
+    text: String,
+    /// May be, as well.
+    unanswered: Vec<String>,
+}
+
+/// The writer; used by one thread, looked at by others.
+#[derive(Debug)]
+pub struct Writer<'a> {
+    operator: Operator<'a>,
+    file: PathBuf,
+    writes: Mutex<Writes>,
+}
+
+impl<'a> Writer<'a> {
+    /// Nothing is written yet.
+    pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
+        let operator = Operator::new(testbed, controllers, LIMIT_S);
+        Self { operator, file: testbed.directory().join("wanted.toml"), writes: Mutex::default() }
+    }
+
+    /// What was done so far.
+    pub fn writes(&self) -> Writes {
+        self.writes.lock().expect("no writer panics").clone()
+    }
+
+    /// Makes `changes` changes, one every `interval` where the controller lets it, until `done`; then all servers are active
+    /// again. The document that `documents` has now must be in force.
+    ///
+    /// # Errors
+    /// When the controller cannot be asked at the beginning or after the end.
+    pub fn run(
+        &self,
+        mut documents: Documents,
+        changes: u64,
+        interval: Duration,
+        done: &AtomicBool,
+    ) -> anyhow::Result<Model> {
+        let mut model = Model::default();
+        (model.generation, model.text) = self.in_force()?;
+        let mut due = Instant::now();
+        let mut made = 0u64;
+        while !done.load(Ordering::Relaxed) {
+            if self.writes().acknowledged >= changes || Instant::now() < due {
+                std::thread::sleep(Duration::from_millis(10));
+                continue;
+            }
+            due = (due + interval).max(Instant::now() - 10 * interval);
+            made += 1;
+            documents.change();
+            if !self.change(&mut model, documents.text())? {
+                std::thread::sleep(PAUSE);
+            }
+            if made.is_multiple_of(WRONG_EVERY) {
+                self.try_wrong(&mut model, &documents.wrong())?;
+            }
+            if made.is_multiple_of(ROTATE_EVERY) {
+                self.try_rotation();
+            }
+            if made.is_multiple_of(LOOK_EVERY) {
+                self.look(&mut model);
+            }
+        }
+        documents.restore();
+        let end = Instant::now() + Duration::from_secs(20);
+        while !self.change(&mut model, documents.text())? {
+            ensure!(Instant::now() < end, "the last change is not acknowledged");
+            std::thread::sleep(PAUSE);
+        }
+        self.look_again(&mut model)?;
+        Ok(model)
+    }
+
+    /// Compares once more what is in force with what was acknowledged.
+    ///
+    /// # Errors
+    /// When the controller does not answer.
+    pub fn look_again(&self, model: &mut Model) -> anyhow::Result<()> {
+        ensure!(self.look(model), "the controller does not say what is in force");
+        Ok(())
+    }
+
+    /// Whether it is acknowledged.
+    fn change(&self, model: &mut Model, text: String) -> anyhow::Result<bool> {
+        fs::write(&self.file, &text)?;
+        // An attempt that nobody answered may be in force by now.
+        if !model.unanswered.is_empty() && !self.look(model) {
+            return Ok(false);
+        }
+        match self.apply() {
+            Ok(generation) => {
+                if generation <= model.generation {
+                    self.violated(format!("generation {generation} was acknowledged after {}", model.generation));
+                }
+                *model = Model { generation, text, unanswered: Vec::new() };
+                self.count(|writes| writes.acknowledged += 1);
+                Ok(true)
+            }
+            Err(_) => {
+                model.unanswered.push(text);
+                self.count(|writes| writes.unanswered += 1);
+                Ok(false)
+            }
+        }
+    }
+
+    /// A document that must be refused.
+    fn try_wrong(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
+        fs::write(&self.file, text)?;
+        self.count(|writes| writes.wrong += 1);
+        if let Ok(generation) = self.apply() {
+            self.violated(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
+            (model.generation, model.text) = self.in_force()?;
+        }
+        Ok(())
+    }
+
+    /// The keys are minutes old, and cookies live for a day: whatever the clock says, no rotation is safe.
+    fn try_rotation(&self) {
+        self.count(|writes| writes.rotations += 1);
+        if let Ok(answer) = self.operator.coreward(&["keys", "rotate"]) {
+            self.violated(format!("keys that are minutes old are rotated: {answer}"));
+        }
+    }
+
+    /// Compares what is in force with the model; false when the controller does not answer.
+    fn look(&self, model: &mut Model) -> bool {
+        let Ok((generation, text)) = self.in_force() else { return false };
+        self.count(|writes| writes.looks += 1);
+        if text == model.text && generation == model.generation {
+            return true;
+        }
+        if generation > model.generation && model.unanswered.contains(&text) {
+            self.count(|writes| writes.unanswered_in_force += 1);
+        } else {
+            let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
+            self.violated(format!(
+                "a write is lost: generation {} ({:?}) was acknowledged, {generation} ({:?}) is in force",
+                model.generation,
+                first(&model.text),
+                first(&text)
+            ));
+        }
+        // Of the attempts before this one none can be in force any more: each names the generation that it replaces.
+        *model = Model { generation, unanswered: after(std::mem::take(&mut model.unanswered), &text), text };
+        true
+    }
+
+    /// The generation that the controller says is in force now.
+    fn apply(&self) -> anyhow::Result<u64> {
+        let file = self.file.display().to_string();
+        let answer = self.operator.coreward(&["apply", "--yes", &file])?;
+        let generation = answer.lines().find_map(|line| line.strip_prefix("generation ")?.strip_suffix(" is in force"));
+        match generation.map(str::parse) {
+            Some(Ok(generation)) => Ok(generation),
+            _ => bail!("not an answer: {answer}"),
+        }
+    }
+
+    /// Generation and text of the fleet's document.
+    fn in_force(&self) -> anyhow::Result<(u64, String)> {
+        let answer: serde_json::Value =
+            serde_json::from_str(&self.operator.coreward(&["fleet", "show", "--format", "json"])?)?;
+        let generation = answer["generation"].as_u64().context("a document without a generation")?;
+        Ok((generation, answer["text"].as_str().context("a document without a text")?.to_owned()))
+    }
+
+    fn count(&self, count: impl FnOnce(&mut Writes)) {
+        count(&mut self.writes.lock().expect("no writer panics"));
+    }
+
+    fn violated(&self, what: String) {
+        self.count(|writes| writes.violations.push(what));
+    }
+}
+
+/// The attempts after the one that is in force.
+fn after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
+    let position = attempts.iter().position(|text| text == in_force);
+    attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_force_ends_the_doubt_about_attempts_before() {
+        let attempts = ["a", "b", "c"].map(String::from).to_vec();
+        assert_eq!(after(attempts.clone(), "b"), ["c"]);
+        assert_eq!(after(attempts.clone(), "c"), [""; 0]);
+        assert_eq!(after(attempts.clone(), "x"), attempts);
+    }
+}

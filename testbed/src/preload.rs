@@ -1,0 +1,119 @@
+//! What cannot be done to one daemon alone from outside: to set its wall clock (CLOCK_REALTIME is not namespaced), and to refuse
+//! all its writes. A small library (`preload.c`), loaded into the daemons of a test alone, does what stands in a file.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Context as _;
+
+/// Built by build.rs.
+const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
+/// `struct faults` of preload.c: two numbers of 64 bits.
+const CLOCK_OFFSET: u64 = 0;
+const DISK_FULL: u64 = 8;
+const BYTES: u64 = 16;
+
+/// What is done to a testbed's daemons, by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Preload {
+    directory: PathBuf,
+}
+
+impl Preload {
+    /// In a directory that exists.
+    ///
+    /// # Errors
+    /// When it cannot be written to.
+    pub fn create(directory: &Path) -> anyhow::Result<Self> {
+        let preload = Self { directory: directory.to_owned() };
+        let library = preload.library();
+        fs::write(&library, LIBRARY).with_context(|| format!("cannot write {}", library.display()))?;
+        Ok(preload)
+    }
+
+    /// How far the wall clock of the daemon is from the machine's (ns); a change shows at once, and outlives the daemon.
+    ///
+    /// # Errors
+    /// When it was never started.
+    pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
+        self.set(daemon, CLOCK_OFFSET, offset_ns)
+    }
+
+    /// Whether everything that the daemon writes into a file at a position is refused, as by a disk that is full.
+    ///
+    /// # Errors
+    /// When it was never started.
+    pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
+        self.set(daemon, DISK_FULL, full.into())
+    }
+
+    /// The command's process will have what is done to the daemon.
+    pub(crate) fn give(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
+        let path = self.faults(daemon);
+        let make = || -> io::Result<()> {
+            File::options().write(true).create(true).truncate(false).open(&path)?.set_len(BYTES)
+        };
+        make().with_context(|| format!("cannot make {}", path.display()))?;
+        command.env("LD_PRELOAD", self.library()).env("COREWARD_FAULTS", path);
+        Ok(())
+    }
+
+    fn set(&self, daemon: &str, position: u64, value: i64) -> anyhow::Result<()> {
+        let path = self.faults(daemon);
+        let write = || File::options().write(true).open(&path)?.write_all_at(&value.to_ne_bytes(), position);
+        write().with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    fn library(&self) -> PathBuf {
+        self.directory.join("preload.so")
+    }
+
+    fn faults(&self, daemon: &str) -> PathBuf {
+        self.directory.join(format!("faults-{daemon}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `date` says with the clock, in seconds.
+    fn date(preload: &Preload) -> i64 {
+        let mut command = Command::new("date");
+        preload.give("d", command.arg("+%s")).unwrap();
+        String::from_utf8(command.output().unwrap().stdout).unwrap().trim().parse().unwrap()
+    }
+
+    #[test]
+    fn a_clock_is_its_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let preload = Preload::create(directory.path()).unwrap();
+        let before = date(&preload);
+        preload.set_clock("d", 86_400 * 1_000_000_000).unwrap();
+        assert!((86_400..86_460).contains(&(date(&preload) - before)));
+        preload.set_clock("d", -3_600 * 1_000_000_000).unwrap();
+        assert!((-3_600..-3_540).contains(&(date(&preload) - before)));
+        assert!(preload.set_clock("nobody", 1).is_err());
+    }
+
+    /// truncate(1) makes files longer by ftruncate.
+    #[test]
+    fn a_disk_is_full_for_one_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let preload = Preload::create(directory.path()).unwrap();
+        let grow = |length: &str| {
+            let mut command = Command::new("truncate");
+            command.args(["--size", length]).arg(directory.path().join("file"));
+            preload.give("t", &mut command).unwrap();
+            command.output().unwrap().status.success()
+        };
+        assert!(grow("1"));
+        preload.set_disk_full("t", true).unwrap();
+        assert!(!grow("2"));
+        preload.set_disk_full("t", false).unwrap();
+        assert!(grow("2"));
+    }
+}

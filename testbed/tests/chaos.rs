@@ -1,0 +1,27 @@
+//! The short form of `coreward testbed chaos`: the same faults and clients, seconds instead of minutes.
+
+use coreward_testbed::chaos::{Options, run};
+use coreward_testbed::skip_without_privilege;
+
+#[test]
+fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
+    if skip_without_privilege("whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost") {
+        return;
+    }
+    let options = Options {
+        seconds: 10,
+        seed: 1,
+        faults: Vec::new(),
+        changes: 30,
+        controllers: 1,
+        other_binary: None,
+        json: false,
+    };
+    let outcome = run("chaostest", &options).unwrap();
+    println!("{outcome}");
+    assert!(outcome.is_well());
+    assert!(outcome.faults.values().sum::<u64>() >= 3, "{:?}", outcome.faults);
+    assert!(outcome.writes.acknowledged > 10 && outcome.watched.statuses > 3, "{outcome}");
+    let seen = &outcome.seen;
+    assert!([seen.downloads, seen.requests, seen.short, seen.kept, seen.streams].iter().all(|count| count.well > 0));
+}
