@@ -492,7 +492,8 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
         "controller" => include_str!("../../packaging/systemd/coreward-controller.service"),
         "lb" => include_str!("../../packaging/systemd/coreward-lb.service"),
         "agent" => include_str!("../../packaging/systemd/coreward-agent.service"),
-        other => bail!("{other:?} has no unit: expected controller, lb or agent"),
+        "rack" => include_str!("../../packaging/systemd/coreward-rack.service"),
+        other => bail!("{other:?} has no unit: expected controller, lb, agent or rack"),
     };
     let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
     Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())

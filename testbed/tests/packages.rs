@@ -21,7 +21,7 @@ fn succeeds(program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-const UNITS: [(&str, f64); 3] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0)];
+const UNITS: [(&str, f64); 4] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0)];
 
 /// Built, unpacked, and run: the command by its own libraries, the pages by man, the units by systemd-analyze.
 #[test]
@@ -32,7 +32,7 @@ fn packages_hold_what_is_needed() {
     }
     let built = succeeds("scripts/deb", &[]);
     let packages: Vec<&str> = built.lines().collect();
-    assert_eq!(packages.len(), 4, "{built}");
+    assert_eq!(packages.len(), 5, "{built}");
     let directory = tempfile::tempdir().unwrap();
     let into = directory.path().to_str().unwrap();
     for package in &packages {

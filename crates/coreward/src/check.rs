@@ -38,6 +38,8 @@ pub enum Kind {
     Agent,
     /// `coreward dispatch`'s
     Dispatch,
+    /// `coreward rack`'s
+    Rack,
 }
 
 /// # Errors
@@ -104,6 +106,7 @@ impl Kind {
             Self::Lb => "lb",
             Self::Agent => "agent",
             Self::Dispatch => "dispatch",
+            Self::Rack => "rack",
         }
     }
 
@@ -115,6 +118,7 @@ impl Kind {
             Self::Lb => coreward_lb::config::Config::parse(source).map(|_| ()),
             Self::Agent => coreward_agent::config::Config::parse(source).map(|_| ()),
             Self::Dispatch => coreward_dispatch::config::Config::parse(source).map(|_| ()),
+            Self::Rack => coreward_rack::config::Config::parse(source).map(|_| ()),
         }
     }
 
@@ -126,6 +130,7 @@ impl Kind {
             Self::Lb => schema::<coreward_lb::config::File>("coreward lb"),
             Self::Agent => schema::<coreward_agent::config::File>("coreward agent"),
             Self::Dispatch => schema::<coreward_dispatch::config::Table>("coreward dispatch"),
+            Self::Rack => schema::<coreward_rack::config::File>("coreward rack"),
         }
     }
 

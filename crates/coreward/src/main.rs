@@ -41,6 +41,8 @@ enum Command {
     Lb(LbArgs),
     /// The agent of a server: attaches the programs, or takes over those at work, reports, follows the controller
     Agent(AgentArgs),
+    /// The rack controller: agents connect to it, and it passes up what their reports come to
+    Rack(ConfigArgs),
     /// At a server: which worker of a UDP service gets a request, for servers as they are
     Dispatch(DispatchArgs),
     /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
@@ -253,6 +255,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
         }
         Command::Agent(args) => agent(args),
+        Command::Rack(args) => coreward_rack::daemon::run(&args.config),
         Command::Dispatch(args) => {
             rights::require("coreward dispatch")?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))

@@ -11,6 +11,8 @@ pub enum Part {
     Agent,
     /// `coreward dispatch`
     Dispatch,
+    /// `coreward rack`
+    Rack,
 }
 
 impl Part {
@@ -21,6 +23,7 @@ impl Part {
             Part::Lb => "lb",
             Part::Agent => "agent",
             Part::Dispatch => "dispatch",
+            Part::Rack => "rack",
         }
     }
 }
@@ -65,7 +68,7 @@ pub struct Metric {
 }
 
 use Kind::{Counter, Extreme, Gauge, Histogram};
-use Part::{Agent, Controller, Dispatch, Lb};
+use Part::{Agent, Controller, Dispatch, Lb, Rack};
 
 const fn metric(
     name: &'static str,
@@ -77,7 +80,7 @@ const fn metric(
     Metric { name, kind, labels, parts, help }
 }
 
-const ALL: &[Part] = &[Controller, Lb, Agent, Dispatch];
+const ALL: &[Part] = &[Controller, Lb, Agent, Dispatch, Rack];
 const DISPATCHING: &[Part] = &[Controller, Agent, Dispatch];
 
 /// All of them.
@@ -337,4 +340,12 @@ pub const METRICS: &[Metric] = &[
         DISPATCHING,
         "Datagrams that a worker's full receive buffer dropped",
     ),
+    metric(
+        "coreward_rack_controller_connected",
+        Gauge,
+        &[],
+        &[Rack],
+        "1: the rack follows a controller; 0: it looks for one",
+    ),
+    metric("coreward_rack_agents", Gauge, &[], &[Rack], "Agents that are connected"),
 ];

@@ -5,6 +5,7 @@
 //! * [`keys`]: the fleet's cookie keys
 //! * [`mode`]: how a service's packets find their server
 //! * [`rss`]: a server's RSS key and indirection table
+//! * [`rack`]: what racks pass up, and what they must know for that
 //! * [`report`]: what an agent says of its cores
 //! * [`configuration`]: what the controller tells load balancers and agents to know
 //! * [`table`]: placement tables
@@ -18,6 +19,7 @@ mod error;
 pub mod health;
 pub mod keys;
 pub mod mode;
+pub mod rack;
 pub mod report;
 pub mod rss;
 pub mod sockets;
@@ -30,6 +32,7 @@ pub use configuration::{
 };
 pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
+pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
 pub use report::{Report, ReportError};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};

@@ -40,6 +40,22 @@ pub struct Status {
     pub load_balancers: Vec<LoadBalancer>,
     /// The cookie keys, without the secrets.
     pub keys: Keys,
+    /// Rack controllers that are connected.
+    #[serde(default)]
+    pub racks: Vec<Rack>,
+}
+
+/// A rack controller.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Rack {
+    /// Its name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// How long ago it was last heard of.
+    pub age_ms: u32,
+    /// Whose agents speak through it.
+    pub servers: Vec<String>,
 }
 
 /// All services.

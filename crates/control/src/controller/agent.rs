@@ -7,6 +7,7 @@ use coreward_model::rss::Rss;
 use coreward_wire::{Report, ReportError, ReportedRss, v1};
 
 use super::Now;
+use super::racks::Behind;
 use super::refused::{CLOCK_TOLERANCE, Refused};
 use super::traffic::Totals;
 
@@ -38,6 +39,8 @@ pub struct LiveSession {
     pub time_to_live: Duration,
     /// The agent's version.
     pub version: String,
+    /// The rack through which it speaks.
+    pub behind: Option<Behind>,
 }
 
 /// What is kept of a report for `coreward status`.

@@ -4,6 +4,7 @@
 //! * [`agent`]: a server as its agent's reports show it
 //! * [`refused`]: why a report, or an agent, was not taken
 //! * [`service`]: a service, its policy and its newest table
+//! * [`racks`]: who stands between agents and controller
 //! * [`load_balancers`]: who gets the tables
 //! * [`rotation`]: whether the cookie keys may be rotated now
 //! * [`health`]: which servers are fit for new connections
@@ -20,6 +21,8 @@ mod lives;
 pub mod load_balancers;
 #[cfg(test)]
 mod pool_tests;
+#[cfg(test)]
+pub mod racks;
 pub mod refused;
 pub mod rotation;
 #[cfg(test)]
@@ -49,6 +52,7 @@ use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
 use health::Health;
 use load_balancers::LoadBalancers;
+use racks::{Behind, Racks};
 use refused::Refused;
 use service::{Condition, Service};
 
@@ -68,6 +72,7 @@ pub struct Now {
 pub struct Session {
     server: Arc<str>,
     number: u64,
+    behind: Option<Behind>,
 }
 
 impl Session {
@@ -100,6 +105,7 @@ pub struct Controller {
     /// Those that are connected.
     pub load_balancers: LoadBalancers,
     health: Health,
+    racks: Racks,
     accepted: u64,
     refused: BTreeMap<&'static str, u64>,
     sessions: u64,
@@ -113,6 +119,7 @@ impl Controller {
             agents: HashMap::new(),
             load_balancers: LoadBalancers::default(),
             health: Health::default(),
+            racks: Racks::default(),
             accepted: 0,
             refused: Refused::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             sessions: 0,
@@ -152,11 +159,25 @@ impl Controller {
     /// # Errors
     /// When the server is not known, or has a live agent already.
     pub fn hello(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
-        let outcome = self.try_hello(server, version, now);
+        self.hello_behind(server, version, None, now)
+    }
+
+    /// The same of an agent that may speak through a rack.
+    ///
+    /// # Errors
+    /// As [`Controller::hello`].
+    pub fn hello_behind(
+        &mut self,
+        server: &str,
+        version: &str,
+        behind: Option<Behind>,
+        now: Now,
+    ) -> Result<Session, Refused> {
+        let outcome = self.try_hello(server, version, behind, now);
         self.count(outcome)
     }
 
-    fn try_hello(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
+    fn try_hello(&mut self, server: &str, version: &str, behind: Option<Behind>, now: Now) -> Result<Session, Refused> {
         if self.fleet.id(server).is_none() {
             return Err(Refused::UnknownServer(server.to_owned()));
         }
@@ -171,8 +192,12 @@ impl Controller {
         // Until its first report says how long it may be silent: as long as three reports take.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
-        agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version });
-        Ok(Session { server: server.into(), number: self.sessions })
+        agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, behind });
+        let session = Session { server: server.into(), number: self.sessions, behind };
+        if let Some(behind) = behind {
+            self.racks.begin(behind, &session);
+        }
+        Ok(session)
     }
 
     /// What the session's agent must know.
@@ -267,11 +292,16 @@ impl Controller {
         {
             agent.session = None;
         }
+        if let Some(behind) = session.behind {
+            self.racks.end(behind);
+        }
     }
 
     /// Whether the loads of all servers that take new connections are known.
     pub fn all_report(&self, now: Now) -> bool {
-        let known = |id: ServerId| self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
+        let passed_up = self.racks.servers(now);
+        let known =
+            |id: ServerId| passed_up.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
         let eligible = |service: &FleetService, id: ServerId| self.fleet.eligible(service, id);
         self.services
             .iter()
@@ -324,6 +354,7 @@ impl Controller {
         let service_fleet = service.fleet();
         let servers = service_fleet.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
         let pool = Pool::new(servers, self.load_balancers.count() as u32);
+        let pool = pool.behind_racks(self.racks.summaries(service_fleet.index, now));
         if places_requests(service_fleet) { pool.of_requests() } else { pool }
     }
 
@@ -341,14 +372,17 @@ impl Controller {
         }
     }
 
+    fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
+        let told = service.takes_connections(id);
+        told.unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit)
+    }
+
     fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
         let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
         PoolServer {
             id,
-            eligible: service
-                .takes_connections(id)
-                .unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit),
-            loads: agent.and_then(|agent| agent.loads(now)).map(|loads| loads_for(service.fleet(), loads).into()),
+            eligible: self.takes_connections(service, id, now),
+            loads: agent.and_then(|agent| loads_here(agent, now)).map(|loads| loads_for(service.fleet(), loads).into()),
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
@@ -374,6 +408,13 @@ impl Controller {
     }
 }
 
+/// The loads of a server's cores as its agent reports them here; of one behind a rack they come from there, and what its agent
+/// reports here now and then is for people.
+fn loads_here(agent: &Agent, now: Now) -> Option<&[f64]> {
+    let behind = agent.session.as_ref().is_some_and(|session| session.behind.is_some());
+    agent.loads(now).filter(|_| !behind)
+}
+
 /// Whether each datagram is placed on its own (`udp = "packet"`).
 fn places_requests(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
@@ -383,7 +424,12 @@ fn places_requests(service: &FleetService) -> bool {
 /// the server decides then and there, so its core's load is the server's. Flows stay, and a core that is behind now is a chance
 /// of which the policy makes use.
 fn loads_for(service: &FleetService, loads: &[f64]) -> Vec<f64> {
-    if places_requests(service) { vec![mean(loads).unwrap_or(0.0); loads.len()] } else { loads.to_vec() }
+    loads_of_placed(places_requests(service), loads)
+}
+
+/// [`loads_for`], for a rack: `requests` is whether the service's datagrams are placed one by one.
+pub fn loads_of_placed(requests: bool, loads: &[f64]) -> Vec<f64> {
+    if requests { vec![mean(loads).unwrap_or(0.0); loads.len()] } else { loads.to_vec() }
 }
 
 /// Makes the policy that a service's configuration names.

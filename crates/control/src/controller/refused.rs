@@ -36,6 +36,17 @@ pub enum Refused {
         /// How long the other one has been silent.
         silence: Duration,
     },
+    /// Two racks have one name.
+    #[error(
+        "rack {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
+        silence.as_millis()
+    )]
+    DuplicateRack {
+        /// The name.
+        name: String,
+        /// How long the other one has been silent.
+        silence: Duration,
+    },
     /// A newer agent has taken the server over.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
@@ -59,10 +70,11 @@ pub enum Refused {
 
 impl Refused {
     /// All names that [`Refused::reason`] gives: the counters in `coreward status`.
-    pub const REASONS: [&'static str; 10] = [
+    pub const REASONS: [&'static str; 11] = [
         "unknown_server",
         "duplicate_session",
         "duplicate_load_balancer",
+        "duplicate_rack",
         "superseded",
         "from_the_future",
         "out_of_order",
@@ -78,6 +90,7 @@ impl Refused {
             Refused::UnknownServer(_) => "unknown_server",
             Refused::DuplicateSession { .. } => "duplicate_session",
             Refused::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
+            Refused::DuplicateRack { .. } => "duplicate_rack",
             Refused::Superseded(_) => "superseded",
             Refused::FromTheFuture { .. } => "from_the_future",
             Refused::Readings(ReadingsRefused::OutOfOrder { .. }) => "out_of_order",
@@ -95,6 +108,7 @@ impl Refused {
             Refused::UnknownServer(_)
                 | Refused::DuplicateSession { .. }
                 | Refused::DuplicateLoadBalancer { .. }
+                | Refused::DuplicateRack { .. }
                 | Refused::Superseded(_)
         )
     }

@@ -30,6 +30,7 @@ impl Controller {
             servers: self.fleet.servers.iter().map(server).collect(),
             load_balancers: self.load_balancer_status(now),
             keys: self.keys(now),
+            racks: self.racks.status(now),
         }
     }
 

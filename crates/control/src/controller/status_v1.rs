@@ -24,6 +24,7 @@ impl Controller {
             refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
             accepted_reports: self.accepted,
             keys: Some(self.keys_status_v1(now)),
+            racks: self.racks.status(now).into_iter().map(rack).collect(),
         }
     }
 
@@ -126,4 +127,9 @@ fn member_v1(member: ServiceMember) -> v1::MemberStatus {
         state_for_ms: member.state_for_ms,
         checks: member.checks.into_iter().map(check).collect(),
     }
+}
+
+fn rack(rack: coreward_api::types::Rack) -> v1::RackStatus {
+    let coreward_api::types::Rack { name, version, age_ms, servers } = rack;
+    v1::RackStatus { name, version, age_ms, servers }
 }

@@ -4,18 +4,25 @@ use std::sync::Arc;
 
 use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
-use tonic::{Status, Streaming};
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::Status;
 
 use super::office::not_leading;
 use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 use crate::controller::Session;
+use crate::controller::racks::Behind;
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// Serves the stream until it ends.
-pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::AgentMessage>, answers: Answers) {
-    let session = match hello(&shared, &mut messages).await {
+/// What an agent says: on a stream of its own, or through its rack.
+pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
+
+impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
+
+/// Serves the stream until it ends. `behind`: the rack through which the agent speaks.
+pub async fn serve(shared: Arc<Shared>, mut messages: impl Messages, answers: Answers, behind: Option<Behind>) {
+    let session = match hello(&shared, &mut messages, behind).await {
         Ok(session) => session,
         Err(status) => {
             tracing::warn!("an agent was refused: {}", status.message());
@@ -39,20 +46,22 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::AgentMessage
     }
 }
 
-async fn hello(shared: &Shared, messages: &mut Streaming<v1::AgentMessage>) -> Result<Session, Status> {
-    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
-    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
+async fn hello(shared: &Shared, messages: &mut impl Messages, behind: Option<Behind>) -> Result<Session, Status> {
+    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.next()).await;
+    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))?.transpose()?;
+    let message = message.and_then(|message| message.message);
     let Some(v1::agent_message::Message::Hello(hello)) = message else {
         return Err(Status::invalid_argument("an agent's first message: expected a hello"));
     };
     let now = shared.now();
-    shared.controller().hello(&hello.server, &hello.version, now).map_err(|refused| refused_status(&refused))
+    let session = shared.controller().hello_behind(&hello.server, &hello.version, behind, now);
+    session.map_err(|refused| refused_status(&refused))
 }
 
 async fn converse(
     shared: &Shared,
     session: &Session,
-    messages: &mut Streaming<v1::AgentMessage>,
+    messages: &mut impl Messages,
     answers: &Answers,
 ) -> Result<(), Status> {
     use v1::agent_update::Update;
@@ -65,7 +74,7 @@ async fn converse(
     let mut log = RefusalLog::default();
     loop {
         tokio::select! {
-            message = messages.message() => match message?.and_then(|message| message.message) {
+            message = messages.next() => match message.transpose()?.and_then(|message| message.message) {
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
                     shared.sockets.answer(SocketAnswer::try_from(answer)?);

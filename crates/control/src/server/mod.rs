@@ -4,13 +4,14 @@
 //! * [`keeper`]: configuration and records; the only one that writes the store
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
-//! * [`agents`], [`load_balancers`], [`people`]: one kind of caller each
+//! * [`agents`], [`racks`], [`load_balancers`], [`people`]: one kind of caller each
 
 mod agents;
 pub(crate) mod keeper;
 mod load_balancers;
 pub mod office;
 mod people;
+mod racks;
 pub(crate) mod shared;
 mod sockets;
 
@@ -93,6 +94,13 @@ pub fn raise_file_limit() {
     }
 }
 
+/// What listens for agents, here and at racks: it notices who has gone.
+pub fn builder() -> tonic::transport::Server {
+    tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+}
+
 /// A controller that listens.
 pub struct Server {
     path: PathBuf,
@@ -158,9 +166,7 @@ impl Server {
         let asked = self.office.clone();
         endpoint::serve(self.config.metrics, move || asked.metrics())?;
         let _api = api::serve(self.api, Plain, self.office.clone(), self.tokens)?;
-        let service = tonic::transport::Server::builder()
-            .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
-            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+        let service = builder()
             .add_service(ControlServer::new(Service { office: self.office.clone() }))
             .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
         let work = async {
@@ -327,9 +333,10 @@ fn refused_status(refused: &Refused) -> Status {
     let message = refused.to_string();
     match refused {
         Refused::UnknownServer(_) => Status::not_found(message),
-        Refused::DuplicateSession { .. } | Refused::DuplicateLoadBalancer { .. } | Refused::Superseded(_) => {
-            Status::already_exists(message)
-        }
+        Refused::DuplicateSession { .. }
+        | Refused::DuplicateLoadBalancer { .. }
+        | Refused::DuplicateRack { .. }
+        | Refused::Superseded(_) => Status::already_exists(message),
         _ => Status::invalid_argument(message),
     }
 }
@@ -342,13 +349,14 @@ struct Service {
 impl Control for Service {
     type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
     type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
+    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
 
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
         let (answers, stream) = mpsc::channel(1);
-        tokio::spawn(agents::serve(self.office.shared()?, request.into_inner(), answers));
+        tokio::spawn(agents::serve(self.office.shared()?, request.into_inner(), answers, None));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
@@ -358,6 +366,12 @@ impl Control for Service {
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
         let (updates, stream) = mpsc::channel(1);
         tokio::spawn(load_balancers::serve(self.office.shared()?, request.into_inner(), updates));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn rack(&self, request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
+        let (updates, stream) = mpsc::channel(1);
+        tokio::spawn(racks::serve(self.office.shared()?, request.into_inner(), updates));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 

@@ -27,6 +27,7 @@ pub fn status(reply: &v1::StatusReply) -> Value {
         "services": reply.services.iter().map(service).collect::<Vec<_>>(),
         "servers": reply.servers.iter().map(server).collect::<Vec<_>>(),
         "load_balancers": reply.load_balancers.iter().map(load_balancer).collect::<Vec<_>>(),
+        "racks": reply.racks.iter().map(rack).collect::<Vec<_>>(),
         "keys": reply.keys.as_ref().map(keys),
     })
 }
@@ -134,6 +135,10 @@ fn dispatched_service(service: &v1::DispatchedService) -> Value {
         "workers": service.workers.iter().map(worker).collect::<Vec<_>>(),
         "counters": sorted(&service.counters),
     })
+}
+
+fn rack(rack: &v1::RackStatus) -> Value {
+    json!({ "name": rack.name, "version": rack.version, "age_ms": rack.age_ms, "servers": rack.servers })
 }
 
 fn load_balancer(balancer: &v1::LoadBalancerStatus) -> Value {

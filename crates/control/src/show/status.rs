@@ -27,6 +27,14 @@ pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
     for server in &reply.servers {
         server.dispatch.iter().for_each(|service| text += &dispatched_text(&server.name, service));
     }
+    for rack in &reply.racks {
+        let v1::RackStatus { name, version, age_ms, servers } = rack;
+        let _ = writeln!(
+            text,
+            "\nrack {name} ({version}), last heard of {age_ms} ms ago\n  servers    {}",
+            servers.join(" ")
+        );
+    }
     for balancer in &reply.load_balancers {
         text += &load_balancer_text(balancer);
     }

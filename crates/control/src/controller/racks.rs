@@ -1,0 +1,213 @@
+//! Rack controllers: who speaks through them, and what they pass up.
+//!
+//! An agent behind a rack is an agent like any other: it says hello, has its configuration and answers questions, and its
+//! reports come, if less often. Only the loads that tables are made of come in the rack's summaries.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use coreward_api::types::Rack as RackStatus;
+use coreward_model::ServerId;
+use coreward_model::policy::RackSummary;
+use coreward_wire::rack::parse_summary;
+use coreward_wire::{LOST_AFTER, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1};
+
+use super::refused::Refused;
+use super::service::Service;
+use super::{Controller, Now, Session, places_requests};
+
+/// For so many report intervals a rack's summaries hold: as long as an agent's report does unless it says otherwise.
+const HOLDS_FOR: u32 = 3;
+
+/// The racks that are connected, and what those that have gone said last, while it holds.
+#[derive(Debug, Default)]
+pub struct Racks {
+    known: BTreeMap<String, Rack>,
+    sessions: u64,
+}
+
+#[derive(Debug)]
+struct Rack {
+    /// Its stream, while it is connected.
+    session: Option<u64>,
+    version: String,
+    /// When it last said something (since the controller's start).
+    heard: Duration,
+    /// By the number of the agent's stream at the rack.
+    agents: BTreeMap<u64, Session>,
+    /// Until then they hold.
+    fresh_until: Duration,
+    summaries: BTreeMap<ServiceIndex, Arc<RackSummary>>,
+}
+
+/// Through which rack an agent speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Behind {
+    /// The rack's session.
+    pub rack: u64,
+    /// The agent's stream there.
+    pub stream: u64,
+}
+
+/// Why a rack's summaries are of no use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SummaryRefused {
+    /// They cannot be understood.
+    #[error(transparent)]
+    Malformed(#[from] WireError),
+    /// A rack speaks for the servers whose agents speak through it.
+    #[error("server {0} does not speak through this rack: expected only servers whose agents do")]
+    ForeignServer(ServerId),
+}
+
+impl Racks {
+    fn of_session(&mut self, session: u64) -> Option<&mut Rack> {
+        self.known.values_mut().find(|rack| rack.session == Some(session))
+    }
+
+    /// What is passed up of the service's servers, as far as it holds.
+    pub fn summaries(&self, service: ServiceIndex, now: Now) -> Vec<Arc<RackSummary>> {
+        let fresh = self.known.values().filter(|rack| now.monotonic <= rack.fresh_until);
+        fresh.filter_map(|rack| rack.summaries.get(&service).cloned()).collect()
+    }
+
+    /// The servers whose loads are passed up now.
+    pub fn servers(&self, now: Now) -> HashSet<ServerId> {
+        let fresh = self.known.values().filter(|rack| now.monotonic <= rack.fresh_until);
+        fresh.flat_map(|rack| rack.summaries.values()).flat_map(|of| &of.servers).map(|server| server.id).collect()
+    }
+
+    /// An agent's session has begun behind a rack.
+    pub fn begin(&mut self, behind: Behind, session: &Session) {
+        if let Some(rack) = self.of_session(behind.rack) {
+            rack.agents.insert(behind.stream, session.clone());
+        }
+    }
+
+    /// An agent's session is over.
+    pub fn end(&mut self, behind: Behind) {
+        if let Some(rack) = self.of_session(behind.rack) {
+            rack.agents.remove(&behind.stream);
+        }
+    }
+
+    /// Racks that are connected, for people.
+    pub fn status(&self, now: Now) -> Vec<RackStatus> {
+        let connected = self.known.iter().filter(|(_, rack)| rack.session.is_some());
+        let of_rack = |(name, rack): (&String, &Rack)| RackStatus {
+            name: name.clone(),
+            version: rack.version.clone(),
+            age_ms: now.monotonic.saturating_sub(rack.heard).as_millis() as u32,
+            servers: rack.agents.values().map(|session| session.server().to_owned()).collect(),
+        };
+        connected.map(of_rack).collect()
+    }
+}
+
+impl Controller {
+    /// A rack has connected. The number names its session.
+    ///
+    /// # Errors
+    /// When one of that name is connected and has spoken lately.
+    pub fn rack_hello(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Refused> {
+        let racks = &mut self.racks;
+        if let Some(live) = racks.known.get(name).filter(|rack| rack.session.is_some()) {
+            let silence = now.monotonic.saturating_sub(live.heard);
+            if silence <= LOST_AFTER {
+                let refused = Refused::DuplicateRack { name: name.to_owned(), silence };
+                return self.count(Err(refused));
+            }
+        }
+        // What gone racks said holds no more.
+        racks.known.retain(|_, rack| rack.session.is_some() || now.monotonic <= rack.fresh_until);
+        racks.sessions += 1;
+        let old = racks.known.remove(name);
+        let (fresh_until, summaries) = old.map(|old| (old.fresh_until, old.summaries)).unwrap_or_default();
+        let rack = Rack {
+            session: Some(racks.sessions),
+            version: version.to_owned(),
+            heard: now.monotonic,
+            agents: BTreeMap::new(),
+            fresh_until,
+            summaries,
+        };
+        racks.known.insert(name.to_owned(), rack);
+        Ok(racks.sessions)
+    }
+
+    /// A rack has disconnected. What it has passed up holds as long as it would have.
+    pub fn rack_goodbye(&mut self, session: u64) {
+        if let Some(rack) = self.racks.of_session(session) {
+            rack.session = None;
+            rack.agents.clear();
+        }
+    }
+
+    /// A rack has said something.
+    pub fn rack_heard(&mut self, session: u64, now: Now) {
+        if let Some(rack) = self.racks.of_session(session) {
+            rack.heard = now.monotonic;
+        }
+    }
+
+    /// A rack passes up what it has reduced its servers' reports to; in place of all that it passed up before.
+    ///
+    /// # Errors
+    /// When one of the summaries is of no use; what was known before still holds.
+    pub fn rack_summaries(
+        &mut self,
+        session: u64,
+        messages: &[v1::RackSummary],
+        now: Now,
+    ) -> Result<(), SummaryRefused> {
+        let Some(rack) = self.racks.of_session(session) else { return Ok(()) };
+        let own: HashSet<ServerId> =
+            rack.agents.values().filter_map(|session| self.fleet.id(session.server())).collect();
+        let mut summaries = BTreeMap::new();
+        for message in messages {
+            let (service, summary) = parse_summary(message)?;
+            if let Some(foreign) = summary.servers.iter().find(|server| !own.contains(&server.id)) {
+                return Err(SummaryRefused::ForeignServer(foreign.id));
+            }
+            summaries.insert(service, Arc::new(summary));
+        }
+        rack.summaries = summaries;
+        rack.fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
+        Ok(())
+    }
+
+    /// What the rack must know now; `None`: it has gone.
+    pub fn rack_configuration(&self, session: u64, now: Now) -> Option<RackConfiguration> {
+        let rack = self.racks.known.values().find(|rack| rack.session == Some(session))?;
+        let server = |(stream, session): (&u64, &Session)| {
+            let id = self.fleet.id(session.server())?;
+            let server = &self.fleet.servers[&id];
+            Some(RackServer { stream: *stream, id, weight: server.weight, capacity: server.capacity })
+        };
+        let servers: Vec<RackServer> = rack.agents.iter().filter_map(server).collect();
+        let services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
+        Some(RackConfiguration {
+            report_interval: self.fleet.report_interval,
+            alpha: self.fleet.alpha,
+            services: services.filter(|service| !service.members.is_empty()).collect(),
+            servers,
+        })
+    }
+
+    fn rack_service(&self, service: &Service, servers: &[RackServer], now: Now) -> RackService {
+        let fleet = service.fleet();
+        let member = |server: &RackServer| RackMember {
+            id: server.id,
+            eligible: self.takes_connections(service, server.id, now),
+            whole_part: service.ramp(server.id, now) >= 1.0,
+        };
+        RackService {
+            index: fleet.index,
+            policy: fleet.policy.to_owned(),
+            buckets: fleet.buckets,
+            places_requests: places_requests(fleet),
+            members: servers.iter().filter(|server| fleet.members.contains_key(&server.id)).map(member).collect(),
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! One rack's stream: a hello, then what its agents say and what it passes up, in; what it must know, and what its agents are to
+//! hear, out. Each agent behind it is served as if it had connected itself ([`super::agents`]).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use coreward_wire::v1;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+use super::office::not_leading;
+use super::shared::Shared;
+use super::{HELLO_TIMEOUT, agents, refused_status};
+use crate::controller::racks::Behind;
+
+type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
+/// What an agent has said, for who serves it.
+type Said = mpsc::Sender<Result<v1::AgentMessage, Status>>;
+
+/// Messages of one agent that wait to be served. The rack's stream waits where there is no room.
+const QUEUED: usize = 4;
+
+/// Serves the stream until it ends.
+pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::RackMessage>, updates: Updates) {
+    let (name, session) = match hello(&shared, &mut messages).await {
+        Ok(introduced) => introduced,
+        Err(status) => {
+            tracing::warn!("a rack was refused: {}", status.message());
+            let _ = updates.send(Err(status)).await;
+            return;
+        }
+    };
+    tracing::info!("rack {name} has connected");
+    tokio::select! {
+        () = listen(&shared, &name, session, &mut messages, &updates) => {}
+        () = tell(&shared, session, &updates) => {}
+        _ = shared.deposed() => {
+            let _ = updates.send(Err(not_leading(None))).await;
+        }
+    }
+    shared.controller().rack_goodbye(session);
+    tracing::info!("rack {name} has disconnected");
+}
+
+async fn hello(shared: &Shared, messages: &mut Streaming<v1::RackMessage>) -> Result<(String, u64), Status> {
+    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
+    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??;
+    let Some(hello) = message.and_then(|message| message.hello) else {
+        return Err(Status::invalid_argument("a rack's first message: expected a hello"));
+    };
+    let now = shared.now();
+    let session = shared.controller().rack_hello(&hello.name, &hello.version, now);
+    session.map(|session| (hello.name, session)).map_err(|refused| refused_status(&refused))
+}
+
+/// What it passes up and hands on, until it disconnects.
+async fn listen(
+    shared: &Arc<Shared>,
+    name: &str,
+    session: u64,
+    messages: &mut Streaming<v1::RackMessage>,
+    updates: &Updates,
+) {
+    let mut served: HashMap<u64, Said> = HashMap::new();
+    let mut newest_refusal = None;
+    while let Ok(Some(message)) = messages.message().await {
+        let now = shared.now();
+        shared.controller().rack_heard(session, now);
+        for v1::FromAgent { stream, message } in message.agents {
+            match message {
+                None => drop(served.remove(&stream)),
+                Some(message) => {
+                    let behind = Behind { rack: session, stream };
+                    let agent = served.entry(stream).or_insert_with(|| begin(shared, behind, updates.clone()));
+                    // Where nobody serves it any more, it has been told why.
+                    let _ = agent.send(Ok(message)).await;
+                }
+            }
+        }
+        if message.summaries.is_empty() {
+            continue;
+        }
+        let outcome = shared.controller().rack_summaries(session, &message.summaries, now);
+        // Once, not ten times a second.
+        if let Err(refused) = &outcome
+            && newest_refusal.as_ref() != Some(refused)
+        {
+            tracing::warn!("what rack {name} passes up was refused: {refused}");
+        }
+        newest_refusal = outcome.err();
+    }
+}
+
+/// Serves an agent behind the rack, from its hello on.
+fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
+    let (said, messages) = mpsc::channel(QUEUED);
+    let (answers, mut to_agent) = mpsc::channel(1);
+    tokio::spawn(agents::serve(shared.clone(), ReceiverStream::new(messages), answers, Some(behind)));
+    tokio::spawn(async move {
+        let update = |agent| Ok(v1::RackUpdate { update: Some(v1::rack_update::Update::Agent(agent)) });
+        let to = v1::ToAgent { stream: behind.stream, ..Default::default() };
+        while let Some(answer) = to_agent.recv().await {
+            let agent = match answer {
+                Ok(answer) => v1::ToAgent { update: Some(answer), ..to.clone() },
+                Err(status) => {
+                    v1::ToAgent { code: status.code() as i32, message: status.message().into(), ..to.clone() }
+                }
+            };
+            if updates.send(update(agent)).await.is_err() {
+                return;
+            }
+        }
+    });
+    said
+}
+
+/// What the rack must know, whenever that has changed when tables are made.
+async fn tell(shared: &Shared, session: u64, updates: &Updates) {
+    let mut ticks = shared.newest();
+    let mut told = None;
+    loop {
+        let now = shared.now();
+        let Some(configuration) = shared.controller().rack_configuration(session, now) else { return };
+        if told.as_ref() != Some(&configuration) {
+            let update = v1::rack_update::Update::Configuration((&configuration).into());
+            if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
+                return;
+            }
+            told = Some(configuration);
+        }
+        if ticks.changed().await.is_err() {
+            return;
+        }
+    }
+}

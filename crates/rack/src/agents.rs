@@ -1,0 +1,248 @@
+//! The side towards agents: the same gRPC as the controller's, as far as agents use it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use coreward_control::controller::Now;
+use coreward_wire::v1;
+use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::control_server::Control;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+use crate::reducer::Reducer;
+
+/// Updates that wait for one agent: configurations and questions. One that does not read them is let go.
+const QUEUED: usize = 64;
+
+type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
+
+/// What the connection to the controller and those of agents share.
+pub struct Shared {
+    /// `None`: there is no controller.
+    up: Mutex<Option<Up>>,
+    started: Instant,
+}
+
+/// A connection to the controller.
+struct Up {
+    /// To the controller.
+    messages: mpsc::Sender<v1::RackMessage>,
+    answers: HashMap<u64, Answers>,
+    streams: u64,
+    reducer: Reducer,
+    /// Reports that go up with the next summaries.
+    handed_on: Vec<v1::FromAgent>,
+}
+
+/// What the rack counts, for Prometheus.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Whether there is a controller.
+    pub connected: bool,
+    /// Agents that are connected.
+    pub agents: usize,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self { up: Mutex::new(None), started: Instant::now() }
+    }
+}
+
+impl Shared {
+    /// The moment.
+    fn now(&self) -> Now {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Now { monotonic: self.started.elapsed(), wall }
+    }
+
+    /// Held for microseconds; never across an await.
+    fn up(&self) -> MutexGuard<'_, Option<Up>> {
+        self.up.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is counted now.
+    pub fn counts(&self) -> Counts {
+        let up = self.up();
+        Counts { connected: up.is_some(), agents: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }
+    }
+
+    /// There is a controller: agents are taken from now on.
+    pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
+        let (answers, handed_on) = (HashMap::new(), Vec::new());
+        *self.up() = Some(Up { messages, answers, streams: 0, reducer, handed_on });
+    }
+
+    /// There is none any more: the streams of all agents end, and they look elsewhere.
+    pub fn disconnected(&self) {
+        *self.up() = None;
+    }
+
+    /// The controller says something.
+    pub fn update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
+        let mut up = self.up();
+        let Some(up) = up.as_mut() else { return Ok(()) };
+        match update.update {
+            Some(v1::rack_update::Update::Configuration(configuration)) => {
+                up.reducer.configure((&configuration).try_into()?);
+            }
+            Some(v1::rack_update::Update::Agent(to_agent)) => up.tell(to_agent),
+            None => tracing::error!("the controller's update is of a kind that this version does not know"),
+        }
+        Ok(())
+    }
+
+    /// Time between two summaries; `None`: none is asked for yet.
+    pub fn report_interval(&self) -> Option<Duration> {
+        self.up().as_ref()?.reducer.report_interval()
+    }
+
+    /// What goes up now.
+    pub fn summaries(&self) -> Option<v1::RackMessage> {
+        let (now, mut up) = (self.now(), self.up());
+        let up = up.as_mut()?;
+        let summaries = up.reducer.summaries(now);
+        Some(v1::RackMessage { hello: None, agents: std::mem::take(&mut up.handed_on), summaries })
+    }
+
+    /// An agent has connected: the number of its stream, and the way to the controller.
+    fn begin(&self, answers: Answers) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
+        let mut up = self.up();
+        let no_controller = || Status::unavailable("this rack has no connection to its controller");
+        let up = up.as_mut().ok_or_else(no_controller)?;
+        up.streams += 1;
+        up.answers.insert(up.streams, answers);
+        up.reducer.begin(up.streams);
+        Ok((up.streams, up.messages.clone()))
+    }
+
+    /// An agent's stream is over.
+    fn end(&self, stream: u64) {
+        if let Some(up) = self.up().as_mut() {
+            up.answers.remove(&stream);
+            up.reducer.end(stream);
+            up.handed_on.retain(|from| from.stream != stream);
+        }
+    }
+
+    /// Whether the stream goes on: it does not when the controller has ended it.
+    fn report(&self, stream: u64, report: v1::Report) -> bool {
+        let (now, mut up) = (self.now(), self.up());
+        let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
+        let (handed_on, outcome) = up.reducer.report(stream, report, now);
+        if let Err(refused) = outcome {
+            tracing::debug!("a report was refused ({}): {refused}", refused.reason());
+        }
+        up.handed_on.extend(handed_on.map(|report| from_agent(stream, Message::Report(report))));
+        true
+    }
+}
+
+impl Up {
+    fn tell(&mut self, to_agent: v1::ToAgent) {
+        let v1::ToAgent { stream, update, code, message } = to_agent;
+        let Some(answers) = self.answers.get(&stream) else { return };
+        let ends = update.is_none();
+        let told = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
+        if ends || told.is_err() {
+            self.answers.remove(&stream);
+            self.reducer.end(stream);
+        }
+    }
+}
+
+fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
+    v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
+}
+
+/// Serves one agent until it, or the controller, goes.
+async fn serve(
+    shared: Arc<Shared>,
+    stream: u64,
+    mut said: Streaming<v1::AgentMessage>,
+    up: mpsc::Sender<v1::RackMessage>,
+) {
+    let hand_on = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
+    loop {
+        let message = tokio::select! {
+            message = said.message() => message,
+            () = up.closed() => break,
+        };
+        let Ok(Some(v1::AgentMessage { message: Some(message) })) = message else { break };
+        let goes_on = match message {
+            Message::Report(report) => shared.report(stream, report),
+            other => hand_on(from_agent(stream, other)).await,
+        };
+        if !goes_on {
+            break;
+        }
+    }
+    shared.end(stream);
+    hand_on(v1::FromAgent { stream, message: None }).await;
+}
+
+/// What agents call.
+pub struct Service {
+    /// With the connection to the controller.
+    pub shared: Arc<Shared>,
+}
+
+/// For those that connect to the wrong address.
+fn only_agents() -> Status {
+    Status::unimplemented("this is a rack: expected an agent here, and everybody else at the controller")
+}
+
+#[tonic::async_trait]
+impl Control for Service {
+    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
+    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
+    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
+
+    async fn agent(
+        &self,
+        request: Request<Streaming<v1::AgentMessage>>,
+    ) -> Result<Response<Self::AgentStream>, Status> {
+        let (answers, updates) = mpsc::channel(QUEUED);
+        let (stream, up) = self.shared.begin(answers)?;
+        tokio::spawn(serve(self.shared.clone(), stream, request.into_inner(), up));
+        Ok(Response::new(ReceiverStream::new(updates)))
+    }
+
+    async fn load_balancer(
+        &self,
+        _request: Request<Streaming<v1::LoadBalancerMessage>>,
+    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+        Err(only_agents())
+    }
+
+    async fn rack(&self, _request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
+        Err(only_agents())
+    }
+
+    async fn status(&self, _request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
+        Err(only_agents())
+    }
+
+    async fn explain(&self, _request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
+        Err(only_agents())
+    }
+
+    async fn get_fleet(&self, _request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
+        Err(only_agents())
+    }
+
+    async fn apply_fleet(
+        &self,
+        _request: Request<v1::ApplyFleetRequest>,
+    ) -> Result<Response<v1::ApplyFleetReply>, Status> {
+        Err(only_agents())
+    }
+
+    async fn rotate_keys(&self, _request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
+        Err(only_agents())
+    }
+}

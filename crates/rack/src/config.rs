@@ -1,0 +1,92 @@
+//! The rack controller's file; docs/config.md is the reference for users.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use coreward_config::{MILLISECOND, MINUTE, Mistakes, Name, Number, Period, Source, table};
+use coreward_daemon::Controllers;
+use coreward_model::policy::MOST_CANDIDATES;
+
+/// What the daemon is told. Servers and services come from the controller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// What `coreward status` calls it.
+    pub name: String,
+    /// Where agents find it.
+    pub listen: SocketAddr,
+    /// Where the controllers listen.
+    pub controllers: Controllers,
+    /// How often an agent's whole report is handed on, for people.
+    pub detail_interval: Duration,
+    /// How many candidates are passed up for each bucket at most.
+    pub candidates: usize,
+    /// Where metrics are served for Prometheus; `None`: nowhere.
+    pub metrics: Option<SocketAddr>,
+}
+
+/// Between 100 ms and a minute: `coreward status` should show what is, not what was.
+type Detail = Period<{ 100 * MILLISECOND }, MINUTE>;
+
+table! {
+    /// The file.
+    pub struct File {
+        /// What `coreward status` calls this rack; different for every one.
+        name: Name,
+        /// Address and port at which agents find it: what their files call `controller`.
+        listen: SocketAddr,
+        /// Where the controller listens; a list where there are several.
+        controllers as "controller": Controllers,
+        /// How often each agent's whole report is handed on to the controller, for `coreward status` and metrics.
+        detail_interval: Detail = Period(Duration::from_secs(1)),
+        /// How many of its least loaded cores are passed up for each bucket at most; fewer than 8 cost crossrss-plus something.
+        candidates: Number<1, { MOST_CANDIDATES as u64 }> = Number(MOST_CANDIDATES.into()),
+        /// Address and port at which metrics are served for Prometheus; without it nowhere.
+        metrics: Option<SocketAddr>,
+    }
+}
+
+impl From<File> for Config {
+    fn from(file: File) -> Self {
+        Self {
+            name: file.name.0,
+            listen: file.listen,
+            controllers: file.controllers,
+            detail_interval: file.detail_interval.0,
+            candidates: file.candidates.0 as usize,
+            metrics: file.metrics,
+        }
+    }
+}
+
+impl Config {
+    /// # Errors
+    /// When the file cannot be read, or is wrong.
+    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+        Self::parse(&Source::read(path)?)
+    }
+
+    /// # Errors
+    /// All that is wrong.
+    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        source.read_as(|file: File, _| Some(file.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_out_has_defaults_and_what_is_wrong_is_named() {
+        let parse = |more: &str| {
+            let text = format!("name = \"r1\"\nlisten = \"10.3.0.1:7400\"\ncontroller = \"10.1.0.1:7400\"\n{more}");
+            Config::parse(&Source::from_text("rack.toml", &text))
+        };
+        let config = parse("").unwrap();
+        assert_eq!((config.detail_interval, config.candidates), (Duration::from_secs(1), 8));
+        assert_eq!(parse("candidates = 2\ndetail_interval = \"5s\"\n").unwrap().candidates, 2);
+        let wrong = parse("candidates = 9\ndetail_interval = \"1ms\"\n").unwrap_err().to_string();
+        assert!(wrong.contains("rack.toml:4") && wrong.contains("rack.toml:5"), "{wrong}");
+    }
+}

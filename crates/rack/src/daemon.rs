@@ -1,0 +1,134 @@
+//! The daemon: follows the controller, and serves agents while it does.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use coreward_control::server::raise_file_limit;
+use coreward_daemon::Connection;
+use coreward_metrics::endpoint;
+use coreward_metrics::parts;
+use coreward_metrics::table::Part;
+use coreward_wire::v1;
+use coreward_wire::v1::control_client::ControlClient;
+use coreward_wire::v1::control_server::ControlServer;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::TcpIncoming;
+
+use crate::agents::{Service, Shared};
+use crate::config::Config;
+use crate::reducer::Reducer;
+
+/// Messages that wait for the controller. Agents wait where there is no room; summaries are left out.
+const QUEUED: usize = 64;
+
+/// Runs until SIGTERM or SIGINT.
+///
+/// # Errors
+/// When the file is wrong or the address cannot be listened on.
+pub fn run(config: &Path) -> anyhow::Result<()> {
+    raise_file_limit();
+    let config = Config::load(config)?;
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+        let rack = Rack::bind(config).await?;
+        tracing::info!("listening on {}", rack.address());
+        coreward_daemon::until_told(rack.serve()).await
+    })
+}
+
+/// A rack controller that listens.
+pub struct Rack {
+    config: Config,
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Rack {
+    /// Listens; agents are refused until there is a controller.
+    ///
+    /// # Errors
+    /// When the address cannot be listened on.
+    pub async fn bind(config: Config) -> anyhow::Result<Self> {
+        let expected = "expected a free port and an address of this host (`listen`)";
+        let listener = TcpListener::bind(config.listen)
+            .await
+            .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
+        let address = listener.local_addr()?;
+        Ok(Self { config, listener, address })
+    }
+
+    /// Where it listens (the port that the system chose where `listen` names port 0).
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves for ever.
+    ///
+    /// # Errors
+    /// When the listening socket fails.
+    pub async fn serve(self) -> anyhow::Result<()> {
+        let shared = Arc::new(Shared::default());
+        let asked = shared.clone();
+        endpoint::serve(self.config.metrics, move || {
+            let counts = asked.counts();
+            let mut page = parts::begin(Part::Rack);
+            page.add("coreward_rack_controller_connected", &[], f64::from(u8::from(counts.connected)));
+            page.add("coreward_rack_agents", &[], counts.agents as f64);
+            page
+        })?;
+        let service = coreward_control::server::builder()
+            .add_service(ControlServer::new(Service { shared: shared.clone() }))
+            .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
+        tokio::select! {
+            outcome = service => outcome.context("the rack's socket failed"),
+            never = follow_for_ever(&self.config, &shared) => match never {},
+        }
+    }
+}
+
+async fn follow_for_ever(config: &Config, shared: &Shared) -> std::convert::Infallible {
+    let mut connection = Connection::new(config.controllers.clone());
+    loop {
+        let outcome = follow(config, &mut connection, shared).await;
+        shared.disconnected();
+        let pause = connection.ended(outcome.err().as_ref());
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// One stream to the controller, until it ends.
+async fn follow(config: &Config, connection: &mut Connection, shared: &Shared) -> anyhow::Result<()> {
+    let mut client = ControlClient::new(connection.connect().await?);
+    let (messages, receiver) = mpsc::channel(QUEUED);
+    let hello = v1::RackHello { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
+    messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
+    let mut updates = client.rack(ReceiverStream::new(receiver)).await?.into_inner();
+    let mut due = Instant::now();
+    loop {
+        tokio::select! {
+            update = updates.message() => {
+                let Some(update) = update? else { return Ok(()) };
+                connection.heard();
+                if shared.report_interval().is_none() && !shared.counts().connected {
+                    // The first: the controller takes us.
+                    tracing::info!("connected to controller {}", connection.controller());
+                    shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
+                }
+                shared.update(update)?;
+            }
+            () = tokio::time::sleep_until(due) => {
+                let interval = shared.report_interval().unwrap_or(std::time::Duration::from_millis(10));
+                due = (due + interval).max(Instant::now());
+                if let Ok(place) = messages.try_reserve()
+                    && let Some(message) = shared.summaries()
+                {
+                    place.send(message);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Reports in, summaries out. No I/O, no clock: time comes in as an argument.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use coreward_control::controller::agent::Agent;
+use coreward_control::controller::refused::Refused;
+use coreward_control::controller::{Now, loads_of_placed};
+use coreward_model::ServerId;
+use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
+use coreward_wire::rack::summary_message;
+use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
+
+/// For so many detail intervals a report that is handed on holds.
+const HOLDS_FOR: u32 = 3;
+
+/// What is known of the rack's servers and services.
+pub struct Reducer {
+    detail_interval: Duration,
+    candidates: usize,
+    configuration: Option<RackConfiguration>,
+    /// By the number of the agent's stream.
+    agents: BTreeMap<u64, Reported>,
+    /// One for each service: it remembers loads.
+    policies: HashMap<ServiceIndex, Box<dyn Policy>>,
+}
+
+/// What an agent has reported, and how much of that was handed on.
+#[derive(Default)]
+struct Reported {
+    agent: Agent,
+    handed_on: Option<HandedOn>,
+}
+
+struct HandedOn {
+    at: Duration,
+    configuration_generation: u64,
+    rss_generation: u64,
+    warnings: Vec<String>,
+}
+
+impl Reducer {
+    /// Nothing is known yet. `detail_interval`: how often whole reports are handed on; `candidates`: how many are passed up
+    /// for each bucket at most.
+    pub fn new(detail_interval: Duration, candidates: usize) -> Self {
+        Self { detail_interval, candidates, configuration: None, agents: BTreeMap::new(), policies: HashMap::new() }
+    }
+
+    /// The controller says what there is.
+    pub fn configure(&mut self, configuration: RackConfiguration) {
+        let policies = &mut self.policies;
+        policies.retain(|index, policy| {
+            configuration.services.iter().any(|new| new.index == *index && new.policy == policy.name())
+        });
+        for service in &configuration.services {
+            // The seed is for hash keys, which racks do not need.
+            match policy::named(&service.policy, 0) {
+                Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
+                Err(unknown) => {
+                    tracing::warn!("{unknown}: the controller is newer, and its service goes without loads")
+                }
+            }
+        }
+        self.configuration = Some(configuration);
+    }
+
+    /// Time between two summaries; `None`: there is nothing to sum up yet.
+    pub fn report_interval(&self) -> Option<Duration> {
+        self.configuration.as_ref().map(|configuration| configuration.report_interval)
+    }
+
+    /// An agent has connected.
+    pub fn begin(&mut self, stream: u64) {
+        self.agents.insert(stream, Reported::default());
+    }
+
+    /// An agent has gone.
+    pub fn end(&mut self, stream: u64) {
+        self.agents.remove(&stream);
+    }
+
+    /// How many agents are connected.
+    pub fn agent_count(&self) -> usize {
+        self.agents.len()
+    }
+
+    /// Takes a report. Gives it back where it is to be handed on to the controller, and says when it is of no use here.
+    pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Refused>) {
+        let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
+        let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
+        let is_new = reported.handed_on.as_ref().is_none_or(|old| {
+            now.monotonic.saturating_sub(old.at) >= self.detail_interval
+                || (old.configuration_generation, old.rss_generation)
+                    != (report.configuration_generation, report.rss_generation)
+                || old.warnings != report.warnings
+        });
+        let handed_on = (is_new || report.rss.is_some()).then(|| {
+            reported.handed_on = Some(HandedOn {
+                at: now.monotonic,
+                configuration_generation: report.configuration_generation,
+                rss_generation: report.rss_generation,
+                warnings: report.warnings.clone(),
+            });
+            let holds = (HOLDS_FOR * self.detail_interval).as_millis() as u32;
+            v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
+        });
+        // What is confirmed is the controller's to judge.
+        let outcome = reported.agent.report(Report::try_from(report), configuration.alpha, 0, now);
+        (handed_on, outcome)
+    }
+
+    /// What the servers' reports come to now, service by service. To be asked once per report interval.
+    pub fn summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
+        let Some(configuration) = &self.configuration else { return Vec::new() };
+        let servers: HashMap<ServerId, &RackServer> =
+            configuration.servers.iter().map(|server| (server.id, server)).collect();
+        let mut summaries = Vec::with_capacity(configuration.services.len());
+        for service in &configuration.services {
+            let Some(policy) = self.policies.get_mut(&service.index) else { continue };
+            let member = |member: &RackMember| {
+                let server = servers.get(&member.id)?;
+                let reported = self.agents.get(&server.stream)?;
+                Some(pool_server(service, server, member, &reported.agent, now))
+            };
+            let pool = Pool::new(service.members.iter().filter_map(member).collect(), 1);
+            let summary = RackSummary::of(&pool, policy.as_mut(), service.buckets, self.candidates);
+            summaries.push(summary_message(service.index, &summary));
+        }
+        summaries
+    }
+}
+
+fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
+    let loads = agent.loads(now).map(|loads| loads_of_placed(service.places_requests, loads).into());
+    PoolServer {
+        eligible: member.eligible,
+        loads,
+        rss: agent.rss().cloned(),
+        weight: server.weight,
+        // What part it takes is the controller's to say: such a server is passed up whole.
+        ramp: if member.whole_part { 1.0 } else { 0.0 },
+        capacity: server.capacity,
+        ..PoolServer::new(server.id)
+    }
+}

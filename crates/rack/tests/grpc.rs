@@ -1,0 +1,268 @@
+//! A controller, two racks and four servers' agents over gRPC on loopback; the agents only pretend.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use coreward_config::Source;
+use coreward_control::server::Server;
+use coreward_model::placement::PlacementTable;
+use coreward_rack::config::Config;
+use coreward_rack::daemon::Rack;
+use coreward_wire::v1::control_client::ControlClient;
+use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
+use coreward_wire::{table, v1};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Streaming};
+
+/// For what comes soon, or never.
+async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(20), future).await.unwrap_or_else(|_| panic!("{what} does not come"))
+}
+
+async fn client(address: std::net::SocketAddr) -> ControlClient<tonic::transport::Channel> {
+    let connect = async || ControlClient::connect(format!("http://{address}")).await;
+    in_time("a connection", async {
+        loop {
+            if let Ok(client) = connect().await {
+                return client;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+}
+
+/// A task that ends with this value.
+struct Running(JoinHandle<anyhow::Result<()>>, std::net::SocketAddr);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+async fn controller(directory: &Path) -> Running {
+    let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
+    let fleet = (1..=4).map(server).collect::<String>()
+        + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
+    std::fs::write(directory.join("fleet.toml"), format!("report_interval = \"20ms\"\nalpha = 1.0\n{fleet}")).unwrap();
+    let own = "listen = \"127.0.0.1:0\"\nstore = \"store\"\nfleet = \"fleet.toml\"\n";
+    std::fs::write(directory.join("controller.toml"), own).unwrap();
+    let server = Server::bind(&directory.join("controller.toml")).await.unwrap();
+    let address = server.address();
+    Running(tokio::spawn(server.serve()), address)
+}
+
+async fn rack(name: &str, listen: &str, controller: &Running) -> Running {
+    let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = \"{}\"\n", controller.1);
+    let text = text + "detail_interval = \"100ms\"\n";
+    let config = Config::parse(&Source::from_text("rack.toml", &text)).unwrap();
+    let rack = Rack::bind(config).await.unwrap();
+    let address = rack.address();
+    Running(tokio::spawn(rack.serve()), address)
+}
+
+/// An agent that reports the same loads for ever; ends with this value.
+struct Agent(JoinHandle<()>);
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// The stream of an agent, once it is taken.
+async fn begin(
+    server: &str,
+    at: std::net::SocketAddr,
+) -> Result<(mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>, v1::AgentConfiguration), tonic::Status> {
+    let (sender, receiver) = mpsc::channel(4);
+    let hello = v1::AgentHello { server: server.to_owned(), version: "test".into() };
+    sender.send(v1::AgentMessage { message: Some(agent_message::Message::Hello(hello)) }).await.unwrap();
+    let mut updates = client(at).await.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    let update = in_time("a configuration", updates.message()).await?.and_then(|update| update.update);
+    let Some(agent_update::Update::Configuration(configuration)) = update else { panic!("{update:?}") };
+    Ok((sender, updates, configuration))
+}
+
+impl Agent {
+    /// Tries again until a rack or controller takes it.
+    async fn start(number: u32, at: std::net::SocketAddr, loads: [f64; 2]) -> Self {
+        let name = format!("s{number}");
+        let (sender, mut updates, configuration) = in_time("a stream", async {
+            loop {
+                match begin(&name, at).await {
+                    Ok(begun) => return begun,
+                    Err(status) if matches!(status.code(), Code::Unavailable | Code::AlreadyExists) => {
+                        tokio::time::sleep(Duration::from_millis(20)).await;
+                    }
+                    Err(status) => panic!("{status}"),
+                }
+            }
+        })
+        .await;
+        assert_eq!(configuration.server_id, number * 31);
+        Self(tokio::spawn(async move {
+            let mut due = tokio::time::interval(Duration::from_millis(20));
+            for sequence in 1.. {
+                tokio::select! {
+                    _ = due.tick() => {}
+                    // Whoever is asked answers nothing here.
+                    update = updates.message() => if !matches!(update, Ok(Some(_))) { return },
+                }
+                let report =
+                    v1::AgentMessage { message: Some(agent_message::Message::Report(report(sequence, loads))) };
+                if sender.send(report).await.is_err() {
+                    return;
+                }
+            }
+        }))
+    }
+}
+
+fn report(sequence: u64, loads: [f64; 2]) -> v1::Report {
+    v1::Report {
+        sequence,
+        sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
+        time_to_live_ms: 5_000,
+        measured_ns: sequence * 1_000_000_000,
+        core_busy_ns: loads.iter().map(|load| (load * 1e9) as u64 * sequence).collect(),
+        open_connections: 7,
+        rss_generation: 1,
+        rss: (sequence == 1).then(|| v1::Rss {
+            source: "testbed emulation".into(),
+            key: vec![0x5a; 40],
+            indirection_table: vec![0, 1],
+        }),
+        ..Default::default()
+    }
+}
+
+struct LoadBalancer {
+    /// Kept so that the stream goes on.
+    _sender: mpsc::Sender<v1::LoadBalancerMessage>,
+    updates: Streaming<v1::DataplaneUpdate>,
+}
+
+impl LoadBalancer {
+    async fn start(controller: &Running) -> Self {
+        let (sender, receiver) = mpsc::channel(4);
+        let hello = v1::LoadBalancerHello { name: "lb1".into(), version: "test".into(), address: vec![10, 2, 0, 200] };
+        let message = Some(load_balancer_message::Message::Hello(hello));
+        sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+        let updates = client(controller.1).await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();
+        Self { _sender: sender, updates: updates.into_inner() }
+    }
+
+    /// The first table whose candidates for buckets 0 and 1 are these: server numbers and loads in percent.
+    async fn table_of(&mut self, wanted: [&[(u32, u32)]; 2]) -> PlacementTable {
+        let mut seen = Vec::new();
+        let found = tokio::time::timeout(Duration::from_secs(20), async {
+            loop {
+                let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
+                let Some(dataplane_update::Update::Table(bytes)) = update else { continue };
+                let table = table::decode(bytes).unwrap().1;
+                let of_bucket = |bucket: u32| -> Vec<(u32, u32)> {
+                    let percent = |load: u32| (f64::from(load) / f64::from(1 << 20) * 100.0).round() as u32;
+                    let candidates = table.candidates_of(0, bucket).iter();
+                    candidates.map(|one| (u32::from(one.server.get()) / 31, percent(one.load))).collect()
+                };
+                seen = vec![of_bucket(0), of_bucket(1)];
+                if seen == wanted {
+                    return table;
+                }
+            }
+        });
+        found.await.unwrap_or_else(|_| panic!("no table of {wanted:?}; the last: {seen:?}"))
+    }
+}
+
+async fn status(controller: &Running) -> v1::StatusReply {
+    client(controller.1).await.status(v1::StatusRequest { rss_keys: false }).await.unwrap().into_inner()
+}
+
+#[tokio::test]
+async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
+    let directory = tempfile::tempdir().unwrap();
+    let controller = controller(directory.path()).await;
+    let mut balancer = LoadBalancer::start(&controller).await;
+    let first = rack("r1", "127.0.0.1:0", &controller).await;
+    let second = rack("r2", "127.0.0.1:0", &controller).await;
+    let loads = [[0.4, 0.1], [0.2, 0.3], [0.3, 0.2], [0.1, 0.4]];
+    let mut agents = Vec::new();
+    for (number, at) in [(1, first.1), (2, first.1), (3, second.1), (4, second.1)] {
+        agents.push(Agent::start(number, at, loads[number as usize - 1]).await);
+    }
+    let all: [&[(u32, u32)]; 2] = [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
+    balancer.table_of(all).await;
+    let shown = status(&controller).await;
+    let racks: Vec<(&str, Vec<&str>)> = shown
+        .racks
+        .iter()
+        .map(|rack| (rack.name.as_str(), rack.servers.iter().map(String::as_str).collect()))
+        .collect();
+    assert_eq!(racks, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
+    // People see every core, from the reports that are handed on.
+    let core_loads = in_time("the loads of every core", async {
+        loop {
+            let servers = status(&controller).await.servers;
+            if servers.iter().all(|server| server.core_load.len() == 2) {
+                return servers.into_iter().map(|server| server.core_load).collect::<Vec<_>>();
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    for (shown, reported) in core_loads.iter().flatten().zip(loads.iter().flatten()) {
+        assert!((shown - reported).abs() < 0.001, "{core_loads:?}");
+    }
+
+    // A rack is killed: its servers are neutral, with the mean of the other's.
+    let at = second.1;
+    drop(second);
+    agents.truncate(2);
+    let neutral: [&[(u32, u32)]; 2] = [&[(2, 20), (3, 25), (4, 25), (1, 40)], &[(1, 10), (3, 25), (4, 25), (2, 30)]];
+    balancer.table_of(neutral).await;
+
+    // One of its agents goes to the controller itself, the other finds the rack again.
+    agents.push(Agent::start(3, controller.1, loads[2]).await);
+    let _second = in_time("the address", async {
+        while std::net::TcpListener::bind(at).is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        rack("r2", &at.to_string(), &controller).await
+    })
+    .await;
+    agents.push(Agent::start(4, at, loads[3]).await);
+    balancer.table_of(all).await;
+}
+
+#[tokio::test]
+async fn a_rack_without_controller_takes_nobody_and_serves_only_agents() {
+    let directory = tempfile::tempdir().unwrap();
+    let away = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = Running(tokio::spawn(std::future::pending()), away);
+    let lonely = rack("r1", "127.0.0.1:0", &nobody).await;
+    let refused = begin("s1", lonely.1).await.unwrap_err();
+    assert_eq!(
+        (refused.code(), refused.message()),
+        (Code::Unavailable, "this rack has no connection to its controller")
+    );
+    let refused = client(lonely.1).await.status(v1::StatusRequest::default()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unimplemented);
+
+    let controller = controller(directory.path()).await;
+    let one = rack("r1", "127.0.0.1:0", &controller).await;
+    // Who is not in the fleet is told so through the rack.
+    let unknown = in_time("a refusal", async {
+        loop {
+            match begin("s9", one.1).await {
+                Err(status) if status.code() != Code::Unavailable => return status,
+                _ => tokio::time::sleep(Duration::from_millis(20)).await,
+            }
+        }
+    });
+    assert_eq!(unknown.await.code(), Code::NotFound);
+}

@@ -1,0 +1,340 @@
+//! What the controller and its racks tell each other.
+
+use std::time::Duration;
+
+use coreward_model::ServerId;
+use coreward_model::load::Alpha;
+use coreward_model::placement::{BucketCount, Core};
+use coreward_model::policy::{
+    Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MOST_CANDIDATES, RackSummary, ReducedServer, Weight,
+};
+use coreward_model::rss::RssKey;
+
+use crate::address::parse_server_id;
+use crate::{Context as _, ServiceIndex, WireError, v1};
+
+/// What a rack must know of its servers and their services.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RackConfiguration {
+    /// Time between two summaries.
+    pub report_interval: Duration,
+    /// Weight of the newest report.
+    pub alpha: Alpha,
+    /// Those whose agents speak through the rack.
+    pub servers: Vec<RackServer>,
+    /// Those that have one of these servers.
+    pub services: Vec<RackService>,
+}
+
+/// A server whose agent speaks through the rack.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RackServer {
+    /// The agent's stream.
+    pub stream: u64,
+    /// Its id.
+    pub id: ServerId,
+    /// Its part of new connections.
+    pub weight: Weight,
+    /// How much it can do; `None`: by its cores.
+    pub capacity: Option<Capacity>,
+}
+
+/// A service, as far as the rack must know it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RackService {
+    /// What names it.
+    pub index: ServiceIndex,
+    /// The policy's name; the rack may be too old to know it.
+    pub policy: String,
+    /// Number of buckets.
+    pub buckets: BucketCount,
+    /// Whether each datagram is placed on its own.
+    pub places_requests: bool,
+    /// Its servers in the rack.
+    pub members: Vec<RackMember>,
+}
+
+/// A server of a service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RackMember {
+    /// Its id.
+    pub id: ServerId,
+    /// Whether it takes new connections.
+    pub eligible: bool,
+    /// Whether it takes all that are due to it: it is not in its slow start.
+    pub whole_part: bool,
+}
+
+impl From<&RackConfiguration> for v1::RackConfiguration {
+    fn from(configuration: &RackConfiguration) -> Self {
+        let server = |server: &RackServer| v1::RackServer {
+            stream: server.stream,
+            id: server.id.get().into(),
+            weight: server.weight.get(),
+            capacity: server.capacity.map_or(0.0, Capacity::get),
+        };
+        let service = |service: &RackService| v1::RackService {
+            index: service.index.get().into(),
+            policy: service.policy.clone(),
+            bucket_count: service.buckets.get(),
+            places_requests: service.places_requests,
+            server_id: service.members.iter().map(|member| member.id.get().into()).collect(),
+            eligible: service.members.iter().map(|member| member.eligible).collect(),
+            whole_part: service.members.iter().map(|member| member.whole_part).collect(),
+        };
+        Self {
+            report_interval_ms: configuration.report_interval.as_millis() as u32,
+            alpha: configuration.alpha.get(),
+            servers: configuration.servers.iter().map(server).collect(),
+            services: configuration.services.iter().map(service).collect(),
+        }
+    }
+}
+
+impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
+    type Error = WireError;
+
+    fn try_from(message: &v1::RackConfiguration) -> Result<Self, WireError> {
+        if message.report_interval_ms == 0 {
+            return Err(WireError::new("report_interval_ms", "0: expected at least 1"));
+        }
+        Ok(Self {
+            report_interval: Duration::from_millis(message.report_interval_ms.into()),
+            alpha: Alpha::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
+            servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().within("servers")?,
+            services: message.services.iter().map(parse_service).collect::<Result<_, _>>().within("services")?,
+        })
+    }
+}
+
+fn parse_weight(weight: u32) -> Result<Weight, WireError> {
+    Weight::new(weight.into()).map_err(|error| WireError::new("weight", error))
+}
+
+fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
+    let capacity = (message.capacity != 0.0).then(|| Capacity::new(message.capacity)).transpose();
+    Ok(RackServer {
+        stream: message.stream,
+        id: parse_server_id("id", message.id)?,
+        weight: parse_weight(message.weight)?,
+        capacity: capacity.map_err(|error| WireError::new("capacity", error))?,
+    })
+}
+
+fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
+    let count = message.server_id.len();
+    length_is("eligible", message.eligible.len(), count)?;
+    length_is("whole_part", message.whole_part.len(), count)?;
+    let member = |position: usize| {
+        Ok(RackMember {
+            id: parse_server_id("server_id", message.server_id[position])?,
+            eligible: message.eligible[position],
+            whole_part: message.whole_part[position],
+        })
+    };
+    Ok(RackService {
+        index: ServiceIndex::parse("index", message.index)?,
+        policy: message.policy.clone(),
+        buckets: BucketCount::new(message.bucket_count.into())
+            .map_err(|error| WireError::new("bucket_count", error))?,
+        places_requests: message.places_requests,
+        members: (0..count).map(member).collect::<Result<_, WireError>>()?,
+    })
+}
+
+/// A service's summary as a message.
+pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
+    let mut message = v1::RackSummary { service_index: service.get().into(), ..Default::default() };
+    let position =
+        |id: ServerId| summary.servers.binary_search_by_key(&id, |server| server.id).expect("a server of the summary");
+    for server in &summary.servers {
+        let id = u32::from(server.id.get());
+        message.server_id.push(id);
+        message.cores.push(server.loads.count());
+        message.load_sum.push(server.loads.sum());
+        if let Some(cores) = server.loads.cores() {
+            message.whole.push(v1::WholeServer { server_id: id, load: cores.to_vec() });
+        }
+    }
+    let spread = |(class, spread): &(Class, LoadSpread)| v1::LoadSpread {
+        weight: class.weight.get(),
+        speed: class.speed,
+        bin: spread.bins().map(|(bin, _)| bin.into()).collect(),
+        cores: spread.bins().map(|(_, bin)| bin.cores).collect(),
+        sum: spread.bins().map(|(_, bin)| bin.sum).collect(),
+    };
+    message.spreads = summary.spreads.iter().map(spread).collect();
+    let list = |list: &CandidateList| v1::CandidateList {
+        key: list.key.bytes().to_vec(),
+        per_bucket: list.per_bucket as u32,
+        server: list.candidates.iter().map(|(core, _)| position(core.server) as u32).collect(),
+        core: list.candidates.iter().map(|(core, _)| core.core.into()).collect(),
+        load: list.candidates.iter().map(|(_, load)| *load).collect(),
+    };
+    message.lists = summary.lists.iter().map(list).collect();
+    message
+}
+
+/// # Errors
+/// When it holds no meaning: the field, and what was expected.
+pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
+    let service = ServiceIndex::parse("service_index", message.service_index)?;
+    let mut servers = parse_servers(message)?;
+    for whole in &message.whole {
+        let id = parse_server_id("whole.server_id", whole.server_id)?;
+        let unknown = || WireError::new("whole.server_id", format!("{id}: expected one of `server_id`"));
+        let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
+        whole.load.iter().try_for_each(|load| is_load("whole.load", *load))?;
+        length_is("whole.load", whole.load.len(), message.cores[position] as usize)?;
+        servers[position].loads = Loads::Whole(whole.load.clone());
+    }
+    let spreads = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
+    let list = |list: &v1::CandidateList| parse_list(list, &servers);
+    let lists = message.lists.iter().map(list).collect::<Result<_, _>>().within("lists")?;
+    Ok((service, RackSummary { servers, spreads, lists }))
+}
+
+fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireError> {
+    let count = message.server_id.len();
+    length_is("cores", message.cores.len(), count)?;
+    length_is("load_sum", message.load_sum.len(), count)?;
+    if !message.server_id.is_sorted_by(|one, next| one < next) {
+        return Err(WireError::new("server_id", "not in ascending order"));
+    }
+    let parallel = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
+    let server = |((id, cores), sum): ((&u32, &u32), &f64)| {
+        is_load("load_sum", *sum)?;
+        if *cores == 0 {
+            return Err(WireError::new("cores", "0: expected at least 1"));
+        }
+        let loads = Loads::Reduced { sum: *sum, cores: *cores };
+        Ok(ReducedServer { id: parse_server_id("server_id", *id)?, loads })
+    };
+    parallel.map(server).collect()
+}
+
+fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, LoadSpread), WireError> {
+    length_is("cores", message.cores.len(), message.bin.len())?;
+    length_is("sum", message.sum.len(), message.bin.len())?;
+    if !(message.speed.is_finite() && message.speed > 0.0) {
+        return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
+    }
+    let class = Class { weight: parse_weight(message.weight)?, speed: message.speed };
+    let mut spread = LoadSpread::default();
+    for ((bin, cores), sum) in message.bin.iter().zip(&message.cores).zip(&message.sum) {
+        let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
+        let bin = u16::try_from(*bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
+        spread.add_bin(bin, Bin { cores: *cores, sum: *sum });
+    }
+    Ok((class, spread))
+}
+
+fn parse_list(message: &v1::CandidateList, servers: &[ReducedServer]) -> Result<CandidateList, WireError> {
+    let count = message.server.len();
+    length_is("core", message.core.len(), count)?;
+    length_is("load", message.load.len(), count)?;
+    if !(1..=u32::from(MOST_CANDIDATES)).contains(&message.per_bucket) {
+        let problem = format!("{}: expected 1 to {MOST_CANDIDATES}", message.per_bucket);
+        return Err(WireError::new("per_bucket", problem));
+    }
+    let parallel = message.server.iter().zip(&message.core).zip(&message.load);
+    let candidate = |((server, core), load): ((&u32, &u32), &f64)| {
+        is_load("load", *load)?;
+        let expected = || WireError::new("server", format!("{server}: expected a position below {}", servers.len()));
+        let server = servers.get(*server as usize).ok_or_else(expected)?.id;
+        let core = u16::try_from(*core).map_err(|_| WireError::new("core", format!("{core}: expected below 65536")))?;
+        Ok((Core { server, core }, *load))
+    };
+    Ok(CandidateList {
+        key: RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?,
+        per_bucket: message.per_bucket as usize,
+        candidates: parallel.map(candidate).collect::<Result<_, _>>()?,
+    })
+}
+
+fn is_load(field: &str, load: f64) -> Result<(), WireError> {
+    if load.is_finite() && load >= 0.0 {
+        return Ok(());
+    }
+    Err(WireError::new(field, format!("{load}: expected a number of at least 0")))
+}
+
+fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
+    if length == expected {
+        return Ok(());
+    }
+    Err(WireError::new(field, format!("{length} entries: expected {expected}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::policy::{Pool, PoolServer, named};
+    use coreward_model::rss::{IndirectionTable, Rss};
+
+    use super::*;
+
+    fn summary() -> RackSummary {
+        let server = |n: u64| PoolServer {
+            loads: Some(vec![n as f64 / 10.0; 4].into()),
+            rss: Some(Rss {
+                key: RssKey::microsoft(),
+                indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
+            }),
+            ramp: if n == 2 { 0.5 } else { 1.0 },
+            ..PoolServer::new((n * 31).try_into().unwrap())
+        };
+        let pool = Pool::new((0..5).map(server).collect(), 1);
+        RackSummary::of(&pool, named("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PUBLISHED, 8)
+    }
+
+    #[test]
+    fn summaries_come_back() {
+        let service = ServiceIndex::new(3).unwrap();
+        let summary = summary();
+        assert_eq!(summary.lists[0].per_bucket, 4);
+        assert_eq!(parse_summary(&summary_message(service, &summary)), Ok((service, summary)));
+    }
+
+    #[test]
+    fn summaries_that_mean_nothing_are_refused() {
+        let error = |change: fn(&mut v1::RackSummary)| {
+            let mut message = summary_message(ServiceIndex::new(0).unwrap(), &summary());
+            change(&mut message);
+            parse_summary(&message).unwrap_err().to_string()
+        };
+        assert_eq!(error(|m| m.server_id[1] = 500), "server_id: not in ascending order");
+        assert_eq!(error(|m| m.load_sum[0] = f64::NAN), "load_sum: NaN: expected a number of at least 0");
+        assert_eq!(error(|m| m.whole[0].server_id = 7), "whole.server_id: 7: expected one of `server_id`");
+        assert_eq!(error(|m| m.whole[0].load.truncate(3)), "whole.load: 3 entries: expected 4");
+        assert_eq!(error(|m| m.lists[0].server[9] = 5), "lists.server: 5: expected a position below 5");
+        assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
+        assert_eq!(error(|m| m.spreads[0].bin[0] = 5_000), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(error(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
+    }
+
+    #[test]
+    fn configurations_come_back() {
+        let member = |id: u64, whole_part| RackMember { id: id.try_into().unwrap(), eligible: true, whole_part };
+        let configuration = RackConfiguration {
+            report_interval: Duration::from_millis(100),
+            alpha: Alpha::PUBLISHED,
+            servers: vec![RackServer {
+                stream: 4,
+                id: 9u64.try_into().unwrap(),
+                weight: Weight::new(3).unwrap(),
+                capacity: Some(Capacity::new(2.5).unwrap()),
+            }],
+            services: vec![RackService {
+                index: ServiceIndex::new(1).unwrap(),
+                policy: "crossrss".to_owned(),
+                buckets: BucketCount::PUBLISHED,
+                places_requests: false,
+                members: vec![member(9, true), member(11, false)],
+            }],
+        };
+        let message = v1::RackConfiguration::from(&configuration);
+        assert_eq!(RackConfiguration::try_from(&message), Ok(configuration));
+        let error = RackConfiguration::try_from(&v1::RackConfiguration { alpha: 0.0, ..message }).unwrap_err();
+        assert_eq!(error.to_string(), "alpha: alpha 0: expected a number above 0, at most 1");
+    }
+}
