@@ -48,7 +48,8 @@ async fn controller(directory: &Path) -> Running {
     let fleet = (1..=4).map(server).collect::<String>()
         + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
     std::fs::write(directory.join("fleet.toml"), format!("report_interval = \"20ms\"\nalpha = 1.0\n{fleet}")).unwrap();
-    let own = "listen = \"127.0.0.1:0\"\nstore = \"store\"\nfleet = \"fleet.toml\"\n";
+    let store = directory.join("store");
+    let own = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
     std::fs::write(directory.join("controller.toml"), own).unwrap();
     let server = Server::bind(&directory.join("controller.toml")).await.unwrap();
     let address = server.address();

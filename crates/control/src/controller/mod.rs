@@ -21,7 +21,6 @@ mod lives;
 pub mod load_balancers;
 #[cfg(test)]
 mod pool_tests;
-#[cfg(test)]
 pub mod racks;
 pub mod refused;
 pub mod rotation;
