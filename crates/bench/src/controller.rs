@@ -30,22 +30,22 @@ pub struct Args {
     pub(crate) agents: u32,
     /// Cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
-    cores: u16,
+    pub(crate) cores: u16,
     /// Time between two reports of an agent
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(10..=1000))]
     pub(crate) report_interval_ms: u64,
     /// Load balancers that take every table
     #[arg(long, default_value_t = 2)]
-    load_balancers: u32,
+    pub(crate) load_balancers: u32,
     /// Policy of the one service
     #[arg(long, default_value = coreward_model::policy::DEFAULT)]
-    policy: String,
+    pub(crate) policy: String,
     /// How often is measured
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    windows: u32,
+    pub(crate) windows: u32,
     /// How long each time
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
-    window_seconds: u64,
+    pub(crate) window_seconds: u64,
 }
 
 impl Default for Args {
@@ -103,7 +103,7 @@ impl Drop for Scratch {
 
 /// The process that is measured; ends with this value.
 pub(crate) struct Controller {
-    process: Child,
+    pub(crate) process: Child,
     pub(crate) address: SocketAddr,
 }
 
@@ -163,23 +163,23 @@ impl Controller {
         Ok((field(14)? / ticks, field(15)? / ticks))
     }
 
-    fn resident_mib(&self) -> anyhow::Result<u64> {
+    pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
         let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
         Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
     }
 }
 
-fn name(agent: u32) -> String {
+pub(crate) fn name(agent: u32) -> String {
     format!("s{agent}")
 }
 
 /// What one window showed.
-struct Window {
-    user_pct: f64,
-    system_pct: f64,
+pub(crate) struct Window {
+    pub(crate) user_pct: f64,
+    pub(crate) system_pct: f64,
     per_report_us: f64,
-    reports_per_second: f64,
+    pub(crate) reports_per_second: f64,
 }
 
 struct Measured {
@@ -230,7 +230,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     Ok(measured)
 }
 
-async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result<Window> {
+pub(crate) async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result<Window> {
     let mut client = controller.connect().await?;
     let mut accepted = async || {
         let status = client.status(v1::StatusRequest::default()).await?.into_inner();
@@ -251,7 +251,10 @@ async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result
     })
 }
 
-async fn subscribe(controller: &mut Controller, balancer: u32) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
+pub(crate) async fn subscribe(
+    controller: &mut Controller,
+    balancer: u32,
+) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
     let (sender, receiver) = mpsc::channel(1);
     let hello = v1::LoadBalancerHello { name: format!("lb{balancer}"), version: "bench".into(), address: Vec::new() };
     let message = Some(load_balancer_message::Message::Hello(hello));
@@ -265,7 +268,7 @@ async fn subscribe(controller: &mut Controller, balancer: u32) -> anyhow::Result
 }
 
 /// When each table came, and the size of the last, until the controller ends.
-async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
+pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrivals, mut size) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {
         if let Some(dataplane_update::Update::Table(bytes)) = update.update {
@@ -302,7 +305,7 @@ async fn pretend(mut client: ControlClient<Channel>, agent: u32, cores: u16, sta
 }
 
 /// Cores with random loads that have been up for weeks: busy times are numbers of eight bytes.
-struct PretendedServer {
+pub(crate) struct PretendedServer {
     sequence: u64,
     random: Xoshiro256PlusPlus,
     busy_ns: Vec<u64>,
@@ -311,7 +314,7 @@ struct PretendedServer {
 }
 
 impl PretendedServer {
-    fn new(agent: u32, cores: u16, interval: Duration) -> Self {
+    pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
         let table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
         let indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
         let rss = v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table };
@@ -319,7 +322,12 @@ impl PretendedServer {
         Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
     }
 
-    fn report(&mut self) -> v1::Report {
+    /// The next report will begin a stream.
+    pub(crate) fn begin_stream(&mut self) {
+        self.sequence = 0;
+    }
+
+    pub(crate) fn report(&mut self) -> v1::Report {
         self.sequence += 1;
         let interval_ns = self.interval.as_nanos() as u32;
         for busy in &mut self.busy_ns {

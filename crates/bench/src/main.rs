@@ -4,6 +4,7 @@ mod agent;
 mod controller;
 mod dispatch;
 mod placement;
+mod racks;
 mod sim;
 
 use std::path::PathBuf;
@@ -39,6 +40,8 @@ enum Command {
     Agent(agent::Args),
     /// What the controller costs, with agents that only pretend
     Controller(controller::Args),
+    /// What the controller costs behind rack controllers that pass up what servers report that only pretend
+    Racks(racks::Args),
     #[command(hide = true)]
     ControllerProcess(controller::ProcessArgs),
     /// How quick the simulator is
@@ -59,6 +62,7 @@ fn main() -> anyhow::Result<()> {
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
+        Command::Racks(args) => arguments.show(&racks::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
