@@ -21,8 +21,9 @@ pub use loads::{
     LoadBalancerCounts, Loads, Overview, OverviewLoadBalancer, OverviewServer, OverviewService, ServerLoads,
 };
 pub use status::{
-    CheckedBy, DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, Reports, RssGroup,
-    Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services, Status, StatusQuery,
+    CheckedBy, DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, Rack, Reports,
+    RssGroup, Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services, Status,
+    StatusQuery,
 };
 pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 

@@ -120,6 +120,12 @@ fn reply() -> v1::StatusReply {
             },
             v1::LoadBalancerStatus { name: "lb2".into(), owner: Some(1), ..Default::default() },
         ],
+        racks: vec![v1::RackStatus {
+            name: "rack1".into(),
+            version: "0.1.0".into(),
+            age_ms: 60,
+            servers: vec!["s1".into(), "s2".into()],
+        }],
     }
 }
 
@@ -151,6 +157,9 @@ dispatch of 0.0.0.0:53 at s1: jsq
        1  813            4       2        1000        990         6        1        no
   counters   over_bound 7
 
+rack rack1 (0.1.0), last heard of 60 ms ago
+  servers    s1 s2
+
 load balancer lb1: XDP native, as of 300 ms ago
   owner      0, at 10.2.0.1
   tables     web 76
@@ -177,6 +186,7 @@ fn status_for_programs() {
     let json = json::status(&reply());
     assert_eq!(json["services"][0]["address"], "10.200.0.1:80/tcp");
     assert_eq!(json["servers"][0]["address"], "10.2.0.11");
+    assert_eq!(json["racks"][0]["servers"][1], "s2");
     assert_eq!(json["load_balancers"][0]["state"]["table_generations"]["web"], 76);
     let clocks = &json["load_balancers"][0]["state"]["server_clocks"];
     assert_eq!((&clocks[0]["state"], &clocks[1]["problem"]), (&"known".into(), &"look at its sysctl".into()));
