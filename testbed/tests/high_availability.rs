@@ -1,0 +1,225 @@
+//! Several controllers on etcd: leaders are killed, stopped and wake up, etcd loses its own leader. Every change that was
+//! acknowledged is in force afterwards, and no connection breaks.
+
+mod support;
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use coreward_etcd::local::Member;
+use coreward_testbed::fleet::{CONTROLLER_PORT, Fleet, FleetOptions, LoadSource, coreward_command};
+use coreward_testbed::process::Process;
+use coreward_testbed::stream::client::Streams;
+use coreward_testbed::stream::server::StreamServers;
+use coreward_testbed::topology::CONTROLLER_ADDRESS;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::signal::Signal;
+use support::{eventually, pause, unbroken};
+
+/// Until another controller leads: the lease and a little.
+const TAKEN_OVER: Duration = Duration::from_secs(8);
+
+/// The fields are dropped in this order: the testbed last.
+struct Datacentre {
+    fleet: Fleet,
+    /// Controllers 2 and 3; the first one is the fleet's.
+    others: Vec<Option<Process>>,
+    etcd: Vec<Option<Process>>,
+    members: Vec<Member>,
+    _servers: StreamServers,
+    testbed: Testbed,
+    document: String,
+    changes: u32,
+}
+
+fn address(number: u16) -> String {
+    format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
+}
+
+fn store(members: &[Member]) -> String {
+    let endpoints: Vec<String> = members.iter().map(Member::endpoint).collect();
+    format!("[etcd]\nendpoints = {endpoints:?}\nlease = \"2s\"\n")
+}
+
+fn start_controller(testbed: &Testbed, members: &[Member], number: u16) -> Process {
+    let file = testbed.directory().join(format!("controller{number}.toml"));
+    let api = format!("127.0.0.1:{}", CONTROLLER_PORT + 100 + number);
+    fs::write(&file, format!("listen = \"{}\"\napi = \"{api}\"\n{}", address(number), store(members))).unwrap();
+    let log = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
+    let mut command = Command::new(coreward_command().unwrap());
+    command.arg("controller").arg("--config").arg(file);
+    command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    testbed.spawn(testbed.controller(), command).unwrap()
+}
+
+fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Process {
+    let command = members[position].command(members, &testbed.directory());
+    testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
+}
+
+fn coreward(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<String> {
+    let mut command = Command::new(coreward_command()?);
+    command.args(arguments);
+    Ok(String::from_utf8(testbed.run(testbed.controller(), command)?.stdout)?)
+}
+
+fn document(servers: u16) -> String {
+    let mut text = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
+    for number in 1..=servers {
+        text += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
+    }
+    text
+}
+
+impl Datacentre {
+    fn start(instance: &str) -> Self {
+        let options = TestbedOptions {
+            instance: instance.to_owned(),
+            servers: 3,
+            load_balancers: 2,
+            cores: 1,
+            ..TestbedOptions::default()
+        };
+        let testbed = Testbed::create(options).unwrap();
+        let servers = testbed.start_stream_servers().unwrap();
+        let members = Member::several(3, CONTROLLER_ADDRESS.into(), 2379);
+        let etcd = (0..3).map(|position| Some(start_member(&testbed, &members, position))).collect();
+        let document = document(3);
+        // The first document is there before load balancers and agents come.
+        let mut first = start_controller(&testbed, &members, 1);
+        let file = testbed.directory().join("applied.toml");
+        fs::write(&file, &document).unwrap();
+        let applied =
+            || coreward(&testbed, &["apply", "--yes", &file.display().to_string(), "--controller", &address(1)]);
+        eventually(Duration::from_secs(20), "the first document is in force", || applied().is_ok());
+        first.terminate(Duration::from_secs(5)).unwrap();
+        let options = FleetOptions {
+            load: LoadSource::PacedServer,
+            steer: false,
+            shared_store: Some(store(&members)),
+            other_controllers: vec![address(2), address(3)],
+            ..FleetOptions::default()
+        };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        let others = [2, 3].map(|number| Some(start_controller(&testbed, &members, number))).into();
+        Self { fleet, others, etcd, members, _servers: servers, testbed, document, changes: 1 }
+    }
+
+    /// The controller that answers; `None`: none does.
+    fn leader(&self) -> Option<u16> {
+        (1..=3).find(|number| coreward(&self.testbed, &["fleet", "show", "--controller", &address(*number)]).is_ok())
+    }
+
+    /// Another document, tried until a controller has acknowledged it. Returns which one.
+    fn apply(&mut self) -> u16 {
+        self.changes += 1;
+        let weight = format!("weight = {}\nname = \"s1\"", self.changes);
+        let document = document(3).replacen("name = \"s1\"", &weight, 1);
+        let file: PathBuf = self.testbed.directory().join("applied.toml");
+        fs::write(&file, &document).unwrap();
+        let end = Instant::now() + TAKEN_OVER;
+        let mut refusals = Vec::new();
+        while Instant::now() < end {
+            for number in 1..=3 {
+                let arguments = ["apply", "--yes", &file.display().to_string(), "--controller", &address(number)];
+                match coreward(&self.testbed, &arguments) {
+                    Ok(_) => {
+                        self.document = document;
+                        return number;
+                    }
+                    Err(error) => refusals.push(error.to_string()),
+                }
+            }
+            pause(100);
+        }
+        panic!("nobody took a change within {TAKEN_OVER:?}: {refusals:#?}");
+    }
+
+    fn signal(&mut self, number: u16, signal: Signal) {
+        let process = match number {
+            1 => self.fleet.daemon("controller").unwrap(),
+            _ => self.others[usize::from(number) - 2].as_mut().expect("it runs"),
+        };
+        process.signal(signal).unwrap();
+    }
+
+    fn ids(&self) -> Option<Vec<(String, u64)>> {
+        let status = self.status()?;
+        let servers = status["servers"].as_array()?.iter();
+        servers.map(|server| Some((server["name"].as_str()?.to_owned(), server["id"].as_u64()?))).collect()
+    }
+
+    fn status(&self) -> Option<serde_json::Value> {
+        let leader = address(self.leader()?);
+        let text = coreward(&self.testbed, &["status", "--format", "json", "--controller", &leader]).ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
+    fn everybody_is_back(&self) -> bool {
+        self.status().is_some_and(|status| {
+            let reporting = |server: &&serde_json::Value| server["state"] == "reporting";
+            let connected = |balancer: &&serde_json::Value| balancer["connected"] == true;
+            status["servers"].as_array().unwrap().iter().filter(reporting).count() == 3
+                && status["load_balancers"].as_array().unwrap().iter().filter(connected).count() == 2
+        })
+    }
+
+    /// Position of the member that leads etcd.
+    fn etcd_leader(&self) -> usize {
+        let endpoints: Vec<String> = self.members.iter().map(Member::endpoint).collect();
+        let mut command = Command::new("etcdctl");
+        command.args(["--endpoints", &endpoints.join(","), "endpoint", "status", "--write-out", "json"]);
+        command.env("ETCDCTL_API", "3");
+        let output = self.testbed.run(self.testbed.controller(), command).unwrap();
+        let states: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let leads = |state: &serde_json::Value| state["Status"]["leader"] == state["Status"]["header"]["member_id"];
+        let leader = states.as_array().unwrap().iter().find(|state| leads(state)).expect("one of three leads");
+        endpoints.iter().position(|endpoint| leader["Endpoint"] == endpoint.as_str()).unwrap()
+    }
+}
+
+#[test]
+fn leaders_come_and_go_and_what_was_acknowledged_stays() {
+    if skip_without_privilege("leaders_come_and_go_and_what_was_acknowledged_stays") {
+        return;
+    }
+    let mut site = Datacentre::start("ha");
+    let ids = site.ids().unwrap();
+    let client = site.testbed.start_stream_client(&Streams::steady(100.0, 16), None).unwrap();
+    assert_eq!(site.apply(), 1);
+
+    // The leader dies.
+    site.fleet.kill("controller").unwrap();
+    let second = site.apply();
+    assert_ne!(second, 1);
+    site.fleet.restart(&site.testbed, "controller").unwrap();
+
+    // The leader is stopped for longer than its lease, and wakes up when another one leads.
+    site.signal(second, Signal::SIGSTOP);
+    let third = site.apply();
+    assert_ne!(third, second);
+    site.signal(second, Signal::SIGCONT);
+    let woken = address(second);
+    for _ in 0..20 {
+        assert!(coreward(&site.testbed, &["fleet", "show", "--controller", &woken]).is_err(), "{woken} leads no more");
+        pause(20);
+    }
+
+    // etcd loses its own leader.
+    let member = site.etcd_leader();
+    let mut killed = site.etcd[member].take().unwrap();
+    killed.signal(Signal::SIGKILL).unwrap();
+    killed.wait(Duration::from_secs(5)).unwrap();
+    site.apply();
+    site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
+
+    eventually(Duration::from_secs(15), "agents and load balancers are back", || site.everybody_is_back());
+    let leader = address(site.leader().unwrap());
+    let shown = coreward(&site.testbed, &["fleet", "show", "--controller", &leader]).unwrap();
+    // After a line that says which generation it is.
+    assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
+    assert_eq!(site.ids().unwrap(), ids);
+    unbroken(client);
+}
