@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * Where a packet of a service goes, by the service's mode (enum consistency) and what the packet carries. The rows of
- * "what finds the server" are those of docs/design.md, "Consistency".
+ * "what finds the server" are those of docs/design.md, "Consistency"; where another load balancer has some of the service's
+ * connections, those of docs/adopting.md.
  */
 #ifndef COREWARD_DECIDE_BPF_H
 #define COREWARD_DECIDE_BPF_H
@@ -93,6 +94,26 @@ static __always_inline void decide_to_all(struct service_state *state, enum lb_c
 	decision->destination = BROADCAST_MAC;
 }
 
+/* To the load balancer that has some of the service's connections. No server hands such a packet on again. */
+static __always_inline void decide_other_balancer(__u32 number, struct decision *decision)
+{
+	server_word balancer = server_at(decision->service, other_balancer(number));
+
+	decision->outcome = server_has(balancer, SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER
+								  : LB_COUNTER_DROP_SERVER_UNRESOLVED;
+	decision->destination = balancer;
+	decision->before = NO_SERVER;
+}
+
+/* Of a connection that nothing here knows. */
+static __always_inline void decide_unknown(__u32 number, struct service_state *state, struct decision *decision)
+{
+	if (has_other_balancer(number))
+		decide_other_balancer(number, decision);
+	else
+		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+}
+
 /* The same from the bucket for packets whose connection table is lost. */
 static __always_inline void decide_to_all_owner_lost(struct service_state *state, struct decision *decision)
 {
@@ -168,13 +189,13 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
  * The index is of another load balancer's table: the packet goes there, once. One that came from a load balancer is not
  * passed on, so that no disagreement about who is who makes it circle. An owner that is gone, or cannot be reached: to all.
  */
-static __always_inline void decide_owner(struct xdp_md *ctx, struct service_state *state, __u32 owner,
+static __always_inline void decide_owner(struct xdp_md *ctx, __u32 number, struct service_state *state, __u32 owner,
 					 struct decision *decision)
 {
 	server_word balancer = *(const server_word *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
 	if (!server_has(balancer, SERVER_KNOWN)) {
-		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+		decide_unknown(number, state, decision);
 	} else if (server_has(balancer, SERVER_RESOLVED) && !came_from_owner(ctx)) {
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
@@ -193,7 +214,7 @@ static __always_inline bool is_index(__u32 number, __u32 cookie)
  * Where the index in `cookie` says, counted as `outcome`. Returns false when the entry is free or another connection's, or
  * its server was taken out. `found`: the entry, if it is of this load balancer's table.
  */
-static __always_inline bool decide_index(struct xdp_md *ctx, struct service_state *state, __u32 cookie,
+static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, struct service_state *state, __u32 cookie,
 					 const struct packet *packet, enum lb_counter outcome,
 					 struct decision *decision, struct connection **found)
 {
@@ -203,7 +224,7 @@ static __always_inline bool decide_index(struct xdp_md *ctx, struct service_stat
 
 	*found = NULL;
 	if (cookie_owner(cookie) != lb_state.owner) {
-		decide_owner(ctx, state, cookie_owner(cookie), decision);
+		decide_owner(ctx, number, state, cookie_owner(cookie), decision);
 		return true;
 	}
 	connection = find_connection(hash, cookie, decision->service, &id);
@@ -223,12 +244,12 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, s
 	struct connection *connection;
 
 	if (is_index(number, cookie)) {
-		if (!decide_index(ctx, state, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
-			decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+		if (!decide_index(ctx, number, state, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
+			decide_unknown(number, state, decision);
 		if (connection)
 			update_connection(connection, packet->flags, frame_bytes(ctx));
 	} else if (cookie & COOKIE_KIND_BIT || !server_is_known(decision->service, cookie)) {
-		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+		decide_unknown(number, state, decision);
 	} else {
 		decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);
 	}
@@ -275,7 +296,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
  * A packet without a cookie at a service whose connections have one: the client does not do timestamps, or the service
  * has them switched off. A first packet is not remembered: where it goes the bucket says again.
  */
-static __always_inline void decide_without_cookie(struct xdp_md *ctx, struct service_state *state,
+static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
 						  const struct packet *packet, struct decision *decision)
 {
 	struct flow_table_entry entry;
@@ -290,6 +311,11 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, struct ser
 		decision->before = NO_SERVER;
 		return;
 	}
+	/* Ours are in the flow table since their second packet; the other one must see all of its own. */
+	if (is_handed_over(number)) {
+		decide_other_balancer(number, decision);
+		return;
+	}
 	entry = decide_by_bucket(state, packet, decision);
 	if (decision->outcome == LB_COUNTER_CONSISTENT && !(packet->flags & TCP_SYN))
 		insert_flow(ctx, decision->service, packet, entry);
@@ -299,7 +325,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, struct ser
  * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known; a TCP
  * packet that is not a SYN does not, or forged ones would fill the table.
  */
-static __always_inline void decide_by_hash_table(struct xdp_md *ctx, struct service_state *state,
+static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 number, struct service_state *state,
 						 const struct packet *packet, struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
@@ -308,6 +334,10 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, struct serv
 
 	if (!syn && decide_by_flow(packet, &entry, decision))
 		return;
+	if (!first && has_other_balancer(number)) {
+		decide_other_balancer(number, decision);
+		return;
+	}
 	decide_by_rule(state, packet, first ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
 	if (decision->outcome == LB_COUNTER_FIRST) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
@@ -373,22 +403,27 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 		return 0;
 	state = &lb_state.services[service_index(number)];
 	decision->service = service_index(number);
-	if (mode_is(number, CONSISTENCY_NONE))
+	if (is_handed_over(number) && packet->flags & TCP_SYN)
+		decide_other_balancer(number, decision);
+	else if (mode_is(number, CONSISTENCY_NONE))
 		decide_by_rule(state, packet, packet->flags & TCP_SYN ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
 	else if (mode_is(number, CONSISTENCY_HASH_TABLE))
-		decide_by_hash_table(ctx, state, packet, decision);
+		decide_by_hash_table(ctx, number, state, packet, decision);
 	else if (mode_is(number, CONSISTENCY_BEAMER))
 		decide_by_bucket(state, packet, decision);
 	else if (is_corrected(number) && !(packet->has_timestamp && packet->flags & TCP_SYN))
 		decide_corrected(ctx, state, packet, decision);
 	else if (!packet->has_timestamp || (!has_cookies(number) && !is_corrected(number)))
-		decide_without_cookie(ctx, state, packet, decision);
+		decide_without_cookie(ctx, number, state, packet, decision);
 	else if (!(packet->flags & TCP_SYN))
 		decide_by_cookie(ctx, number, state, packet, decision);
 	else if (mode_is(number, CONSISTENCY_STATEFUL))
 		decide_first_stateful(ctx, state, packet, decision);
 	else if (!is_corrected(number) || !decide_half_open(packet, decision))
 		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+	/* What says whose a packet is may err: the echo of a foreign connection looks like some server's now and then. */
+	if (has_other_balancer(number) && decision->server_id != NO_SERVER && !(packet->flags & TCP_SYN))
+		decision->before = other_balancer(number);
 	return 0;
 }
 

@@ -139,7 +139,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, cons
 		__u32 cookie = cookie_of(quoted->echo, quoted->client_address, quoted->vip_address, quoted->ports);
 
 		if (is_index(number, cookie)) {
-			if (decide_index(ctx, state, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
+			if (decide_index(ctx, number, state, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && server_is_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
@@ -148,6 +148,8 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, cons
 	}
 	if (find_flow(decision->service, quoted, &entry) && server_is_known(decision->service, entry.server_id))
 		decide_server(entry.server_id, LB_COUNTER_ICMP_ERROR, decision);
+	else if (has_other_balancer(number))
+		decide_other_balancer(number, decision);
 	else
 		decide_to_all(state, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
 }

@@ -95,6 +95,13 @@ enum consistency {
 #define SERVICE_TIMESTAMPS_OFF 0x800u
 /* The load balancer stamps and restores itself (`timestamps = "lb"`). */
 #define SERVICE_TIMESTAMPS_LB 0x1000u
+/*
+ * Another load balancer has some of the service's connections: it stands among the servers, takes no first packets, and
+ * this is its id. ADOPTED: it had the service before us; HANDED_OVER: it gets the first packets from now on.
+ */
+#define SERVICE_OTHER_BALANCER_SHIFT 16
+#define SERVICE_ADOPTED 0x40000000u
+#define SERVICE_HANDED_OVER 0x80000000u
 
 /* service_slot.number on a server: its id in the service, and how it takes part. */
 #define SERVER_NUMBER_ID_MASK 0x3fffu
@@ -449,8 +456,9 @@ struct connection_stack {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 2
+#define LB_LAYOUT_VERSION 3
 
+/* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
 	__u64 layout_version;
 	/* The device's MAC address: the first 8 bytes of a frame sent to it, shifted left by 16. */
@@ -504,6 +512,7 @@ enum lb_counter {
 	LB_COUNTER_ICMP_ERROR, /* an ICMP error, to the server that the quoted packet names */
 	LB_COUNTER_FRAGMENT, /* a later fragment, to where the first went */
 	LB_COUNTER_TO_OWNER, /* to the load balancer whose connection table the cookie's index is of */
+	LB_COUNTER_TO_OTHER_BALANCER, /* to the one that the service is adopted from or handed over to */
 	LB_COUNTER_TO_ALL, /* to all servers of the service, rate-limited */
 	LB_COUNTER_TO_ALL_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
 	LB_COUNTER_DROP_MALFORMED_IPV4,

@@ -35,6 +35,9 @@
  *    has, and TCP may have for comparison), NONE (each packet by the placement table), BEAMER (the bucket and the server
  *    before for all packets). The constant modes_in_use says at load time which there are: what no service needs is not
  *    compiled in.
+ *    Another load balancer may have some of a service's connections, while the service is adopted from it or handed over
+ *    to it (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/adopting.md): what nothing here knows goes there, and what goes to
+ *    a server names it as "the server before", since an echo of a foreign connection may look like any cookie.
  *    Fragments of UDP follow the first one (fragment.bpf.h). ICMP errors go to the server whose packet they quote: by
  *    the cookie in the quoted timestamp, by the flow table, or to all (icmp.bpf.h).
  *
@@ -210,6 +213,8 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 		count_packet(ctx, LB_COUNTERS_NO_SERVICE, LB_COUNTER_PASSED_NOT_SERVICE, 0);
 		return XDP_PASS;
 	}
+	if (has_other_balancer(number))
+		return -1;
 	if (!has_cookies(number))
 		return forward_usual_without_cookie(ctx, number);
 	service = service_index(number);

@@ -18,6 +18,8 @@ const volatile __u32 modes_in_use;
 const volatile bool timestamps_off_in_use;
 /* A service has SERVICE_TIMESTAMPS_LB. */
 const volatile bool timestamps_lb_in_use;
+/* A service has SERVICE_ADOPTED or SERVICE_HANDED_OVER. */
+const volatile bool other_balancer_in_use;
 /* A service is of UDP. */
 const volatile bool udp_in_use;
 
@@ -45,6 +47,22 @@ static __always_inline bool mode_is(__u32 number, enum consistency consistency)
 static __always_inline bool is_corrected(__u32 number)
 {
 	return timestamps_lb_in_use && number & SERVICE_TIMESTAMPS_LB;
+}
+
+/* Whether another load balancer has some of the service's connections, and which: its id among the servers. */
+static __always_inline bool has_other_balancer(__u32 number)
+{
+	return other_balancer_in_use && number & (SERVICE_ADOPTED | SERVICE_HANDED_OVER);
+}
+
+static __always_inline bool is_handed_over(__u32 number)
+{
+	return other_balancer_in_use && number & SERVICE_HANDED_OVER;
+}
+
+static __always_inline __u32 other_balancer(__u32 number)
+{
+	return number >> SERVICE_OTHER_BALANCER_SHIFT & (SERVER_ID_COUNT - 1);
 }
 
 /* Whether the timestamps of the service's packets carry a cookie that a server stamped. */

@@ -264,6 +264,15 @@ impl Fleet {
         self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
     }
 
+    /// Restarts a daemon with another binary of coreward, which it has from then on; `None`: with this one.
+    ///
+    /// # Errors
+    /// When there is none of that name, or it does not end or start.
+    pub fn exchange(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
+        self.set_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
+        self.upgrade(testbed, name)
+    }
+
     /// From its next start on, the daemon of that name runs this command: another version.
     pub fn set_command(&mut self, name: &str, command: PathBuf) {
         self.commands.insert(name.to_owned(), command);
@@ -333,6 +342,14 @@ impl Fleet {
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.pool.clone())
+    }
+
+    /// Writes the fleet's file with this in the place of [`FleetOptions::more`] and lets the controller read it again.
+    ///
+    /// # Errors
+    /// When the file cannot be written or the controller has ended.
+    pub fn set_more(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
+        self.set_options(testbed, FleetOptions { more: more.to_owned(), ..self.options.clone() })
     }
 
     /// The pool as the controller's file has it.
@@ -492,8 +509,7 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
         "controller" => include_str!("../../packaging/systemd/coreward-controller.service"),
         "lb" => include_str!("../../packaging/systemd/coreward-lb.service"),
         "agent" => include_str!("../../packaging/systemd/coreward-agent.service"),
-        "rack" => include_str!("../../packaging/systemd/coreward-rack.service"),
-        other => bail!("{other:?} has no unit: expected controller, lb, agent or rack"),
+        other => bail!("{other:?} has no unit: expected controller, lb or agent"),
     };
     let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
     Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())

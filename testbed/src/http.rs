@@ -33,14 +33,22 @@ impl Connection {
     /// # Errors
     /// When nobody accepts it in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
+        Self::open_to(SERVICE, source)
+    }
+
+    /// The same to another address.
+    ///
+    /// # Errors
+    /// When nobody accepts it in time.
+    pub fn open_to(address: SocketAddrV4, source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
         if let Some(source) = source {
             socket.set_reuse_address(true)?;
             socket.bind(&SocketAddr::V4(source).into()).with_context(|| format!("cannot bind to {source}"))?;
         }
         socket
-            .connect_timeout(&SocketAddr::V4(SERVICE).into(), ANSWER_LIMIT)
-            .with_context(|| format!("cannot connect to {SERVICE}"))?;
+            .connect_timeout(&SocketAddr::V4(address).into(), ANSWER_LIMIT)
+            .with_context(|| format!("cannot connect to {address}"))?;
         socket.set_read_timeout(Some(ANSWER_LIMIT))?;
         socket.set_write_timeout(Some(ANSWER_LIMIT))?;
         Ok(Self { stream: BufReader::new(socket.into()) })
@@ -69,6 +77,26 @@ impl Connection {
         let (server, worker) =
             body.trim().split_once(' ').with_context(|| format!("not a server's answer: {body:?}"))?;
         Ok(Answerer { server: server.parse()?, worker: worker.parse()? })
+    }
+
+    /// Whether its packets carry TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS of linux/tcp.h).
+    ///
+    /// # Errors
+    /// When the kernel does not say.
+    pub fn has_timestamps(&self) -> anyhow::Result<bool> {
+        use std::os::fd::AsRawFd as _;
+        const TCPI_OPT_TIMESTAMPS: u8 = 1;
+        let mut information = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
+        let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+        let socket = self.stream.get_ref().as_raw_fd();
+        // SAFETY: the kernel writes at most `length` bytes, all of them into `information`.
+        let result = unsafe {
+            libc::getsockopt(socket, libc::IPPROTO_TCP, libc::TCP_INFO, information.as_mut_ptr().cast(), &mut length)
+        };
+        ensure!(result == 0, "TCP_INFO: {}", std::io::Error::last_os_error());
+        // SAFETY: zeroes are a valid tcp_info, and so is what the kernel wrote.
+        let information = unsafe { information.assume_init() };
+        Ok(information.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
     /// Asks for a file and leaves reading the answer to the caller.

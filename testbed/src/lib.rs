@@ -6,6 +6,7 @@
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
+//! * [`other_balancer`]: IPVS or HAProxy in front of the servers
 //! * [`fleet`]: controller, load balancer and agents, started and killed
 //! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
@@ -15,6 +16,7 @@
 //! * [`chaos`]: everything goes wrong while clients go on; [`preload`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
 //! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
+//! * [`walkthrough`]: documents whose commands are run as they are written
 //! * [`process`], [`namespace`]: what runs where
 //! * [`demo`]: `coreward demo`; [`cli`]: `coreward testbed`
 
@@ -35,6 +37,7 @@ pub mod key_value;
 pub mod load;
 pub mod namespace;
 pub mod nginx;
+pub mod other_balancer;
 pub mod paced_server;
 pub mod pcc;
 pub mod preload;
@@ -44,6 +47,7 @@ pub mod stock_server;
 pub mod stream;
 pub mod topology;
 pub mod uplink;
+pub mod walkthrough;
 
 pub use namespace::Namespace;
 pub use process::Process;

@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
 
 use crate::Process;
-use crate::topology::Testbed;
+use crate::topology::{Testbed, server_address};
 
 /// Size of the file at [`LARGE_FILE`].
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
@@ -30,7 +30,8 @@ pub struct Nginx {
 }
 
 impl Testbed {
-    /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP.
+    /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP and of the server's own
+    /// address.
     ///
     /// # Errors
     /// When there is no such server, or nginx does not start; the error holds what it said.
@@ -62,7 +63,8 @@ impl Testbed {
 
     fn nginx_configuration(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
         let directory = directory.display();
-        let listen: String = self.vips().map(|vip| format!("        listen {vip}:80 reuseport;\n")).collect();
+        let addresses = self.vips().chain([server_address(number)]);
+        let listen: String = addresses.map(|address| format!("        listen {address}:80 reuseport;\n")).collect();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("    {kind}_temp_path {directory}/{kind};\n"))
             .concat();

@@ -425,6 +425,11 @@ impl Testbed {
         self.server_pin_directory(number).join("emulated_rss")
     }
 
+    /// A namespace of this testbed, not made yet.
+    pub(crate) fn instance_namespace(&self, role: &str) -> Namespace {
+        self.instance.namespace(role)
+    }
+
     /// Starts a process on a host: see [`Process::spawn`] for its end.
     ///
     /// # Errors

@@ -189,7 +189,7 @@ impl Agent {
         }
         if old.is_none_or(|old| old.services != new.services) {
             if self.config.manage_timestamps && is_stamped(new) {
-                timestamps::manage(&mut self.memory)?;
+                timestamps::manage(stamps_new_connections(new), &mut self.memory)?;
             }
             let services: Vec<_> =
                 new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
@@ -218,8 +218,8 @@ impl Agent {
         self.chain.follow(&mut self.programs);
         let not_in_force = self.judge_rss();
         self.warnings.clear();
-        if self.configuration.as_ref().is_some_and(is_stamped) {
-            self.warnings.extend(timestamps::warning());
+        if let Some(configuration) = self.configuration.as_ref().filter(|configuration| is_stamped(configuration)) {
+            self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
         }
         self.warnings.extend(self.chain.warning());
         self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
@@ -373,6 +373,11 @@ impl Agent {
 /// Whether any service needs TSvals without an offset per connection.
 fn is_stamped(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped())
+}
+
+/// Services that are handed over to another load balancer are so at all their servers, and with all of their services.
+fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
+    configuration.services.iter().any(|service| service.mode.stamps_new_connections())
 }
 
 fn stall_counts(programs: &ServerPrograms) -> Counts {

@@ -9,6 +9,8 @@ use crate::remembered::Memory;
 
 const SYSCTL: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const WITHOUT_OFFSETS: &str = "2";
+/// A random offset per connection: what is opened with it is not stamped.
+const WITH_OFFSETS: &str = "1";
 
 fn read() -> anyhow::Result<String> {
     Ok(fs::read_to_string(SYSCTL).context(SYSCTL)?.trim().to_owned())
@@ -18,18 +20,24 @@ fn write(value: &str) -> anyhow::Result<()> {
     fs::write(SYSCTL, value).with_context(|| format!("{SYSCTL}: writing {value}"))
 }
 
-/// Sets it, and remembers what it was.
+/// What the sysctl must be: connections that begin now are stamped, or (their service is handed over to another load
+/// balancer) they are not, while those of before go on being stamped.
+fn wanted(stamp_new: bool) -> &'static str {
+    if stamp_new { WITHOUT_OFFSETS } else { WITH_OFFSETS }
+}
+
+/// Sets it so that connections that begin now are stamped, or not, and remembers what it was.
 ///
 /// # Errors
 /// When it cannot be read or written.
-pub fn manage(memory: &mut Memory) -> anyhow::Result<()> {
-    let found = read()?;
-    if found != WITHOUT_OFFSETS {
+pub fn manage(stamp_new: bool, memory: &mut Memory) -> anyhow::Result<()> {
+    let (found, wanted) = (read()?, wanted(stamp_new));
+    if found != wanted {
         if memory.get().tcp_timestamps.is_none() {
             memory.change(|remembered| remembered.tcp_timestamps = Some(found.clone()))?;
         }
-        write(WITHOUT_OFFSETS)?;
-        tracing::info!("net.ipv4.tcp_timestamps: {found} -> {WITHOUT_OFFSETS}");
+        write(wanted)?;
+        tracing::info!("net.ipv4.tcp_timestamps: {found} -> {wanted}");
     }
     Ok(())
 }
@@ -48,11 +56,11 @@ pub fn restore(memory: &mut Memory) -> anyhow::Result<()> {
 }
 
 /// What is wrong with it, in words for `coreward status`.
-pub fn warning() -> Option<String> {
-    let found = read().ok()?;
-    (found != WITHOUT_OFFSETS).then(|| {
-        format!(
-            "net.ipv4.tcp_timestamps is {found}: expected {WITHOUT_OFFSETS}; new connections are not stamped and break"
-        )
-    })
+pub fn warning(stamp_new: bool) -> Option<String> {
+    let (found, wanted) = (read().ok()?, wanted(stamp_new));
+    let then = match stamp_new {
+        true => "new connections are not stamped and break",
+        false => "the load balancer that the services are handed over to does not see all packets of new connections",
+    };
+    (found != wanted).then(|| format!("net.ipv4.tcp_timestamps is {found}: expected {wanted}; {then}"))
 }

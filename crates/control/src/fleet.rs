@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::consistency::{ServiceMode, Timestamps, Transfer};
 use coreward_model::correction;
 use coreward_model::health::{Check, Probe, WhenAllDown};
 use coreward_model::load::Alpha;
@@ -20,7 +20,7 @@ use coreward_wire::{
     AgentConfiguration, FleetConfiguration, Peer, Server, ServerBefore, Service, ServiceIndex, StampedService,
 };
 
-use crate::config::{FleetConfig, ServerConfig, ServerState};
+use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState};
 use crate::key_ring::KeyRing;
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord};
 
@@ -91,6 +91,8 @@ pub struct FleetService {
     pub index: ServiceIndex,
     /// How packets find their server.
     pub mode: ServiceMode,
+    /// Whom `mode.transfer` means.
+    pub other_balancer: Option<OtherBalancer>,
     /// A name out of `coreward_model::policy::names()`.
     pub policy: &'static str,
     /// What the policy wants to hear from load balancers.
@@ -115,6 +117,19 @@ impl FleetService {
     /// Whether load balancers stamp its cookies themselves.
     pub fn is_corrected(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
+    }
+
+    /// As load balancers and agents meet it: like a server that takes no new connections.
+    fn other_balancer_as_server(&self) -> Option<Server> {
+        let (transfer, other) = self.mode.transfer.zip(self.other_balancer)?;
+        Some(Server {
+            name: format!("balancer {}", other.address),
+            id: transfer.other_balancer(),
+            address: other.address,
+            eligible: false,
+            // Nobody checks it: what is sent there is not a choice.
+            left: true,
+        })
     }
 }
 
@@ -147,7 +162,7 @@ impl Fleet {
             retire_after: config.retire_after,
             rss_key: records.rss_key.clone(),
             servers,
-            services: config.services.iter().map(|service| fleet_service(service, records)).collect(),
+            services: services(config, records),
             load_balancers: records.load_balancers.clone(),
             document: records.document.clone(),
             file: None,
@@ -202,7 +217,12 @@ impl Fleet {
             // The controller looks after agents itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             time_key: service.is_corrected().then(|| correction::time_key(service.seed)),
-            servers: service.members.keys().map(|id| server(service, *id)).collect(),
+            servers: service
+                .members
+                .keys()
+                .map(|id| server(service, *id))
+                .chain(service.other_balancer_as_server())
+                .collect(),
         };
         let peer = |(name, record): (&String, &LoadBalancerRecord)| Peer {
             name: name.clone(),
@@ -230,6 +250,9 @@ impl Fleet {
             mode: service.mode,
         };
         let server_before = |id: &ServerId| Some(ServerBefore { id: *id, address: self.servers.get(id)?.address });
+        let others = services.clone().filter_map(FleetService::other_balancer_as_server);
+        let others: BTreeMap<ServerId, IpAddr> = others.map(|other| (other.id, other.address)).collect();
+        let others = others.into_iter().map(|(id, address)| ServerBefore { id, address });
         AgentConfiguration {
             generation: self.generation,
             services: services.map(stamped).collect(),
@@ -237,7 +260,7 @@ impl Fleet {
             report_interval: self.report_interval,
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
-            servers_before: before.iter().filter_map(server_before).collect(),
+            servers_before: before.iter().filter_map(server_before).chain(others).collect(),
         }
     }
 }
@@ -257,6 +280,27 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
     }
 }
 
+/// Other load balancers get the highest ids that no server has or had lately. No cookie carries them, so nobody need
+/// remember whose they were: it is enough that load balancers and agents are told the same.
+fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
+    let mut free = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
+    let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
+    let mut with_transfer = |service: &crate::config::ServiceConfig| {
+        let transfer = service.other_balancer.and_then(|other| {
+            let id = match ids.get(&other.address) {
+                Some(id) => *id,
+                // None: the fleet has all ids in use.
+                None => free.find(|id| !records.servers.contains_key(id))?,
+            };
+            ids.insert(other.address, id);
+            Some(if other.handed_over { Transfer::HandedOverTo(id) } else { Transfer::AdoptedFrom(id) })
+        });
+        let service = fleet_service(service, records);
+        FleetService { mode: ServiceMode { transfer, ..service.mode }, ..service }
+    };
+    config.services.iter().map(&mut with_transfer).collect()
+}
+
 fn fleet_service(service: &crate::config::ServiceConfig, records: &Records) -> FleetService {
     let record = &records.services[&service.name];
     let membership = |(id, server): (&ServerId, &ServerRecord)| {
@@ -267,6 +311,7 @@ fn fleet_service(service: &crate::config::ServiceConfig, records: &Records) -> F
         address: service.address,
         index: record.index,
         mode: service.mode,
+        other_balancer: service.other_balancer,
         policy: service.policy,
         traffic: policy::traffic_wanted(service.policy),
         check: service.check.clone().map(Arc::new),

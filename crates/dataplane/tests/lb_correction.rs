@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coreward_dataplane::lb::{ClockState, LoadBalancer, Options, Server, ServerClock, ServiceIndex, XdpMode};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
@@ -38,7 +38,7 @@ impl Bed {
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
         segment.load_balancer.within(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
-        let mode = ServiceMode { consistency: Consistency::Stateless, timestamps: Timestamps::LoadBalancer };
+        let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
         let index = lb.set_services(&[(service((VIP, PORT)), mode)]).unwrap()[0];
         lb.set_keys(&keys(KeyIndex::First));
         lb.set_time_key(index, CookieKey { k0: 77, k1: 88 });

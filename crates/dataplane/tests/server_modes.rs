@@ -20,8 +20,12 @@ use support::server_bed::{Bed, PATIENCE, PORT, flags, id, keys};
 use support::{ACK, RST, SYN, Tcp, may_load_bpf, now_ms, ones_complement_sum, timestamp_offset, usual_timestamp, word};
 
 const INDEX: u16 = 0x2abc;
-const STATEFUL: ServiceMode = ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server };
-const BEAMER: ServiceMode = ServiceMode { consistency: Consistency::Beamer, timestamps: Timestamps::Server };
+const STATEFUL: ServiceMode = mode(Consistency::Stateful, Timestamps::Server);
+const BEAMER: ServiceMode = mode(Consistency::Beamer, Timestamps::Server);
+
+const fn mode(consistency: Consistency, timestamps: Timestamps) -> ServiceMode {
+    ServiceMode { consistency, timestamps, transfer: None }
+}
 
 fn cookies_of(client: &HandClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
     let tuple = FourTuple::ipv4(client.address(), (VIP, PORT));
@@ -243,7 +247,7 @@ fn services_whose_packets_all_carry_the_server_before_hand_on_those_with_timesta
     if !may_load_bpf("services_whose_packets_all_carry_the_server_before_hand_on_those_with_timestamps_too") {
         return;
     }
-    let off = ServiceMode { consistency: Consistency::Stateless, timestamps: Timestamps::Off };
+    let off = mode(Consistency::Stateless, Timestamps::Off);
     for (mode, chained) in
         [(BEAMER, true), (off, true), (ServiceMode { consistency: Consistency::HashTable, ..off }, false)]
     {

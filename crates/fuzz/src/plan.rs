@@ -4,7 +4,7 @@ use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::correction;
 use coreward_model::lb::{Mac, Outcome, Owner, Server};
@@ -152,7 +152,7 @@ impl Plan {
     fn mode(&self, protocol: Protocol, dice: &mut Dice) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = dice.pick(&[Consistency::HashTable, Consistency::None]);
-            return ServiceMode { consistency, timestamps: Timestamps::Off };
+            return ServiceMode { consistency, timestamps: Timestamps::Off, transfer: None };
         }
         let consistency = dice.pick(&self.modes);
         let timestamps = match dice.below(15) {
@@ -160,7 +160,19 @@ impl Plan {
             3..7 if consistency == Consistency::Stateless => Timestamps::LoadBalancer,
             _ => Timestamps::Server,
         };
-        ServiceMode { consistency, timestamps }
+        let mode = ServiceMode { consistency, timestamps, transfer: None };
+        let transfer = mode.can_transfer() && dice.chance(1, 3);
+        ServiceMode { transfer: transfer.then(|| self.transfer(dice)), ..mode }
+    }
+
+    /// Another load balancer: most likely by the id of a server that some service has, so that its MAC address is known.
+    fn transfer(&self, dice: &mut Dice) -> Transfer {
+        let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
+        let other = match known.is_empty() || dice.chance(1, 8) {
+            true => ServerId::try_from(dice.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range"),
+            false => dice.pick(&known),
+        };
+        if dice.chance(1, 2) { Transfer::AdoptedFrom(other) } else { Transfer::HandedOverTo(other) }
     }
 
     /// Takes note of where the services of a [`Change::Services`] were put.
@@ -185,6 +197,12 @@ impl Plan {
             _ => 1 + dice.below(40),
         };
         let mut changes: Vec<Change> = (0..count).map(|_| self.new_server(service, dice)).collect();
+        let planned = &mut self.services[service];
+        if let Some(transfer) = planned.mode.transfer
+            && !dice.chance(1, 8)
+        {
+            changes.push(planned.server_change(transfer.other_balancer(), dice));
+        }
         if !dice.chance(1, 16) {
             changes.extend(self.new_table(service, dice));
         }

@@ -2,6 +2,7 @@
 
 use coreward_intf as intf;
 
+use crate::ServerId;
 use crate::tuple::Protocol;
 
 /// `enum consistency` of `bpf/intf.h`.
@@ -87,6 +88,25 @@ impl std::str::FromStr for Timestamps {
     }
 }
 
+/// Another load balancer has some of a service's connections. It stands among the service's servers, by this id, and takes no
+/// first packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Transfer {
+    /// It had the service before us: what nobody here knows is one of its connections.
+    AdoptedFrom(ServerId),
+    /// It gets the first packets from now on; what was opened here goes on here.
+    HandedOverTo(ServerId),
+}
+
+impl Transfer {
+    /// The other load balancer's place among the servers.
+    pub fn other_balancer(self) -> ServerId {
+        match self {
+            Transfer::AdoptedFrom(id) | Transfer::HandedOverTo(id) => id,
+        }
+    }
+}
+
 /// What the data plane must know of a service beside its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
@@ -94,6 +114,8 @@ pub struct ServiceMode {
     pub consistency: Consistency,
     /// Who stamps.
     pub timestamps: Timestamps,
+    /// Whether the service is adopted or given back just now.
+    pub transfer: Option<Transfer>,
 }
 
 impl ServiceMode {
@@ -107,17 +129,42 @@ impl ServiceMode {
         self.has_cookies() && self.timestamps == Timestamps::Server
     }
 
+    /// Whether servers put cookies into the timestamps of connections that begin now.
+    pub fn stamps_new_connections(self) -> bool {
+        self.is_stamped() && !self.is_handed_over()
+    }
+
+    /// Whether another load balancer gets the first packets.
+    pub fn is_handed_over(self) -> bool {
+        matches!(self.transfer, Some(Transfer::HandedOverTo(_)))
+    }
+
+    /// Whether the service can be adopted or handed over at all: packets that begin a connection must show it, and what is
+    /// sent to the wrong server must be handed on there.
+    pub fn can_transfer(self) -> bool {
+        match self.consistency {
+            Consistency::Stateless | Consistency::Stateful => self.timestamps != Timestamps::LoadBalancer,
+            Consistency::HashTable => true,
+            Consistency::None | Consistency::Beamer => false,
+        }
+    }
+
     /// Whether packets that go by their bucket name the server that had it before. Servers that the load balancer itself
-    /// stamps for have no program that could read it.
+    /// stamps for have no program that could read it. While the service is adopted or given back all packets name the other
+    /// load balancer.
     pub fn names_server_before(self) -> bool {
-        self.consistency == Consistency::Beamer || self.has_cookies() && self.timestamps == Timestamps::Off
+        self.consistency == Consistency::Beamer
+            || self.has_cookies() && self.timestamps == Timestamps::Off
+            || self.transfer.is_some()
     }
 
     /// Everything as it is when the operator says nothing. UDP has no cookie: by flow.
     pub fn default_for(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),
-            Protocol::Udp => Self { consistency: Consistency::HashTable, timestamps: Timestamps::Off },
+            Protocol::Udp => {
+                Self { consistency: Consistency::HashTable, timestamps: Timestamps::Off, ..Self::default() }
+            }
         }
     }
 }

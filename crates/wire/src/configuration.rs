@@ -426,8 +426,8 @@ mod tests {
             },
             index: ServiceIndex::new(index).unwrap(),
             mode: match index {
-                0 => ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server },
-                _ => ServiceMode { consistency: Consistency::Stateless, timestamps: Timestamps::LoadBalancer },
+                0 => ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
+                _ => ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() },
             },
             policy: "least".into(),
             traffic: TrafficWanted::Connections,
@@ -459,7 +459,11 @@ mod tests {
                 name: "web".into(),
                 address: fleet().services[0].address,
                 server_id: 7.try_into().unwrap(),
-                mode: ServiceMode { consistency: Consistency::Beamer, timestamps: Timestamps::Off },
+                mode: ServiceMode {
+                    consistency: Consistency::Beamer,
+                    timestamps: Timestamps::Off,
+                    ..ServiceMode::default()
+                },
             }],
             keys: keys(),
             report_interval: Duration::from_millis(100),

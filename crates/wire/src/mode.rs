@@ -1,12 +1,20 @@
 //! How a service's packets find their server.
 
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 
-use crate::{WireError, v1};
+use crate::address::parse_server_id;
+use crate::{Context as _, WireError, v1};
+
+const ADOPTED: &str = "adopted";
+const HANDED_OVER: &str = "handed-over";
 
 impl From<ServiceMode> for v1::ServiceMode {
     fn from(mode: ServiceMode) -> Self {
-        Self { consistency: mode.consistency.name(), timestamps: mode.timestamps.name().to_owned() }
+        Self {
+            consistency: mode.consistency.name(),
+            timestamps: mode.timestamps.name().to_owned(),
+            transfer: mode.transfer.map(Into::into),
+        }
     }
 }
 
@@ -17,7 +25,31 @@ impl TryFrom<&v1::ServiceMode> for ServiceMode {
         let consistency: Consistency =
             message.consistency.parse().map_err(|error| WireError::new("consistency", error))?;
         let timestamps: Timestamps = message.timestamps.parse().map_err(|error| WireError::new("timestamps", error))?;
-        Ok(Self { consistency, timestamps })
+        let transfer = message.transfer.as_ref().map(Transfer::try_from).transpose().within("transfer")?;
+        Ok(Self { consistency, timestamps, transfer })
+    }
+}
+
+impl From<Transfer> for v1::Transfer {
+    fn from(transfer: Transfer) -> Self {
+        let direction = match transfer {
+            Transfer::AdoptedFrom(_) => ADOPTED,
+            Transfer::HandedOverTo(_) => HANDED_OVER,
+        };
+        Self { direction: direction.to_owned(), other_balancer_id: transfer.other_balancer().get().into() }
+    }
+}
+
+impl TryFrom<&v1::Transfer> for Transfer {
+    type Error = WireError;
+
+    fn try_from(message: &v1::Transfer) -> Result<Self, WireError> {
+        let id = parse_server_id("other_balancer_id", message.other_balancer_id)?;
+        match message.direction.as_str() {
+            ADOPTED => Ok(Transfer::AdoptedFrom(id)),
+            HANDED_OVER => Ok(Transfer::HandedOverTo(id)),
+            other => Err(WireError::new("direction", format!("{other:?}: expected {ADOPTED:?} or {HANDED_OVER:?}"))),
+        }
     }
 }
 
@@ -29,8 +61,11 @@ mod tests {
     fn modes_come_back_and_others_are_named() {
         for consistency in Consistency::ALL {
             for timestamps in [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off] {
-                let mode = ServiceMode { consistency, timestamps };
-                assert_eq!(ServiceMode::try_from(&v1::ServiceMode::from(mode)), Ok(mode));
+                let other = 7.try_into().unwrap();
+                for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
+                    let mode = ServiceMode { consistency, timestamps, transfer };
+                    assert_eq!(ServiceMode::try_from(&v1::ServiceMode::from(mode)), Ok(mode));
+                }
             }
         }
         let good = v1::ServiceMode::from(ServiceMode::default());
@@ -41,8 +76,13 @@ mod tests {
              \"hash-table\" or \"beamer\""
         );
         assert_eq!(
-            error(v1::ServiceMode { timestamps: "client".into(), ..good }),
+            error(v1::ServiceMode { timestamps: "client".into(), ..good.clone() }),
             "timestamps: timestamps by \"client\": expected \"server\", \"lb\" or \"off\""
+        );
+        let away = v1::Transfer { direction: "away".into(), other_balancer_id: 7 };
+        assert_eq!(
+            error(v1::ServiceMode { transfer: Some(away), ..good }),
+            "transfer.direction: \"away\": expected \"adopted\" or \"handed-over\""
         );
     }
 }

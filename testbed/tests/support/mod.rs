@@ -67,6 +67,21 @@ impl Site {
     }
 }
 
+/// Waits until every part has confirmed the configuration of now.
+pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
+    eventually(Duration::from_secs(15), "every part confirms the configuration", || {
+        let Ok(status) = fleet.status(testbed) else { return false };
+        let (Some(servers), Some(balancers)) = (status["servers"].as_array(), status["load_balancers"].as_array())
+        else {
+            return false;
+        };
+        let wanted = status["configuration_generation"].as_u64();
+        let of_servers = servers.iter().map(|server| &server["configuration_generation"]);
+        let of_balancers = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
+        of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= wanted)
+    });
+}
+
 pub fn pause(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
 }

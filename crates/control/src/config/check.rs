@@ -15,7 +15,7 @@ use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server, Service};
-use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode};
+use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, transfer};
 
 /// The document; what is wrong with it is on the reader's list, and then this is only part of it.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
@@ -127,6 +127,7 @@ impl Services<'_> {
                 name: name.clone(),
                 address,
                 mode,
+                other_balancer: transfer::of(service, address, mode, reader),
                 policy: policy.0,
                 slow_start: service.slow_start.map_or(Duration::ZERO, |Period(time)| time),
                 buckets: service.buckets.unwrap_or(self.buckets),
@@ -136,6 +137,7 @@ impl Services<'_> {
                 span: entry.span(),
             });
         }
+        transfer::check_servers(&services, self.servers, listed, reader);
         services
     }
 

@@ -125,6 +125,10 @@ table! {
         pub timestamps: Option<Spanned<Timestamps>>,
         /// UDP: what one decision is for.
         pub udp: Option<Spanned<UdpMode>>,
+        /// Address of the load balancer that had the service before: what is not known here is sent on to it.
+        pub adopt_from: Option<Spanned<ServerAddress>>,
+        /// Address of the load balancer that new connections are sent to; those of before go on here.
+        pub hand_over_to: Option<Spanned<ServerAddress>>,
         /// Where new connections go.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// So long the part of a server that joins grows, linearly.

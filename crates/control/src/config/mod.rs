@@ -13,6 +13,7 @@ mod health;
 mod mode;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -146,6 +147,15 @@ pub enum ServerState {
     Draining,
 }
 
+/// A load balancer that has some of a service's connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OtherBalancer {
+    /// Where it is reached, in the load balancers' own network.
+    pub address: IpAddr,
+    /// It gets the first packets from now on; otherwise it had the service before.
+    pub handed_over: bool,
+}
+
 /// One `[[service]]`.
 #[derive(Debug, Clone)]
 pub struct ServiceConfig {
@@ -153,8 +163,10 @@ pub struct ServiceConfig {
     pub name: String,
     /// What clients connect to.
     pub address: ServiceAddress,
-    /// How packets find their server.
+    /// How packets find their server; without a transfer, whose id the document does not know.
     pub mode: ServiceMode,
+    /// Whom the service is adopted from or handed over to.
+    pub other_balancer: Option<OtherBalancer>,
     /// A name out of `coreward_model::policy::names()`.
     pub policy: &'static str,
     /// How long the share of a server that joins grows.

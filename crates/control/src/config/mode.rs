@@ -57,7 +57,7 @@ fn of_tcp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     if let (Consistency::None, Some(written)) = (consistency, &service.consistency) {
         refuse_wandering(written, service, reader);
     }
-    ServiceMode { consistency, timestamps }
+    ServiceMode { consistency, timestamps, ..default }
 }
 
 /// Why the service cannot have these timestamps, if it cannot.

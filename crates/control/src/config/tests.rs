@@ -487,3 +487,42 @@ fn what_must_survive_has_exactly_one_place() {
         assert!(mistakes.starts_with(&start), "{mistakes}\nexpected: {start}");
     }
 }
+
+#[test]
+fn a_service_is_adopted_or_handed_over() {
+    let with = |line: &str| error("policy = \"pow2\"\n", &format!("policy = \"pow2\"\n{line}\n"));
+    let good = GOOD.replacen("policy = \"pow2\"\n", "adopt_from = \"10.2.0.5\"\n", 1);
+    let config = parse(&good).unwrap();
+    assert_eq!(config.services[0].other_balancer, None);
+    let from = OtherBalancer { address: [10, 2, 0, 5].into(), handed_over: false };
+    assert_eq!(config.services[1].other_balancer, Some(from));
+    for (line, message) in [
+        (
+            "adopt_from = \"10.2.0.5\"\nhand_over_to = \"10.2.0.5\"",
+            "fleet.toml:26:16: key `service.hand_over_to`: `hand_over_to` with `adopt_from`: expected one of the two",
+        ),
+        (
+            "adopt_from = \"10.200.0.1\"",
+            "fleet.toml:25:14: key `service.adopt_from`: `adopt_from` is the VIP 10.200.0.1: expected the load balancer's own \
+             address",
+        ),
+        (
+            "protocol = \"udp\"\nadopt_from = \"10.2.0.5\"",
+            "fleet.toml:26:14: key `service.adopt_from`: `adopt_from` of a UDP service, whose datagrams do not show what begins \
+             a flow: expected TCP",
+        ),
+        (
+            "timestamps = \"lb\"\nadopt_from = \"10.2.0.5\"",
+            "fleet.toml:26:14: key `service.adopt_from`: `adopt_from` with consistency \"stateless\" and timestamps by \"lb\": \
+             expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps by \"server\" or \"off\"",
+        ),
+        (
+            "hand_over_to = \"10.2.0.5\"",
+            "fleet.toml:25:16: key `service.hand_over_to`: service \"api\" is handed over, but its server \"s2\" goes on \
+             stamping new connections of service \"web\", and a server stamps those of all its services or of none: expected \
+             `hand_over_to` in both",
+        ),
+    ] {
+        assert_eq!(with(line), message);
+    }
+}

@@ -174,6 +174,15 @@ impl Controller {
         if pool.eligible().next().is_none() {
             warnings.push("no server takes new connections: their first packets are dropped".to_owned());
         }
+        if let Some(other) = service.fleet().other_balancer {
+            warnings.push(match other.handed_over {
+                true => format!("new connections are sent to {} (hand_over_to)", other.address),
+                false => format!(
+                    "what is of no connection known here is sent to {} (adopt_from): counter `to_other_balancer`",
+                    other.address
+                ),
+            });
+        }
         if service.fleet().is_corrected() && self.load_balancers.count() == 0 {
             warnings.push(
                 "timestamps by load balancers: none is connected, so nobody says which servers it can stamp for"

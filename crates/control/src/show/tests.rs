@@ -70,7 +70,7 @@ fn reply() -> v1::StatusReply {
             }],
             bucket_count: 128,
             warnings: vec!["look".into()],
-            mode: Some(v1::ServiceMode { consistency: "stateful".into(), timestamps: "server".into() }),
+            mode: Some(v1::ServiceMode { consistency: "stateful".into(), timestamps: "server".into(), transfer: None }),
             members: vec![member("s1", "active"), member("s2", "down"), member("s0", "gone")],
             check: "http".into(),
             when_all_down: "fail-open".into(),

@@ -30,6 +30,8 @@ pub(super) struct InUse {
     pub timestamps_off: bool,
     /// A service that the load balancer stamps itself.
     pub timestamps_lb: bool,
+    /// A service that is adopted or handed over.
+    pub other_balancer: bool,
     /// A service of UDP.
     pub udp: bool,
 }
@@ -42,6 +44,7 @@ impl InUse {
             modes: self.modes | other.modes,
             timestamps_off: self.timestamps_off || other.timestamps_off,
             timestamps_lb: self.timestamps_lb || other.timestamps_lb,
+            other_balancer: self.other_balancer || other.other_balancer,
             udp: self.udp || other.udp,
         }
     }
@@ -358,8 +361,8 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
 
 fn advice(directory: &Path) -> String {
     format!(
-        "What is pinned in {directory} was not made by this version of coreward: start the version that made it, or \
-         remove {directory} (forwarding stops until this one is up)",
+        "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes its place \
+         once the controller has told it everything, and until then it forwards",
         directory = directory.display()
     )
 }
@@ -377,11 +380,30 @@ fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandl
     Ok(map)
 }
 
-/// Removes what [`Maps::pin`] made.
-pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
-    for name in MAP_NAMES {
-        super::link::unpin(&directory.join(name))?;
+/// Removes what [`Maps::pin`] made, of this version or another, and not the link.
+pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
+    for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
+        let path = entry?.path();
+        if !path.ends_with("link") {
+            super::link::unpin(&path)?;
+        }
     }
+    Ok(())
+}
+
+/// Whether the program at work, of whichever version, counts by CPU, as generic XDP needs it.
+pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
+    let path = directory.join("state");
+    let state = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
+    let bytes = state.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
+    let at = std::mem::offset_of!(intf::lb_state, counters_by_cpu);
+    let word = bytes.get(at..at + size_of::<u64>()).with_context(|| format!("{}: too short", path.display()))?;
+    Ok(word.iter().any(|byte| *byte != 0))
+}
+
+/// Removes what [`Maps::pin`] made, and the directory.
+pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
+    unpin_maps(directory)?;
     match fs::remove_dir(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(error).with_context(|| directory.display().to_string())
@@ -406,6 +428,7 @@ fn open<'obj>(
     constants.modes_in_use = or_default(variant.in_use.modes, DEFAULT_MODES);
     constants.timestamps_off_in_use = variant.in_use.timestamps_off;
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
+    constants.other_balancer_in_use = variant.in_use.other_balancer;
     constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
     constants.udp_in_use = variant.in_use.udp;
     constants.traffic_in_use = variant.traffic;

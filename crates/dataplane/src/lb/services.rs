@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 use zerocopy::FromBytes as _;
@@ -35,6 +35,12 @@ pub enum ModeError {
     /// The load balancer's own cookie holds a server's id, and nothing else.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
+    /// What is sent to the wrong place could not be told from what is not.
+    #[error(
+        "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps by \
+             the load balancer can be adopted or handed over"
+    )]
+    CannotTransfer(ServiceAddress),
 }
 
 fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
@@ -46,6 +52,9 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     if mode.timestamps == Timestamps::LoadBalancer && !stateless {
         return Err(ModeError::NeedsStateless(*address));
     }
+    if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
+        return Err(ModeError::CannotTransfer(*address));
+    }
     Ok(())
 }
 
@@ -56,7 +65,14 @@ fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
         Timestamps::Off => intf::SERVICE_TIMESTAMPS_OFF,
         Timestamps::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
     };
-    u32::from(index.0) | mode.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps
+    let transfer = mode.transfer.map_or(0, |transfer| {
+        let direction = match transfer {
+            Transfer::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
+            Transfer::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
+        };
+        direction | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
+    });
+    u32::from(index.0) | mode.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
 }
 
 /// What [`number`] was made of; `None` for the number of anything but a service.
@@ -70,7 +86,15 @@ fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     };
     let consistency = *Consistency::ALL.get(consistency as usize)?;
     let index = ServiceIndex(index);
-    let mode = ServiceMode { consistency, timestamps };
+    let other =
+        ServerId::try_from(u64::from(number >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1)))
+            .ok()?;
+    let transfer = match number & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
+        0 => None,
+        intf::SERVICE_ADOPTED => Some(Transfer::AdoptedFrom(other)),
+        _ => Some(Transfer::HandedOverTo(other)),
+    };
+    let mode = ServiceMode { consistency, timestamps, transfer };
     (u32::from(index.0) < intf::MAX_SERVICES && self::number(index, mode) == number).then_some((index, mode))
 }
 
@@ -81,6 +105,7 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> InUse {
         modes: 1 << service.mode.consistency.number(),
         timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
         timestamps_lb: service.mode.timestamps == Timestamps::LoadBalancer,
+        other_balancer: service.mode.transfer.is_some(),
         udp: address.protocol == Protocol::Udp,
     };
     services.iter().map(of).fold(InUse::default(), InUse::and)
@@ -264,8 +289,11 @@ mod tests {
     fn numbers_are_read_as_they_are_written() {
         for consistency in Consistency::ALL {
             for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
-                let (index, mode) = (ServiceIndex(63), ServiceMode { consistency, timestamps });
-                assert_eq!(parse_number(number(index, mode)), Some((index, mode)));
+                let other = ServerId::try_from(16383).unwrap();
+                for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
+                    let (index, mode) = (ServiceIndex(63), ServiceMode { consistency, timestamps, transfer });
+                    assert_eq!(parse_number(number(index, mode)), Some((index, mode)));
+                }
             }
         }
         for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 64, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {

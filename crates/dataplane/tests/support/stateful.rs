@@ -6,7 +6,7 @@ use coreward_dataplane::lb::Options;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_place, syn_echo};
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys};
 use coreward_model::placement::Rule;
 use coreward_model::{FourTuple, ServerId};
@@ -17,7 +17,7 @@ use super::{ACK, SYN, Tcp, timestamp, timestamp_offset, usual_timestamp, word};
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const STATEFUL: ServiceMode =
-    ServiceMode { consistency: Consistency::Stateful, timestamps: coreward_model::consistency::Timestamps::Server };
+    ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server, transfer: None };
 
 pub type Client = (Ipv4Addr, u16);
 

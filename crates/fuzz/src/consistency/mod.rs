@@ -133,7 +133,7 @@ fn load_balancer_mac(number: usize) -> Mac {
 }
 
 fn mode(consistency: Consistency) -> ServiceMode {
-    ServiceMode { consistency, timestamps: Timestamps::Server }
+    ServiceMode { consistency, timestamps: Timestamps::Server, transfer: None }
 }
 
 /// Simulates.

@@ -9,7 +9,7 @@ use super::flow::Datagram;
 use super::packet::{self, Echo, Ended, FIN, Ipv4, Packet, Part, RST, SYN};
 use super::stateful::Indexed;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, ServerTraffic, Verdict};
-use crate::consistency::Consistency;
+use crate::consistency::{Consistency, Transfer};
 use crate::cookie::{self, Cookie};
 use crate::correction;
 use crate::tuple::Protocol;
@@ -207,9 +207,10 @@ impl LoadBalancer {
             }
             _ => {}
         }
-        let decision = match self.find_flow(place, quote.client) {
-            Some(entry) => self.deliver_to(place, entry.server, COUNTER),
-            None => self.deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns),
+        let decision = match (self.find_flow(place, quote.client), self.service(place).other_balancer()) {
+            (Some(entry), _) => self.deliver_to(place, entry.server, COUNTER),
+            (None, Some(other)) => self.to_other_balancer(place, other),
+            (None, None) => self.deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns),
         };
         Ok(Decision { event, ..decision })
     }
@@ -243,6 +244,33 @@ impl LoadBalancer {
     }
 
     fn decide(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
+        let Some(transfer) = self.service(place).mode.transfer else {
+            return self.decide_alone(place, packet, sender, now_ns);
+        };
+        let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
+        if first && matches!(transfer, Transfer::HandedOverTo(_)) {
+            return self.to_other_balancer(place, other);
+        }
+        let decision = self.decide_alone(place, packet, sender, now_ns);
+        if decision.server.is_some() && !first { decision.naming(other.get()) } else { decision }
+    }
+
+    /// A packet that nothing here knows.
+    pub(super) fn unknown(&mut self, place: usize, now_ns: u64) -> Decision {
+        match self.service(place).other_balancer() {
+            Some(other) => self.to_other_balancer(place, other),
+            None => self.deliver_to_all(place, intf::LB_COUNTER_DROP_UNKNOWN_COOKIE, now_ns),
+        }
+    }
+
+    /// To the load balancer that the service is adopted from or handed over to; what it sends on no server hands on again.
+    fn to_other_balancer(&self, place: usize, id: ServerId) -> Decision {
+        let to = self.deliver_to(place, id, intf::LB_COUNTER_TO_OTHER_BALANCER).naming(intf::NO_SERVER as u16);
+        Decision { server: None, ..to }
+    }
+
+    /// Where no other load balancer counts.
+    fn decide_alone(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
         let service = self.service(place);
         let mode = service.mode;
         let first = packet.flags & SYN != 0;
@@ -288,7 +316,6 @@ impl LoadBalancer {
     }
 
     fn by_cookie(&mut self, place: usize, packet: &Packet, echo: u32, sender: &Sender, now_ns: u64) -> Decision {
-        const UNKNOWN: intf::lb_counter = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
         let tuple = packet.tuple();
         match cookie::recognise(&self.keys, &tuple, echo) {
             Cookie::Server(id) if self.service(place).server(id).is_some() => {
@@ -303,12 +330,12 @@ impl LoadBalancer {
                         decision
                     }
                     Indexed::UnknownConnection => {
-                        self.deliver_to_all(place, UNKNOWN, now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)
+                        self.unknown(place, now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)
                     }
-                    Indexed::UnknownServer => self.deliver_to_all(place, UNKNOWN, now_ns),
+                    Indexed::UnknownServer => self.unknown(place, now_ns),
                 }
             }
-            _ => self.deliver_to_all(place, UNKNOWN, now_ns),
+            _ => self.unknown(place, now_ns),
         }
     }
 
@@ -334,6 +361,10 @@ impl LoadBalancer {
                 .deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns)
                 .naming(intf::NO_SERVER as u16);
         }
+        // Ours are in the flow table since their second packet; the other one must see all of its own.
+        if let Some(Transfer::HandedOverTo(other)) = self.service(place).mode.transfer {
+            return self.to_other_balancer(place, other);
+        }
         let (choice, decision) = self.by_bucket(place, packet);
         match choice.filter(|_| decision.forwards() && packet.flags & SYN == 0) {
             Some(choice) => self.remembering(place, packet, choice, decision),
@@ -347,6 +378,9 @@ impl LoadBalancer {
         let first = syn || packet.protocol == Protocol::Udp;
         if let Some(entry) = self.find_flow(place, packet.client).filter(|_| !syn) {
             return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
+        }
+        if let Some(other) = self.service(place).other_balancer().filter(|_| !first) {
+            return self.to_other_balancer(place, other);
         }
         let decision =
             self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED });

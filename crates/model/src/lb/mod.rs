@@ -27,7 +27,7 @@ use std::net::Ipv4Addr;
 use coreward_intf as intf;
 
 use crate::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize};
-use crate::consistency::{Consistency, ServiceMode, Timestamps};
+use crate::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
 use crate::{ServerId, ServiceAddress};
@@ -146,6 +146,11 @@ impl Service {
     fn has_cookies(&self) -> bool {
         self.mode.timestamps == Timestamps::Server
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
+    }
+
+    /// The load balancer that has some of its connections.
+    fn other_balancer(&self) -> Option<ServerId> {
+        self.mode.transfer.map(Transfer::other_balancer)
     }
 
     fn server(&self, id: ServerId) -> Option<Server> {

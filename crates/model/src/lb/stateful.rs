@@ -115,7 +115,7 @@ impl LoadBalancer {
     fn by_owner(&mut self, place: usize, owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
-            Owner::Unknown => self.deliver_to_all(place, intf::LB_COUNTER_DROP_UNKNOWN_COOKIE, now_ns),
+            Owner::Unknown => self.unknown(place, now_ns),
             Owner::At(mac) if !owners.contains(&Owner::At(from)) => Decision::forward(intf::LB_COUNTER_TO_OWNER, mac),
             Owner::At(_) | Owner::Lost => {
                 let rate = self.constants.owner_lost;

@@ -1,0 +1,70 @@
+//! Services that are taken over from another load balancer, or given to one: what `adopt_from` and `hand_over_to` may say.
+
+use coreward_config::{Reader, Spanned};
+use coreward_model::consistency::ServiceMode;
+use coreward_model::tuple::{Protocol, ServiceAddress};
+
+use super::file::Service;
+use super::{OtherBalancer, ServerConfig, ServiceConfig};
+
+/// Whom the service is adopted from or handed over to; what does not go together is on the reader's list.
+pub fn of(
+    service: &Service,
+    address: ServiceAddress,
+    mode: ServiceMode,
+    reader: &mut Reader<'_>,
+) -> Option<OtherBalancer> {
+    let (key, written) = match (&service.adopt_from, &service.hand_over_to) {
+        (None, None) => return None,
+        (Some(from), None) => ("adopt_from", from),
+        (None, Some(to)) => ("hand_over_to", to),
+        (Some(_), Some(to)) => {
+            reader.mistake(to.span(), "`hand_over_to` with `adopt_from`: expected one of the two");
+            return None;
+        }
+    };
+    if address.protocol == Protocol::Udp {
+        let message = format!("`{key}` of a UDP service, whose datagrams do not show what begins a flow: expected TCP");
+        reader.mistake(written.span(), message);
+    } else if !mode.can_transfer() {
+        let message = format!(
+            "`{key}` with consistency {:?} and timestamps by {:?}: expected consistency \"stateless\", \"stateful\" or \
+             \"hash-table\", and timestamps by \"server\" or \"off\"",
+            mode.consistency.name(),
+            mode.timestamps.name()
+        );
+        reader.mistake(written.span(), message);
+    }
+    let other = written.get_ref().0;
+    if other == address.socket.ip() {
+        let message = format!("`{key}` is the VIP {other}: expected the load balancer's own address");
+        reader.mistake(written.span(), message);
+    }
+    Some(OtherBalancer { address: other, handed_over: service.hand_over_to.is_some() })
+}
+
+/// A server stamps the new connections of all its services or of none: the kernel has one setting for both.
+pub fn check_servers(
+    services: &[ServiceConfig],
+    servers: &[ServerConfig],
+    listed: &[Spanned<Service>],
+    reader: &mut Reader<'_>,
+) {
+    let handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.handed_over);
+    let stamped = || services.iter().filter(|service| service.mode.is_stamped());
+    for leaving in stamped().filter(|service| handed_over(service)) {
+        let shared = stamped().filter(|service| !handed_over(service)).find_map(|staying| {
+            let position = leaving.servers.iter().find(|position| staying.servers.contains(position))?;
+            Some((staying, &servers[*position]))
+        });
+        let Some((staying, server)) = shared else { continue };
+        let entry = listed.iter().find(|entry| entry.span() == leaving.span);
+        let Some(written) = entry.and_then(|entry| entry.get_ref().hand_over_to.as_ref()) else { continue };
+        let message = format!(
+            "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a server \
+             stamps those of all its services or of none: expected `hand_over_to` in both",
+            leaving.name, server.name, staying.name
+        );
+        reader.mistake(written.span(), message);
+    }
+}

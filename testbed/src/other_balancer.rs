@@ -1,0 +1,168 @@
+//! A load balancer that is not ours, in front of the testbed's servers: what a service is adopted from and given back to.
+//!
+//! * [`Kind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it). Elsewhere nftables
+//!   does the same to packets: a SYN picks a server and an entry of a table, later packets follow the entry to the server's MAC
+//!   address, answers go straight to the client, and what has no entry is refused by the host, which holds the VIP.
+//! * [`Kind::Proxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own addresses.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+
+use crate::namespace::{Namespace, ip_batch};
+use crate::process::{self, Process};
+use crate::topology::{DEVICE, SERVICE, Testbed, make_namespaces, server_address};
+
+/// Its address, in the servers' segment.
+pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
+const IPVS: &str = "/proc/net/ip_vs";
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// How it balances.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// At layer 2, answers pass it by.
+    Director,
+    /// As both ends of two connections.
+    Proxy,
+}
+
+/// The load balancer; all of it ends with this value.
+#[derive(Debug)]
+pub struct OtherBalancer {
+    namespace: Namespace,
+    _proxy: Option<Process>,
+}
+
+impl Testbed {
+    /// Starts it; no packet goes there before [`Testbed::announce_other`] says so.
+    ///
+    /// # Errors
+    /// When a program is missing or refuses something.
+    pub fn start_other_balancer(&self, kind: Kind) -> anyhow::Result<OtherBalancer> {
+        let namespace = self.instance_namespace("director");
+        make_namespaces(&[&namespace])?;
+        self.connect(&namespace, "director", 1, 1)?;
+        // It holds the VIP without answering ARP for it: the router's route leads here, or not.
+        namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
+        let vip = SERVICE.ip();
+        ip_batch(Some(&namespace), &format!("address add {ADDRESS}/16 dev {DEVICE}\naddress add {vip}/32 dev lo\n"))?;
+        let proxy = match kind {
+            Kind::Director if Path::new(IPVS).exists() => {
+                self.direct_by_ipvs(&namespace)?;
+                None
+            }
+            Kind::Director => {
+                self.direct_by_nftables(&namespace)?;
+                None
+            }
+            Kind::Proxy => Some(self.start_haproxy(&namespace)?),
+        };
+        Ok(OtherBalancer { namespace, _proxy: proxy })
+    }
+
+    /// From now on the VIPs are routed to it.
+    ///
+    /// # Errors
+    /// When the kernel refuses the route.
+    pub fn announce_other(&self) -> anyhow::Result<()> {
+        ip_batch(Some(self.chooser()), &format!("route replace 10.200.0.0/24 via {ADDRESS}\n"))
+    }
+
+    fn direct_by_ipvs(&self, namespace: &Namespace) -> anyhow::Result<()> {
+        let run = |arguments: String| {
+            let mut command = Command::new("ipvsadm");
+            command.args(arguments.split_whitespace());
+            self.run(namespace, command).map(drop)
+        };
+        run(format!("-A -t {SERVICE} -s rr"))?;
+        for number in self.server_numbers() {
+            run(format!("-a -t {SERVICE} -r {} -g", server_address(number)))?;
+        }
+        Ok(())
+    }
+
+    fn direct_by_nftables(&self, namespace: &Namespace) -> anyhow::Result<()> {
+        let servers = self.server_numbers();
+        let count = servers.len();
+        let own = mac_address(namespace)?;
+        let to_service = format!("ip daddr {} tcp dport {}", SERVICE.ip(), SERVICE.port());
+        let mut rules = String::new();
+        for (position, number) in servers.into_iter().enumerate() {
+            let mac = mac_address(self.server(number)?)?;
+            writeln!(
+                rules,
+                "    {to_service} tcp flags & (syn | ack) == syn jhash ip saddr . tcp sport mod {count} seed 1 {position} \
+                 add @connections {{ ip saddr . tcp sport : {mac} }}"
+            )?;
+        }
+        let ruleset = format!(
+            "table netdev director {{
+  map connections {{ type ipv4_addr . inet_service : ether_addr; flags dynamic; size 65536; }}
+  chain arrives {{
+    type filter hook ingress device \"{DEVICE}\" priority 0;
+{rules}    {to_service} ether saddr set {own} ether daddr set ip saddr . tcp sport map @connections fwd to \"{DEVICE}\"
+  }}
+}}
+"
+        );
+        let file = self.directory().join("director.nft");
+        fs::write(&file, &ruleset)?;
+        let mut nft = Command::new("nft");
+        nft.arg("-f").arg(file);
+        self.run(namespace, nft).map(drop).with_context(|| ruleset)
+    }
+
+    fn start_haproxy(&self, namespace: &Namespace) -> anyhow::Result<Process> {
+        let mut text = format!(
+            "global\n    nbthread 1\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 5s\n    \
+             timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {SERVICE}\n    default_backend servers\n\
+             backend servers\n    balance roundrobin\n"
+        );
+        for number in self.server_numbers() {
+            writeln!(text, "    server s{number} {}:{}", server_address(number), SERVICE.port())?;
+        }
+        let configuration = self.directory().join("haproxy.cfg");
+        fs::write(&configuration, text)?;
+        let mut command = Command::new("haproxy");
+        command.arg("-db").arg("-f").arg(configuration);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut haproxy = self.spawn(namespace, command).context("haproxy (Debian package haproxy)")?;
+        let end = Instant::now() + START_LIMIT;
+        while namespace.within(|| Ok(std::net::TcpStream::connect(SERVICE).is_err()))? {
+            if haproxy.try_wait()?.is_some() || Instant::now() > end {
+                bail!("haproxy does not listen on {SERVICE}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(haproxy)
+    }
+}
+
+impl OtherBalancer {
+    /// Its host.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+}
+
+impl Drop for OtherBalancer {
+    fn drop(&mut self) {
+        if let Err(error) = self.namespace.remove() {
+            tracing::warn!("the other load balancer's namespace is left behind: {error:#}");
+        }
+    }
+}
+
+fn mac_address(namespace: &Namespace) -> anyhow::Result<String> {
+    let mut ip = Command::new("ip");
+    ip.args(["-json", "link", "show", DEVICE]);
+    let output = process::run(namespace, ip)?;
+    let links: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    Ok(links[0]["address"].as_str().context("ip names no MAC address")?.to_owned())
+}

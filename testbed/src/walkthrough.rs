@@ -1,0 +1,133 @@
+//! Documents whose commands are run as they are written, so that they cannot rot. A block of shell names its machines after the
+//! language (` ```sh lb1 lb2 `); each is a namespace of the testbed with an `/etc`, `/var` and `/sys/fs/bpf` of its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+
+use crate::fleet::coreward_command;
+use crate::namespace::Namespace;
+use crate::process::Process;
+use crate::topology::Testbed;
+
+/// A block takes no longer.
+const BLOCK_LIMIT: &str = "90";
+const HOLD_SECONDS: &str = "600";
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// A block of shell, and where in the document it begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    /// Counted from 1.
+    pub line: usize,
+    /// Machines on which it is run, one after the other.
+    pub machines: Vec<String>,
+    /// What is typed.
+    pub commands: String,
+}
+
+/// The blocks of a Markdown document that name a machine.
+///
+/// # Errors
+/// When a block has no end.
+pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
+    let mut blocks = Vec::new();
+    let mut lines = (1..).zip(document.lines());
+    while let Some((line, text)) = lines.next() {
+        let Some(language) = text.strip_prefix("```") else { continue };
+        let inside: Vec<&str> = lines.by_ref().map(|(_, text)| text).take_while(|text| *text != "```").collect();
+        ensure!(line + inside.len() < document.lines().count(), "line {line}: a block without an end");
+        let machines: Vec<String> = language.split_whitespace().skip(1).map(str::to_owned).collect();
+        if language.starts_with("sh") && !machines.is_empty() {
+            blocks.push(Block { line, machines, commands: inside.join("\n") });
+        }
+    }
+    Ok(blocks)
+}
+
+/// A machine: a namespace of the testbed and, held by a process that sleeps, file systems of its own.
+#[derive(Debug)]
+pub struct Machine {
+    name: String,
+    holder: Process,
+}
+
+impl Machine {
+    /// # Errors
+    /// When the kernel has no overlay file system, or refuses a mount.
+    pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {
+        let folder = testbed.directory().join(format!("machine-{name}"));
+        let pins = testbed.pin_directory().join(format!("machine-{name}"));
+        for part in ["etc", "etc.work", "var", "var.work", "bin"] {
+            fs::create_dir_all(folder.join(part))?;
+        }
+        fs::create_dir_all(&pins)?;
+        fs::create_dir_all(folder.join("etc/coreward"))?;
+        fs::create_dir_all(folder.join("var/lib/coreward"))?;
+        let bin = folder.join("bin");
+        std::os::unix::fs::symlink(coreward_command()?, bin.join("coreward"))?;
+        let systemctl = bin.join("systemctl");
+        fs::write(&systemctl, include_str!("systemctl.sh"))?;
+        fs::set_permissions(&systemctl, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+        let ready = folder.join("ready");
+        let [folder, pins, bin] = [&folder, &pins, &bin].map(|path: &PathBuf| path.display());
+        let script = format!(
+            "echo {name} > /proc/sys/kernel/hostname
+             mount --make-rprivate /
+             mount -t overlay overlay -o lowerdir=/etc,upperdir={folder}/etc,workdir={folder}/etc.work /etc
+             mount -t overlay overlay -o lowerdir=/var,upperdir={folder}/var,workdir={folder}/var.work /var
+             mount -t overlay overlay -o lowerdir={bin}:/usr/bin /usr/bin
+             mount --bind {pins} /sys/fs/bpf
+             touch {folder}/ready
+             mount -t tmpfs tmpfs /run
+             exec sleep {HOLD_SECONDS}"
+        );
+        let log = testbed.directory().join(format!("machine-{name}.log"));
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--uts", "sh", "-eu", "-c", &script]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log)?);
+        let mut holder = testbed.spawn(namespace, command)?;
+        let end = std::time::Instant::now() + START_LIMIT;
+        while !ready.exists() {
+            let ended = holder.try_wait()?.is_some() || std::time::Instant::now() > end;
+            ensure!(!ended, "machine {name}: {}", fs::read_to_string(&log).unwrap_or_default().trim());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(Self { name: name.to_owned(), holder })
+    }
+
+    /// Types a block's commands; what they printed.
+    ///
+    /// # Errors
+    /// When one fails; with what was printed.
+    pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
+        let mut command = Command::new("timeout");
+        command.args([BLOCK_LIMIT, "nsenter", "--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);
+        command.args(["sh", "-e", "-u", "-c", &block.commands]);
+        // To a file: what a block leaves in the background would keep a pipe open.
+        let file = fs::File::create(log)?;
+        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
+        let status = command.status().context("timeout (Debian package coreutils)")?;
+        let printed = fs::read_to_string(log)?;
+        if !status.success() {
+            bail!("line {}, on {}: {status}:\n{}\nprinted:\n{printed}", block.line, self.name, block.commands);
+        }
+        Ok(printed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_with_machines_are_taken() {
+        let text = "a\n```sh s1 s2\nx\ny\n```\n```sh\nnot me\n```\n```toml s1\nnor me\n```\n";
+        let taken = Block { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
+        assert_eq!(blocks(text).unwrap(), [taken]);
+        assert_eq!(blocks("```sh s1\nx\n").unwrap_err().to_string(), "line 1: a block without an end");
+    }
+}
