@@ -7,7 +7,7 @@ FUZZ := target/release/coreward-fuzz
 
 FIGURES ?= out/figures
 
-.PHONY: help install build deb demo figures test test-nic conformity soak chaos fuzz consistency lint bench clean
+.PHONY: help install build deb demo figures test test-nic test-upgrade conformity soak chaos fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,10 @@ test: ## all tests; what needs missing rights is skipped by name
 
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic
+
+test-upgrade: install ## an older commit's daemons exchanged for today's and back, under load (OLD=COMMIT)
+	@scripts/install run
+	@scripts/test-upgrade $(OLD)
 
 deb: build ## Debian packages with systemd units, man pages and completions: out/deb/
 	@scripts/deb

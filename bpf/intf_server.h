@@ -82,7 +82,11 @@ struct connection_index {
 	__u32 newest_ms;
 };
 
-/* What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read. */
+/*
+ * What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read.
+ * `layout_version`, `keys` and `time_key` never move: a version with another layout carries them over, and with them all
+ * stamped connections.
+ */
 struct server_state {
 	__u64 layout_version;
 	struct fleet_keys keys;

@@ -177,15 +177,18 @@ pub struct LoadBalancer {
     /// The position in the connection table that is looked at next.
     next_swept: u32,
     taken_over: bool,
+    /// The device's link while a program of another version, with another layout, is at work there.
+    beside: Option<XdpLink>,
 }
 
 impl LoadBalancer {
     /// Loads the program. What is pinned from before is taken over, with its keys, services, servers, tables and
-    /// counters, and goes on forwarding all the while.
+    /// counters, and goes on forwarding all the while. What another version pinned, with another layout, forwards until
+    /// [`switch_over`](Self::switch_over).
     ///
     /// # Errors
-    /// When the pin directory is not on a BPF file system, what is pinned there is of another version, the flow table's
-    /// size is out of range, or the kernel refuses the program.
+    /// When the pin directory is not on a BPF file system, the connection table that is pinned there cannot be given the size
+    /// wanted, the flow table's size is out of range, or the kernel refuses the program.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         ensure!(
             (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entries),
@@ -193,7 +196,7 @@ impl LoadBalancer {
             options.flow_table_entries
         );
         let pins = options.pin_directory.as_deref().map(program::pin_directory).transpose()?;
-        let link = pins.as_ref().map(|pins| XdpLink::pinned(&pins.join("link"))).transpose()?.flatten();
+        let mut link = pins.as_ref().map(|pins| XdpLink::pinned(&pins.join("link"))).transpose()?.flatten();
         if let (Some(pins), None) = (&pins, &link)
             && program::any_pinned(pins)
         {
@@ -201,6 +204,14 @@ impl LoadBalancer {
             tracing::warn!("{}: maps without a link are removed", pins.display());
             program::unpin(pins)?;
             std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
+        }
+        let of_another_version = match (&pins, &link) {
+            (Some(pins), Some(_)) => Maps::take_over(pins).err(),
+            _ => None,
+        };
+        let beside = of_another_version.is_some().then(|| link.take()).flatten();
+        if let Some(problem) = &of_another_version {
+            tracing::warn!("{problem:#}");
         }
         let mut variant = Variant {
             in_use: InUse::default(),
@@ -225,8 +236,11 @@ impl LoadBalancer {
                 (maps, program, services)
             }
             _ => {
+                if let (Some(pins), true) = (&pins, beside.is_some()) {
+                    variant.counters_by_cpu = program::pinned_counters_by_cpu(pins)?;
+                }
                 let (maps, program) = Maps::create(&variant, sizes)?;
-                if let Some(pins) = &pins {
+                if let (Some(pins), None) = (&pins, &beside) {
                     maps.pin(pins)?;
                 }
                 (maps, program, BTreeMap::new())
@@ -247,6 +261,7 @@ impl LoadBalancer {
             directory_retired_at: 0,
             next_swept: 0,
             taken_over,
+            beside,
         })
     }
 
@@ -263,6 +278,27 @@ impl LoadBalancer {
         self.variant = variant;
         let by_cpu = u64::from(variant.counters_by_cpu);
         self.maps.state.store(offset_of!(intf::lb_state, counters_by_cpu), by_cpu);
+        Ok(())
+    }
+
+    /// Whether a program of another version is still at work, and this one waits for [`switch_over`](Self::switch_over).
+    pub fn is_beside(&self) -> bool {
+        self.beside.is_some()
+    }
+
+    /// Takes the place of another version's program, if that was left at work: to be called when this one has its tables. No
+    /// packet falls between the two.
+    ///
+    /// # Errors
+    /// When the kernel refuses the program, or the pins.
+    pub fn switch_over(&mut self) -> anyhow::Result<()> {
+        let Some(link) = self.beside.take() else { return Ok(()) };
+        link.replace(self.program.as_fd()).context("replacing the program at the device")?;
+        if let Some(pins) = &self.pins {
+            program::unpin_maps(pins)?;
+            self.maps.pin(pins)?;
+        }
+        self.link = Some(link);
         Ok(())
     }
 
@@ -296,6 +332,7 @@ impl LoadBalancer {
             program::unpin(pins)?;
         }
         self.link = None;
+        self.beside = None;
         Ok(())
     }
 

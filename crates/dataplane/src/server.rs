@@ -24,7 +24,7 @@ use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::Rss;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle, OpenMapMut};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
@@ -64,29 +64,84 @@ pub struct ServerPrograms {
     counter_rows: usize,
     rss: Mapped<intf::rss_mapping>,
     chained_servers: Mapped<ChainedServers>,
+    /// Programs of another version are at work until this one knows the services: its maps, to be pinned then.
+    beside: Option<[OwnedFd; MAPS.len()]>,
 }
 
 type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
     /// Loads the programs and puts them at the device. What is pinned from before is taken over, with its keys, services
-    /// and counters, and the old programs are replaced atomically.
+    /// and counters, and the old programs are replaced atomically. What another version pinned, with another layout, stays at
+    /// work until [`set_services`](Self::set_services) has told these what to do; then they take its place, with its keys.
     ///
     /// # Errors
     /// When the pin directory is not on a bpffs, or the kernel refuses programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
-        let taken_over = usable_state(&pins.join("state"))?;
+        let state = pins.join("state");
+        let mut storage = MaybeUninit::uninit();
+        if let Some(problem) = problem_of_state(&state)? {
+            tracing::warn!(
+                "{problem}: its programs stay at work until the controller has told which services there are"
+            );
+            let skeleton = load(&mut storage, options.sample_every_syn, None)?;
+            let mut programs = Self::new(&skeleton, options, Attachment::Tcx, false)?;
+            programs.carry_over(&state)?;
+            programs.beside = Some(maps_of(&skeleton)?);
+            return Ok(programs);
+        }
+        let taken_over = state.exists();
         if !taken_over {
             remove_maps(&pins)?;
         }
-        let mut storage = MaybeUninit::uninit();
         let skeleton = load(&mut storage, options.sample_every_syn, Some(&pins))?;
-        let index = options.interface_index;
-        let attachment = tc::attach(&skeleton.progs.server_ingress, index, Direction::Ingress, &pins.join("ingress"))?;
-        tc::attach(&skeleton.progs.server_egress, index, Direction::Egress, &pins.join("egress"))?;
-        Self::new(&skeleton, options, attachment, taken_over)
+        let mut programs = Self::new(&skeleton, options, Attachment::Tcx, taken_over)?;
+        programs.put_at_device()?;
+        Ok(programs)
+    }
+
+    fn pins(&self) -> PathBuf {
+        self.options.pin_directory.join("server")
+    }
+
+    /// In the place of those that are there.
+    fn put_at_device(&mut self) -> anyhow::Result<()> {
+        let (pins, index) = (self.pins(), self.options.interface_index);
+        self.attachment = tc::attach(self.ingress.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
+        tc::attach(self.egress.as_fd(), index, Direction::Egress, &pins.join("egress"))?;
+        Ok(())
+    }
+
+    /// Keys and time key out of the state of another layout, where all layouts have them: what it has stamped is recognised, and
+    /// time goes on.
+    fn carry_over(&mut self, state: &Path) -> anyhow::Result<()> {
+        let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
+        let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
+        for (at, length) in [(KEYS, size_of::<intf::fleet_keys>()), (TIME_KEY, size_of::<intf::cookie_key>())] {
+            let bytes = old.get(at..at + length).with_context(|| format!("{}: too short", state.display()))?;
+            self.state.write(at, bytes);
+        }
+        Ok(())
+    }
+
+    /// Takes the place of another version's programs, if those were left at work.
+    fn switch_over(&mut self) -> anyhow::Result<()> {
+        let Some(maps) = self.beside.take() else { return Ok(()) };
+        self.put_at_device()?;
+        let pins = self.pins();
+        for entry in fs::read_dir(&pins)? {
+            let path = entry?.path();
+            if !LINKS.iter().any(|link| path.ends_with(link)) {
+                fs::remove_file(&path).with_context(|| path.display().to_string())?;
+            }
+        }
+        for (map, name) in maps.iter().zip(MAPS) {
+            tc::pin_object(map.as_fd(), &pins.join(name))?;
+        }
+        tracing::info!("in the place of the other version's programs");
+        Ok(())
     }
 
     /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`, and to hold one of
@@ -125,6 +180,7 @@ impl ServerPrograms {
             counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
             rss: Mapped::new(&maps.rss_mapping).context("mapping rss_mapping")?,
             chained_servers: Mapped::new(&maps.bss_chained).context("mapping chained_servers")?,
+            beside: None,
         })
     }
 
@@ -162,7 +218,8 @@ impl ServerPrograms {
         let idle = self.active_half() ^ 1;
         self.state.write(half_offset(idle), &*directory);
         self.state.store(ACTIVE_HALF, idle);
-        wait_for_programs().context("membarrier")
+        wait_for_programs().context("membarrier")?;
+        self.switch_over()
     }
 
     fn active_half(&self) -> u64 {
@@ -305,6 +362,23 @@ fn is_newer(sequence: u32, after: u32) -> bool {
 const MAPS: [&str; 6] =
     ["state", "held_timestamps", "half_open_indexes", "connection_indexes", "chained_servers", "rss_mapping"];
 
+/// Names of pinned links.
+const LINKS: [&str; 2] = ["ingress", "egress"];
+
+fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
+    let maps = &skeleton.maps;
+    let in_order = [
+        maps.bss.as_fd(),
+        maps.held_timestamps.as_fd(),
+        maps.half_open_indexes.as_fd(),
+        maps.connection_indexes.as_fd(),
+        maps.bss_chained.as_fd(),
+        maps.rss_mapping.as_fd(),
+    ];
+    let owned: Vec<OwnedFd> = in_order.iter().map(BorrowedFd::try_clone_to_owned).collect::<Result<_, _>>()?;
+    Ok(owned.try_into().expect("one per name"))
+}
+
 /// `number` of a service's slot: what the programs need to know of it.
 fn number(id: ServerId, mode: ServiceMode) -> u32 {
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
@@ -323,15 +397,6 @@ fn remove_if_there(path: &Path) -> anyhow::Result<()> {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(path.display().to_string()),
         _ => Ok(()),
     }
-}
-
-/// Whether pinned state is there and of our layout.
-fn usable_state(path: &Path) -> anyhow::Result<bool> {
-    let problem = problem_of_state(path)?;
-    if let Some(problem) = &problem {
-        tracing::warn!("{problem}: not taken over; its connections are lost");
-    }
-    Ok(path.exists() && problem.is_none())
 }
 
 /// What [`ServerPrograms::attach`] would not take over of what is pinned below `pin_directory`; `None`: all is well, or

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use libbpf_rs::query::LinkTypeInfo;
-use libbpf_rs::{Link, Program, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
+use libbpf_rs::{Link, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
 
 /// Which packets of the device the program sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,26 +54,26 @@ const CLSACT_HELD_PRIORITY: u32 = 2;
 /// # Errors
 /// When neither tcx nor clsact takes it.
 pub fn attach(
-    program: &Program<'_>,
+    program: BorrowedFd<'_>,
     interface_index: u32,
     direction: Direction,
     pin: &Path,
 ) -> anyhow::Result<Attachment> {
-    if let Some(mut link) = open_link(pin)? {
+    if let Some(link) = open_link(pin)? {
         if is_attached_to(&link, interface_index) {
-            link.update_prog(program).with_context(|| format!("replacing the program of {}", pin.display()))?;
+            replace(&link, program).with_context(|| format!("replacing the program of {}", pin.display()))?;
             return Ok(Attachment::Tcx);
         }
         // Its device is gone.
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }
-    match create_tcx_link(program.as_fd(), interface_index, direction) {
+    match create_tcx_link(program, interface_index, direction) {
         Ok(link) => {
-            pin_link(link.as_fd(), pin)?;
+            pin_object(link.as_fd(), pin)?;
             Ok(Attachment::Tcx)
         }
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
-            attach_to_clsact(program.as_fd(), interface_index, direction).map(|()| Attachment::Clsact)
+            attach_to_clsact(program, interface_index, direction).map(|()| Attachment::Clsact)
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
@@ -176,10 +176,19 @@ fn create_tcx_link(
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-fn pin_link(link: BorrowedFd<'_>, pin: &Path) -> anyhow::Result<()> {
+/// Puts `program` in the place of the link's; no packet falls between the two.
+fn replace(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
+    // SAFETY: no options are passed; the kernel checks the rest.
+    let result =
+        unsafe { libbpf_sys::bpf_link_update(link.as_fd().as_raw_fd(), program.as_raw_fd(), std::ptr::null()) };
+    if result < 0 { Err(std::io::Error::from_raw_os_error(-result)) } else { Ok(()) }
+}
+
+/// Pins a link or a map.
+pub(crate) fn pin_object(object: BorrowedFd<'_>, pin: &Path) -> anyhow::Result<()> {
     let path = std::ffi::CString::new(pin.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
     // SAFETY: a valid descriptor and a terminated string.
-    let result = unsafe { libbpf_sys::bpf_obj_pin(link.as_raw_fd(), path.as_ptr()) };
+    let result = unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), path.as_ptr()) };
     if result < 0 {
         let error = std::io::Error::from_raw_os_error(-result);
         return Err(error).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()));

@@ -221,46 +221,65 @@ fn what_cannot_be_attached_is_refused_with_a_reason() {
 }
 
 #[test]
-fn what_another_version_pinned_is_not_misread() {
-    if !may_load_bpf("what_another_version_pinned_is_not_misread") {
+fn what_another_version_pinned_forwards_until_this_one_is_ready() {
+    if !may_load_bpf("what_another_version_pinned_forwards_until_this_one_is_ready") {
         return;
     }
     let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let attach = |lb: &mut LoadBalancer| pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
-    pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    attach(&mut lb);
     drop(lb);
-    let directory = pins.path().join("lb");
+    let state = pins.path().join("lb").join("state");
+    let program = || coreward_dataplane::lb::pinned_program(&pins.path()).unwrap().unwrap();
+    let problem = || coreward_dataplane::lb::pinned_problem(&pins.path());
 
-    let state = directory.join("state");
-    let error = |pins: &PinDirectory| format!("{:#}", LoadBalancer::load(options(pins)).unwrap_err());
     write_layout_version(&state, 99);
-    let version = error(&pins);
-    assert!(version.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)), "{version}");
-    assert!(version.contains(&format!("remove {}", directory.display())), "{version}");
-    write_layout_version(&state, u64::from(intf::LB_LAYOUT_VERSION));
+    let (at_work, found) = (program(), problem().unwrap());
+    assert!(found.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)), "{found}");
+    // Ended before it was ready: nothing has changed.
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    attach(&mut lb);
+    assert!(lb.is_beside() && !lb.taken_over());
+    drop(lb);
+    assert_eq!((program(), problem()), (at_work, Some(found)));
+    // And once more, to its end.
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    let attachment = attach(&mut lb);
+    lb.switch_over().unwrap();
+    assert!(!lb.is_beside());
+    assert_ne!(program(), at_work);
+    assert_eq!(problem(), None);
+    drop(lb);
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert!(lb.taken_over());
+    assert_eq!(attach(&mut lb), attachment);
+    drop(lb);
 
-    // A map of another size under the name of ours.
-    let servers = directory.join("servers");
-    std::fs::rename(&servers, directory.join("aside")).unwrap();
+    // A map of another size under the name of ours is another version's, too, and so is one that we do not know.
+    let servers = pins.path().join("lb").join("servers");
+    std::fs::remove_file(&servers).unwrap();
     let create = libbpf_rs::libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_rs::libbpf_sys::bpf_map_create_opts>() as _,
         ..Default::default()
     };
     let mut other = MapHandle::create(MapType::Array, Some("other"), 4, 64, 1, &create).unwrap();
     other.pin(&servers).unwrap();
-    let size = error(&pins);
+    other.pin(pins.path().join("lb").join("unknown")).unwrap();
+    let size = problem().unwrap();
     assert!(size.contains("(type, key size, value size, entries) is (Array, 4, 64, 1)"), "{size}");
-    std::fs::remove_file(&servers).unwrap();
-    assert!(error(&pins).contains("servers"));
-    std::fs::rename(directory.join("aside"), &servers).unwrap();
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    attach(&mut lb);
+    lb.switch_over().unwrap();
+    assert_eq!(problem(), None);
+    lb.detach().unwrap();
 
-    LoadBalancer::load(options(&pins)).unwrap().detach().unwrap();
     // Maps that nothing forwards by are left-overs of a start that was cut short: made anew.
     let lb = LoadBalancer::load(options(&pins)).unwrap();
     drop(lb);
     assert!(state.exists());
     let lb = LoadBalancer::load(options(&pins)).unwrap();
-    assert!(!lb.taken_over());
+    assert!(!lb.taken_over() && !lb.is_beside());
     lb.detach().unwrap();
 }
 

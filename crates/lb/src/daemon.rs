@@ -40,7 +40,11 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
-    let verb = if balancer.taken_over() { "taken over" } else { "attached" };
+    let verb = match (balancer.taken_over(), balancer.is_beside()) {
+        (true, _) => "taken over",
+        (_, true) => "to take another version's place",
+        _ => "attached",
+    };
     tracing::info!("{} {verb} at {} ({attachment:?})", config.name, config.interface);
     let (resolver, changes) = Resolver::start(&config.interface)?;
     let timers = config.connection_timers;
@@ -57,7 +61,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
-    if !balancer.taken_over() {
+    if !balancer.taken_over() && !balancer.is_beside() {
         tracing::info!("nothing was pinned in {}", config.pin_directory.display());
     } else {
         balancer.attach(&config.interface, config.xdp_mode.into())?;

@@ -26,6 +26,8 @@ use crate::routing;
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// In so many calls of [`Forwarder::sweep`] the whole connection table is looked through.
 pub const SWEEP_BEATS: u32 = 100;
+/// Servers that have not answered ARP in this time are not waited for before this version's program goes to work.
+const LONGEST_BESIDE: Duration = Duration::from_secs(5);
 /// Counting connections reads the whole table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -59,6 +61,8 @@ pub struct Forwarder {
     unable: Vec<String>,
     /// Checks of servers.
     health: Health,
+    /// When the first configuration came.
+    configured_at: Option<Duration>,
 }
 
 impl Forwarder {
@@ -90,6 +94,7 @@ impl Forwarder {
             announced: None,
             unable: Vec::new(),
             health,
+            configured_at: None,
         }
     }
 
@@ -144,6 +149,7 @@ impl Forwarder {
         self.set_owners();
         self.health.configure(self.services.values().map(|(service, _)| service));
         self.confirmed = configuration.generation;
+        self.configured_at.get_or_insert_with(monotonic);
         Ok(())
     }
 
@@ -281,6 +287,19 @@ impl Forwarder {
         self.balancer.install_table(*index, table)
     }
 
+    /// Takes the place of another version's program once this one can do as well: all tables are there, and all servers are
+    /// found, or do not answer.
+    fn switch_when_ready(&mut self) -> anyhow::Result<()> {
+        let Some(configured) = self.configured_at.filter(|_| self.balancer.is_beside()) else { return Ok(()) };
+        let waited = monotonic().saturating_sub(configured);
+        let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
+        if ready || waited > LONGEST_BESIDE {
+            self.balancer.switch_over()?;
+            tracing::info!("in the place of the other version's program, {waited:?} after the first configuration");
+        }
+        Ok(())
+    }
+
     /// Looks after what may change without being told: the device's own MAC address.
     ///
     /// # Errors
@@ -292,7 +311,8 @@ impl Forwarder {
             self.counted = (self.balancer.connections_in_use() as u64, now);
         }
         self.log_problems();
-        self.balancer.refresh_own_mac()
+        self.balancer.refresh_own_mac()?;
+        self.switch_when_ready()
     }
 
     fn stamps(&self) -> bool {

@@ -22,6 +22,15 @@ impl LoadBalancer {
             .map_err(|_| anyhow::anyhow!("interface {interface:?} does not exist"))?;
         self.interface = Some(interface.to_string());
         self.refresh_own_mac()?;
+        if let Some(link) = &self.beside {
+            let found = link.interface_index()?;
+            anyhow::ensure!(
+                found == index,
+                "what another version pinned is at the interface of index {found}, not at {interface:?} (index {index}): \
+                 detach it first, or use another pin directory"
+            );
+            return Ok(if self.variant.counters_by_cpu { Attachment::Generic } else { Attachment::Native });
+        }
         if let Some(link) = &self.link {
             match link.interface_index()? {
                 0 => tracing::warn!("the device of the pinned link is gone: attaching anew"),
