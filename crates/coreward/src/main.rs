@@ -2,6 +2,8 @@
 
 mod apply;
 mod check;
+#[cfg(test)]
+mod documents;
 mod live;
 mod shell;
 
