@@ -26,6 +26,7 @@ use coreward_model::tuple::Protocol;
 use coreward_sim::cli::{self as sim, SimArgs};
 use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::{cli as testbed, demo};
+use coreward_tls::command::{self as certs, CertsArgs};
 use coreward_wire::v1;
 
 #[derive(clap::Parser)]
@@ -61,6 +62,8 @@ enum Command {
     Fleet(FleetArgs),
     /// Where the controller keeps what must survive
     Store(StoreArgs),
+    /// The fleet's own certificate authority, and certificates that say what each part is
+    Certs(CertsArgs),
     /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees them
     Capture(CaptureArgs),
     /// The heaviest connections of a stateful service, live, from the load balancer's connection table
@@ -266,6 +269,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             print(&show::status(ask.controller, rss_keys, ask.format.into())?)
         }
         Command::Check(args) => check::run(&args),
+        Command::Certs(args) => print(&certs::run(&args)?),
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
             print(&show::fleet::show(ask.controller, ask.format.into())?)

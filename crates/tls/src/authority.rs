@@ -1,0 +1,255 @@
+//! A small certificate authority of one's own: a key and a certificate in a directory.
+//!
+//! ```text
+//! ca.crt                      whose word counts, for everybody: one certificate, two during a roll-over
+//! authority.crt, .key         signs
+//! next.crt, .key              will sign (roll-over, first step)
+//! previous.crt                signed before (roll-over, second step)
+//! ```
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use rcgen::string::Ia5String;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    SanType,
+};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
+use time::OffsetDateTime;
+
+use crate::certificate::{Certificate, unix_now};
+use crate::identity::{Identity, Name, Role};
+
+/// Clocks may be that far apart: certificates begin so long before they are made.
+pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
+/// What lengths of certificates are counted in.
+pub const DAY: Duration = Duration::from_secs(86_400);
+
+/// An authority.
+pub struct Authority {
+    directory: PathBuf,
+}
+
+/// From when until when a certificate is good (since 1970).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Validity {
+    /// From.
+    pub not_before: Duration,
+    /// Until.
+    pub not_after: Duration,
+}
+
+impl Validity {
+    /// From now on, and a little before, as clocks differ.
+    pub fn from_now(length: Duration) -> Self {
+        let now = unix_now();
+        Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + length }
+    }
+}
+
+/// Certificate and key of somebody, in PEM.
+pub struct Issued {
+    /// The certificate.
+    pub certificate: String,
+    /// The key to it.
+    pub key: String,
+}
+
+/// A step from one authority to the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum RollOver {
+    /// Make the next authority: ca.crt holds both, the old one signs
+    Begin,
+    /// The next one signs, ca.crt holds both: when every part has the ca.crt of the first step
+    Switch,
+    /// ca.crt holds the new one only: when every part has a certificate that it signed
+    Finish,
+}
+
+impl Authority {
+    /// Makes one for `fleet` in a directory that has none.
+    ///
+    /// # Errors
+    /// When there is one, or the directory cannot be written to.
+    pub fn init(directory: &Path, fleet: &Name, length: Duration) -> anyhow::Result<Self> {
+        fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+        let authority = Self { directory: directory.to_owned() };
+        let file = authority.path("authority.key");
+        ensure!(!file.exists(), "{} exists: expected a directory without an authority", file.display());
+        authority.generate("authority", fleet, Validity::from_now(length))?;
+        authority.publish(&["authority"])?;
+        Ok(authority)
+    }
+
+    /// The one in this directory.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn open(directory: &Path) -> anyhow::Result<Self> {
+        let authority = Self { directory: directory.to_owned() };
+        let file = authority.path("authority.key");
+        ensure!(
+            file.exists(),
+            "{} is not there: expected an authority, which `coreward certs init` makes",
+            file.display()
+        );
+        Ok(authority)
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.directory.join(file)
+    }
+
+    /// Where the certificates are whose word counts.
+    pub fn ca(&self) -> PathBuf {
+        self.path("ca.crt")
+    }
+
+    fn read(&self, file: &str) -> anyhow::Result<String> {
+        let path = self.path(file);
+        fs::read_to_string(&path).with_context(|| path.display().to_string())
+    }
+
+    fn generate(&self, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<()> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::OrganizationName, fleet.as_str());
+        params.distinguished_name.push(DnType::CommonName, format!("coreward authority of {fleet}"));
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        (params.not_before, params.not_after) = (at(validity.not_before)?, at(validity.not_after)?);
+        let certificate = params.self_signed(&key)?;
+        write_secret(&self.path(&format!("{name}.key")), &key.serialize_pem())?;
+        write(&self.path(&format!("{name}.crt")), &certificate.pem())
+    }
+
+    /// Puts these authorities' certificates into ca.crt.
+    fn publish(&self, names: &[&str]) -> anyhow::Result<()> {
+        let all: anyhow::Result<Vec<String>> = names.iter().map(|name| self.read(&format!("{name}.crt"))).collect();
+        write(&self.ca(), &all?.concat())
+    }
+
+    /// The fleet that it is for.
+    ///
+    /// # Errors
+    /// When its certificate cannot be read.
+    pub fn fleet(&self) -> anyhow::Result<Name> {
+        let der = CertificateDer::from_pem_slice(self.read("authority.crt")?.as_bytes())?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
+        let organization = parsed.subject().iter_organization().next().and_then(|name| name.as_str().ok());
+        let name =
+            organization.context("authority.crt names no fleet (O): expected one that `coreward certs init` made")?;
+        name.parse().map_err(anyhow::Error::msg)
+    }
+
+    /// A new key, and a certificate to it.
+    ///
+    /// # Errors
+    /// When the authority's files cannot be used, or it ends before the certificate would.
+    pub fn issue(&self, identity: &Identity, addresses: &[String], validity: Validity) -> anyhow::Result<Issued> {
+        let signer = self.read("authority.crt")?;
+        let own = Certificate::read(&CertificateDer::from_pem_slice(signer.as_bytes())?).map_err(anyhow::Error::msg)?;
+        ensure!(
+            validity.not_after <= own.not_after,
+            "the authority ends before this certificate would: expected at most {} days, or `coreward certs roll-over`",
+            own.remains(unix_now()).as_secs() / DAY.as_secs()
+        );
+        let secret = coreward_config::read_secret(&self.path("authority.key")).map_err(anyhow::Error::msg)?;
+        let issuer = Issuer::from_ca_cert_pem(&signer, KeyPair::from_pem(&secret)?)?;
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::new(addresses.to_vec())?;
+        params.distinguished_name.push(DnType::OrganizationName, identity.fleet.as_str());
+        params.distinguished_name.push(DnType::CommonName, identity.to_string());
+        params.subject_alt_names.push(SanType::URI(Ia5String::try_from(identity.uri())?));
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        if matches!(identity.role, Role::Controller | Role::Rack) {
+            params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
+        }
+        params.use_authority_key_identifier_extension = true;
+        (params.not_before, params.not_after) = (at(validity.not_before)?, at(validity.not_after)?);
+        let certificate = params.signed_by(&key, &issuer)?;
+        Ok(Issued { certificate: certificate.pem(), key: key.serialize_pem() })
+    }
+
+    /// Goes one step on from this authority to the next.
+    ///
+    /// # Errors
+    /// When it is not that step's turn, or files cannot be written.
+    pub fn roll_over(&self, step: RollOver, length: Duration) -> anyhow::Result<()> {
+        let is_there = |file: &str| self.path(file).exists();
+        let rename = |from: &str, to: &str| fs::rename(self.path(from), self.path(to)).with_context(|| from.to_owned());
+        match step {
+            RollOver::Begin => {
+                ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(
+                    !is_there("previous.crt"),
+                    "previous.crt exists: expected `finish`, the last step of the roll-over before"
+                );
+                self.generate("next", &self.fleet()?, Validity::from_now(length))?;
+                self.publish(&["authority", "next"])
+            }
+            RollOver::Switch => {
+                ensure!(is_there("next.key"), "next.key is not there: expected `begin`, the first step");
+                rename("authority.crt", "previous.crt")?;
+                rename("next.crt", "authority.crt")?;
+                // The key last: without it there is no authority, and the step can be seen to be unfinished.
+                rename("next.key", "authority.key")?;
+                self.publish(&["authority", "previous"])
+            }
+            RollOver::Finish => {
+                ensure!(is_there("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
+                self.publish(&["authority"])?;
+                fs::remove_file(self.path("previous.crt")).context("previous.crt")
+            }
+        }
+    }
+}
+
+fn at(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
+    Ok(OffsetDateTime::from_unix_timestamp(since_1970.as_secs().try_into()?)?)
+}
+
+impl Issued {
+    /// Writes what a part needs into a directory: ca.crt, own.crt, own.key.
+    ///
+    /// # Errors
+    /// When the directory cannot be written to.
+    pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
+        fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+        write(&directory.join("ca.crt"), &authority.read("ca.crt")?)?;
+        write_secret(&directory.join("own.key"), &self.key)?;
+        write(&directory.join("own.crt"), &self.certificate)
+    }
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    write_as(path, text, 0o644)
+}
+
+fn write_secret(path: &Path, text: &str) -> anyhow::Result<()> {
+    write_as(path, text, 0o600)
+}
+
+/// Whole or not at all: who reads it meanwhile has the old one.
+fn write_as(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
+    let new = path.with_extension("new");
+    let write = || {
+        // What an attempt before left may be readable by others.
+        match fs::remove_file(&new) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&new, path)
+    };
+    write().with_context(|| path.display().to_string())
+}

@@ -1,0 +1,105 @@
+//! Who is at the other end of a connection, and what it may say it is.
+
+use std::fmt;
+use std::net::SocketAddr;
+
+use tonic::{Request, Status};
+
+use crate::identity::{Identity, Role};
+
+/// Who is at the other end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Caller {
+    /// Where it is.
+    pub address: SocketAddr,
+    /// What its certificate says; `None`: it has shown none (a connection without TLS, or the API with a token).
+    pub identity: Option<Identity>,
+    /// Whether the connection is protected by TLS.
+    pub is_protected: bool,
+}
+
+impl fmt::Display for Caller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.identity {
+            Some(identity) => write!(f, "{identity} at {}", self.address),
+            None => write!(f, "{}", self.address),
+        }
+    }
+}
+
+impl Caller {
+    /// Of a request that came through a [`Gate`](crate::Gate).
+    ///
+    /// # Errors
+    /// INTERNAL when it came by another way: then nobody knows who asks.
+    pub fn of<T>(request: &Request<T>) -> Result<Self, Status> {
+        request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
+    }
+
+    /// Whether it may do what one of these roles may. Without TLS nobody says who he is, and everybody may.
+    ///
+    /// # Errors
+    /// PERMISSION_DENIED, with who it is and what was expected.
+    pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
+        match &self.identity {
+            None if !self.is_protected => Ok(()),
+            Some(identity) if roles.contains(&identity.role) => Ok(()),
+            _ => {
+                let expected: Vec<&str> = roles.iter().map(|role| role.name()).collect();
+                let message = format!("the certificate is for {}: expected {}", self.shown(), expected.join(" or "));
+                Err(Status::permission_denied(message))
+            }
+        }
+    }
+
+    /// Whether it may say that it is `role` called `name`.
+    ///
+    /// # Errors
+    /// As [`Caller::require`].
+    pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
+        self.require(&[role])?;
+        match &self.identity {
+            Some(identity) if identity.name.as_str() != name => {
+                let message =
+                    format!("the certificate is for {}, not for {role} {name}: expected its own name", self.shown());
+                Err(Status::permission_denied(message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn shown(&self) -> String {
+        self.identity.as_ref().map_or_else(|| "nobody".to_owned(), Identity::to_string)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+
+    fn caller(identity: Option<&str>, is_protected: bool) -> Caller {
+        let identity = identity.map(|uri| uri.parse().unwrap());
+        Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_protected }
+    }
+
+    #[test]
+    fn an_agent_speaks_for_its_server_only() {
+        let agent = caller(Some("coreward://prod/agent/s1"), true);
+        assert!(agent.require_name(Role::Agent, "s1").is_ok());
+        let refused = agent.require_name(Role::Agent, "s2").unwrap_err();
+        assert_eq!(refused.code(), Code::PermissionDenied);
+        assert_eq!(refused.message(), "the certificate is for agent s1, not for agent s2: expected its own name");
+        let refused = agent.require_name(Role::Lb, "s1").unwrap_err();
+        assert_eq!(refused.message(), "the certificate is for agent s1: expected lb");
+        assert!(agent.require(&[Role::Operator, Role::Viewer]).is_err());
+    }
+
+    #[test]
+    fn without_a_certificate_only_an_unprotected_connection_may_anything() {
+        assert!(caller(None, false).require_name(Role::Lb, "lb1").is_ok());
+        let refused = caller(None, true).require(&[Role::Viewer]).unwrap_err();
+        assert_eq!(refused.message(), "the certificate is for nobody: expected viewer");
+    }
+}

@@ -1,0 +1,125 @@
+//! What one certificate says, as far as it matters here.
+
+use std::fmt::Write as _;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustls::pki_types::CertificateDer;
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::{FromDer as _, X509Certificate};
+
+use crate::identity::{Identity, SCHEME};
+
+/// A certificate, read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Certificate {
+    /// Its subject, as in `CN=coreward CA`.
+    pub subject: String,
+    /// Who it is for; `None`: an authority's, or not one of ours.
+    pub identity: Option<Identity>,
+    /// Names and addresses beside that.
+    pub addresses: Vec<String>,
+    /// Whether it may sign others.
+    pub is_authority: bool,
+    /// From when on it is good (since 1970).
+    pub not_before: Duration,
+    /// Until when (since 1970).
+    pub not_after: Duration,
+    /// SHA-256 of it.
+    pub fingerprint: Fingerprint,
+}
+
+impl Certificate {
+    /// # Errors
+    /// In words, when it is none, or names more than one identity.
+    pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
+        let (_, parsed) =
+            X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
+        let names = parsed.subject_alternative_name().map_err(|error| format!("its names cannot be read: {error}"))?;
+        let names = names.map(|names| names.value.general_names.as_slice()).unwrap_or_default();
+        let uris = names.iter().filter_map(|name| match name {
+            GeneralName::URI(uri) if uri.starts_with(SCHEME) => Some(*uri),
+            _ => None,
+        });
+        let mut identities = uris.map(str::parse);
+        let identity = identities.next().transpose()?;
+        if identities.next().is_some() {
+            return Err(format!("it has several names that begin with {SCHEME}: expected one"));
+        }
+        let seconds = |time: x509_parser::time::ASN1Time| Duration::from_secs(time.timestamp().max(0).unsigned_abs());
+        Ok(Self {
+            subject: parsed.subject().to_string(),
+            identity,
+            addresses: names.iter().filter_map(address).collect(),
+            is_authority: parsed.is_ca(),
+            not_before: seconds(parsed.validity().not_before),
+            not_after: seconds(parsed.validity().not_after),
+            fingerprint: Fingerprint::of(der),
+        })
+    }
+
+    /// How long it is good from `now` (since 1970) on; zero: it has expired.
+    pub fn remains(&self, now: Duration) -> Duration {
+        self.not_after.saturating_sub(now)
+    }
+
+    /// Whether less than a third of its life remains: time to renew it.
+    pub fn is_old(&self, now: Duration) -> bool {
+        self.remains(now) < self.not_after.saturating_sub(self.not_before) / 3
+    }
+}
+
+fn address(name: &GeneralName<'_>) -> Option<String> {
+    match name {
+        GeneralName::DNSName(name) => Some((*name).to_owned()),
+        GeneralName::IPAddress([a, b, c, d]) => Some(std::net::Ipv4Addr::new(*a, *b, *c, *d).to_string()),
+        GeneralName::IPAddress(bytes) => {
+            <[u8; 16]>::try_from(*bytes).ok().map(|bytes| std::net::Ipv6Addr::from(bytes).to_string())
+        }
+        _ => None,
+    }
+}
+
+/// SHA-256 of a certificate, as `openssl x509 -fingerprint -sha256` has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Fingerprint([u8; 32]);
+
+impl Fingerprint {
+    /// Of a certificate in DER.
+    pub fn of(der: &CertificateDer<'_>) -> Self {
+        // TLS' own hash: no second implementation.
+        let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
+        let hash = suite.common.hash_provider.hash(der);
+        let mut bytes = [0; 32];
+        bytes.copy_from_slice(hash.as_ref());
+        Self(bytes)
+    }
+}
+
+impl std::fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut text = String::with_capacity(95);
+        for (place, byte) in self.0.iter().enumerate() {
+            write!(text, "{}{byte:02X}", if place == 0 { "" } else { ":" })?;
+        }
+        f.write_str(&text)
+    }
+}
+
+impl std::str::FromStr for Fingerprint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let digits: Vec<u8> = text.bytes().filter(|byte| *byte != b':').collect();
+        let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+        let bytes: Option<Vec<u8>> = digits.chunks(2).map(byte).collect();
+        let bytes = bytes.filter(|_| digits.iter().all(u8::is_ascii_hexdigit)).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(Self).ok_or_else(|| {
+            format!("fingerprint {text:?}: expected the 32 bytes of a SHA-256 in hexadecimal, as `coreward certs show` prints them")
+        })
+    }
+}
+
+/// The wall clock (since 1970).
+pub fn unix_now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}

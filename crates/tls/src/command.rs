@@ -1,0 +1,194 @@
+//! `coreward certs`: an authority of one's own, and what it signs.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context as _;
+use comfy_table::Table;
+
+use crate::authority::{Authority, CLOCK_TOLERANCE, DAY, RollOver, Validity};
+use crate::certificate::{Certificate, unix_now};
+use crate::identity::{Identity, Name, Role};
+use crate::material::read_certificates;
+
+/// `coreward certs`
+#[derive(clap::Args)]
+pub struct CertsArgs {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Make the fleet's authority: a key that stays here, and ca.crt for every part
+    Init {
+        /// The fleet's name: parts of another one are refused
+        #[arg(long, value_name = "NAME")]
+        fleet: Name,
+        /// How long the authority is good
+        #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
+        days: u32,
+        #[command(flatten)]
+        place: Place,
+    },
+    /// A certificate and a key for one part, with ca.crt in a directory: copy that to its machine
+    Issue {
+        /// controller, agent, lb, rack, operator or viewer
+        #[arg(long)]
+        role: Role,
+        /// An agent's: the server's name in the fleet's file; a load balancer's: its name; else for logs
+        #[arg(long)]
+        name: Name,
+        /// A host name or address that browsers and curl know the controller's API by
+        #[arg(long, value_name = "NAME|ADDRESS")]
+        address: Vec<String>,
+        /// How long it is good
+        #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
+        days: u32,
+        /// Where to put the three files; ROLE-NAME beside the authority
+        #[arg(long, value_name = "DIRECTORY")]
+        out: Option<PathBuf>,
+        #[command(flatten)]
+        place: Place,
+    },
+    /// A new certificate and key for whom a directory's are, good for as long as the old one was
+    Renew {
+        /// Directories that `issue` wrote
+        #[arg(required = true, value_name = "DIRECTORY")]
+        bundles: Vec<PathBuf>,
+        /// Another length
+        #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
+        days: Option<u32>,
+        #[command(flatten)]
+        place: Place,
+    },
+    /// Whose certificates are in these files, until when they are good, and their fingerprints
+    Show {
+        /// Files with certificates
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+    },
+    /// From one authority to the next, in three steps, without a moment in which parts do not believe each other
+    RollOver {
+        /// The step
+        step: RollOver,
+        /// How long the new authority is good
+        #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
+        days: u32,
+        #[command(flatten)]
+        place: Place,
+    },
+}
+
+#[derive(clap::Args)]
+struct Place {
+    /// Where the authority is
+    #[arg(long, value_name = "DIRECTORY", default_value = "certs")]
+    directory: PathBuf,
+}
+
+fn days(days: u32) -> Duration {
+    DAY * days
+}
+
+/// What it prints.
+///
+/// # Errors
+/// When files cannot be read or written, or are not what was expected.
+pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
+    match &args.command {
+        Command::Init { fleet, days: length, place } => {
+            let authority = Authority::init(&place.directory, fleet, days(*length))?;
+            let directory = place.directory.display();
+            Ok(format!(
+                "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has it is everybody",
+                authority.ca().display()
+            ))
+        }
+        Command::Issue { role, name, address, days: length, out, place } => {
+            let authority = Authority::open(&place.directory)?;
+            let identity = Identity { fleet: authority.fleet()?, role: *role, name: name.clone() };
+            let beside = || place.directory.join(format!("{role}-{name}").replace('/', "_"));
+            let out = out.clone().unwrap_or_else(beside);
+            issue(&authority, &identity, address, days(*length), &out)?;
+            Ok(format!(
+                "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \"ca.crt\"\n\
+                 certificate = \"own.crt\"\nkey = \"own.key\"",
+                out.display()
+            ))
+        }
+        Command::Renew { bundles, days: length, place } => {
+            let authority = Authority::open(&place.directory)?;
+            let renewed: anyhow::Result<Vec<String>> =
+                bundles.iter().map(|bundle| renew(&authority, bundle, length.map(days))).collect();
+            Ok(renewed?.join("\n"))
+        }
+        Command::Show { files } => show(files),
+        Command::RollOver { step, days: length, place } => {
+            let authority = Authority::open(&place.directory)?;
+            authority.roll_over(*step, days(*length))?;
+            let next = match step {
+                RollOver::Begin => "give every part the new ca.crt, or `coreward certs renew` them all; then `switch`",
+                RollOver::Switch => "`coreward certs renew` every part; then `finish`",
+                RollOver::Finish => "give every part the new ca.crt, or renew it when its time comes",
+            };
+            Ok(format!("{}: {next}", authority.ca().display()))
+        }
+    }
+}
+
+fn issue(
+    authority: &Authority,
+    identity: &Identity,
+    addresses: &[String],
+    length: Duration,
+    out: &Path,
+) -> anyhow::Result<()> {
+    authority.issue(identity, addresses, Validity::from_now(length))?.write(out, authority)
+}
+
+fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyhow::Result<String> {
+    let path = bundle.join("own.crt");
+    let old = read_certificates(&path)?.swap_remove(0);
+    let identity = old.identity.with_context(|| format!("{} names nobody of a fleet", path.display()))?;
+    let fleet = authority.fleet()?;
+    anyhow::ensure!(
+        identity.fleet == fleet,
+        "{}: it is of fleet {}, the authority of {fleet}",
+        path.display(),
+        identity.fleet
+    );
+    let length = length.unwrap_or(old.not_after.saturating_sub(old.not_before + CLOCK_TOLERANCE));
+    issue(authority, &identity, &old.addresses, length, bundle)?;
+    Ok(format!("{}: for {identity}, until {}", bundle.display(), date(unix_now() + length)))
+}
+
+fn date(since_1970: Duration) -> String {
+    humantime::format_rfc3339_seconds(SystemTime::from(UNIX_EPOCH + since_1970)).to_string()
+}
+
+fn show(files: &[PathBuf]) -> anyhow::Result<String> {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::NOTHING);
+    table.set_header(["file", "for", "fleet", "until", "addresses", "fingerprint (SHA-256)"]);
+    for file in files {
+        for certificate in read_certificates(file)? {
+            table.add_row(row(file, &certificate));
+        }
+    }
+    Ok(table.to_string())
+}
+
+fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
+    let whose = match &certificate.identity {
+        Some(identity) => (identity.to_string(), identity.fleet.to_string()),
+        None if certificate.is_authority => (format!("authority: {}", certificate.subject), String::new()),
+        None => (certificate.subject.clone(), String::new()),
+    };
+    let until = match certificate.remains(unix_now()) {
+        Duration::ZERO => format!("{} (expired)", date(certificate.not_after)),
+        _ => date(certificate.not_after),
+    };
+    let addresses = certificate.addresses.join(", ");
+    [file.display().to_string(), whose.0, whose.1, until, addresses, certificate.fingerprint.to_string()]
+}

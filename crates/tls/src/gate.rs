@@ -1,0 +1,420 @@
+//! The listening side: lets in whom it knows, within limits, and looks after those inside.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use rustls::ServerConfig;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
+use tokio_rustls::TlsAcceptor;
+use tokio_stream::Stream;
+use tonic::transport::server::Connected;
+
+use crate::caller::Caller;
+use crate::certificate::{Certificate, Fingerprint, unix_now};
+use crate::failure::{Failure, Failures, Reason};
+use crate::identity::{Identity, Role};
+use crate::io::Io;
+use crate::material::{ClientCertificates, Material};
+use crate::tls::Tls;
+use crate::verify::Denied;
+
+/// How often certificates of open connections are looked at.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Handshakes that are done and wait to be served.
+const ADMITTED: usize = 64;
+/// After an error of the listening socket: others need time to end (out of files).
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// How much strangers, and those who are known, can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// From the connection to the end of the handshake.
+    pub handshake: Duration,
+    /// Handshakes at a time.
+    pub handshakes: usize,
+    /// Of them from one address.
+    pub handshakes_per_address: usize,
+    /// Connections at a time by one certificate's owner.
+    pub connections_per_identity: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            handshake: Duration::from_secs(5),
+            handshakes: 1024,
+            handshakes_per_address: 64,
+            connections_per_identity: 16,
+        }
+    }
+}
+
+/// What a gate does with who comes.
+#[derive(Debug)]
+pub struct Gate {
+    protection: Option<Protection>,
+    limits: Limits,
+    failures: Arc<Failures>,
+    inside: Mutex<Inside>,
+}
+
+/// With TLS.
+#[derive(Debug)]
+struct Protection {
+    tls: Arc<Tls>,
+    accepted: Vec<Role>,
+    certificates: ClientCertificates,
+    protocols: &'static [&'static str],
+    denied: Denied,
+    /// Made of what certificates were at that time.
+    config: Mutex<Option<(Arc<Material>, Arc<ServerConfig>)>>,
+}
+
+#[derive(Debug, Default)]
+struct Inside {
+    handshakes: HashMap<IpAddr, usize>,
+    handshaking: usize,
+    doors: HashMap<u64, Arc<Door>>,
+    identities: HashMap<Identity, usize>,
+    next: u64,
+}
+
+/// Of one open connection with a certificate.
+#[derive(Debug)]
+struct Door {
+    identity: Identity,
+    fingerprint: Fingerprint,
+    not_after: Duration,
+    closed: AtomicBool,
+    reader: Mutex<Option<Waker>>,
+}
+
+impl Door {
+    fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        if let Some(reader) = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            reader.wake();
+        }
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+impl Gate {
+    /// Lets everybody in.
+    pub fn open(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
+        Arc::new(Self { protection: None, limits, failures, inside: Mutex::default() })
+    }
+
+    /// Lets in those whose certificate is of one of these roles and not denied. `protocols`: as ALPN has them.
+    pub fn guarded(
+        tls: Arc<Tls>,
+        accepted: &[Role],
+        certificates: ClientCertificates,
+        protocols: &'static [&'static str],
+        denied: Denied,
+        limits: Limits,
+        failures: Arc<Failures>,
+    ) -> Arc<Self> {
+        let (accepted, config) = (accepted.to_vec(), Mutex::default());
+        let protection = Some(Protection { tls, accepted, certificates, protocols, denied, config });
+        Arc::new(Self { protection, limits, failures, inside: Mutex::default() })
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Those who come to `listener` and are let in, for as long as somebody takes them.
+    pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<Admitted>> {
+        let (sender, receiver) = mpsc::channel(ADMITTED);
+        tokio::spawn(async move {
+            tokio::select! {
+                () = self.accept(&listener, &sender) => {}
+                () = sender.closed() => {}
+            }
+        });
+        tokio_stream::wrappers::ReceiverStream::new(receiver)
+    }
+
+    async fn accept(self: &Arc<Self>, listener: &TcpListener, admitted: &mpsc::Sender<io::Result<Admitted>>) {
+        let mut look = tokio::time::interval(LOOK_INTERVAL);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                _ = look.tick() => {
+                    self.look_after();
+                    continue;
+                }
+            };
+            let (stream, address) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    self.failures.count(&"a connection", &Failure::of(&error));
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
+                }
+            };
+            // Before there is a task for it: a flood costs no more than this.
+            let Ok(place) = self.place(address) else { continue };
+            let (gate, admitted) = (self.clone(), admitted.clone());
+            tokio::spawn(async move {
+                if let Ok(connection) = gate.let_in(stream, address, place).await {
+                    // Whoever served them may have ended.
+                    drop(admitted.send(Ok(connection)).await);
+                }
+            });
+        }
+    }
+
+    fn place(self: &Arc<Self>, address: SocketAddr) -> Result<Place, Failure> {
+        Place::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
+    }
+
+    /// One connection that somebody else has accepted.
+    ///
+    /// # Errors
+    /// Why it is not let in; it is counted and logged.
+    pub async fn admit_one(self: Arc<Self>, stream: TcpStream, address: SocketAddr) -> Result<Admitted, Failure> {
+        let place = self.place(address)?;
+        self.let_in(stream, address, place).await
+    }
+
+    async fn let_in(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        address: SocketAddr,
+        place: Place,
+    ) -> Result<Admitted, Failure> {
+        let outcome = self.shake_hands(stream, address).await;
+        drop(place);
+        outcome.inspect_err(|failure| self.failures.count(&address, failure))
+    }
+
+    async fn shake_hands(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) -> Result<Admitted, Failure> {
+        stream.set_nodelay(true).map_err(|error| Failure::of(&error))?;
+        let Some(protection) = &self.protection else {
+            let caller = Caller { address, identity: None, is_protected: false };
+            return Ok(Admitted { io: Io::Plain(stream), caller, inside: None });
+        };
+        let acceptor = TlsAcceptor::from(protection.config()?);
+        let handshake = tokio::time::timeout(self.limits.handshake, acceptor.accept(stream)).await;
+        let stream = handshake
+            .map_err(|_| {
+                let message = format!("no handshake within {:?}", self.limits.handshake);
+                Failure { reason: Reason::Timeout, message }
+            })?
+            .map_err(|error| Failure::of(&error))?;
+        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+        let certificate = shown.map(Certificate::read).transpose();
+        let certificate = certificate.map_err(|message| Failure { reason: Reason::NoIdentity, message })?;
+        let inside = match certificate {
+            Some(certificate) => Some(self.enter(&certificate)?),
+            None => None,
+        };
+        let identity = inside.as_ref().map(|inside| inside.door.identity.clone());
+        let caller = Caller { address, identity, is_protected: true };
+        Ok(Admitted { io: Io::Tls(Box::new(stream.into())), caller, inside })
+    }
+
+    fn enter(self: &Arc<Self>, certificate: &Certificate) -> Result<Entered, Failure> {
+        let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate names nobody".to_owned() };
+        let identity = certificate.identity.clone().ok_or_else(nobody)?;
+        let mut inside = self.inside();
+        let count = inside.identities.entry(identity.clone()).or_default();
+        if *count >= self.limits.connections_per_identity {
+            let message = format!("{identity} has {count} connections: expected no more");
+            return Err(Failure { reason: Reason::TooMany, message });
+        }
+        *count += 1;
+        inside.next += 1;
+        let number = inside.next;
+        let door = Arc::new(Door {
+            identity,
+            fingerprint: certificate.fingerprint,
+            not_after: certificate.not_after,
+            closed: AtomicBool::new(false),
+            reader: Mutex::default(),
+        });
+        inside.doors.insert(number, door.clone());
+        Ok(Entered { gate: self.clone(), number, door })
+    }
+
+    /// Ends connections whose certificate has expired since, or was denied: who is alive comes back with another one.
+    fn look_after(&self) {
+        let Some(protection) = &self.protection else { return };
+        let now = unix_now();
+        for door in self.inside().doors.values().filter(|door| !door.is_closed()) {
+            let is_denied = protection.denied.contains(&door.fingerprint);
+            if is_denied || door.not_after < now {
+                let why = if is_denied { "is on the deny list" } else { "has expired" };
+                tracing::warn!("a connection of {} is ended: its certificate {why}", door.identity);
+                door.close();
+            }
+        }
+    }
+}
+
+impl Protection {
+    fn config(&self) -> Result<Arc<ServerConfig>, Failure> {
+        let material = self.tls.material();
+        let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, config)) = &*config
+            && Arc::ptr_eq(of, &material)
+        {
+            return Ok(config.clone());
+        }
+        let new = material.server(&self.accepted, self.certificates, self.denied.clone(), self.protocols);
+        let new = Arc::new(new.map_err(|error| Failure { reason: Reason::Broken, message: format!("{error:#}") })?);
+        *config = Some((material, new.clone()));
+        Ok(new)
+    }
+}
+
+/// Somebody's handshake, among those at the same time.
+struct Place {
+    gate: Arc<Gate>,
+    address: IpAddr,
+}
+
+impl Place {
+    fn take(gate: &Arc<Gate>, address: IpAddr) -> Result<Self, Failure> {
+        let mut inside = gate.inside();
+        let (all, limits) = (inside.handshaking, &gate.limits);
+        let count = inside.handshakes.get(&address).copied().unwrap_or(0);
+        if all >= limits.handshakes || count >= limits.handshakes_per_address {
+            let message = format!("{count} handshakes of its address, {all} in all, are not done: expected no more");
+            return Err(Failure { reason: Reason::TooMany, message });
+        }
+        inside.handshakes.insert(address, count + 1);
+        inside.handshaking += 1;
+        drop(inside);
+        Ok(Self { gate: gate.clone(), address })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut inside = self.gate.inside();
+        inside.handshaking -= 1;
+        if let Some(count) = inside.handshakes.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                inside.handshakes.remove(&self.address);
+            }
+        }
+    }
+}
+
+/// An open connection with a certificate, among all of them.
+#[derive(Debug)]
+struct Entered {
+    gate: Arc<Gate>,
+    number: u64,
+    door: Arc<Door>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut inside = self.gate.inside();
+        inside.doors.remove(&self.number);
+        if let Some(count) = inside.identities.get_mut(&self.door.identity) {
+            *count -= 1;
+            if *count == 0 {
+                inside.identities.remove(&self.door.identity);
+            }
+        }
+    }
+}
+
+/// A connection of somebody who was let in.
+#[derive(Debug)]
+pub struct Admitted {
+    io: Io,
+    caller: Caller,
+    inside: Option<Entered>,
+}
+
+impl Admitted {
+    /// Whose it is.
+    pub fn caller(&self) -> &Caller {
+        &self.caller
+    }
+
+    fn is_closed(&self) -> bool {
+        self.inside.as_ref().is_some_and(|inside| inside.door.is_closed())
+    }
+}
+
+fn closed() -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionAborted, "the certificate has expired or is denied")
+}
+
+impl Connected for Admitted {
+    type ConnectInfo = Caller;
+
+    fn connect_info(&self) -> Caller {
+        self.caller.clone()
+    }
+}
+
+impl AsyncRead for Admitted {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if let Some(inside) = &self.inside {
+            *inside.door.reader.lock().unwrap_or_else(PoisonError::into_inner) = Some(context.waker().clone());
+        }
+        // After the waker is there: who closes in between wakes it.
+        if self.is_closed() {
+            return Poll::Ready(Err(closed()));
+        }
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Admitted {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if self.is_closed() {
+            return Poll::Ready(Err(closed()));
+        }
+        Pin::new(&mut self.io).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.is_closed() {
+            return Poll::Ready(Err(closed()));
+        }
+        Pin::new(&mut self.io).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+}

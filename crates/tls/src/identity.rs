@@ -1,0 +1,177 @@
+//! Who a certificate is for: `coreward://FLEET/ROLE/NAME`, a URI among its subject alternative names.
+//!
+//! Every public-key infrastructure can write such a name (SPIFFE's have the same form), and none needs to know addresses,
+//! which change.
+
+use std::fmt;
+use std::str::FromStr;
+
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
+
+/// What may stand in a URI's segment as it is (RFC 3986, unreserved).
+const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+/// The URI's scheme.
+pub const SCHEME: &str = "coreward://";
+/// Bytes of a fleet's or somebody's name.
+const LONGEST: usize = 64;
+
+/// What the owner of a certificate may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Role {
+    /// Decides: every other part believes it.
+    Controller,
+    /// Reports for the server of its name, and stamps.
+    Agent,
+    /// Forwards: is told the cookie keys and the tables.
+    Lb,
+    /// Reports for the servers of a rack.
+    Rack,
+    /// May change the fleet.
+    Operator,
+    /// May look.
+    Viewer,
+}
+
+impl Role {
+    /// All of them.
+    pub const ALL: [Self; 6] = [Self::Controller, Self::Agent, Self::Lb, Self::Rack, Self::Operator, Self::Viewer];
+
+    /// As certificates have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Controller => "controller",
+            Self::Agent => "agent",
+            Self::Lb => "lb",
+            Self::Rack => "rack",
+            Self::Operator => "operator",
+            Self::Viewer => "viewer",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|role| role.name() == text).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            format!("role {text:?} is not known: expected one of {names}")
+        })
+    }
+}
+
+/// The name of a fleet, or of somebody in it: 1 to 64 bytes without blanks and control characters.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Name(String);
+
+impl Name {
+    /// As it is written.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for Name {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let readable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
+        match (1..=LONGEST).contains(&text.len()) && readable {
+            true => Ok(Self(text.to_owned())),
+            false => Err(format!("name {text:?}: expected 1 to {LONGEST} bytes without blanks")),
+        }
+    }
+}
+
+/// Who the owner of a certificate is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Identity {
+    /// Of which fleet.
+    pub fleet: Name,
+    /// What it may do.
+    pub role: Role,
+    /// Of a server its name in the fleet's file; of a load balancer the name in its file; else for logs.
+    pub name: Name,
+}
+
+impl Identity {
+    /// As certificates have it.
+    pub fn uri(&self) -> String {
+        let escaped = |name: &Name| utf8_percent_encode(&name.0, ESCAPED).to_string();
+        format!("{SCHEME}{}/{}/{}", escaped(&self.fleet), self.role, escaped(&self.name))
+    }
+}
+
+/// For logs: `agent s1`.
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.role, self.name)
+    }
+}
+
+impl FromStr for Identity {
+    type Err = String;
+
+    fn from_str(uri: &str) -> Result<Self, String> {
+        let wrong = |reason: &str| format!("{uri:?}: {reason}: expected {SCHEME}FLEET/ROLE/NAME");
+        let path = uri.strip_prefix(SCHEME).ok_or_else(|| wrong("another scheme"))?;
+        let [fleet, role, name] = path.split('/').collect::<Vec<_>>()[..] else {
+            return Err(wrong("not three parts"));
+        };
+        let name_in = |text: &str| {
+            let decoded = percent_decode_str(text).decode_utf8().map_err(|_| wrong("not UTF-8"))?;
+            decoded.parse::<Name>().map_err(|reason| wrong(&reason))
+        };
+        let role = role.parse().map_err(|reason: String| wrong(&reason))?;
+        Ok(Self { fleet: name_in(fleet)?, role, name: name_in(name)? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn identities_come_back_whatever_their_names() {
+        for (name, written) in [("s1", "s1"), ("server.one_2-a~", "server.one_2-a~"), ("a/b", "a%2Fb"), ("ä", "%C3%A4")]
+        {
+            for role in Role::ALL {
+                let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
+                assert_eq!(identity.uri(), format!("coreward://prod/{role}/{written}"));
+                assert_eq!(identity.uri().parse(), Ok(identity));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let cases = [
+            ("spiffe://prod/agent/s1", "another scheme"),
+            ("coreward://prod/agent", "not three parts"),
+            ("coreward://prod/agent/s1/x", "not three parts"),
+            (
+                "coreward://prod/root/s1",
+                "role \"root\" is not known: expected one of controller, agent, lb, rack, operator, viewer",
+            ),
+            ("coreward:///agent/s1", "name \"\": expected 1 to 64 bytes without blanks"),
+            ("coreward://prod/agent/s%201", "name \"s 1\": expected 1 to 64 bytes without blanks"),
+            ("coreward://prod/agent/%ff", "not UTF-8"),
+        ];
+        for (uri, reason) in cases {
+            let expected = format!("{uri:?}: {reason}: expected coreward://FLEET/ROLE/NAME");
+            assert_eq!(uri.parse::<Identity>(), Err(expected));
+        }
+    }
+}

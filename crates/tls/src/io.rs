@@ -1,0 +1,81 @@
+//! Bytes of a connection, with or without TLS.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsStream;
+
+use crate::failure::Failure;
+
+/// Bytes of a connection.
+#[derive(Debug)]
+pub enum Io {
+    /// As they are.
+    Plain(TcpStream),
+    /// Encrypted.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+/// An error of TLS (an alert that the peer sent) in words.
+fn in_words(error: io::Error) -> io::Error {
+    match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
+        true => io::Error::new(error.kind(), Failure::of(&error)),
+        false => error,
+    }
+}
+
+macro_rules! forward {
+    ($self:ident, $io:ident => $call:expr) => {
+        match $self.get_mut() {
+            Io::Plain(stream) => {
+                let $io = Pin::new(stream);
+                $call
+            }
+            Io::Tls(stream) => {
+                let $io = Pin::new(stream.as_mut());
+                $call
+            }
+        }
+    };
+}
+
+impl AsyncRead for Io {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let outcome = ready!(forward!(self, io => io.poll_read(context, buffer)));
+        Poll::Ready(outcome.map_err(in_words))
+    }
+}
+
+impl AsyncWrite for Io {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let outcome = ready!(forward!(self, io => io.poll_write(context, bytes)));
+        Poll::Ready(outcome.map_err(in_words))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let outcome = ready!(forward!(self, io => io.poll_write_vectored(context, bytes)));
+        Poll::Ready(outcome.map_err(in_words))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        forward!(self, io => io.poll_flush(context))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        forward!(self, io => io.poll_shutdown(context))
+    }
+}

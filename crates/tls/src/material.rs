@@ -1,0 +1,167 @@
+//! Certificates and key as they are in their files, and what TLS makes of them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::client::Resumption;
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::NoServerSessionStorage;
+use rustls::version::TLS13;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use crate::certificate::Certificate;
+use crate::identity::{Identity, Role};
+use crate::verify::{ClientVerifier, Denied, ServerVerifier};
+
+/// The files of `[tls]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Files {
+    /// Certificates of the authorities whose word counts, one after the other (PEM).
+    pub ca: PathBuf,
+    /// Our own certificate, and what leads from it to an authority (PEM).
+    pub certificate: PathBuf,
+    /// The key to it (PEM), readable by its owner only.
+    pub key: PathBuf,
+}
+
+/// A file that is of no use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Unusable {
+    /// The key of `[tls]` that names it.
+    pub key: &'static str,
+    /// File, what is wrong, and what was expected.
+    pub message: String,
+}
+
+fn unusable(key: &'static str, path: &Path, problem: impl std::fmt::Display) -> Unusable {
+    Unusable { key, message: format!("{}: {problem}", path.display()) }
+}
+
+/// Whether a listener insists on certificates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClientCertificates {
+    /// Without one nobody comes in.
+    Required,
+    /// Without one other means must say who it is.
+    Accepted,
+}
+
+/// What the files held when they were read.
+#[derive(Debug)]
+pub struct Material {
+    /// Who we are.
+    pub identity: Identity,
+    /// Our own certificate.
+    pub own: Certificate,
+    /// The authorities'.
+    pub authorities: Vec<Certificate>,
+    roots: Arc<RootCertStore>,
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+}
+
+impl Material {
+    /// # Errors
+    /// When a file cannot be used; the error names it.
+    pub fn load(files: &Files) -> Result<Self, Unusable> {
+        let (roots, authorities) = authorities(&files.ca)?;
+        let path = &files.certificate;
+        let chain = certificates("certificate", path)?;
+        let own = Certificate::read(&chain[0]).map_err(|problem| unusable("certificate", path, problem))?;
+        let nobody = || {
+            let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
+            unusable("certificate", path, format!("the first certificate names nobody: {expected}"))
+        };
+        let identity = own.identity.clone().ok_or_else(nobody)?;
+        let text = coreward_config::read_secret(&files.key).map_err(|message| Unusable { key: "key", message })?;
+        let key = PrivateKeyDer::from_pem_slice(text.as_bytes())
+            .map_err(|error| unusable("key", &files.key, format!("{error}: expected a private key in PEM")))?;
+        let material = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
+        // That key and certificate go together shows when TLS puts them together.
+        material
+            .client(&[Role::Controller])
+            .map_err(|error| unusable("key", &files.key, format!("{error}: expected the key of {}", path.display())))?;
+        Ok(material)
+    }
+
+    /// For connecting to one of these roles.
+    ///
+    /// # Errors
+    /// When key and certificate do not go together.
+    pub fn client(&self, expected: &[Role]) -> Result<ClientConfig, rustls::Error> {
+        let provider = provider();
+        let verifier = ServerVerifier::new(self.roots.clone(), &provider, self.identity.fleet.clone(), expected);
+        let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
+        let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
+        let mut config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
+        // Who resumes shows no certificate, and would not be looked at again.
+        config.resumption = Resumption::disabled();
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(config)
+    }
+
+    /// For being connected to by these roles.
+    ///
+    /// # Errors
+    /// When key and certificate do not go together, or there is no authority.
+    pub fn server(
+        &self,
+        accepted: &[Role],
+        certificates: ClientCertificates,
+        denied: Denied,
+        protocols: &[&str],
+    ) -> anyhow::Result<ServerConfig> {
+        let (provider, fleet) = (provider(), self.identity.fleet.clone());
+        let verifier = ClientVerifier::new(self.roots.clone(), &provider, fleet, accepted, certificates, denied)?;
+        let builder = ServerConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
+        let builder = builder.with_client_cert_verifier(Arc::new(verifier));
+        let mut config = builder.with_single_cert(self.chain.clone(), self.key.clone_key())?;
+        // As above.
+        (config.send_tls13_tickets, config.session_storage) = (0, Arc::new(NoServerSessionStorage {}));
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
+        Ok(config)
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, Unusable> {
+    let text =
+        std::fs::read(path).map_err(|error| unusable(key, path, format!("{error}: expected certificates in PEM")))?;
+    let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+    let all = all.map_err(|error| unusable(key, path, format!("{error}: expected certificates in PEM")))?;
+    match all.is_empty() {
+        true => Err(unusable(key, path, "no certificate in it: expected at least one, in PEM")),
+        false => Ok(all),
+    }
+}
+
+/// The authorities of a file.
+fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Unusable> {
+    let (mut roots, mut read) = (RootCertStore::empty(), Vec::new());
+    for der in certificates("ca", path)? {
+        let certificate = Certificate::read(&der).map_err(|problem| unusable("ca", path, problem))?;
+        if !certificate.is_authority {
+            let problem = format!("{} may sign nobody: expected certificates of authorities", certificate.subject);
+            return Err(unusable("ca", path, problem));
+        }
+        roots.add(der).map_err(|error| unusable("ca", path, error))?;
+        read.push(certificate);
+    }
+    Ok((roots, read))
+}
+
+/// The certificates of a file, read.
+///
+/// # Errors
+/// When it cannot be read, or holds something else.
+pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
+    let all = certificates("certificate", path)?;
+    let read = |der| Certificate::read(der).map_err(|problem| unusable("certificate", path, problem).into());
+    all.iter().map(read).collect()
+}

@@ -1,0 +1,355 @@
+//! Who gets in and who does not, over loopback.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_stream::StreamExt as _;
+
+use crate::authority::{Authority, DAY, RollOver, Validity};
+use crate::certificate::{Fingerprint, unix_now};
+use crate::connect::Connector;
+use crate::failure::{Failures, Reason};
+use crate::identity::{Identity, Name, Role};
+use crate::io::Io;
+use crate::verify::Denied;
+use crate::{Caller, ClientCertificates, Files, Gate, Limits, Tls, read_certificates};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+const PARTS: &[Role] = &[Role::Agent, Role::Lb];
+
+/// An authority, and those whom it signs for.
+struct Fleet {
+    directory: tempfile::TempDir,
+    name: Name,
+    authority: Authority,
+}
+
+impl Fleet {
+    fn new(name: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let name: Name = name.parse().unwrap();
+        let authority = Authority::init(&directory.path().join("authority"), &name, 30 * DAY).unwrap();
+        Self { directory, name, authority }
+    }
+
+    fn bundle(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn write(&self, role: Role, name: &str, validity: Validity) -> Files {
+        let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
+        let bundle = self.bundle(name);
+        self.authority.issue(&identity, &[], validity).unwrap().write(&bundle, &self.authority).unwrap();
+        Files { ca: bundle.join("ca.crt"), certificate: bundle.join("own.crt"), key: bundle.join("own.key") }
+    }
+
+    fn issue(&self, role: Role, name: &str) -> Arc<Tls> {
+        Tls::load(self.write(role, name, Validity::from_now(DAY))).unwrap()
+    }
+}
+
+/// A gate that answers each line with the caller.
+struct Listening {
+    address: SocketAddr,
+    failures: Arc<Failures>,
+    denied: Denied,
+}
+
+impl Listening {
+    async fn start(tls: Option<Arc<Tls>>, limits: Limits) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (failures, denied) = (Arc::new(Failures::default()), Denied::default());
+        let gate = match tls {
+            Some(tls) => {
+                let (required, denied) = (ClientCertificates::Required, denied.clone());
+                Gate::guarded(tls, PARTS, required, &["h2"], denied, limits, failures.clone())
+            }
+            None => Gate::open(limits, failures.clone()),
+        };
+        let mut admitted = Box::pin(gate.admit(listener));
+        tokio::spawn(async move {
+            while let Some(Ok(mut connection)) = admitted.next().await {
+                tokio::spawn(async move {
+                    let caller: Caller = connection.caller().clone();
+                    let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
+                    while connection.read_u8().await.is_ok() {
+                        connection.write_all(format!("{who}\n").as_bytes()).await.unwrap();
+                        connection.flush().await.unwrap();
+                    }
+                });
+            }
+        });
+        Self { address, failures, denied }
+    }
+
+    /// What it says to `tls`, or the error.
+    async fn meet(&self, tls: &Arc<Tls>) -> Result<String, String> {
+        let connector = Connector::new(self.address, Some((tls.clone(), Role::Controller)));
+        let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
+        ask(&mut stream).await
+    }
+
+    async fn failed(&self, reason: Reason) {
+        let counted = async {
+            while self.failures.counts().iter().all(|(counted, count)| *counted != reason || *count == 0) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let counted = tokio::time::timeout(PATIENCE, counted).await;
+        assert!(counted.is_ok(), "{reason:?} was not counted: {:?}", self.failures.counts());
+    }
+}
+
+async fn ask(stream: &mut Io) -> Result<String, String> {
+    let asked = async {
+        stream.write_all(b"?").await?;
+        stream.flush().await?;
+        let mut answer = Vec::new();
+        loop {
+            match stream.read_u8().await? {
+                b'\n' => return Ok(String::from_utf8(answer).unwrap()),
+                byte => answer.push(byte),
+            }
+        }
+    };
+    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(PATIENCE, asked).await;
+    answer.expect("an answer in time").map_err(|error| error.to_string())
+}
+
+#[tokio::test]
+async fn who_has_a_certificate_of_the_fleet_comes_in_and_is_known() {
+    let fleet = Fleet::new("prod");
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    assert_eq!(listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
+    assert_eq!(listening.meet(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
+    assert!(listening.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listening.failures.counts());
+}
+
+/// Both sides are told why, as far as the protocol lets the other side know.
+#[tokio::test]
+async fn who_does_not_belong_here_is_refused() {
+    let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
+    // Signed by ours, but of another fleet.
+    let of_another_fleet = Fleet {
+        directory: tempfile::tempdir().unwrap(),
+        name: "test".parse().unwrap(),
+        authority: Authority::open(&fleet.bundle("authority")).unwrap(),
+    };
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let now = unix_now();
+    let expired = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
+    let early = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
+    let ours = |role, name, validity| Tls::load(fleet.write(role, name, validity)).unwrap();
+    let refused = "the peer refuses our certificate: ";
+    let cases = [
+        (ours(Role::Viewer, "v", Validity::from_now(DAY)), Reason::WrongRole, "wrong fleet, role or name"),
+        (
+            of_another_fleet.issue(Role::Agent, "s1"),
+            Reason::OtherFleet,
+            "its certificate is for controller c1 of fleet prod",
+        ),
+        (ours(Role::Agent, "old", expired), Reason::Expired, "it has expired there, or is not valid yet"),
+        (ours(Role::Agent, "new", early), Reason::NotYetValid, "it has expired there, or is not valid yet"),
+    ];
+    for (tls, reason, words) in cases {
+        let error = listening.meet(&tls).await.unwrap_err();
+        assert!(error.contains(words), "{reason:?}: {error}");
+        if reason == Reason::OtherFleet {
+            // The client saw it first, and told the other side.
+            listening.failed(Reason::RefusedByPeer).await;
+        } else {
+            assert!(error.starts_with(refused), "{error}");
+            listening.failed(reason).await;
+        }
+    }
+    // A foreign authority: each side refuses the other; here the client comes first.
+    let error = listening.meet(&other.issue(Role::Agent, "s1")).await.unwrap_err();
+    assert_eq!(error, "its certificate is signed by nobody in `ca`");
+    // One whose authority calls itself the same, and that believes ours.
+    let impostor = Fleet::new("prod");
+    let files = impostor.write(Role::Agent, "s1", Validity::from_now(DAY));
+    let files = Files { ca: fleet.authority.ca(), ..files };
+    let error = listening.meet(&Tls::load(files).unwrap()).await.unwrap_err();
+    assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
+    listening.failed(Reason::UnknownAuthority).await;
+}
+
+#[tokio::test]
+async fn a_server_must_be_a_controller() {
+    let fleet = Fleet::new("prod");
+    // Its certificate does not even say that it may serve.
+    let listening = Listening::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
+    let error = listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
+    // A rack's may, and is no controller.
+    let listening = Listening::start(Some(fleet.issue(Role::Rack, "r1")), Limits::default()).await;
+    let error = listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    assert_eq!(error, "its certificate is for rack r1: expected controller");
+}
+
+#[tokio::test]
+async fn who_speaks_something_else_is_refused() {
+    let fleet = Fleet::new("prod");
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let mut plain = TcpStream::connect(listening.address).await.unwrap();
+    plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    listening.failed(Reason::NotTls).await;
+    // And the other way round.
+    let open = Listening::start(None, Limits::default()).await;
+    let error = open.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    assert!(error.contains("does not speak TLS 1.3"), "{error}");
+}
+
+#[tokio::test]
+async fn silent_strangers_take_few_places_and_not_for_long() {
+    let fleet = Fleet::new("prod");
+    let limits = Limits { handshake: Duration::from_millis(300), handshakes_per_address: 3, ..Limits::default() };
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
+    let agent = fleet.issue(Role::Agent, "s1");
+    let mut silent = Vec::new();
+    for _ in 0..10 {
+        silent.push(TcpStream::connect(listening.address).await.unwrap());
+    }
+    listening.failed(Reason::TooMany).await;
+    listening.failed(Reason::Timeout).await;
+    let back = async {
+        while listening.meet(&agent).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, back).await.expect("places are free again");
+}
+
+#[tokio::test]
+async fn one_certificate_opens_a_few_connections() {
+    let fleet = Fleet::new("prod");
+    let limits = Limits { connections_per_identity: 2, ..Limits::default() };
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
+    let agent = fleet.issue(Role::Agent, "s1");
+    let connector = Connector::new(listening.address, Some((agent.clone(), Role::Controller)));
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let mut stream = connector.connect().await.unwrap();
+        ask(&mut stream).await.unwrap();
+        open.push(stream);
+    }
+    assert!(listening.meet(&agent).await.is_err());
+    listening.failed(Reason::TooMany).await;
+    assert!(listening.meet(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
+    drop(open);
+    let back = async {
+        while listening.meet(&agent).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, back).await.expect("places are free again");
+}
+
+/// A lost key: the connection that it opened ends, and it opens no other one.
+#[tokio::test]
+async fn a_denied_certificate_ends_what_it_opened() {
+    let fleet = Fleet::new("prod");
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let agent = fleet.issue(Role::Agent, "s1");
+    let connector = Connector::new(listening.address, Some((agent.clone(), Role::Controller)));
+    let mut stream = connector.connect().await.unwrap();
+    ask(&mut stream).await.unwrap();
+    let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
+    listening.denied.set([fingerprint]);
+    let ended = tokio::time::timeout(PATIENCE, stream.read_u8()).await.expect("an end in time");
+    assert!(ended.is_err());
+    let error = listening.meet(&agent).await.unwrap_err();
+    assert!(error.contains("or on the deny list"), "{error}");
+    listening.failed(Reason::Denied).await;
+}
+
+#[tokio::test]
+async fn a_connection_does_not_outlive_its_certificate() {
+    let fleet = Fleet::new("prod");
+    let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let files = fleet.write(Role::Agent, "s1", Validity::from_now(Duration::from_secs(3)));
+    let connector = Connector::new(listening.address, Some((Tls::load(files).unwrap(), Role::Controller)));
+    let mut stream = connector.connect().await.unwrap();
+    ask(&mut stream).await.unwrap();
+    let ended = tokio::time::timeout(PATIENCE, stream.read_u8()).await.expect("an end in time");
+    assert!(ended.is_err());
+}
+
+/// Every part reads its files again at its own time, and all believe each other at every moment; open connections go on.
+#[tokio::test]
+async fn one_authority_takes_over_from_another() {
+    let fleet = Fleet::new("prod");
+    let controller = fleet.issue(Role::Controller, "c1");
+    let agent = fleet.issue(Role::Agent, "s1");
+    let listening = Listening::start(Some(controller.clone()), Limits::default()).await;
+    let connector = Connector::new(listening.address, Some((agent.clone(), Role::Controller)));
+    let mut open = connector.connect().await.unwrap();
+    let renew = |role, name, tls: &Arc<Tls>| {
+        fleet.write(role, name, Validity::from_now(DAY));
+        tls.reload().unwrap();
+    };
+    let before = controller.certificates();
+    for step in [RollOver::Begin, RollOver::Switch, RollOver::Finish] {
+        fleet.authority.roll_over(step, 30 * DAY).unwrap();
+        // Here one half has gone the step, and the other has not.
+        renew(Role::Agent, "s1", &agent);
+        assert_eq!(listening.meet(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
+        renew(Role::Controller, "c1", &controller);
+        assert_eq!(listening.meet(&agent).await.unwrap(), "agent s1", "{step:?}: both");
+        assert_eq!(ask(&mut open).await.unwrap(), "agent s1");
+    }
+    assert!(fleet.authority.roll_over(RollOver::Finish, DAY).is_err(), "it is over");
+    let after = controller.certificates();
+    assert_eq!((before.len(), after.len()), (2, 2));
+    assert_ne!(before[1].1.fingerprint, after[1].1.fingerprint, "another authority");
+}
+
+#[tokio::test]
+async fn files_that_are_of_no_use_change_nothing() {
+    let fleet = Fleet::new("prod");
+    let files = fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
+    let agent = Tls::load(files.clone()).unwrap();
+    let other = fleet.write(Role::Agent, "s2", Validity::from_now(DAY));
+    let error = |tls: &Tls| tls.reload().unwrap_err().to_string();
+
+    std::fs::copy(&other.key, &files.key).unwrap();
+    assert!(error(&agent).contains("expected the key of"), "{}", error(&agent));
+    std::fs::copy(&other.certificate, &files.certificate).unwrap();
+    assert!(error(&agent).ends_with("it is for agent s2, and this process is agent s1: expected a restart"));
+    std::fs::write(&files.ca, "").unwrap();
+    assert!(error(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
+    std::fs::copy(&other.certificate, &files.ca).unwrap();
+    assert!(error(&agent).contains("may sign nobody: expected certificates of authorities"));
+    assert_eq!(agent.identity().to_string(), "agent s1");
+}
+
+#[test]
+fn keys_are_for_their_owner_only_and_an_end_that_comes_near_is_told() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let fleet = Fleet::new("prod");
+    let now = unix_now();
+    let almost_over = Validity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
+    let files = fleet.write(Role::Agent, "s1", almost_over);
+    let mode = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&files.key), mode(&files.certificate)), (0o600, 0o644));
+    assert_eq!(mode(&fleet.bundle("authority").join("authority.key")), 0o600);
+    assert_eq!(Tls::load(files.clone()).unwrap().warnings(), ["our certificate ends in 1day: `coreward certs renew`"]);
+    std::fs::set_permissions(&files.key, std::fs::Permissions::from_mode(0o640)).unwrap();
+    assert!(Tls::load(files.clone()).unwrap_err().to_string().contains("expected `chmod 600"));
+    assert_eq!(
+        read_certificates(&files.certificate).unwrap()[0].identity.as_ref().unwrap().uri(),
+        "coreward://prod/agent/s1"
+    );
+    // No certificate ends after the authority that signs it.
+    let identity = Identity { fleet: fleet.name.clone(), role: Role::Agent, name: "s1".parse().unwrap() };
+    let refused = fleet.authority.issue(&identity, &[], Validity::from_now(31 * DAY)).err().unwrap();
+    assert!(
+        refused.to_string().starts_with("the authority ends before this certificate would: expected at most 29 days"),
+        "{refused}"
+    );
+}

@@ -1,0 +1,138 @@
+//! A process's certificates: read at the start, and again when the files change.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
+
+use crate::certificate::{Certificate, unix_now};
+use crate::identity::Identity;
+use crate::material::{Files, Material, Unusable};
+
+/// How often it is looked whether a file has changed.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// How often an end that comes near is logged.
+const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+
+/// A process's certificates.
+#[derive(Debug)]
+pub struct Tls {
+    files: Files,
+    material: watch::Sender<Arc<Material>>,
+    /// Of the files when they were last read.
+    stamp: Mutex<Stamp>,
+}
+
+/// When each file was written; `None`: it is not there.
+type Stamp = [Option<SystemTime>; 3];
+
+impl Tls {
+    /// # Errors
+    /// When a file cannot be used.
+    pub fn load(files: Files) -> Result<Arc<Self>, Unusable> {
+        let stamp = stamp(&files);
+        let material = Arc::new(Material::load(&files)?);
+        tracing::info!("our certificate is for {}, valid for {}", material.identity, shown(&material.own));
+        Ok(Arc::new(Self { files, material: watch::Sender::new(material), stamp: Mutex::new(stamp) }))
+    }
+
+    pub(crate) fn material(&self) -> Arc<Material> {
+        self.material.borrow().clone()
+    }
+
+    /// Who we are.
+    pub fn identity(&self) -> Identity {
+        self.material().identity.clone()
+    }
+
+    /// Certificates that end some day, and what the metric calls them: our own, and those of the authorities.
+    pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
+        let material = self.material();
+        let authorities = material.authorities.iter().map(|authority| ("ca", authority.clone()));
+        std::iter::once(("own", material.own.clone())).chain(authorities).collect()
+    }
+
+    /// What an operator should know: certificates that end soon.
+    pub fn warnings(&self) -> Vec<String> {
+        let now = unix_now();
+        let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_old(now));
+        old.map(|(which, certificate)| match which {
+            "own" => format!("our certificate ends in {}: `coreward certs renew`", shown(&certificate)),
+            _ => format!(
+                "the authority {} of `ca` ends in {}: roll over to a new one",
+                certificate.subject,
+                shown(&certificate)
+            ),
+        })
+        .collect()
+    }
+
+    /// Reads the files again. What was in force stays when one of them is of no use.
+    ///
+    /// # Errors
+    /// When a file cannot be used, or is for somebody else.
+    pub fn reload(&self) -> Result<(), Unusable> {
+        *self.stamp.lock().unwrap_or_else(PoisonError::into_inner) = stamp(&self.files);
+        let new = Material::load(&self.files)?;
+        let old = self.material();
+        if new.identity != old.identity {
+            let message = format!(
+                "{}: it is for {}, and this process is {}: expected a restart",
+                self.files.certificate.display(),
+                new.identity,
+                old.identity
+            );
+            return Err(Unusable { key: "certificate", message });
+        }
+        tracing::info!("certificates were read again: ours is valid for {}", shown(&new.own));
+        self.material.send_replace(Arc::new(new));
+        Ok(())
+    }
+
+    /// Reads files that have changed, or all by SIGHUP, and says what ends soon; for ever.
+    pub async fn look_after(self: Arc<Self>) -> std::convert::Infallible {
+        let mut hangup = signal(SignalKind::hangup()).ok();
+        let mut due = tokio::time::interval(LOOK_INTERVAL);
+        due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
+        loop {
+            let told = async {
+                match &mut hangup {
+                    Some(hangup) => hangup.recv().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let read = tokio::select! {
+                _ = told => true,
+                _ = due.tick() => stamp(&self.files) != *self.stamp.lock().unwrap_or_else(PoisonError::into_inner),
+                _ = reminder.tick() => {
+                    self.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+                    false
+                }
+            };
+            if read && let Err(error) = self.reload() {
+                tracing::error!("the certificates of before stay in force: {error}");
+            }
+        }
+    }
+}
+
+fn stamp(files: &Files) -> Stamp {
+    let written = |path: &PathBuf| std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok();
+    [&files.ca, &files.certificate, &files.key].map(written)
+}
+
+/// How long it is still good, in days or less.
+fn shown(certificate: &Certificate) -> String {
+    let remains = certificate.remains(unix_now());
+    let whole = match remains.as_secs() {
+        0 => return "0s (it has expired)".to_owned(),
+        seconds @ 0..3600 => seconds,
+        seconds @ 3600..172_800 => seconds - seconds % 60,
+        seconds => seconds - seconds % 86_400,
+    };
+    humantime::format_duration(Duration::from_secs(whole)).to_string()
+}

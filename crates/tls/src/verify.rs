@@ -1,0 +1,197 @@
+//! Whether the other side's certificate does: signed by one of the authorities, in force, of our fleet, of a role that is
+//! expected here. Host names and addresses are not compared: they change, and who somebody is does not.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, PeerIncompatible, RootCertStore,
+    SignatureScheme,
+};
+
+use crate::certificate::{Certificate, Fingerprint};
+use crate::failure::NotAccepted;
+use crate::identity::{Identity, Name, Role};
+use crate::material::ClientCertificates;
+
+/// Certificates that are refused though they are right: keys that were lost. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Denied(Arc<RwLock<BTreeSet<Fingerprint>>>);
+
+impl Denied {
+    /// Replaces the list.
+    pub fn set(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = fingerprints.into_iter().collect();
+    }
+
+    /// Whether it is on the list.
+    pub fn contains(&self, fingerprint: &Fingerprint) -> bool {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).contains(fingerprint)
+    }
+}
+
+/// Who of which fleet may be at the other end.
+#[derive(Debug)]
+struct Expected {
+    fleet: Name,
+    roles: Vec<Role>,
+}
+
+impl Expected {
+    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Fingerprint), NotAccepted> {
+        let read = Certificate::read(certificate).map_err(NotAccepted::NoIdentity)?;
+        let identity = read.identity.ok_or_else(|| NotAccepted::NoIdentity(read.subject))?;
+        if identity.fleet != self.fleet {
+            return Err(NotAccepted::OtherFleet { identity, ours: self.fleet.clone() });
+        }
+        if !self.roles.contains(&identity.role) {
+            return Err(NotAccepted::WrongRole { identity, expected: self.roles.clone() });
+        }
+        Ok((identity, read.fingerprint))
+    }
+}
+
+fn refuse(not_accepted: NotAccepted) -> Error {
+    Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(not_accepted))))
+}
+
+/// Of the one that we connect to.
+#[derive(Debug)]
+pub struct ServerVerifier {
+    roots: Arc<RootCertStore>,
+    algorithms: WebPkiSupportedAlgorithms,
+    expected: Expected,
+}
+
+impl ServerVerifier {
+    /// One of `roles` of `fleet`.
+    pub fn new(roots: Arc<RootCertStore>, provider: &CryptoProvider, fleet: Name, roles: &[Role]) -> Self {
+        let algorithms = provider.signature_verification_algorithms;
+        Self { roots, algorithms, expected: Expected { fleet, roles: roles.to_vec() } }
+    }
+}
+
+impl ServerCertVerifier for ServerVerifier {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let parsed = ParsedCertificate::try_from(certificate)?;
+        let algorithms = self.algorithms.all;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, algorithms)?;
+        self.expected.check(certificate).map_err(refuse)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(PeerIncompatible::Tls12NotOffered.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signature, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
+
+/// Of those that connect to us.
+#[derive(Debug)]
+pub struct ClientVerifier {
+    chain: Arc<dyn ClientCertVerifier>,
+    expected: Expected,
+    denied: Denied,
+}
+
+impl ClientVerifier {
+    /// One of `roles` of `fleet`, and not on the list.
+    ///
+    /// # Errors
+    /// When there is no authority.
+    pub fn new(
+        roots: Arc<RootCertStore>,
+        provider: &Arc<CryptoProvider>,
+        fleet: Name,
+        roles: &[Role],
+        certificates: ClientCertificates,
+        denied: Denied,
+    ) -> anyhow::Result<Self> {
+        let builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
+        let chain = match certificates {
+            ClientCertificates::Required => builder.build()?,
+            ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
+        };
+        Ok(Self { chain, expected: Expected { fleet, roles: roles.to_vec() }, denied })
+    }
+}
+
+impl ClientCertVerifier for ClientVerifier {
+    fn offer_client_auth(&self) -> bool {
+        self.chain.offer_client_auth()
+    }
+
+    fn client_auth_mandatory(&self) -> bool {
+        self.chain.client_auth_mandatory()
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.chain.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let verified = self.chain.verify_client_cert(certificate, intermediates, now)?;
+        let (identity, fingerprint) = self.expected.check(certificate).map_err(refuse)?;
+        if self.denied.contains(&fingerprint) {
+            return Err(refuse(NotAccepted::Denied(identity)));
+        }
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(PeerIncompatible::Tls12NotOffered.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.chain.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
