@@ -35,6 +35,7 @@ struct Listener {
 impl Control for Listener {
     type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
     type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
+    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
 
     async fn agent(
         &self,
@@ -60,6 +61,10 @@ impl Control for Listener {
         &self,
         _: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn rack(&self, _: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
         Err(Status::unimplemented("not here"))
     }
 

@@ -149,7 +149,7 @@ impl Rack {
         for round in 0..=ROUNDS {
             let reports: Vec<v1::Report> = servers.iter_mut().map(PretendedServer::report).collect();
             let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            let now = Now { monotonic: interval * round as u32, wall };
+            let now = Now { monotonic: interval * round as u32, wall, record: wall };
             let begun = cpu_time()?;
             for (agent, report) in agents.clone().zip(reports) {
                 let (_, outcome) = reducer.report(agent.into(), report, now);

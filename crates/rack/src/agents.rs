@@ -57,7 +57,8 @@ impl Shared {
     /// The moment.
     fn now(&self) -> Now {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Now { monotonic: self.started.elapsed(), wall }
+        // A rack keeps no records: nothing here is dated by their clock.
+        Now { monotonic: self.started.elapsed(), wall, record: wall }
     }
 
     /// Held for microseconds; never across an await.
