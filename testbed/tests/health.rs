@@ -39,14 +39,13 @@ impl Site {
         };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
-        let site = |fleet| Self { fleet, nginx, testbed };
         for number in 1..=3 {
             fs::write(health_file(&testbed, number), "well\n").unwrap();
         }
         let options =
             FleetOptions { policy: "rr".to_owned(), more: keys.to_owned(), steer: false, ..Default::default() };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        site(fleet)
+        Self { fleet, nginx, testbed }
     }
 
     /// Whether the server says that it is well.
