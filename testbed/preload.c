@@ -74,6 +74,17 @@ int ftruncate64(int file, off64_t length)
 	return real_ftruncate64(file, length);
 }
 
+// Where off_t has 64 bits programs use either name.
+int ftruncate(int file, off_t length)
+{
+	return ftruncate64(file, length);
+}
+
+ssize_t pwrite(int file, const void *bytes, size_t count, off_t position)
+{
+	return pwrite64(file, bytes, count, position);
+}
+
 int clock_gettime(clockid_t clock, struct timespec *now)
 {
 	// Another library's constructor may ask before ours has run.

@@ -227,7 +227,7 @@ async fn watchers_miss_nothing() {
         .await;
         text
     };
-    let first = watch(None, "event: loads").await;
+    let first = watch(None, "event: status").await;
     assert!(first.contains("event: status\ndata: {\"configuration_generation\":"), "{first}");
     let seen = watch(None, "the controller has started").await;
     let id = seen.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();

@@ -231,7 +231,7 @@ fn mistakes_are_found() {
     assert_eq!(document.anchors.iter().map(String::as_str).collect::<Vec<_>>(), ["one", "one-1", "one-two-three"]);
     assert_eq!(
         (document.links, document.code),
-        (vec!["b.md#c".into()], vec!["coreward status".into(), "make x   # y".into()])
+        (vec!["b.md#c".into()], vec!["two".into(), "coreward status".into(), "make x   # y".into()])
     );
     let all = documents();
     let why = |link| broken(link, Path::new("docs/config.md"), &all);

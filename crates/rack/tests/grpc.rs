@@ -49,7 +49,7 @@ async fn controller(directory: &Path) -> Running {
         + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
     std::fs::write(directory.join("fleet.toml"), format!("report_interval = \"20ms\"\nalpha = 1.0\n{fleet}")).unwrap();
     let store = directory.join("store");
-    let own = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
+    let own = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
     std::fs::write(directory.join("controller.toml"), own).unwrap();
     let server = Server::bind(&directory.join("controller.toml")).await.unwrap();
     let address = server.address();

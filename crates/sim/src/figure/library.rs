@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     /// What `coreward figure --all` makes.
-    const FIGURES: [&str; 28] = [
+    const FIGURES: [&str; 29] = [
         "crossrss-2a",
         "crossrss-2b",
         "cheetah-2a",
@@ -98,6 +98,7 @@ mod tests {
         "ringleader-lambda",
         "ringleader-table2-bimodal",
         "ringleader-table2-high-bimodal",
+        "rack-aggregation",
     ];
 
     #[test]
