@@ -203,7 +203,10 @@ async fn follow(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
-                apply(forwarder, &mut sweeper, update);
+                if let Some(in_force) = apply(forwarder, &mut sweeper, update) {
+                    // Only measured by: one that is lost does not matter.
+                    let _ = messages.try_send(message(Message::TableInForce(in_force)));
+                }
                 if traffic.period() != forwarder.report_interval() {
                     traffic = every(forwarder.report_interval());
                 }
@@ -272,16 +275,22 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// An update that cannot be used is logged; what is in force stays.
-fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) {
+/// An update that cannot be used is logged; what is in force stays. A table that is in force now.
+fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) -> Option<v1::TableInForce> {
+    let mut in_force = None;
     let began = Instant::now();
     let applied = match update.update {
-        Some(Update::Configuration(configuration)) => FleetConfiguration::try_from(&configuration)
+        Some(Update::Configuration(configuration)) => FleetConfiguration::decode(configuration)
             .map_err(anyhow::Error::from)
             .and_then(|configuration| forwarder.configure(configuration)),
         Some(Update::Table(bytes)) => table::decode(bytes)
             .map_err(anyhow::Error::from)
-            .and_then(|(service, table)| forwarder.install(service, &table))
+            .and_then(|(service, table)| {
+                forwarder.install(service, &table)?;
+                let service_index = service.get().into();
+                in_force = Some(v1::TableInForce { service_index, generation: table.generation });
+                Ok(())
+            })
             .map(|()| forwarder.installed_within(began.elapsed())),
         Some(Update::SocketAnswer(answer)) => SocketAnswer::try_from(answer)
             .map_err(anyhow::Error::from)
@@ -291,4 +300,5 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
     if let Err(error) = applied {
         tracing::error!("the controller's update cannot be used: {error:#}");
     }
+    in_force
 }

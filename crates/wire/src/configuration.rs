@@ -12,6 +12,8 @@ use coreward_model::health::Check;
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::{ServerId, policy::TrafficWanted};
+use prost::Message as _;
+use prost::bytes::Bytes;
 
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{Context as _, WireError, v1};
@@ -23,6 +25,9 @@ pub struct ServiceIndex(u16);
 impl ServiceIndex {
     /// How many services the data plane holds.
     pub const COUNT: usize = coreward_intf::MAX_SERVICES as usize;
+
+    /// The lowest.
+    pub const FIRST: Self = Self(0);
 
     /// `None` when `index` is not below [`ServiceIndex::COUNT`].
     pub fn new(index: u32) -> Option<Self> {
@@ -289,6 +294,20 @@ fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(
         }
     }
     Ok(())
+}
+
+impl FleetConfiguration {
+    /// In the form that every load balancer's stream shares.
+    pub fn encode(&self) -> Bytes {
+        v1::FleetConfiguration::from(self).encode_to_vec().into()
+    }
+
+    /// # Errors
+    /// When `bytes` are no configuration, or one that contradicts itself.
+    pub fn decode(bytes: Bytes) -> Result<Self, WireError> {
+        let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
+        (&message).try_into()
+    }
 }
 
 impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {

@@ -26,6 +26,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let services = services.check(&file.services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |Period(interval)| interval),
+        tables: file.tables,
         alpha: file.alpha,
         retire_after,
         key_rotation,

@@ -32,7 +32,9 @@ impl LoadBalancer {
 
         let address = self.address(service);
         let mut half = std::mem::take(&mut self.service_mut(service).halves[idle]);
-        tables::write(&self.maps.tables, table_position(service, idle), &mut half, address, table);
+        let of_active = &self.service(service).halves[active];
+        let counts = tables::carried(&self.maps.tables, table_position(service, active), of_active, table);
+        tables::write(&self.maps.tables, table_position(service, idle), &mut half, address, table, counts);
         self.maps.state.store(state_of(service) + offset_of!(intf::service_state, active_half), idle as u64);
         let grace_periods = self.grace_periods;
         let entry = self.service_mut(service);

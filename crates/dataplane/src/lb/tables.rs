@@ -2,9 +2,10 @@
 
 use std::mem::offset_of;
 use std::net::SocketAddrV4;
+use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{CountedTable, PlacementTable, Rule};
 use coreward_model::rss::RssKey;
 
 use super::program::Tables;
@@ -99,6 +100,8 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
 #[derive(Debug, Default)]
 pub(super) struct Half {
     keys: Option<(Vec<RssKey>, SocketAddrV4)>,
+    /// What is counted in it.
+    counted: CountedTable,
     /// Grace periods that had passed when programs were told to leave this half.
     pub retired_at: u64,
 }
@@ -133,14 +136,24 @@ pub(super) fn clear(tables: &Mapped<Tables>, position: usize) {
     tables.write(at(position, 0), &[0u64; offset_of!(intf::placement_table, toeplitz_destination) / 8]);
 }
 
-/// Writes `table` at `position`, where no program may look. The counts of assigned connections start at 0: what a core
-/// got before, its load shows (docs/policies.md says what carrying them over did).
+/// What the counts of assigned connections begin with in `next`: of a core whose load is no newer they go on, of the others
+/// they start at 0, as what a core got before, its load shows (docs/policies.md).
+pub(super) fn carried(tables: &Mapped<Tables>, position: usize, half: &Half, next: &PlacementTable) -> Vec<u32> {
+    let count = |slot: u16| {
+        let at = field!(position, assigned) + usize::from(slot) * size_of::<u32>();
+        tables.half(at).load(Ordering::Relaxed)
+    };
+    half.counted.carried(next, count)
+}
+
+/// Writes `table` at `position`, where no program may look. `counts`: what counts of assigned connections begin with.
 pub(super) fn write(
     tables: &Mapped<Tables>,
     position: usize,
     half: &mut Half,
     vip: SocketAddrV4,
     table: &PlacementTable,
+    mut counts: Vec<u32>,
 ) {
     write_keys(tables, position, half, vip, table);
     tables.store(field!(position, generation), table.generation);
@@ -179,8 +192,9 @@ pub(super) fn write(
         .map(|member| intf::member { load: member.load, server_id: member.server.get(), reserved: 0 })
         .collect();
     tables.write(field!(position, members), members.as_slice());
-    let counts = vec![0u32; table.core_slots.len().next_multiple_of(2)];
+    counts.resize(counts.len().next_multiple_of(2), 0);
     tables.write(field!(position, assigned), counts.as_slice());
+    half.counted = CountedTable::of(table);
 }
 
 /// The Toeplitz tables are large and change with the fleet's keys only.
