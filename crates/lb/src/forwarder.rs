@@ -218,7 +218,7 @@ impl Forwarder {
         let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.must_ask());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
-        let services: BTreeMap<u8, ServiceAddress> =
+        let services: BTreeMap<u16, ServiceAddress> =
             self.services.values().map(|(service, index)| (index.get(), service.address)).collect();
         let with_service = |(connection, _): (Connection, _)| {
             services.get(&connection.identity.service).map(|service| (connection, *service))
@@ -244,11 +244,14 @@ impl Forwarder {
     /// What was sent to servers; `None`: no policy wants to know.
     pub fn traffic(&self) -> Option<TrafficMessage> {
         let wanted = self.services.values().filter(|(service, _)| service.traffic != TrafficWanted::Nothing);
-        let counts: Vec<_> = wanted
-            .flat_map(|(service, index)| service.servers.iter().map(move |server| (service.index, *index, server.id)))
-            .map(|(service, index, server)| (service, server, self.balancer.traffic(index, server)))
-            .collect();
-        (!counts.is_empty()).then_some(TrafficMessage { counts })
+        let mut message = TrafficMessage::default();
+        for (service, index) in wanted {
+            message.opened.insert(service.index, self.balancer.opened(*index));
+            for server in &service.servers {
+                message.servers.entry(server.id).or_insert_with(|| self.balancer.traffic(server.id));
+            }
+        }
+        (!message.opened.is_empty()).then_some(message)
     }
 
     /// A neighbour's MAC address became known, changed or was lost.

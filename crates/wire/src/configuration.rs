@@ -18,7 +18,7 @@ use prost::bytes::Bytes;
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
-/// What names a service in tables: 0 to 63. (Where in its arrays the data plane puts it is its own affair.)
+/// What names a service in tables: 0 to 1,023. (Where in its arrays the data plane puts it is its own affair.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 

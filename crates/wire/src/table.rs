@@ -201,7 +201,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..64) {
+        fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::names() {
                 let buckets = BucketCount::new(1 << bits).unwrap();
                 let table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);

@@ -158,7 +158,7 @@ fn traffic_makes_tables_due_that_go_by_it() {
     world.made(at(2));
     let api = world.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
-    let message = TrafficMessage { counts: vec![(api, 2u64.try_into().unwrap(), opened)] };
+    let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
     world.controller.load_balancer_traffic(session, &message, at(3));
     assert_eq!(world.made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
