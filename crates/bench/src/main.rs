@@ -4,7 +4,9 @@ mod agent;
 mod controller;
 mod dispatch;
 mod placement;
+mod scale;
 mod sim;
+mod start;
 
 use std::path::PathBuf;
 
@@ -41,6 +43,12 @@ enum Command {
     Controller(controller::Args),
     #[command(hide = true)]
     ControllerProcess(controller::ProcessArgs),
+    /// How many agents a controller on one CPU takes, and how soon its tables are in the kernel (needs root)
+    Scale(scale::Args),
+    #[command(hide = true)]
+    LoadBalancerProcess(scale::ProcessArgs),
+    /// How soon a load balancer with many services and servers forwards, and follows a change (needs root)
+    Start(start::Args),
     /// How quick the simulator is
     Sim(sim::Args),
     /// Everything that has a cost
@@ -60,6 +68,9 @@ fn main() -> anyhow::Result<()> {
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
+        Command::Scale(args) => arguments.show(&scale::run(args)?),
+        Command::LoadBalancerProcess(args) => scale::run_process(args),
+        Command::Start(args) => arguments.show(&start::run(args)?),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;

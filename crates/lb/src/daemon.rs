@@ -28,6 +28,8 @@ use crate::sweeper::Sweeper;
 
 /// How often packets are told the time, and a part of the connection table is looked through.
 const BEAT_INTERVAL: Duration = Duration::from_millis(100);
+/// Time between two states at least: with a thousand services one takes a millisecond.
+const STATE_GAP: Duration = Duration::from_millis(20);
 /// Messages that wait for the controller to read: a state, counts and questions for sockets.
 const MESSAGES: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
@@ -196,6 +198,7 @@ async fn follow(
     let mut traffic = every(forwarder.report_interval());
     let mut sweeper = Sweeper::new(&config.connection_timers);
     let mut told = (0, 0);
+    let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
         // Told once a second, and at once when a service got its first table, a server was found or lost, or another
         // configuration is in force.
@@ -214,8 +217,13 @@ async fn follow(
             }
             change = around.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
+                // Of ten thousand servers at a time one at a time would be told ten thousand states.
+                while let Ok(change) = around.neighbours.try_recv() {
+                    forwarder.neighbour(change);
+                }
                 true
             }
+            () = tokio::time::sleep_until(next_state), if state_is_due => false,
             _ = tick.tick() => {
                 around.look_after(forwarder, &config.interface).await?;
                 true
@@ -242,8 +250,10 @@ async fn follow(
                 false
             }
         };
-        if due {
+        state_is_due |= due;
+        if state_is_due && tokio::time::Instant::now() >= next_state {
             told = (forwarder.tables(), forwarder.confirmed());
+            (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
             // A controller that does not read misses a state; the next one has it all.
             let _ = messages.try_send(message(Message::State(forwarder.state())));
         }

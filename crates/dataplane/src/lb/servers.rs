@@ -81,6 +81,11 @@ impl LoadBalancer {
         members(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
 
+    /// The ids of the servers known of a service.
+    pub fn members(&self, service: ServiceIndex) -> Vec<ServerId> {
+        members(&self.maps, service)
+    }
+
     /// A server of a service; `None`: the service does not know it.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_word(&self.maps, service, id);
