@@ -162,7 +162,8 @@ impl CountedTable {
     pub fn carried(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let of_slot = |(slot, core): (usize, &Core)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
-            let known = age > 0 && next.generation.saturating_sub(age.into()) <= self.generation;
+            let is_next = next.generation > self.generation;
+            let known = age > 0 && is_next && next.generation.saturating_sub(age.into()) <= self.generation;
             self.slots.get(core).filter(|_| known).map_or(0, |slot| count(*slot))
         };
         next.core_slots.iter().enumerate().map(of_slot).collect()
