@@ -73,7 +73,7 @@
  *    - what cannot be: drop_internal.
  *
  * 9. Who else writes. User space (crates/dataplane/src/lb.rs) writes all state through shared memory: whole words, or
- *    the idle half of a double buffer followed by a switch. This program outlives it: state and link are pinned.
+ *    what nobody reads yet followed by a switch. This program outlives it: state and link are pinned.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>

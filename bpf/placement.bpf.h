@@ -108,10 +108,12 @@ static __always_inline const struct member *member_at(const struct placement *pl
 	return memory_at(placement, placement->table->members_at + position * sizeof(struct member));
 }
 
-/* The count of connections assigned to the candidate's core. */
+/* The count of connections assigned to the candidate's core; aligned, as atomic operations must be seen to be. */
 static __always_inline __u32 *assigned_to(const struct placement *placement, const struct candidate *candidate)
 {
-	return memory_at(placement, placement->table->assigned_at + candidate->core_slot * sizeof(__u32));
+	__u32 at = placement->table->assigned_at + candidate->core_slot * sizeof(__u32);
+
+	return placement->memory + (at & placement_memory_mask & ~3u);
 }
 
 static __always_inline __u32 table_hash(const struct placement *placement, __u32 group, const struct packet *packet)

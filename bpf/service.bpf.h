@@ -14,8 +14,10 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "service.bpf.h is written for little-endian machines");
 _Static_assert(__builtin_offsetof(struct service_slot, key.address[3]) % 8 == 0, "a slot's tail is one aligned word");
-_Static_assert(LB_SERVICE_GROUPS == 1u << (64 - LB_SERVICE_GROUP_SHIFT), "the shift leaves the bits of one group number");
-_Static_assert(LB_SERVICE_SLOTS == 1u << (LB_SERVICE_GROUP_SHIFT - LB_SERVICE_SLOT_SHIFT), "slots' bits are below groups'");
+_Static_assert(LB_SERVICE_GROUPS == 1u << (64 - LB_SERVICE_GROUP_SHIFT),
+	       "the shift leaves the bits of one group number");
+_Static_assert(LB_SERVICE_SLOTS == 1u << (LB_SERVICE_GROUP_SHIFT - LB_SERVICE_SLOT_SHIFT),
+	       "slots' bits are below groups'");
 _Static_assert(SERVICE_SLOTS == 1u << (64 - SERVICE_SLOT_SHIFT), "the shift leaves the bits of one slot number");
 
 typedef __u64 __attribute__((may_alias)) service_tail;

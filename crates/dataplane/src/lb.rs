@@ -3,7 +3,7 @@
 //! What packets need is pinned below `lb/` of the configured directory and outlives the process:
 //!
 //! ```text
-//! lb/state                 struct lb_state: keys, services, which half of each double buffer is active
+//! lb/state                 struct lb_state: keys, services, where their tables stand
 //! lb/servers               where every server is
 //! lb/membership            which servers each service knows, and which of them take new connections
 //! lb/placement_memory      the tables of all services

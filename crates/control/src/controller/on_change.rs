@@ -106,7 +106,7 @@ impl Controller {
         for id in fleet.members.keys() {
             let (agent, server) = (self.agent(*id), &self.fleet.servers[id]);
             let cores = agent.and_then(Agent::core_count);
-            let fresh = agent.is_some_and(|agent| agent.is_fresh(now));
+            let fresh = service.reads_loads() && agent.is_some_and(|agent| agent.is_fresh(now));
             (id, self.condition(fleet, *id, now), fresh, cores).hash(&mut hasher);
             (service.ramp(*id, now).to_bits(), server.weight.get()).hash(&mut hasher);
             server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
