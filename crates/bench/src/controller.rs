@@ -138,7 +138,12 @@ impl Controller {
         let (address, metrics) = (free()?, free()?);
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
-        std::fs::write(&config, format!("listen = \"{address}\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}"))?;
+        std::fs::write(
+            &config,
+            format!(
+                "listen = \"{address}\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}"
+            ),
+        )?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.arg("controller-process").arg("--config").arg(config).spawn()?;
         Ok(Self { process, address, metrics })
