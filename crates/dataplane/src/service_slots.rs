@@ -174,9 +174,10 @@ mod tests {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// As many services as there may be, each on a VIP of its own; the last one speaks UDP at the first one's.
+    /// As many services as there may be, each on a VIP of its own; the last one speaks UDP at the first one's. No port is 0 or
+    /// 1, in whichever order of its bytes.
     fn many(count: u32) -> Vec<(ServiceAddress, u32)> {
-        let address = |n: u32| format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 80 + n);
+        let address = |n: u32| format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n);
         let mut services: Vec<_> = (0..count - 1).map(|n| (service(&address(n)), n)).collect();
         services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, count - 1));
         services

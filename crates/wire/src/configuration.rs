@@ -505,7 +505,7 @@ mod tests {
             error(|m| m.services[1].servers[1].id = 1),
             "services[1].servers[1]: server id 1 is used twice: expected each once"
         );
-        assert_eq!(error(|m| m.services[0].index = 64), "services[0].index: service index 64: expected 0 to 63");
+        assert_eq!(error(|m| m.services[0].index = 1024), "services[0].index: service index 1024: expected 0 to 1023");
         assert_eq!(error(|m| m.services[1].index = 0), "services[1]: index 0 is used twice: expected each once");
         assert_eq!(error(|m| m.services[1].address = None), "services[1].address: missing");
         assert_eq!(
