@@ -62,7 +62,7 @@ static __always_inline __u32 find_service_of(const struct packet *packet)
 {
 	__u64 tail = service_tail_ipv4(packet->vip_address, packet->ports >> 16, packet->protocol);
 
-	return find_service(&lb_state.directories, tail);
+	return find_lb_service(&lb_state.directories, tail);
 }
 
 /* ---- to one server, or to all ---------------------------------------------------------------------------------- */
@@ -153,7 +153,7 @@ static __always_inline bool decide_by_flow(const struct packet *packet, struct f
 static __always_inline struct flow_table_entry decide_by_bucket(struct service_state *state,
 								const struct packet *packet, struct decision *decision)
 {
-	struct flow_table_entry choice = place_consistently(state, decision->service, packet);
+	struct flow_table_entry choice = place_consistently(state, packet);
 
 	if (choice.server_id == NO_SERVER || !server_is_known(decision->service, choice.server_id)) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;

@@ -139,7 +139,8 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, cons
 		__u32 cookie = cookie_of(quoted->echo, quoted->client_address, quoted->vip_address, quoted->ports);
 
 		if (is_index(number, cookie)) {
-			if (decide_index(ctx, number, state, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
+			if (decide_index(ctx, number, state, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision,
+					 &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && server_is_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);

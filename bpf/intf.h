@@ -65,17 +65,26 @@ struct fleet_keys {
 
 /* ---- services -------------------------------------------------------------------------------------------------- */
 
-#define MAX_SERVICES 64
+/* Of a load balancer, and of a server. */
+#define MAX_SERVICES 1024
+#define MAX_SERVICES_OF_SERVER 64
 /* UTF-8, padded with zeros. */
 #define SERVICE_NAME_BYTES 64
 /*
- * Services stand in a perfect hash: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a seed that
- * gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
- * bpf/service.bpf.h looks up, crates/dataplane/src/service_slots.rs searches the seed; load balancer and servers share
- * both.
+ * Services stand in a perfect hash. On servers: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a
+ * seed that gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
  */
 #define SERVICE_SLOTS 1024
 #define SERVICE_SLOT_SHIFT 54
+/*
+ * At the load balancer no seed would be found for so many ("hash and displace" then): the upper bits of tail * seed name one
+ * of some groups, and lower ones, XOR the group's displacement, the slot. Most groups are a few keys, so displacements that
+ * fit are found at once. One load more. bpf/service.bpf.h looks up, crates/dataplane/src/service_slots.rs searches.
+ */
+#define LB_SERVICE_SLOTS 4096
+#define LB_SERVICE_SLOT_SHIFT 42
+#define LB_SERVICE_GROUPS 1024
+#define LB_SERVICE_GROUP_SHIFT 54
 
 /* How a service's packets find the server that its connection's first packet found. */
 enum consistency {
@@ -88,13 +97,13 @@ enum consistency {
 };
 
 /* service_slot.number at the load balancer. */
-#define SERVICE_INDEX_MASK 0xffu
-#define SERVICE_CONSISTENCY_SHIFT 8
+#define SERVICE_INDEX_MASK 0x3ffu
+#define SERVICE_CONSISTENCY_SHIFT 10
 #define SERVICE_CONSISTENCY_MASK 0x7u
 /* No packet of the service carries a cookie (`timestamps = "off"`): all its connections are as those without timestamps. */
-#define SERVICE_TIMESTAMPS_OFF 0x800u
+#define SERVICE_TIMESTAMPS_OFF 0x2000u
 /* The load balancer stamps and restores itself (`timestamps = "lb"`). */
-#define SERVICE_TIMESTAMPS_LB 0x1000u
+#define SERVICE_TIMESTAMPS_LB 0x4000u
 /*
  * Another load balancer has some of the service's connections: it stands among the servers, takes no first packets, and
  * this is its id. ADOPTED: it had the service before us; HANDED_OVER: it gets the first packets from now on.
@@ -151,6 +160,18 @@ struct service_directory {
 struct service_directories {
 	__u64 active;
 	struct service_directory half[2];
+};
+
+struct lb_service_directory {
+	__u64 seed;
+	__u16 displacement[LB_SERVICE_GROUPS];
+	struct service_slot slots[LB_SERVICE_SLOTS];
+};
+
+/* The same at the load balancer. */
+struct lb_service_directories {
+	__u64 active;
+	struct lb_service_directory half[2];
 };
 
 /* ---- RSS ------------------------------------------------------------------------------------------------------- */
@@ -210,9 +231,10 @@ struct member {
 };
 
 /*
- * One half of a service's double buffer, at (service index << 1 | half). User space fills the half that is not active,
- * then switches service_state.active_half, then waits for an RCU grace period (membarrier) before it touches the other
- * half again. All that a decision depends on is in here, so that one switch changes it all.
+ * Tables of all services stand in one piece of memory, each as long as it must be: this struct, and behind it what the
+ * offsets in it say (bytes from the start of the memory). User space writes a new table where none is, switches
+ * service_state.table_at, and uses the old one's place again when an RCU grace period has passed (membarrier): nobody
+ * waits for that. All that a decision depends on is in here, so that one switch changes it all.
  */
 struct placement_table {
 	__u64 generation;
@@ -225,17 +247,31 @@ struct placement_table {
 	__u32 assignment_cost;
 	__u32 member_count;
 	__u32 rule;
-	/* By group: XOR part of the service's address and port in the Toeplitz hash; struct toeplitz_source_tables. */
+	/* By group: XOR part of the service's address and port in the Toeplitz hash. */
 	__u32 toeplitz_destination[MAX_RSS_GROUPS];
-	__u32 toeplitz_source[MAX_RSS_GROUPS][RSS_SOURCE_BYTES][256];
-	/* Fixed choice for connections that carry no cookie: by bucket, changes only when the pool changes. */
-	__u16 consistent[MAX_BUCKETS];
-	/* Whose the bucket was before it last changed hands, or NO_SERVER: it may still have the bucket's older connections. */
-	__u16 consistent_before[MAX_BUCKETS];
-	struct candidate candidates[MAX_TABLE_CANDIDATES];
-	struct member members[MAX_MEMBERS];
-	__u32 assigned[MAX_CORE_SLOTS];
+	/* By group: its struct toeplitz_source_tables, which all tables with that key share. */
+	__u32 toeplitz_source_at[MAX_RSS_GROUPS];
+	/* __u16 by bucket: the fixed choice for connections that carry no cookie, which changes only when the pool changes. */
+	__u32 consistent_at;
+	/*
+	 * __u16 by bucket: whose the bucket was before it last changed hands, or NO_SERVER: it may still have the bucket's
+	 * older connections.
+	 */
+	__u32 consistent_before_at;
+	/* struct candidate. */
+	__u32 candidates_at;
+	/* struct member. */
+	__u32 members_at;
+	/* __u32 by core slot: connections assigned since the core's load was last new. */
+	__u32 assigned_at;
+	/* Bytes of the table in all, from here on. */
+	__u32 bytes;
 };
+
+/* The memory's size is 2^k and this: an offset masked with 2^k - 1 has room for any struct behind it. */
+#define PLACEMENT_MEMORY_SLACK 8192
+#define MIN_PLACEMENT_MEMORY 4194304
+#define MAX_PLACEMENT_MEMORY 268435456
 
 #define NO_SERVER 0xffffu
 /* In a flow's `before`: its SYN-ACK was not stamped, and nothing else has come from the client yet (correction.bpf.h). */
@@ -243,7 +279,8 @@ struct placement_table {
 
 /* 64 bytes: a cache line of its own for each service. */
 struct service_state {
-	__u32 active_half;
+	/* Where its placement table stands; 0: it has none. */
+	__u32 table_at;
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
@@ -253,17 +290,27 @@ struct service_state {
 	__u64 owner_lost_paid_until;
 	/* `timestamps = "lb"`: masks the time part. The same at all load balancers, never changed while connections live. */
 	struct cookie_key time_key;
-	__u64 unused[2];
+	/* First packets sent to its servers. */
+	__u64 opened;
+	__u64 unused;
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
 
+/* A service knows the server. */
 #define SERVER_KNOWN 1u
-#define SERVER_RESOLVED 2u
-/* Takes new connections; without it (draining, unhealthy) only established ones reach it. */
-#define SERVER_ELIGIBLE 4u
+/* The service's new connections may go to it; without it (draining, unhealthy) only established ones do. */
+#define SERVER_ELIGIBLE 2u
+/* Its MAC address is known: the same for all services. */
+#define SERVER_RESOLVED 4u
 
-/* At (service.index << 14) | server_id: reached by shift and add, no hash. 8 bytes: one load. */
+/* The two flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
+#define SERVER_MEMBER_BITS 2
+#define SERVER_MEMBER_MASK 3u
+#define SERVER_MEMBERS_PER_WORD 32
+#define MEMBERSHIP_WORDS 512
+
+/* By server id, the same for all services: reached by a shift, no hash. 8 bytes: one load. */
 struct server_entry {
 	__u8 mac_address[6];
 	__u16 flags;
@@ -322,9 +369,12 @@ struct corrected_server {
 /* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
 #define CORRECTION_SLACK_MS 60000
 
-/* Connections opened and closed by what was seen here, and what passed: for policies and for people. Of all CPUs together. */
+/*
+ * By server id: connections opened and closed by what was seen here, and what passed, of all services and CPUs together:
+ * for policies and for people.
+ */
 struct server_traffic {
-	/* First packets sent to it. */
+	/* First packets. */
 	__u64 opened;
 	/* Packets with FIN or RST sent to it: no more than a hint (a retransmission counts again). */
 	__u64 closed;
@@ -392,17 +442,17 @@ struct fragment_entry {
 /*
  * connection.identity: all that a decision depends on, read and written as one word. 0: the entry is free.
  *
- *    63            32 31 30          20 19      14 13          0
+ *    63            32 31 30          24 23      14 13          0
  *    +---------------+--+--------------+----------+-------------+
  *    | tag           |1 | generation   | service  | server id   |
  *    +---------------+--+--------------+----------+-------------+
  */
 #define CONNECTION_TAG_SHIFT 32
 #define CONNECTION_IN_USE 0x80000000u
-#define CONNECTION_GENERATION_SHIFT 20
-#define CONNECTION_GENERATION_MASK 0x7ffu
+#define CONNECTION_GENERATION_SHIFT 24
+#define CONNECTION_GENERATION_MASK 0x7fu
 #define CONNECTION_SERVICE_SHIFT 14
-#define CONNECTION_SERVICE_MASK 0x3fu
+#define CONNECTION_SERVICE_MASK 0x3ffu
 
 /* FIN or RST was seen: the entry may be freed sooner (no more: both may be forged, and a FIN is only half a close). */
 #define CONNECTION_CLOSING 1u
@@ -474,7 +524,7 @@ struct lb_state {
 	__u32 owner;
 	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
 	struct server_entry owners[MAX_OWNERS];
-	struct service_directories directories;
+	struct lb_service_directories directories;
 	struct service_state services[MAX_SERVICES];
 	/* By index, for commands that read this without the daemon and without the controller. */
 	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
@@ -484,7 +534,7 @@ struct lb_state {
  * First packets that a rule with a state of its own (LEAST_ASSIGNED, ROUND_ROBIN) has placed lately, so that a
  * retransmitted SYN reaches the same server while the table stands. Direct-mapped; one word:
  *
- *    63             32 31 30          20 19        14 13        0
+ *    63             32 31 30          24 23        14 13        0
  *    +----------------+--+--------------+------------+-----------+
  *    | Toeplitz hash  |1 | generation   |  service   | server id |
  *    +----------------+--+--------------+------------+-----------+
@@ -492,8 +542,8 @@ struct lb_state {
 #define RECENT_FIRST_PACKETS 4096
 #define RECENT_HASH_SHIFT 32
 #define RECENT_VALID_BIT 0x80000000u
-#define RECENT_GENERATION_SHIFT 20
-#define RECENT_GENERATION_MASK 0x7ffu
+#define RECENT_GENERATION_SHIFT 24
+#define RECENT_GENERATION_MASK 0x7fu
 #define RECENT_SERVICE_SHIFT 14
 
 /* ---- counters -------------------------------------------------------------------------------------------------- */
@@ -549,16 +599,14 @@ struct lb_counters {
 };
 
 /*
- * A row has one writer at a time: one receive queue (native XDP) or one CPU (generic XDP), so that counting takes no
- * atomic operation. Beyond 256 queues two share a row, and a count may be lost now and then.
+ * One struct lb_counters per service in each row. A row has one writer at a time: one receive queue (native XDP) or one
+ * CPU (generic XDP), so that counting takes no atomic operation. There are as many rows as the machine may have CPUs, a
+ * power of two and at most so many; of more queues two share a row, and a count may be lost now and then.
  */
-#define LB_COUNTER_ROWS 256
+#define MAX_LB_COUNTER_ROWS 256
 /* In the place of a service's index: packets whose service is not known. */
 #define LB_COUNTERS_NO_SERVICE MAX_SERVICES
-
-struct lb_counter_row {
-	struct lb_counters service[MAX_SERVICES + 1];
-};
+#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 1)
 
 /* What server.bpf.c did. */
 enum server_counter {

@@ -76,7 +76,7 @@
  *    - what cannot be: drop_internal.
  *
  * 9. Who else writes. User space (crates/dataplane/src/lb.rs) writes all state through shared memory: whole words, or
- *    the idle half of a double buffer followed by a switch. This program outlives it: state and link are pinned.
+ *    what nobody reads yet followed by a switch. This program outlives it: state and link are pinned.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -102,11 +102,11 @@ static __always_inline void count_by_server(const struct packet *packet, const s
 {
 	if (decision->server_id == NO_SERVER)
 		return;
-	count_traffic(decision->service, decision->server_id, bytes);
+	count_traffic(decision->server_id, bytes);
 	if (packet->flags & TCP_SYN || decision->outcome == LB_COUNTER_FIRST)
 		count_opened(decision->service, decision->server_id);
 	if (packet->flags & (TCP_FIN | TCP_RST))
-		count_closed(decision->service, decision->server_id);
+		count_closed(decision->server_id);
 }
 
 /* Does what was decided. */
@@ -187,7 +187,7 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
 	rewrite_mac(data, server);
-	count_traffic(service, id, data_end - data);
+	count_traffic(id, data_end - data);
 	count_packet(ctx, service, LB_COUNTER_CONNECTION, data_end - data);
 	return XDP_TX;
 }
@@ -205,7 +205,7 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	client_address = PACKET_U32(data, IP_AT(saddr));
 	vip_address = PACKET_U32(data, IP_AT(daddr));
 	ports = PACKET_U32(data, USUAL_TCP);
-	number = find_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
+	number = find_lb_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
 	/* It may be a server's answer. */
 	if (timestamps_lb_in_use && (!is_service(number) || is_corrected(number)))
 		return -1;
@@ -226,7 +226,7 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	rewrite_mac(data, server);
-	count_traffic(service, cookie, data_end - data);
+	count_traffic(cookie, data_end - data);
 	count_packet(ctx, service, LB_COUNTER_ESTABLISHED, data_end - data);
 	return XDP_TX;
 }
@@ -304,7 +304,7 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 	if (!is_looked_at(PACKET_U8(data, IP_AT(protocol))))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	address_tail = service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), 0, 0);
-	if (find_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)
+	if (find_lb_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv4(data, data_end, packet);
 	if (ended)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * Where a connection's first packet goes: PlacementTable::choose() of crates/model/src/placement.rs, decision by
- * decision, on the half of the double buffer that is active.
+ * decision, on the service's table.
  *
- * place() reads service_state.active_half once and then only that half: user space refills the other one after an RCU
+ * place() reads service_state.table_at once and then only that table: user space writes there again only after an RCU
  * grace period, so a decision never mixes two tables.
  */
 #ifndef COREWARD_PLACEMENT_BPF_H
@@ -27,15 +27,20 @@ const volatile __u32 rules_in_use;
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
-	__uint(max_entries, MAX_SERVICES * 2);
-	__type(key, __u32);
-	__type(value, struct placement_table);
-} placement_tables SEC(".maps");
+	__uint(max_entries, 1);
+	__uint(key_size, sizeof(__u32));
+	/* User space sets it, and makes a larger one when this is full. */
+	__uint(value_size, MIN_PLACEMENT_MEMORY + PLACEMENT_MEMORY_SLACK);
+} placement_memory SEC(".maps");
 
-struct server_entry servers[MAX_SERVICES * SERVER_ID_COUNT] SEC(".bss.servers");
+/* The memory's size without PLACEMENT_MEMORY_SLACK, - 1. Fixed when the program is loaded. */
+const volatile __u32 placement_memory_mask;
+
+struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers");
+__u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
 __u64 recent_first_packets[RECENT_FIRST_PACKETS] SEC(".bss.recent");
 
-/* A server_entry as one word: 48 bits of MAC address, 16 of flags. */
+/* A server as a service sees it, in one word: 48 bits of MAC address, 16 of flags. */
 typedef __u64 __attribute__((may_alias)) server_word;
 #define SERVER_FLAGS_SHIFT 48
 #define SERVER_MAC_MASK 0xffffffffffffull
@@ -45,11 +50,14 @@ typedef __u64 __attribute__((may_alias)) server_word;
 
 static __always_inline server_word server_at(__u32 service, __u32 id)
 {
-	__u32 first = (service & (MAX_SERVICES - 1)) * SERVER_ID_COUNT;
+	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
+	__u64 flags;
 
 	/* Or clang would make the sum an OR, and the verifier of kernel 6.1 loses the bounds of a 32-bit OR. */
-	barrier_var(first);
-	return *(const server_word *)&servers[first + (id & COOKIE_ID_MASK)];
+	barrier_var(word);
+	word += (id & COOKIE_ID_MASK) / SERVER_MEMBERS_PER_WORD;
+	flags = membership[word] >> id % SERVER_MEMBERS_PER_WORD * SERVER_MEMBER_BITS & SERVER_MEMBER_MASK;
+	return *(const server_word *)&servers[id & COOKIE_ID_MASK] | flags << SERVER_FLAGS_SHIFT;
 }
 
 static __always_inline bool server_has(server_word server, __u32 flags)
@@ -58,6 +66,17 @@ static __always_inline bool server_has(server_word server, __u32 flags)
 }
 
 #define TAKES_FIRST_PACKETS (SERVER_KNOWN | SERVER_RESOLVED | SERVER_ELIGIBLE)
+
+/* A service's table and the memory that its offsets count in. */
+struct placement {
+	void *memory;
+	struct placement_table *table;
+};
+
+static __always_inline void *memory_at(const struct placement *placement, __u32 at)
+{
+	return placement->memory + (at & placement_memory_mask);
+}
 
 static __always_inline bool rule_is(const struct placement_table *table, enum placement_rule rule)
 {
@@ -84,15 +103,31 @@ static __always_inline __u32 draw(__u64 half, __u32 count)
 	return (half & 0xffffffff) * count >> 32;
 }
 
-static __always_inline const struct member *member_at(const struct placement_table *table, __u32 position)
+static __always_inline const struct member *member_at(const struct placement *placement, __u32 position)
 {
-	return &table->members[position & (MAX_MEMBERS - 1)];
+	return memory_at(placement, placement->table->members_at + position * sizeof(struct member));
 }
 
-static __always_inline __u32 table_hash(const struct placement_table *table, __u32 group, const struct packet *packet)
+/* The count of connections assigned to the candidate's core; aligned, as atomic operations must be seen to be. */
+static __always_inline __u32 *assigned_to(const struct placement *placement, const struct candidate *candidate)
 {
-	return toeplitz_source(table->toeplitz_source[group], packet->client_address, packet->ports & 0xffff) ^
+	__u32 at = placement->table->assigned_at + candidate->core_slot * sizeof(__u32);
+
+	return placement->memory + (at & placement_memory_mask & ~3u);
+}
+
+static __always_inline __u32 table_hash(const struct placement *placement, __u32 group, const struct packet *packet)
+{
+	const struct placement_table *table = placement->table;
+	const struct toeplitz_source_tables *source = memory_at(placement, table->toeplitz_source_at[group]);
+
+	return toeplitz_source(source->byte, packet->client_address, packet->ports & 0xffff) ^
 	       table->toeplitz_destination[group];
+}
+
+static __always_inline struct candidate *candidate_at(const struct placement *placement, __u32 position)
+{
+	return memory_at(placement, placement->table->candidates_at + position * sizeof(struct candidate));
 }
 
 #define POSITION_BITS 14
@@ -106,9 +141,10 @@ _Static_assert(MAX_TABLE_CANDIDATES == 1 << POSITION_BITS, "a candidate's positi
  * bits for the cost: 1.0 of load takes 20.) The minimum is taken without a branch: which candidate wins cannot be
  * predicted, and each wrong guess would cost as much as several candidates.
  */
-static __always_inline struct candidate *least_candidate(struct placement_table *table, __u32 first_hash,
+static __always_inline struct candidate *least_candidate(const struct placement *placement, __u32 first_hash,
 							 const struct packet *packet, bool least_assigned)
 {
+	const struct placement_table *table = placement->table;
 	const __s64 none = -1ull >> 1;
 	__u32 looked_at = least_assigned ? table->candidates_per_bucket : 1;
 	__s64 least = none;
@@ -118,47 +154,43 @@ static __always_inline struct candidate *least_candidate(struct placement_table 
 
 		if (group >= table->group_count)
 			break;
-		hash = group ? table_hash(table, group, packet) : first_hash;
+		hash = group ? table_hash(placement, group, packet) : first_hash;
 		start = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
 			table->candidates_per_bucket;
 		for (__u32 i = 0; i < MAX_CANDIDATES; i++) {
 			__u32 position = (start + i) & (MAX_TABLE_CANDIDATES - 1);
-			const struct candidate *candidate = &table->candidates[position];
+			const struct candidate *candidate = candidate_at(placement, position);
 			__u64 cost = candidate->load;
 			__s64 difference, smaller;
 
 			if (i >= looked_at)
 				break;
 			if (least_assigned)
-				cost += (__u64)table->assigned[candidate->core_slot & (MAX_CORE_SLOTS - 1)] *
-					table->assignment_cost;
+				cost += (__u64)*assigned_to(placement, candidate) * table->assignment_cost;
 			difference = (__s64)(cost << POSITION_BITS | position) - least;
 			smaller = difference >> 63;
 			barrier_var(smaller);
 			least += difference & smaller;
 		}
 	}
-	return least == none ? NULL : &table->candidates[least & (MAX_TABLE_CANDIDATES - 1)];
+	return least == none ? NULL : candidate_at(placement, least & (MAX_TABLE_CANDIDATES - 1));
 }
 
 /*
  * The chosen server cannot take the connection at this moment (its MAC address is not resolved, or it was taken out and
  * the next table is on its way): the next member that can, from a position drawn by hash, whatever its load.
  */
-static __always_inline __u32 fallback(const struct placement_table *table, __u32 service, __u32 hash)
+static __always_inline __u32 fallback(const struct placement *placement, __u32 service, __u32 hash)
 {
-	__u32 count, position;
+	__u32 count = placement->table->member_count, position;
 
-	if (!table)
-		return NO_SERVER;
-	count = table->member_count;
 	position = draw(mix(hash), count);
 	for (__u32 i = 0; i < FALLBACK_MEMBERS && i < count; i++, position++) {
 		__u32 id;
 
 		if (position >= count)
 			position = 0;
-		id = member_at(table, position)->server_id;
+		id = member_at(placement, position)->server_id;
 		if (server_has(server_at(service, id), TAKES_FIRST_PACKETS))
 			return id;
 	}
@@ -166,33 +198,35 @@ static __always_inline __u32 fallback(const struct placement_table *table, __u32
 }
 
 /* The server that the rule names, without regard to whether it can take the connection; NO_SERVER: table unusable. */
-static __always_inline __u32 choose(struct placement_table *table, struct service_state *state, __u32 service,
+static __always_inline __u32 choose(const struct placement *placement, struct service_state *state, __u32 service,
 				    __u32 hash, const struct packet *packet)
 {
+	const struct placement_table *table = placement->table;
+
 	if (rule_is(table, PLACEMENT_RULE_TABLE)) {
-		struct candidate *candidate = least_candidate(table, hash, packet, false);
+		struct candidate *candidate = least_candidate(placement, hash, packet, false);
 
 		return candidate ? candidate->server_id : NO_SERVER;
 	}
 	if (rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
-		struct candidate *candidate = least_candidate(table, hash, packet, true);
+		struct candidate *candidate = least_candidate(placement, hash, packet, true);
 
 		if (!candidate)
 			return NO_SERVER;
 		/* Counted only if the server gets it. */
 		if (server_has(server_at(service, candidate->server_id), TAKES_FIRST_PACKETS))
-			__sync_fetch_and_add(&table->assigned[candidate->core_slot & (MAX_CORE_SLOTS - 1)], 1);
+			__sync_fetch_and_add(assigned_to(placement, candidate), 1);
 		return candidate->server_id;
 	}
 	if (rule_is(table, PLACEMENT_RULE_ROUND_ROBIN)) {
 		__u64 turn = __sync_fetch_and_add(&state->round_robin, 1);
 
-		return member_at(table, turn % table->member_count)->server_id;
+		return member_at(placement, turn % table->member_count)->server_id;
 	}
 	if (rule_is(table, PLACEMENT_RULE_POWER_OF_TWO)) {
 		__u64 mixed = mix(hash);
-		const struct member *first = member_at(table, draw(mixed, table->member_count));
-		const struct member *second = member_at(table, draw(mixed >> 32, table->member_count));
+		const struct member *first = member_at(placement, draw(mixed, table->member_count));
+		const struct member *second = member_at(placement, draw(mixed >> 32, table->member_count));
 
 		return second->load < first->load ? second->server_id : first->server_id;
 	}
@@ -217,28 +251,32 @@ static __always_inline __u64 recent_key(const struct placement_table *table, __u
 	       service << RECENT_SERVICE_SHIFT;
 }
 
-/* The half of the service's double buffer that is active; NULL: the service has no members. */
-static __always_inline struct placement_table *active_table(const struct service_state *state, __u32 service)
+/* The service's table; false: it has none, or one without members. */
+static __always_inline bool table_of(const struct service_state *state, struct placement *placement)
 {
-	__u32 position = service << 1 | (*(const volatile __u32 *)&state->active_half & 1);
-	struct placement_table *table = bpf_map_lookup_elem(&placement_tables, &position);
+	__u32 at = *(const volatile __u32 *)&state->table_at, first = 0;
 
-	return table && table->member_count ? table : NULL;
+	placement->memory = bpf_map_lookup_elem(&placement_memory, &first);
+	if (!at || !placement->memory)
+		return false;
+	placement->table = memory_at(placement, at);
+	return placement->table->member_count;
 }
 
 /* The server for a first packet: an id that can take it, or NO_SERVER. A global function, as decide() is. */
 __noinline int place(struct service_state *state, __u32 service, const struct packet *packet)
 {
-	struct placement_table *table;
+	const struct placement_table *table;
+	struct placement placement;
 	__u64 key, *recent;
 	__u32 hash, id;
 
 	if (!state || !packet)
 		return NO_SERVER;
-	table = active_table(state, service);
-	if (!table)
+	if (!table_of(state, &placement))
 		return NO_SERVER;
-	hash = table_hash(table, 0, packet);
+	table = placement.table;
+	hash = table_hash(&placement, 0, packet);
 	key = recent_key(table, service, hash);
 	recent = &recent_first_packets[hash & (RECENT_FIRST_PACKETS - 1)];
 	if (choice_is_remembered(table, packet)) {
@@ -249,29 +287,31 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 		    server_has(server_at(service, id), TAKES_FIRST_PACKETS))
 			return id;
 	}
-	id = choose(table, state, service, hash, packet);
+	id = choose(&placement, state, service, hash, packet);
 	if (id == NO_SERVER)
 		return NO_SERVER;
 	if (!server_has(server_at(service, id), TAKES_FIRST_PACKETS))
-		id = fallback(table, service, hash);
+		id = fallback(&placement, service, hash);
 	if (choice_is_remembered(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
 	return id;
 }
 
 /* The fixed choice for a connection that cannot carry a cookie, and whose its bucket was before; NO_SERVER: none. */
-static __always_inline struct flow_table_entry place_consistently(const struct service_state *state, __u32 service,
+static __always_inline struct flow_table_entry place_consistently(const struct service_state *state,
 								  const struct packet *packet)
 {
-	const struct placement_table *table = active_table(state, service);
-	__u32 bucket;
+	const struct placement_table *table;
+	struct placement placement;
+	__u32 offset;
 
-	if (!table)
+	if (!table_of(state, &placement))
 		return (struct flow_table_entry){.server_id = NO_SERVER, .before = NO_SERVER};
-	bucket = table_hash(table, 0, packet) & (table->bucket_count - 1) & (MAX_BUCKETS - 1);
+	table = placement.table;
+	offset = (table_hash(&placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
 	return (struct flow_table_entry){
-		.server_id = table->consistent[bucket],
-		.before = table->consistent_before[bucket],
+		.server_id = *(const __u16 *)memory_at(&placement, table->consistent_at + offset),
+		.before = *(const __u16 *)memory_at(&placement, table->consistent_before_at + offset),
 	};
 }
 

@@ -34,8 +34,10 @@ pub struct FleetOptions {
     pub consistency: Consistency,
     /// Who stamps cookies, for every service.
     pub timestamps: Timestamps,
-    /// Time between two reports, and between two tables.
+    /// Time between two reports.
     pub report_interval_ms: u32,
+    /// Whether tables are made once per report interval, as in the simulator, and not as soon as a report comes.
+    pub tables_by_interval: bool,
     /// Where agents find the load of a server's cores.
     pub load: LoadSource,
     /// Whether agents steer connections to the workers of their cores.
@@ -74,6 +76,7 @@ impl Default for FleetOptions {
             consistency: Consistency::default(),
             timestamps: Timestamps::default(),
             report_interval_ms: 100,
+            tables_by_interval: false,
             load: LoadSource::Cpu,
             steer: true,
             agents: true,
@@ -580,6 +583,9 @@ fn write_controller_files(
     };
     write(&configuration(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
+    if options.tables_by_interval {
+        text += "tables = \"interval\"\n";
+    }
     for (number, standing) in pool {
         let state = if *standing == Standing::Active { "active" } else { "draining" };
         let address = server_address(*number);

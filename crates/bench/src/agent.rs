@@ -98,10 +98,10 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
 }
 
 /// A directory on bpffs that is removed again.
-struct Pins(PathBuf);
+pub(crate) struct Pins(pub(crate) PathBuf);
 
 impl Pins {
-    fn new() -> anyhow::Result<Self> {
+    pub(crate) fn new() -> anyhow::Result<Self> {
         let path = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-{}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("{} (is bpffs mounted?)", path.display()))?;
         Ok(Self(path))

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, ensure};
@@ -37,7 +39,10 @@ pub struct Args {
     /// Load balancers that take every table
     #[arg(long, default_value_t = 2)]
     pub(crate) load_balancers: u32,
-    /// Policy of the one service
+    /// Services, each with its part of the servers
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) services: u32,
+    /// Policy of every service
     #[arg(long, default_value = coreward_model::policy::DEFAULT)]
     pub(crate) policy: String,
     /// How often is measured
@@ -105,6 +110,8 @@ impl Drop for Scratch {
 pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
+    /// Where it serves metrics.
+    pub(crate) metrics: SocketAddr,
 }
 
 impl Drop for Controller {
@@ -116,27 +123,30 @@ impl Drop for Controller {
 
 impl Controller {
     pub(crate) fn start(args: &Args, directory: &Path) -> anyhow::Result<Self> {
+        std::fs::write(directory.join("fleet.toml"), fleet(args))?;
+        Self::spawn("fleet = \"fleet.toml\"\n", directory)
+    }
+
+    /// One whose fleet is what is applied.
+    pub(crate) fn start_without_fleet(directory: &Path) -> anyhow::Result<Self> {
+        Self::spawn("", directory)
+    }
+
+    fn spawn(keys: &str, directory: &Path) -> anyhow::Result<Self> {
         // A port that is free now; the controller takes it next.
-        let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
+        let (address, metrics) = (free()?, free()?);
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
         std::fs::write(
             &config,
-            format!("listen = \"{address}\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n"),
+            format!(
+                "listen = \"{address}\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}"
+            ),
         )?;
-        let mut text = format!(
-            "report_interval = \"{}ms\"\n[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = {:?}\n",
-            args.report_interval_ms, args.policy
-        );
-        for agent in 0..args.agents {
-            let octets = agent.to_be_bytes();
-            text +=
-                &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", name(agent), octets[2], octets[3]);
-        }
-        std::fs::write(directory.join("fleet.toml"), text)?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.arg("controller-process").arg("--config").arg(config).spawn()?;
-        Ok(Self { process, address })
+        Ok(Self { process, address, metrics })
     }
 
     pub(crate) async fn connect(&mut self) -> anyhow::Result<ControlClient<Channel>> {
@@ -153,7 +163,7 @@ impl Controller {
     }
 
     /// CPU time of all its threads so far, in user and in kernel mode (proc(5): fields 14 and 15, in clock ticks).
-    fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
+    pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
         let text = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
         let (_, fields) = text.rsplit_once(") ").context("a stat file without a name in brackets")?;
         let field = |number: usize| -> anyhow::Result<f64> {
@@ -163,11 +173,44 @@ impl Controller {
         Ok((field(14)? / ticks, field(15)? / ticks))
     }
 
+    /// Its process's id.
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
+        self.memory_mib("VmRSS:")
+    }
+
+    /// A line of proc(5)'s status file.
+    pub(crate) fn memory_mib(&self, name: &str) -> anyhow::Result<u64> {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
-        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
         Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
     }
+}
+
+/// The fleet's file: services, each with its part of the servers, on a VIP of its own.
+pub(crate) fn fleet(args: &Args) -> String {
+    let mut text = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
+    for agent in 0..args.agents {
+        let octets = agent.to_be_bytes();
+        text += &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", name(agent), octets[2], octets[3]);
+    }
+    for service in 0..args.services {
+        let part = (0..args.agents).filter(|agent| agent % args.services == service).map(name).collect::<Vec<_>>();
+        let (vip, policy) = (vip(service), &args.policy);
+        text += &format!(
+            "[[service]]\nname = \"web{service}\"\nvip = \"{vip}\"\npolicy = {policy:?}\nservers = {part:?}\n"
+        );
+    }
+    text
+}
+
+/// Of a service.
+pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
+    let octets = service.to_be_bytes();
+    std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
 }
 
 pub(crate) fn name(agent: u32) -> String {
@@ -199,11 +242,12 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     for _ in 0..args.agents {
         clients.push(controller.connect().await?);
     }
+    let sent = Arc::new(AtomicU64::new(0));
     let (start, interval) = (Instant::now(), Duration::from_millis(args.report_interval_ms));
     for (agent, client) in (0..).zip(clients) {
         // Spread evenly over the interval, as agents that know nothing of each other are.
         let phase = interval * agent / args.agents;
-        tokio::spawn(pretend(client, agent, args.cores, start + phase, interval));
+        tokio::spawn(pretend(client, agent, args.cores, start + phase, interval, sent.clone()));
     }
     // The first reports bring RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
@@ -280,8 +324,15 @@ pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> 
     (arrivals, size)
 }
 
-/// One agent, until the controller ends.
-async fn pretend(mut client: ControlClient<Channel>, agent: u32, cores: u16, start: Instant, interval: Duration) {
+/// One agent, until the controller ends. `sent`: reports of all agents.
+pub(crate) async fn pretend(
+    mut client: ControlClient<Channel>,
+    agent: u32,
+    cores: u16,
+    start: Instant,
+    interval: Duration,
+    sent: Arc<AtomicU64>,
+) {
     let (sender, receiver) = mpsc::channel(2);
     let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
     let hello = v1::AgentMessage { message: Some(agent_message::Message::Hello(hello)) };
@@ -301,6 +352,7 @@ async fn pretend(mut client: ControlClient<Channel>, agent: u32, cores: u16, sta
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
             return;
         }
+        sent.fetch_add(1, Ordering::Relaxed);
     }
 }
 

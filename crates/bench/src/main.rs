@@ -5,7 +5,9 @@ mod controller;
 mod dispatch;
 mod placement;
 mod racks;
+mod scale;
 mod sim;
+mod start;
 
 use std::path::PathBuf;
 
@@ -44,6 +46,12 @@ enum Command {
     Racks(racks::Args),
     #[command(hide = true)]
     ControllerProcess(controller::ProcessArgs),
+    /// How many agents a controller on one CPU takes, and how soon its tables are in the kernel (needs root)
+    Scale(scale::Args),
+    #[command(hide = true)]
+    LoadBalancerProcess(scale::ProcessArgs),
+    /// How soon a load balancer with many services and servers forwards, and follows a change (needs root)
+    Start(start::Args),
     /// How quick the simulator is
     Sim(sim::Args),
     /// Everything that has a cost
@@ -64,6 +72,9 @@ fn main() -> anyhow::Result<()> {
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::Racks(args) => arguments.show(&racks::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
+        Command::Scale(args) => arguments.show(&scale::run(args)?),
+        Command::LoadBalancerProcess(args) => scale::run_process(args),
+        Command::Start(args) => arguments.show(&start::run(args)?),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;

@@ -20,7 +20,7 @@ use coreward_wire::{
     AgentConfiguration, FleetConfiguration, Peer, Server, ServerBefore, Service, ServiceIndex, StampedService,
 };
 
-use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState};
+use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
 use crate::key_ring::KeyRing;
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord};
 
@@ -29,8 +29,10 @@ use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRe
 pub struct Fleet {
     /// Grows with every change.
     pub generation: u64,
-    /// Time between two reports, and between two tables.
+    /// Time between two reports.
     pub report_interval: Duration,
+    /// When tables are made.
+    pub tables: TableTiming,
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// The cookie keys.
@@ -156,6 +158,7 @@ impl Fleet {
         Self {
             generation: records.generation,
             report_interval: config.report_interval,
+            tables: config.tables,
             alpha: config.alpha,
             key_ring: records.key_ring.clone(),
             key_rotation: config.key_rotation,

@@ -109,7 +109,7 @@ impl LoadBalancer {
     async fn configuration(&mut self) -> FleetConfiguration {
         loop {
             if let dataplane_update::Update::Configuration(configuration) = self.update().await {
-                return (&configuration).try_into().unwrap();
+                return FleetConfiguration::decode(configuration).unwrap();
             }
         }
     }

@@ -3,9 +3,10 @@
 //! What packets need is pinned below `lb/` of the configured directory and outlives the process:
 //!
 //! ```text
-//! lb/state                 struct lb_state: keys, services, which half of each double buffer is active
-//! lb/servers               MAC address and flags of every server
-//! lb/placement_tables      two per service
+//! lb/state                 struct lb_state: keys, services, where their tables stand
+//! lb/servers               where every server is
+//! lb/membership            which servers each service knows, and which of them take new connections
+//! lb/placement_memory      the tables of all services
 //! lb/recent_first_packets  so that a retransmitted SYN reaches the same server
 //! lb/flow_table            connections that carry no cookie
 //! lb/corrected_servers     where servers' answers come from, and their clocks, for `timestamps = "lb"`
@@ -18,6 +19,7 @@
 //! lb/link                  the program at the device
 //! ```
 
+mod blocks;
 pub mod capture;
 pub mod connections;
 mod correction;
@@ -46,10 +48,11 @@ use coreward_model::{ServerId, ServiceAddress};
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use correction::{ClockState, IdTooLarge, ServerClock};
 pub use counters::{COUNTERS, Counters, EVENTS};
-pub use pinned::{pinned_problem, pinned_program};
+pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;
 
+use crate::grace::{GracePeriods, Moment};
 use crate::mac::MacAddress;
 use link::XdpLink;
 use program::{InUse, Maps, Sizes, Variant};
@@ -140,11 +143,11 @@ pub enum Attachment {
 
 /// A service's place in the data plane's tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ServiceIndex(u8);
+pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
     /// As entries of the connection table name it.
-    pub fn get(self) -> u8 {
+    pub fn get(self) -> u16 {
         self.0
     }
 }
@@ -168,12 +171,13 @@ pub struct LoadBalancer {
     link: Option<XdpLink>,
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
+    /// By place: the service that has it.
+    places: Vec<Option<ServiceAddress>>,
     /// Where the answers of servers come from that are stamped here, as it was last known.
     corrected: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
-    /// Grace periods waited for.
-    grace_periods: u64,
+    grace_periods: GracePeriods,
     /// When programs were told to leave the idle half of the service directory.
-    directory_retired_at: u64,
+    directory_retired_at: Moment,
     /// The position in the connection table that is looked at next.
     next_swept: u32,
     taken_over: bool,
@@ -221,15 +225,16 @@ impl LoadBalancer {
             owner_lost: options.owner_lost,
             correction_clock: options.correction_clock,
         };
-        let sizes =
-            Sizes { flow_table_entries: options.flow_table_entries, connection_table: options.connection_table };
+        let sizes = Sizes::new(options.flow_table_entries, options.connection_table)?;
         let taken_over = link.is_some();
+        let grace_periods = GracePeriods::start()?;
         let (maps, program, services) = match &pins {
             Some(pins) if taken_over => {
                 let mut maps = Maps::take_over(pins)?;
                 maps.resize(pins, sizes)?;
                 connections::recover(&maps.connections)?;
-                let services = services_of(&maps);
+                let mut services = services_of(&maps);
+                maps.adopt_tables(&mut services);
                 variant.in_use = in_use(&services);
                 variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
                 let program = maps.load(&variant)?;
@@ -247,7 +252,13 @@ impl LoadBalancer {
             }
         };
         let corrected = if taken_over { correction::corrected_of(&maps)? } else { BTreeMap::new() };
+        let mut places = vec![None; intf::MAX_SERVICES as usize];
+        services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
         Ok(Self {
+            places,
+            // What was taken over may have been left just now: the first write waits for a grace period.
+            directory_retired_at: grace_periods.now(),
+            grace_periods,
             pins,
             maps,
             variant,
@@ -256,9 +267,6 @@ impl LoadBalancer {
             interface: None,
             services,
             corrected,
-            // Halves that were taken over are retired at 0, as new ones are: the first write waits for a grace period.
-            grace_periods: 0,
-            directory_retired_at: 0,
             next_swept: 0,
             taken_over,
             beside,
@@ -336,25 +344,21 @@ impl LoadBalancer {
         Ok(())
     }
 
-    fn active_half(&self, service: ServiceIndex) -> usize {
-        let word = self.maps.state.load(state_of(service) + offset_of!(intf::service_state, active_half));
-        usize::from(word & 1 != 0)
-    }
-
-    fn find(&self, index: ServiceIndex) -> (&ServiceAddress, &Service) {
-        self.services.iter().find(|(_, service)| service.index == index).expect("an index that set_services returned")
+    fn address_of(&self, index: ServiceIndex) -> &ServiceAddress {
+        self.places[usize::from(index.0)].as_ref().expect("an index that set_services returned")
     }
 
     fn service(&self, index: ServiceIndex) -> &Service {
-        self.find(index).1
+        &self.services[self.address_of(index)]
     }
 
     fn service_mut(&mut self, index: ServiceIndex) -> &mut Service {
-        self.services.values_mut().find(|service| service.index == index).expect("an index that set_services returned")
+        let address = *self.address_of(index);
+        self.services.get_mut(&address).expect("a place is of a service")
     }
 
     fn address(&self, index: ServiceIndex) -> SocketAddrV4 {
-        match self.find(index).0.socket {
+        match self.address_of(index).socket {
             SocketAddr::V4(vip) => vip,
             SocketAddr::V6(_) => unreachable!("refused by service_slots"),
         }
@@ -363,15 +367,11 @@ impl LoadBalancer {
 
 const SERVER_FLAGS_SHIFT: u32 = 48;
 
-/// Where the entry of a service's server stands in the array of all services' servers.
-fn entry_at<T>(service: ServiceIndex, id: u16) -> usize {
-    (usize::from(service.0) * ServerId::COUNT + usize::from(id)) * size_of::<T>()
+/// Where the entry of a server stands in an array of all servers.
+fn entry_at<T>(id: u16) -> usize {
+    usize::from(id) * size_of::<T>()
 }
 
 fn state_of(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, services) + usize::from(service.0) * size_of::<intf::service_state>()
-}
-
-fn table_position(service: ServiceIndex, half: usize) -> usize {
-    usize::from(service.0) << 1 | half
 }

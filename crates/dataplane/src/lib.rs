@@ -5,6 +5,7 @@ pub mod checked_paths;
 pub mod cpu_load;
 pub mod device;
 pub mod dispatch;
+mod grace;
 pub mod lb;
 pub mod listeners;
 pub mod mac;

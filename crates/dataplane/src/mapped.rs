@@ -134,6 +134,16 @@ impl<T: ?Sized> Mapped<T> {
         value
     }
 
+    /// Copies all of it to the start of `other`, which is at least as large, word by word.
+    ///
+    /// # Panics
+    /// When `other` is smaller.
+    pub fn copy_to(&self, other: &Self) {
+        for (from, to) in self.words().iter().zip(other.words_at(0, self.bytes.get())) {
+            to.store(from.load(Ordering::Acquire), Ordering::Relaxed);
+        }
+    }
+
     /// Writes `value` at `offset`, word by word: for what no program looks at yet.
     ///
     /// # Panics

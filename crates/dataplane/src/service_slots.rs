@@ -11,15 +11,16 @@ use rand::Rng as _;
 
 /// [`seeded_rng`]'s stream for the seeds that are tried.
 const PURPOSE_SLOT_SEEDS: u64 = 16;
-/// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250.
+/// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250. (At the load balancer
+/// most seeds fit.)
 const SEEDS_TRIED: usize = 1 << 20;
 
 /// Why services have no place in a directory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DirectoryError {
     /// More than the programs' tables hold.
-    #[error("{0} services: expected at most {max}", max = intf::MAX_SERVICES)]
-    TooMany(usize),
+    #[error("{0} services: expected at most {1}")]
+    TooMany(usize, u32),
     /// The same VIP, port and protocol twice.
     #[error("service {0} is listed twice")]
     Duplicate(ServiceAddress),
@@ -43,14 +44,27 @@ fn slot(tail: u64, seed: u64) -> usize {
     (tail.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
-/// A directory in which each service stands with its number, and each VIP (port and protocol 0) with
+/// At the load balancer: its group, and the slot that is its own without a displacement.
+fn group_and_slot(tail: u64, seed: u64) -> (usize, u16) {
+    let hash = tail.wrapping_mul(seed);
+    let slot = hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
+    ((hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, slot as u16)
+}
+
+/// Where in `directory` a service with that tail stands, if it does.
+fn lb_slot(directory: &intf::lb_service_directory, tail: u64) -> usize {
+    let (group, slot) = group_and_slot(tail, directory.seed);
+    usize::from(slot ^ directory.displacement[group])
+}
+
+/// A server's directory, in which each service stands with its number, and each VIP (port and protocol 0) with
 /// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY).
 ///
 /// # Errors
 /// See [`DirectoryError`].
 pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
     let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
-    let slots = keys(services)?;
+    let slots = keys(services, intf::MAX_SERVICES_OF_SERVER)?;
     let tails: Vec<u64> = slots.iter().map(|slot| tail(&slot.key)).collect();
     directory.seed = seed(&tails).ok_or(DirectoryError::NoSeed(services.len()))?;
     for (new, tail) in slots.into_iter().zip(tails) {
@@ -59,9 +73,28 @@ pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service
     Ok(directory)
 }
 
-fn keys(services: &[(ServiceAddress, u32)]) -> Result<Vec<intf::service_slot>, DirectoryError> {
-    if services.len() > intf::MAX_SERVICES as usize {
-        return Err(DirectoryError::TooMany(services.len()));
+/// The same for a load balancer.
+///
+/// # Errors
+/// See [`DirectoryError`].
+pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
+    let mut directory: Box<intf::lb_service_directory> =
+        zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
+    let slots = keys(services, intf::MAX_SERVICES)?;
+    let tails: Vec<u64> = slots.iter().map(|slot| tail(&slot.key)).collect();
+    let (seed, displacement) = perfect_hash(&tails).ok_or(DirectoryError::NoSeed(services.len()))?;
+    (directory.seed, directory.displacement) = (seed, displacement);
+    for (new, tail) in slots.into_iter().zip(tails) {
+        let slot = lb_slot(&directory, tail);
+        directory.slots[slot] = new;
+    }
+    Ok(directory)
+}
+
+/// The slots of `most` services at most.
+fn keys(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::service_slot>, DirectoryError> {
+    if services.len() > most as usize {
+        return Err(DirectoryError::TooMany(services.len(), most));
     }
     let mut seen = BTreeSet::new();
     let mut slots = Vec::new();
@@ -98,6 +131,39 @@ fn seed(tails: &[u64]) -> Option<u64> {
     })
 }
 
+type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
+
+/// A seed and displacements that give every tail a slot of its own.
+fn perfect_hash(tails: &[u64]) -> Option<(u64, Displacement)> {
+    let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
+    let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
+    seeds.find_map(|seed| Some((seed, displacements(tails, seed)?)))
+}
+
+/// Displacements that give every tail a slot of its own under that seed; the largest groups choose first.
+fn displacements(tails: &[u64], seed: u64) -> Option<Displacement> {
+    let mut groups: Vec<(usize, Vec<u16>)> =
+        (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
+    for tail in tails {
+        let (group, slot) = group_and_slot(*tail, seed);
+        groups[group].1.push(slot);
+    }
+    groups.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
+    let mut taken = [false; intf::LB_SERVICE_SLOTS as usize];
+    let mut displacements = [0; intf::LB_SERVICE_GROUPS as usize];
+    for (group, mut slots) in groups.into_iter().take_while(|(_, slots)| !slots.is_empty()) {
+        slots.sort_unstable();
+        if slots.windows(2).any(|pair| pair[0] == pair[1]) {
+            return None;
+        }
+        let fits = |displacement: &u16| slots.iter().all(|slot| !taken[usize::from(slot ^ displacement)]);
+        let displacement = (0..intf::LB_SERVICE_SLOTS as u16).find(fits)?;
+        slots.iter().for_each(|slot| taken[usize::from(slot ^ displacement)] = true);
+        displacements[group] = displacement;
+    }
+    Some(displacements)
+}
+
 #[cfg(test)]
 mod tests {
     use coreward_model::tuple::Protocol;
@@ -108,30 +174,45 @@ mod tests {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// What `find_service` of bpf/service.bpf.h does.
-    fn find(directory: &intf::service_directory, tail_sought: u64) -> Option<u32> {
-        let found = &directory.slots[slot(tail_sought, directory.seed)];
-        (tail(&found.key) == tail_sought).then_some(found.number)
+    /// As many services as there may be, each on a VIP of its own; the last one speaks UDP at the first one's. No port is 0 or
+    /// 1, in whichever order of its bytes.
+    fn many(count: u32) -> Vec<(ServiceAddress, u32)> {
+        let address = |n: u32| format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n);
+        let mut services: Vec<_> = (0..count - 1).map(|n| (service(&address(n)), n)).collect();
+        services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, count - 1));
+        services
     }
 
-    #[test]
-    fn as_many_services_as_there_may_be_are_found_each_on_a_vip_of_its_own() {
-        let mut services: Vec<(ServiceAddress, u32)> =
-            (0..intf::MAX_SERVICES - 1).map(|n| (service(&format!("10.200.{n}.1:{}", 80 + n)), n)).collect();
-        // TCP and UDP at the same port of the same VIP.
-        services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, intf::MAX_SERVICES - 1));
-        let directory = directory(&services).unwrap();
-        for (address, number) in &services {
+    /// `found`: the slot where a program looks for a tail.
+    fn all_are_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
+        let find = |sought: u64| Some(found(sought)).filter(|slot| tail(&slot.key) == sought).map(|slot| slot.number);
+        for (address, number) in services {
             let key = address.key();
-            assert_eq!(find(&directory, tail(&key)), Some(*number));
-            assert_eq!(
-                find(&directory, tail(&intf::service_key { port: 0, protocol: 0, ..key })),
-                Some(intf::SERVICE_ADDRESS_ONLY)
-            );
-            assert_eq!(find(&directory, tail(&intf::service_key { port: 0, ..key })), None);
-            assert_eq!(find(&directory, tail(&intf::service_key { port: 1, ..key })), None);
+            assert_eq!(find(tail(&key)), Some(*number));
+            let vip = intf::service_key { port: 0, protocol: 0, ..key };
+            assert_eq!(find(tail(&vip)), Some(intf::SERVICE_ADDRESS_ONLY));
+            assert_eq!(find(tail(&intf::service_key { port: 0, ..key })), None);
+            assert_eq!(find(tail(&intf::service_key { port: 1, ..key })), None);
         }
-        assert_eq!(find(&directory, 0), Some(0), "empty slots hold the tail 0, which no packet has");
+        assert!(find(0).is_none_or(|number| number == 0), "empty slots hold the tail 0, which no packet has");
+    }
+
+    /// What `find_service` of bpf/service.bpf.h does.
+    #[test]
+    fn a_server_finds_as_many_services_as_there_may_be() {
+        let services = many(intf::MAX_SERVICES_OF_SERVER);
+        let directory = directory(&services).unwrap();
+        all_are_found(&services, |tail| directory.slots[slot(tail, directory.seed)]);
+    }
+
+    /// What `find_lb_service` of bpf/service.bpf.h does.
+    #[test]
+    fn a_load_balancer_finds_as_many_services_as_there_may_be() {
+        for count in [2, 64, intf::MAX_SERVICES] {
+            let services = many(count);
+            let directory = lb_directory(&services).unwrap();
+            all_are_found(&services, |tail| directory.slots[lb_slot(&directory, tail)]);
+        }
     }
 
     #[test]
@@ -140,6 +221,8 @@ mod tests {
         let one = service("10.0.0.1:80");
         assert_eq!(text(&[(one, 0), (one, 1)]), "service 10.0.0.1:80/tcp is listed twice");
         assert_eq!(text(&vec![(one, 0); 65]), "65 services: expected at most 64");
+        let too_many = lb_directory(&vec![(one, 0); 1025]).unwrap_err().to_string();
+        assert_eq!(too_many, "1025 services: expected at most 1024");
         assert_eq!(text(&[(service("10.0.0.1:0"), 0)]), "service 10.0.0.1:0/tcp: expected a port from 1 to 65535");
         assert_eq!(text(&[(service("[::1]:80"), 0)]), "service [::1]:80/tcp: only IPv4 VIPs are balanced so far");
     }

@@ -254,23 +254,23 @@ fn traffic_is_counted_by_server() {
     for frame in &frames {
         balancer.destination(frame);
     }
-    let counted = balancer.lb.traffic(balancer.services[0], server);
+    let counted = balancer.lb.traffic(server);
     assert_eq!(counted, ServerTraffic { opened: 1, closed: 2, packets: 0, bytes: 0 });
     balancer.lb.count_traffic(true).unwrap();
     for frame in &frames {
         balancer.destination(frame);
     }
     let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
-    let counted = balancer.lb.traffic(balancer.services[0], server);
+    let counted = balancer.lb.traffic(server);
     assert_eq!(counted, ServerTraffic { opened: 2, closed: 4, packets: 4, bytes });
     // What goes to all, or nowhere, is no server's.
     balancer.run(&packet(client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.services[0], server, Server { mac: None, eligible: true });
     balancer.expect(&with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
-    let all: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(balancer.services[0], *id).packets).collect();
+    let all: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(*id).packets).collect();
     assert_eq!(all.iter().sum::<u64>(), 4, "{all:?}");
     balancer.lb.count_traffic(false).unwrap();
-    assert_eq!(balancer.lb.traffic(balancer.services[0], server).packets, 4);
+    assert_eq!(balancer.lb.traffic(server).packets, 4);
 }
 
 /// Services of every mode side by side: the program that knows them all treats each as the one that knows it alone.

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::mem::offset_of;
 use std::net::Ipv4Addr;
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::mapped::Mapped;
@@ -17,9 +18,7 @@ use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::FromBytes as _;
 
-type CounterRows = [intf::lb_counter_row; intf::LB_COUNTER_ROWS as usize];
-type Tables = [intf::placement_table; 2 * intf::MAX_SERVICES as usize];
-type AllTraffic = [intf::server_traffic; intf::MAX_SERVICES as usize * ServerId::COUNT];
+type AllTraffic = [intf::server_traffic; ServerId::COUNT];
 type Recent = [u64; intf::RECENT_FIRST_PACKETS as usize];
 
 /// 64-bit words of a service's counters.
@@ -28,8 +27,9 @@ pub const COUNTER_WORDS: usize = size_of::<intf::lb_counters>() / size_of::<u64>
 /// The program's maps as memory.
 pub struct Memory {
     state: Mapped<intf::lb_state>,
-    counters: Mapped<CounterRows>,
-    tables: Mapped<Tables>,
+    /// The row of receive queue 0.
+    counters: Mapped<[intf::lb_counters]>,
+    tables: MapHandle,
     recent: Mapped<Recent>,
     traffic: Mapped<AllTraffic>,
     flow_table: MapHandle,
@@ -47,9 +47,9 @@ impl Memory {
         let named = |name: &str| maps.iter().find(|map| map.name() == name).with_context(|| format!("no map {name}"));
         Ok(Self {
             state: Mapped::new(named(".bss.state")?)?,
-            counters: Mapped::new(named(".bss.counters")?)?,
+            counters: Mapped::new_slice(named("lb_counters")?, intf::LB_COUNTERS_PER_ROW as usize)?,
             // The kernel keeps 15 characters of a name.
-            tables: Mapped::new(named("placement_table")?)?,
+            tables: MapHandle::try_from(named("placement_memor")?)?,
             recent: Mapped::new(named(".bss.recent")?)?,
             traffic: Mapped::new(named("server_traffic")?)?,
             flow_table: MapHandle::try_from(named("flow_table")?)?,
@@ -84,16 +84,25 @@ impl Memory {
 
     /// The first `count` counts of connections assigned since the active table was switched in.
     pub fn assigned(&self, service: usize, count: usize) -> Vec<u32> {
-        let half = self.state.load(service_at(service) + offset_of!(intf::service_state, active_half)) as usize & 1;
-        let start =
-            (service << 1 | half) * size_of::<intf::placement_table>() + offset_of!(intf::placement_table, assigned);
-        let words = (0..count.div_ceil(2)).map(|pair| self.tables.load(start + pair * size_of::<u64>()));
+        let at = self.state.load(service_at(service) + offset_of!(intf::service_state, table_at)) as u32 as usize;
+        if at == 0 {
+            return Vec::new();
+        }
+        let words = self.tables.value_size() as usize / size_of::<u64>();
+        let tables = Mapped::<[u64]>::new_slice(&self.tables, words).expect("mapped before");
+        let start = tables.half(at + offset_of!(intf::placement_table, assigned_at)).load(Ordering::Relaxed) as usize;
+        let words = (0..count.div_ceil(2)).map(|pair| tables.load(start + pair * size_of::<u64>()));
         words.flat_map(|word| [word as u32, (word >> 32) as u32]).take(count).collect()
     }
 
+    /// First packets of a service.
+    pub fn opened(&self, service: usize) -> u64 {
+        self.state.load(service_at(service) + offset_of!(intf::service_state, opened))
+    }
+
     /// What was sent to a server.
-    pub fn traffic(&self, service: usize, id: ServerId) -> ServerTraffic {
-        let position = service * ServerId::COUNT + usize::from(id.get());
+    pub fn traffic(&self, id: ServerId) -> ServerTraffic {
+        let position = usize::from(id.get());
         let word = |field| self.traffic.load(position * size_of::<intf::server_traffic>() + field);
         ServerTraffic {
             opened: word(offset_of!(intf::server_traffic, opened)),

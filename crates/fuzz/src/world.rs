@@ -20,6 +20,9 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::frame::{ETHERNET, hex, ones_complement_sum};
 use crate::memory::{COUNTER_WORDS, Memory};
 
+/// Where packets of no service are counted.
+const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
+
 /// The address of a load balancer of which there is one.
 pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
 /// The time key of servers, and of services that load balancers stamp.
@@ -307,7 +310,7 @@ impl World {
             differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
                 .or_else(|| differ("the packet", &self.expected[..], &instance.out[..length], |bytes| hex(bytes)))
                 .or_else(|| checksum_broken(frame, &self.expected))
-                .or_else(|| self.compare_counters(outcome.service.unwrap_or(intf::MAX_SERVICES as usize)));
+                .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
     }
 
@@ -317,7 +320,7 @@ impl World {
     }
 
     fn count(&mut self, outcome: &Outcome, length: usize) {
-        let service = outcome.service.unwrap_or(intf::MAX_SERVICES as usize);
+        let service = outcome.service.unwrap_or(NO_SERVICE);
         let words = &mut self.counters[service];
         words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
         words[offset_of!(intf::lb_counters, last_outcome) / 8] = u64::from(outcome.counter);
@@ -347,10 +350,16 @@ impl World {
     /// the connection table, which take long to read.
     pub fn compare_state(&self) -> Option<Difference> {
         let memory = &self.instance.as_ref()?.memory;
-        let counters = (0..self.counters.len()).find_map(|service| self.compare_counters(service));
+        let with_service = |place: &usize| *place == NO_SERVICE || self.twin.has_service(*place);
+        let mut counted = (0..self.counters.len()).filter(with_service);
+        let counters = counted.find_map(|service| self.compare_counters(service));
+        let mut traffic = self.twin.traffic().iter().filter_map(|(id, expected)| {
+            let found = memory.traffic(*id);
+            differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
+        });
         let services = (0..intf::MAX_SERVICES as usize).filter(|place| self.twin.has_service(*place));
         let mut services = services.filter_map(|place| self.compare_service(memory, place));
-        counters.or_else(|| services.next()).or_else(|| {
+        counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
             let expected = self.twin.recent_first_packets().to_vec();
             differ("recent_first_packets", expected, memory.recent_first_packets(), |words| format!("{words:x?}"))
         })
@@ -360,13 +369,10 @@ impl World {
         let assigned = self.twin.assigned(place).to_vec();
         let found = memory.assigned(place, assigned.len());
         let turns = (self.twin.round_robin(place), memory.round_robin(place));
-        let mut traffic = self.twin.traffic(place).iter().filter_map(|(id, expected)| {
-            let found = memory.traffic(place, *id);
-            differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
-        });
+        let opened = (self.twin.opened(place), memory.opened(place));
         differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
             .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
-            .or_else(|| traffic.next())
+            .or_else(|| differ("the first packets", opened.0, opened.1, u64::to_string))
     }
 
     /// What is known of servers' clocks, by id.

@@ -28,6 +28,8 @@ use crate::sweeper::Sweeper;
 
 /// How often packets are told the time, and a part of the connection table is looked through.
 const BEAT_INTERVAL: Duration = Duration::from_millis(100);
+/// Time between two states at least: with a thousand services one takes a millisecond.
+const STATE_GAP: Duration = Duration::from_millis(20);
 /// Messages that wait for the controller to read: a state, counts and questions for sockets.
 const MESSAGES: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
@@ -200,6 +202,7 @@ async fn follow(
     let mut traffic = every(forwarder.report_interval());
     let mut sweeper = Sweeper::new(&config.connection_timers);
     let mut told = (0, 0);
+    let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
         // Told once a second, and at once when a service got its first table, a server was found or lost, or another
         // configuration is in force.
@@ -207,7 +210,10 @@ async fn follow(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
-                apply(forwarder, &mut sweeper, update);
+                if let Some(in_force) = apply(forwarder, &mut sweeper, update) {
+                    // Only measured by: one that is lost does not matter.
+                    let _ = messages.try_send(message(Message::TableInForce(in_force)));
+                }
                 if traffic.period() != forwarder.report_interval() {
                     traffic = every(forwarder.report_interval());
                 }
@@ -215,8 +221,13 @@ async fn follow(
             }
             change = around.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
+                // Of ten thousand servers at a time one at a time would be told ten thousand states.
+                while let Ok(change) = around.neighbours.try_recv() {
+                    forwarder.neighbour(change);
+                }
                 true
             }
+            () = tokio::time::sleep_until(next_state), if state_is_due => false,
             _ = tick.tick() => {
                 around.look_after(forwarder, &config.interface).await?;
                 true
@@ -243,8 +254,10 @@ async fn follow(
                 false
             }
         };
-        if due {
+        state_is_due |= due;
+        if state_is_due && tokio::time::Instant::now() >= next_state {
             told = (forwarder.tables(), forwarder.confirmed());
+            (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
             // A controller that does not read misses a state; the next one has it all.
             let _ = messages.try_send(message(Message::State(forwarder.state())));
         }
@@ -276,16 +289,22 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// An update that cannot be used is logged; what is in force stays.
-fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) {
+/// An update that cannot be used is logged; what is in force stays. A table that is in force now.
+fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) -> Option<v1::TableInForce> {
+    let mut in_force = None;
     let began = Instant::now();
     let applied = match update.update {
-        Some(Update::Configuration(configuration)) => FleetConfiguration::try_from(&configuration)
+        Some(Update::Configuration(configuration)) => FleetConfiguration::decode(configuration)
             .map_err(anyhow::Error::from)
             .and_then(|configuration| forwarder.configure(configuration)),
         Some(Update::Table(bytes)) => table::decode(bytes)
             .map_err(anyhow::Error::from)
-            .and_then(|(service, table)| forwarder.install(service, &table))
+            .and_then(|(service, table)| {
+                forwarder.install(service, &table)?;
+                let service_index = service.get().into();
+                in_force = Some(v1::TableInForce { service_index, generation: table.generation });
+                Ok(())
+            })
             .map(|()| forwarder.installed_within(began.elapsed())),
         Some(Update::SocketAnswer(answer)) => SocketAnswer::try_from(answer)
             .map_err(anyhow::Error::from)
@@ -295,4 +314,5 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
     if let Err(error) = applied {
         tracing::error!("the controller's update cannot be used: {error:#}");
     }
+    in_force
 }

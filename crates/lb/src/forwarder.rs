@@ -2,7 +2,7 @@
 
 mod metrics;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
@@ -36,7 +36,9 @@ pub struct Forwarder {
     balancer: LoadBalancer,
     attachment: lb::Attachment,
     resolver: Resolver,
-    macs: BTreeMap<Ipv4Addr, MacAddress>,
+    macs: HashMap<Ipv4Addr, MacAddress>,
+    /// By address: which servers of which services are there.
+    at_address: HashMap<Ipv4Addr, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     /// Its own name.
     name: String,
@@ -80,7 +82,8 @@ impl Forwarder {
             balancer,
             attachment,
             resolver,
-            macs: BTreeMap::new(),
+            macs: HashMap::new(),
+            at_address: HashMap::new(),
             services: BTreeMap::new(),
             name,
             peers: Vec::new(),
@@ -145,6 +148,7 @@ impl Forwarder {
         let followed: BTreeSet<Ipv4Addr> = servers.chain(peers).filter_map(ipv4).collect();
         self.macs.retain(|address, _| followed.contains(address));
         self.resolver.follow(followed.into_iter().collect());
+        self.index_servers();
         self.set_servers();
         self.set_owners();
         self.health.configure(self.services.values().map(|(service, _)| service));
@@ -153,19 +157,34 @@ impl Forwarder {
         Ok(())
     }
 
+    fn index_servers(&mut self) {
+        self.at_address.clear();
+        for (index, (service, _)) in &self.services {
+            for (position, server) in service.servers.iter().enumerate() {
+                if let Some(address) = ipv4(server.address) {
+                    self.at_address.entry(address).or_default().push((*index, position));
+                }
+            }
+        }
+    }
+
     /// Every server of every service as it is known now. A server whose MAC address this process does not know yet keeps
     /// the one that a process before it left in the data plane, until ARP says otherwise.
     fn set_servers(&mut self) {
         for (service, index) in self.services.values() {
-            let before: BTreeMap<_, _> = self.balancer.servers(*index).into_iter().collect();
+            let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
             for server in &service.servers {
+                gone.remove(&server.id);
+                let before = self.balancer.server(*index, server.id);
                 let mac = ipv4(server.address).and_then(|address| self.macs.get(&address).copied());
-                let mac = mac.or_else(|| before.get(&server.id).and_then(|left| left.mac));
-                self.balancer.set_server(*index, server.id, lb::Server { mac, eligible: server.eligible });
+                let mac = mac.or_else(|| before.and_then(|before| before.mac));
+                let now = lb::Server { mac, eligible: server.eligible };
+                // Where answers are stamped, that may be new without the server being so.
+                if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
+                    self.balancer.set_server(*index, server.id, now);
+                }
             }
-            for id in before.keys().filter(|id| service.servers.iter().all(|server| server.id != **id)) {
-                self.balancer.remove_server(*index, *id);
-            }
+            gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
         }
     }
 
@@ -224,7 +243,7 @@ impl Forwarder {
         let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.must_ask());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
-        let services: BTreeMap<u8, ServiceAddress> =
+        let services: BTreeMap<u16, ServiceAddress> =
             self.services.values().map(|(service, index)| (index.get(), service.address)).collect();
         let with_service = |(connection, _): (Connection, _)| {
             services.get(&connection.identity.service).map(|service| (connection, *service))
@@ -250,11 +269,14 @@ impl Forwarder {
     /// What was sent to servers; `None`: no policy wants to know.
     pub fn traffic(&self) -> Option<TrafficMessage> {
         let wanted = self.services.values().filter(|(service, _)| service.traffic != TrafficWanted::Nothing);
-        let counts: Vec<_> = wanted
-            .flat_map(|(service, index)| service.servers.iter().map(move |server| (service.index, *index, server.id)))
-            .map(|(service, index, server)| (service, server, self.balancer.traffic(index, server)))
-            .collect();
-        (!counts.is_empty()).then_some(TrafficMessage { counts })
+        let mut message = TrafficMessage::default();
+        for (service, index) in wanted {
+            message.opened.insert(service.index, self.balancer.opened(*index));
+            for server in &service.servers {
+                message.servers.entry(server.id).or_insert_with(|| self.balancer.traffic(server.id));
+            }
+        }
+        (!message.opened.is_empty()).then_some(message)
     }
 
     /// A neighbour's MAC address became known, changed or was lost.
@@ -264,15 +286,17 @@ impl Forwarder {
             None => self.macs.remove(&change.address),
         };
         self.peer_moved(change);
-        for (service, index) in self.services.values() {
-            for server in service.servers.iter().filter(|server| server.address == change.address) {
-                match change.mac {
-                    Some(mac) => tracing::info!("server {} is at {mac}", server.name),
-                    None => tracing::warn!("server {} ({}) does not answer ARP", server.name, server.address),
-                }
-                let server_now = lb::Server { mac: change.mac, eligible: server.eligible };
-                self.balancer.set_server(*index, server.id, server_now);
+        let servers = self.at_address.get(&change.address).into_iter().flatten();
+        for (nth, (service, position)) in servers.enumerate() {
+            let (service, index) = &self.services[service];
+            let server = &service.servers[*position];
+            match change.mac {
+                _ if nth > 0 => {}
+                Some(mac) => tracing::info!("server {} is at {mac}", server.name),
+                None => tracing::warn!("server {} ({}) does not answer ARP", server.name, server.address),
             }
+            let server_now = lb::Server { mac: change.mac, eligible: server.eligible };
+            self.balancer.set_server(*index, server.id, server_now);
         }
     }
 
@@ -418,8 +442,8 @@ impl Forwarder {
     fn unresolved(&self) -> BTreeSet<String> {
         let mut unresolved = BTreeSet::new();
         for (service, index) in self.services.values() {
-            let known: BTreeMap<_, _> = self.balancer.servers(*index).into_iter().collect();
-            let missing = |server: &&coreward_wire::Server| known.get(&server.id).is_none_or(|now| now.mac.is_none());
+            let known = |id: ServerId| self.balancer.server(*index, id).and_then(|server| server.mac);
+            let missing = |server: &&coreward_wire::Server| known(server.id).is_none();
             unresolved.extend(service.servers.iter().filter(missing).map(|server| server.name.clone()));
         }
         unresolved

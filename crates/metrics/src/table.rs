@@ -144,6 +144,20 @@ pub const METRICS: &[Metric] = &[
         &[Controller],
         "How long etcd took to answer; only where there is etcd",
     ),
+    metric(
+        "coreward_report_to_kernel_seconds",
+        Histogram,
+        &[],
+        &[Controller],
+        "From the receipt of a report that makes a table due to a load balancer's word that the table is in force",
+    ),
+    metric(
+        "coreward_report_sent_to_kernel_seconds",
+        Histogram,
+        &[],
+        &[Controller],
+        "The same from when the agent sent it: by two machines' wall clocks",
+    ),
     metric("coreward_servers", Gauge, &["state"], &[Controller], "Servers, by state"),
     metric("coreward_service_servers", Gauge, &["service", "state"], &[Controller], "Servers of a service, by state"),
     metric(

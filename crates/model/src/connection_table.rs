@@ -186,10 +186,10 @@ impl ConnectionHash {
 pub struct Identity {
     /// [`ConnectionHash::tag`].
     pub tag: u32,
-    /// Of this use of the entry: 11 bits.
+    /// Of this use of the entry: 7 bits.
     pub generation: u16,
-    /// The service's place in the load balancer's tables: 6 bits.
-    pub service: u8,
+    /// The service's place in the load balancer's tables: 10 bits.
+    pub service: u16,
     /// Where the connection goes.
     pub server: ServerId,
 }
@@ -211,7 +211,7 @@ impl Identity {
         (low & intf::CONNECTION_IN_USE != 0).then(|| Self {
             tag: (word >> intf::CONNECTION_TAG_SHIFT) as u32,
             generation: (low >> intf::CONNECTION_GENERATION_SHIFT & intf::CONNECTION_GENERATION_MASK) as u16,
-            service: (low >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u8,
+            service: (low >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u16,
             server: ServerId::try_from(u64::from(low & intf::COOKIE_ID_MASK)).expect("14 bits"),
         })
     }
@@ -377,7 +377,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_identity_says_what_went_into_it(tag: u32, generation in 0u16..2048, service in 0u8..64, id in 0u64..16_384) {
+        fn an_identity_says_what_went_into_it(tag: u32, generation in 0u16..128, service in 0u16..1024, id in 0u64..16_384) {
             let identity = Identity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
             prop_assert_eq!(Identity::from_word(identity.word()), Some(identity));
         }

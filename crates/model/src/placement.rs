@@ -6,6 +6,8 @@
 
 mod random;
 
+use std::collections::HashMap;
+
 use coreward_intf as intf;
 
 use crate::rss::RssKey;
@@ -135,6 +137,37 @@ pub struct PlacementTable {
     /// By bucket, whose it was before it last changed hands; empty: all have been theirs since ever. That server may still
     /// have connections of the bucket (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
     pub consistent_before: Vec<Option<ServerId>>,
+    /// How many tables ago the load of each of [`PlacementTable::core_slots`] was new: as long as it is not newer, what was
+    /// assigned since is not in it. Empty: all are new.
+    pub core_slot_ages: Vec<u32>,
+}
+
+/// What a data plane remembers of a table whose counts may go on in the next.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CountedTable {
+    /// [`PlacementTable::generation`].
+    pub generation: u64,
+    /// Where each core's count stands.
+    slots: HashMap<Core, u16>,
+}
+
+impl CountedTable {
+    /// Of that table.
+    pub fn of(table: &PlacementTable) -> Self {
+        let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));
+        Self { generation: table.generation, slots: slots.collect() }
+    }
+
+    /// What counts begin with in `next`: a core's own count of this table, if `next` has no newer load of it, else 0.
+    pub fn carried(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
+        let of_slot = |(slot, core): (usize, &Core)| {
+            let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
+            let is_next = next.generation > self.generation;
+            let known = age > 0 && is_next && next.generation.saturating_sub(age.into()) <= self.generation;
+            self.slots.get(core).filter(|_| known).map_or(0, |slot| count(*slot))
+        };
+        next.core_slots.iter().enumerate().map(of_slot).collect()
+    }
 }
 
 /// What changes with each first packet.
@@ -185,6 +218,7 @@ impl PlacementTable {
             members: Vec::new(),
             consistent: Vec::new(),
             consistent_before: Vec::new(),
+            core_slot_ages: Vec::new(),
         }
     }
 
@@ -331,6 +365,7 @@ mod tests {
             members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
             consistent: rendezvous(&servers, bucket_count),
             consistent_before: Vec::new(),
+            core_slot_ages: Vec::new(),
         }
     }
 

@@ -1,5 +1,7 @@
 //! Receive-side scaling: the Toeplitz hash, its keys, and indirection tables.
 
+use std::sync::Arc;
+
 use std::fmt;
 use std::hash::Hasher as _;
 
@@ -27,7 +29,7 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
 
 /// An RSS key: 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window).
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RssKey(Vec<u8>);
+pub struct RssKey(Arc<[u8]>);
 
 /// A key of another length.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -39,23 +41,23 @@ impl RssKey {
     /// When the key is shorter than 40 or longer than 52 bytes.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLength> {
         let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
-        if allowed.contains(&bytes.len()) { Ok(Self(bytes.to_vec())) } else { Err(RssKeyLength(bytes.len())) }
+        if allowed.contains(&bytes.len()) { Ok(Self(bytes.into())) } else { Err(RssKeyLength(bytes.len())) }
     }
 
     /// A 40-byte key drawn from `rng`.
     pub fn random(rng: &mut impl rand::Rng) -> Self {
-        let mut bytes = vec![0; intf::RSS_KEY_BYTES as usize];
+        let mut bytes = [0; intf::RSS_KEY_BYTES as usize];
         rng.fill_bytes(&mut bytes);
-        Self(bytes)
+        Self(bytes.into())
     }
 
     /// Microsoft's verification key ("Verifying the RSS Hash Calculation"), the default of many drivers.
     pub fn microsoft() -> Self {
-        Self(vec![
+        Self(Arc::new([
             0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca,
             0x2b, 0xcb, 0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b,
             0xbe, 0xac, 0x01, 0xfa,
-        ])
+        ]))
     }
 
     /// The bytes.
@@ -189,7 +191,7 @@ impl std::str::FromStr for RssKey {
 /// An RSS indirection table: the receive queue (here: the core) for the low bits of the hash.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct IndirectionTable {
-    queues: Vec<u16>,
+    queues: Arc<[u16]>,
 }
 
 /// A table that RSS cannot use.
@@ -321,7 +323,7 @@ impl Rss {
     pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();
-        Ok(Self { key: RssKey(registers.key.to_vec()), indirection_table: IndirectionTable::new(&queues)? })
+        Ok(Self { key: RssKey(registers.key.into()), indirection_table: IndirectionTable::new(&queues)? })
     }
 }
 

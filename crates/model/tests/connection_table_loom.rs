@@ -17,7 +17,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const SERVICE: u8 = 3;
+const SERVICE: u16 = 3;
 const WORDS: usize = size_of::<intf::connection>() / 8;
 /// Places of the one partition that are used; the model grows quickly with them.
 const PLACES: usize = 2;

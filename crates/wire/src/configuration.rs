@@ -12,17 +12,22 @@ use coreward_model::health::Check;
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::{ServerId, policy::TrafficWanted};
+use prost::Message as _;
+use prost::bytes::Bytes;
 
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
-/// What names a service in tables: 0 to 63. (Where in its arrays the data plane puts it is its own affair.)
+/// What names a service in tables: 0 to 1,023. (Where in its arrays the data plane puts it is its own affair.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
     /// How many services the data plane holds.
     pub const COUNT: usize = coreward_intf::MAX_SERVICES as usize;
+
+    /// The lowest.
+    pub const FIRST: Self = Self(0);
 
     /// `None` when `index` is not below [`ServiceIndex::COUNT`].
     pub fn new(index: u32) -> Option<Self> {
@@ -291,6 +296,20 @@ fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(
     Ok(())
 }
 
+impl FleetConfiguration {
+    /// In the form that every load balancer's stream shares.
+    pub fn encode(&self) -> Bytes {
+        v1::FleetConfiguration::from(self).encode_to_vec().into()
+    }
+
+    /// # Errors
+    /// When `bytes` are no configuration, or one that contradicts itself.
+    pub fn decode(bytes: Bytes) -> Result<Self, WireError> {
+        let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
+        (&message).try_into()
+    }
+}
+
 impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
     type Error = WireError;
 
@@ -490,7 +509,7 @@ mod tests {
             error(|m| m.services[1].servers[1].id = 1),
             "services[1].servers[1]: server id 1 is used twice: expected each once"
         );
-        assert_eq!(error(|m| m.services[0].index = 64), "services[0].index: service index 64: expected 0 to 63");
+        assert_eq!(error(|m| m.services[0].index = 1024), "services[0].index: service index 1024: expected 0 to 1023");
         assert_eq!(error(|m| m.services[1].index = 0), "services[1]: index 0 is used twice: expected each once");
         assert_eq!(error(|m| m.services[1].address = None), "services[1].address: missing");
         assert_eq!(

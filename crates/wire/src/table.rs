@@ -49,6 +49,7 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
             .iter()
             .map(|core| u32::from(core.server.get()) << 16 | u32::from(core.core))
             .collect(),
+        core_slot_age: table.core_slot_ages.clone(),
     }
 }
 
@@ -67,6 +68,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         members: parse_members(message)?,
         consistent: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
         consistent_before: parse_before(&message.consistent_before_id)?,
+        core_slot_ages: message.core_slot_age.clone(),
     };
     check_lengths(&table)?;
     Ok((service, table))
@@ -155,6 +157,9 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError>
 fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let buckets = table.bucket_count.get() as usize;
     let per_bucket = table.candidates_per_bucket as usize;
+    if !table.core_slot_ages.is_empty() {
+        length_is("core_slot_age", table.core_slot_ages.len(), table.core_slots.len())?;
+    }
     length_is("candidate_load", table.candidates.len(), table.groups.len() * buckets * per_bucket)?;
     if table.members.is_empty() {
         return length_is("consistent_server_id", table.consistent.len(), 0);
@@ -196,7 +201,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..64) {
+        fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::names() {
                 let buckets = BucketCount::new(1 << bits).unwrap();
                 let table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);

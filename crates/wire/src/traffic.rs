@@ -1,5 +1,7 @@
 //! What load balancers count for policies.
 
+use std::collections::BTreeMap;
+
 use coreward_model::ServerId;
 pub use coreward_model::lb::ServerTraffic;
 
@@ -7,31 +9,33 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{Context as _, WireError, v1};
 
-/// A message of traffic: service, server, and what went there.
+/// A message of traffic.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficMessage {
-    /// In any order.
-    pub counts: Vec<(ServiceIndex, ServerId, ServerTraffic)>,
+    /// First packets by service.
+    pub opened: BTreeMap<ServiceIndex, u64>,
+    /// What went to each server, of all services together.
+    pub servers: BTreeMap<ServerId, ServerTraffic>,
 }
 
 impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
     fn from(message: &TrafficMessage) -> Self {
-        let mut services: Vec<v1::ServiceTraffic> = Vec::new();
-        for (service, server, traffic) in &message.counts {
-            let index = u32::from(service.get());
-            let position = services.iter().position(|known| known.service_index == index).unwrap_or_else(|| {
-                services.push(v1::ServiceTraffic { service_index: index, servers: Vec::new() });
-                services.len() - 1
-            });
-            services[position].servers.push(v1::ServerTraffic {
-                server_id: server.get().into(),
-                opened: traffic.opened,
-                closed: traffic.closed,
-                packets: traffic.packets,
-                bytes: traffic.bytes,
-            });
+        let service = |(index, opened): (&ServiceIndex, &u64)| v1::ServiceTraffic {
+            service_index: index.get().into(),
+            servers: Vec::new(),
+            opened: *opened,
+        };
+        let server = |(id, traffic): (&ServerId, &ServerTraffic)| v1::ServerTraffic {
+            server_id: id.get().into(),
+            opened: traffic.opened,
+            closed: traffic.closed,
+            packets: traffic.packets,
+            bytes: traffic.bytes,
+        };
+        Self {
+            services: message.opened.iter().map(service).collect(),
+            servers: message.servers.iter().map(server).collect(),
         }
-        Self { services }
     }
 }
 
@@ -39,17 +43,32 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
     type Error = WireError;
 
     fn try_from(message: &v1::LoadBalancerTraffic) -> Result<Self, WireError> {
-        let mut counts = Vec::new();
+        let mut parsed = Self::default();
         for (position, service) in message.services.iter().enumerate() {
             let within = format!("services[{position}]");
             let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
-            for server in &service.servers {
-                let id = parse_server_id("server_id", server.server_id).within(&within)?;
-                let v1::ServerTraffic { opened, closed, packets, bytes, .. } = *server;
-                counts.push((index, id, ServerTraffic { opened, closed, packets, bytes }));
-            }
+            // One or the other is there.
+            let of_servers: u64 = service.servers.iter().map(|server| server.opened).sum();
+            parsed.opened.insert(index, service.opened.max(of_servers));
+            parsed.add_servers(&service.servers, &within)?;
         }
-        Ok(Self { counts })
+        parsed.add_servers(&message.servers, "servers")?;
+        Ok(parsed)
+    }
+}
+
+impl TrafficMessage {
+    fn add_servers(&mut self, servers: &[v1::ServerTraffic], within: &str) -> Result<(), WireError> {
+        for server in servers {
+            let id = parse_server_id("server_id", server.server_id).within(within)?;
+            let total = self.servers.entry(id).or_default();
+            // Counters that somebody makes up may be as large as they like.
+            total.opened = total.opened.saturating_add(server.opened);
+            total.closed = total.closed.saturating_add(server.closed);
+            total.packets = total.packets.saturating_add(server.packets);
+            total.bytes = total.bytes.saturating_add(server.bytes);
+        }
+        Ok(())
     }
 }
 
@@ -57,20 +76,40 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
 mod tests {
     use super::*;
 
+    fn id(number: u64) -> ServerId {
+        number.try_into().unwrap()
+    }
+
     #[test]
     fn counts_come_back_and_unknown_places_are_named() {
-        let entry = |index: u32, id: u64, opened: u64| {
-            let traffic = ServerTraffic { opened, closed: 1, packets: 2, bytes: 3 };
-            (ServiceIndex::new(index).unwrap(), ServerId::try_from(id).unwrap(), traffic)
+        let traffic = |opened: u64| ServerTraffic { opened, closed: 1, packets: 2, bytes: 3 };
+        let message = TrafficMessage {
+            opened: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
+            servers: [(id(7), traffic(22)), (id(8), traffic(11))].into(),
         };
-        let message = TrafficMessage { counts: vec![entry(3, 7, 10), entry(3, 8, 11), entry(0, 7, 12)] };
         let mut sent = v1::LoadBalancerTraffic::from(&message);
-        assert_eq!(sent.services.len(), 2);
         assert_eq!(TrafficMessage::try_from(&sent), Ok(message));
-        sent.services[1].service_index = 64;
+        sent.services[1].service_index = 1024;
         assert_eq!(
             TrafficMessage::try_from(&sent).unwrap_err().to_string(),
-            "services[1].service_index: service index 64: expected 0 to 63"
+            "services[1].service_index: service index 1024: expected 0 to 1023"
         );
+    }
+
+    /// A load balancer of the version before counts by service and server.
+    #[test]
+    fn counts_by_service_and_server_are_added_up() {
+        let server =
+            |server_id: u32, opened: u64| v1::ServerTraffic { server_id, opened, closed: 1, ..Default::default() };
+        let service = |service_index: u32, servers: Vec<v1::ServerTraffic>| v1::ServiceTraffic {
+            service_index,
+            servers,
+            opened: 0,
+        };
+        let services = vec![service(0, vec![server(7, 5), server(8, 6)]), service(3, vec![server(7, 1)])];
+        let parsed = TrafficMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
+        assert_eq!(parsed.opened.values().copied().collect::<Vec<_>>(), [11, 1]);
+        let of = |n: u64| (parsed.servers[&id(n)].opened, parsed.servers[&id(n)].closed);
+        assert_eq!((of(7), of(8)), ((6, 2), (6, 1)));
     }
 }

@@ -52,8 +52,13 @@ impl Lane {
         for number in testbed.server_numbers() {
             servers.insert(number, testbed.start_paced_server(number)?);
         }
-        let fleet_options =
-            FleetOptions { policy: policy.to_owned(), load: LoadSource::PacedServer, ..FleetOptions::default() };
+        let fleet_options = FleetOptions {
+            policy: policy.to_owned(),
+            load: LoadSource::PacedServer,
+            // What the simulator beside it does.
+            tables_by_interval: true,
+            ..FleetOptions::default()
+        };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
         let mut pool = fleet.pool().clone();
         let waiting = options.servers + 1;

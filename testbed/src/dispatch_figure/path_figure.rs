@@ -87,7 +87,14 @@ impl Site {
         let load = LoadSource::PacedServer;
         Fleet::start(
             &self.testbed,
-            FleetOptions { policy: policy.clone(), load, steer: false, more, ..FleetOptions::default() },
+            FleetOptions {
+                policy: policy.clone(),
+                load,
+                steer: false,
+                more,
+                tables_by_interval: true,
+                ..FleetOptions::default()
+            },
         )
     }
 

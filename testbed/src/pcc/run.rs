@@ -165,6 +165,7 @@ impl Site {
             policy: method.policy.to_owned(),
             consistency: method.consistency,
             report_interval_ms: REPORT_INTERVAL_MS,
+            tables_by_interval: true,
             load: LoadSource::PacedServer,
             steer: false,
             ..FleetOptions::default()

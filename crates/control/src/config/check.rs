@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use coreward_config::{Period, Reader, Span, Spanned, shown_time};
+use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::consistency::Timestamps;
 use coreward_model::correction;
@@ -24,14 +25,29 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let servers = servers(&file.servers, reader);
     let services = Services { listed: &file.servers, servers: &servers, buckets: file.buckets };
     let services = services.check(&file.services, reader);
+    services_of_servers(&servers, &services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |Period(interval)| interval),
+        tables: file.tables,
         alpha: file.alpha,
         retire_after,
         key_rotation,
         servers,
         services,
         source: reader.source().clone(),
+    }
+}
+
+/// What a server's agent can hold.
+fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
+    let mut counts = vec![0u32; servers.len()];
+    for server in services.iter().flat_map(|service| &service.servers) {
+        counts[*server] += 1;
+    }
+    let most = intf::MAX_SERVICES_OF_SERVER;
+    for (server, count) in servers.iter().zip(counts).filter(|(_, count)| *count > most) {
+        let message = format!("server {:?} is in {count} services: expected at most {most}", server.name);
+        reader.mistake(server.span.clone(), message);
     }
 }
 

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::etcd::EtcdFile;
 use super::health::Health;
-use super::{DEFAULT_API, DEFAULT_RETIRE_AFTER, ServerState};
+use super::{DEFAULT_API, DEFAULT_RETIRE_AFTER, ServerState, TableTiming};
 
 /// What has moved out of the controller's file.
 const IN_THE_FLEETS_FILE: OldKey =
@@ -66,8 +66,11 @@ table! {
 table! {
     /// The fleet's.
     pub struct FleetFile {
-        /// Time between two reports of an agent, and between two placement tables.
+        /// Time between two reports of an agent.
         pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
+        /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or "interval", once
+        /// per report_interval.
+        pub tables: TableTiming = TableTiming::OnChange,
         /// Weight of the newest report in a core's load.
         pub alpha: Alpha = Alpha::PUBLISHED,
         /// Buckets of a service that names none of its own.
@@ -152,6 +155,13 @@ choices!(
     "state",
     [("active", ServerState::Active), ("draining", ServerState::Draining)]
         .map(|(name, state)| (name.to_owned(), state))
+);
+
+choices!(
+    TableTiming,
+    "tables",
+    [("on-change", TableTiming::OnChange), ("interval", TableTiming::Interval)]
+        .map(|(name, timing)| (name.to_owned(), timing))
 );
 
 /// What one decision of a UDP service is for.

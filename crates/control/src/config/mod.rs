@@ -104,8 +104,10 @@ impl ControllerConfig {
 /// The servers and services, and what holds for all of them.
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
-    /// Time between two reports of an agent, and between two tables.
+    /// Time between two reports of an agent.
     pub report_interval: Duration,
+    /// When tables are made.
+    pub tables: TableTiming,
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// How long a cookie may live: the id of a server that left, and a key that stamps no more, are kept that long.
@@ -136,6 +138,15 @@ pub struct ServerConfig {
     pub capacity: Option<Capacity>,
     /// Where in the document it stands.
     pub span: Span,
+}
+
+/// When a service's table is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TableTiming {
+    /// As soon as a report, or whatever else it is made of, has changed.
+    OnChange,
+    /// Once per report interval, as published (CrossRSS, CoNEXT'20) and as the simulator does.
+    Interval,
 }
 
 /// What an operator wants of a server.

@@ -43,6 +43,20 @@ fn error(from: &str, to: &str) -> String {
 }
 
 #[test]
+fn a_server_is_in_no_more_services_than_its_agent_can_hold() {
+    let fleet = |services: u32| {
+        let mut text = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n".to_owned();
+        for service in 0..services {
+            text += &format!("[[service]]\nname = \"web{service}\"\nvip = \"10.200.0.1:{}\"\n", 80 + service);
+        }
+        FleetConfig::parse(&Source::from_text("fleet.toml", &text))
+    };
+    assert_eq!(fleet(64).unwrap().services.len(), 64);
+    let mistakes = fleet(65).unwrap_err().to_string();
+    assert!(mistakes.contains("server \"s1\" is in 65 services: expected at most 64"), "{mistakes}");
+}
+
+#[test]
 fn the_good_file_is_read() {
     let config = parse(GOOD).unwrap();
     assert_eq!(config.report_interval, Duration::from_millis(50));
@@ -77,7 +91,7 @@ fn single_values() {
         (
             "alpha = 0.25",
             "alpah = 0.25",
-            "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `alpha`, `buckets`, `retire_after`, \
+            "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, `alpha`, `buckets`, `retire_after`, \
              `key_rotation`, `server`, `service` (nearest: `alpha`)",
         ),
         (
@@ -386,10 +400,10 @@ fn more_servers_than_a_cookie_holds() {
 #[test]
 fn more_services_than_the_data_plane_holds() {
     let mut text = String::new();
-    for n in 0..65 {
+    for n in 0..1025 {
         text += &format!("[[service]]\nname = \"w{n}\"\nvip = \"10.0.0.1:{}\"\n", n + 80);
     }
-    assert_eq!(parse(&text).unwrap_err(), "fleet.toml:193:1: key `service`: 65 services: expected at most 64");
+    assert_eq!(parse(&text).unwrap_err(), "fleet.toml:3073:1: key `service`: 1025 services: expected at most 1024");
 }
 
 /// One wrong value hides nothing, and makes no second mistake of what depends on it.

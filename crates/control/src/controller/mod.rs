@@ -5,6 +5,8 @@
 //! * [`refused`]: why a report, or an agent, was not taken
 //! * [`service`]: a service, its policy and its newest table
 //! * [`racks`]: who stands between agents and controller
+//! * [`on_change`]: which services' tables are due
+//! * [`in_force`]: which tables load balancers use, and how long that took
 //! * [`load_balancers`]: who gets the tables
 //! * [`rotation`]: whether the cookie keys may be rotated now
 //! * [`health`]: which servers are fit for new connections
@@ -17,8 +19,12 @@ pub mod explain;
 pub mod health;
 #[cfg(test)]
 mod health_tests;
+pub mod in_force;
 mod lives;
 pub mod load_balancers;
+mod on_change;
+#[cfg(test)]
+mod on_change_tests;
 #[cfg(test)]
 mod pool_tests;
 pub mod racks;
@@ -34,7 +40,7 @@ pub mod tables;
 mod tests;
 pub mod traffic;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,10 +56,11 @@ use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError,
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
 use health::Health;
+use in_force::InForce;
 use load_balancers::LoadBalancers;
 use racks::{Behind, Racks};
 use refused::Refused;
-use service::{Condition, Service};
+use service::{Cause, Condition, Service};
 
 /// The moment at which something happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,6 +115,14 @@ pub struct Controller {
     accepted: u64,
     refused: BTreeMap<&'static str, u64>,
     sessions: u64,
+    /// Where the service with that index stands in `services`.
+    positions: HashMap<ServiceIndex, usize>,
+    /// Positions of the services that a server is a member of.
+    services_of: HashMap<ServerId, Vec<usize>>,
+    /// Services whose table is due, the longest first.
+    due: VecDeque<ServiceIndex>,
+    /// Which tables load balancers use.
+    pub in_force: InForce,
 }
 
 impl Controller {
@@ -122,6 +137,10 @@ impl Controller {
             accepted: 0,
             refused: Refused::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             sessions: 0,
+            positions: HashMap::new(),
+            services_of: HashMap::new(),
+            due: VecDeque::new(),
+            in_force: InForce::default(),
             fleet: fleet.clone(),
         };
         controller.configure(fleet);
@@ -138,9 +157,11 @@ impl Controller {
         self.agents.retain(|name, _| fleet.id(name).is_some());
         self.load_balancers.on_record(fleet.load_balancers.keys());
         let mut old = std::mem::take(&mut self.services);
+        let mut by_index: HashMap<ServiceIndex, Service> =
+            old.drain(..).map(|service| (service.fleet().index, service)).collect();
         let mut of_before = |new: &FleetService| {
-            let same = old.iter().position(|service| service.continues_as(new))?;
-            Some(old.swap_remove(same))
+            let same = by_index.get(&new.index).is_some_and(|service| service.continues_as(new));
+            same.then(|| by_index.remove(&new.index)).flatten()
         };
         self.services = fleet
             .services
@@ -151,6 +172,7 @@ impl Controller {
             })
             .collect();
         self.fleet = fleet;
+        self.index_services();
     }
 
     /// An agent has connected and says which server it is.
@@ -233,6 +255,7 @@ impl Controller {
     /// A load balancer says what it has sent to servers.
     pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         self.load_balancers.traffic(session, message, self.fleet.alpha, now);
+        self.traffic_changed(now);
     }
 
     /// A load balancer says what it sees.
@@ -273,9 +296,11 @@ impl Controller {
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
             return Err(Refused::Superseded(server.to_owned()));
         }
+        let sent = report.as_ref().ok().map(|report| report.sent);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
         if let Some(id) = self.fleet.id(server) {
             agent.sent_at_report = self.load_balancers.totals(id);
+            self.load_changed(id, Cause { received: now.monotonic, sent });
         }
         Ok(())
     }
@@ -308,44 +333,54 @@ impl Controller {
             .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
     }
 
-    /// Computes every service's table from what is known now.
+    /// Computes every service's table from what is known now: a report interval has ended. Counts of assigned connections
+    /// begin anew.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
+        self.due.clear();
+        self.update_health(now);
+        for position in 0..self.services.len() {
+            self.begin_interval(position);
+            self.services[position].loads_are_new();
+        }
+        (0..self.services.len()).map(|position| self.place(position, now)).collect()
+    }
+
+    /// Takes in what checks and agents have said.
+    fn update_health(&mut self, now: Now) {
         let mut health = std::mem::take(&mut self.health);
         health.update(&self.fleet, &self.load_balancers, now, |id| {
             self.agent(id).is_some_and(|agent| agent.is_fresh(now))
         });
         self.health = health;
-        for position in 0..self.services.len() {
-            let service = self.services[position].fleet();
-            let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
-            let conditions = service.members.keys().map(condition).collect();
-            self.services[position].follow(conditions, now);
-        }
-        let pools: Vec<Pool> = (0..self.services.len()).map(|position| self.pool_to_place(position, now)).collect();
-        let services = self.services.iter_mut().zip(&pools);
-        services.map(|(service, pool)| service.place(pool, now)).collect()
+    }
+
+    /// Where the servers of the service at this position stand now.
+    fn follow(&mut self, position: usize, now: Now) {
+        let service = self.services[position].fleet();
+        let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
+        let conditions = service.members.keys().map(condition).collect();
+        self.services[position].follow(conditions, now);
+    }
+
+    fn begin_interval(&mut self, position: usize) {
+        let opened = self.load_balancers.newly_opened(self.services[position].fleet().index);
+        self.services[position].begin_interval(opened);
+    }
+
+    /// The table of the service at this position, as things are now.
+    fn place(&mut self, position: usize, now: Now) -> NewTable {
+        self.follow(position, now);
+        let pool = self.pool(&self.services[position], now);
+        let service = &mut self.services[position];
+        service.due = None;
+        let pool = service.with_interval(pool);
+        service.place(&pool, now)
     }
 
     /// When the newest reports came that came after `since` (by the monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
         let newest = self.agents.values().filter_map(|agent| agent.newest.as_ref());
         newest.map(|newest| newest.received).filter(move |received| *received > since)
-    }
-
-    /// The tables that the last tick made.
-    pub fn tables(&self) -> impl Iterator<Item = NewTable> {
-        self.services.iter().filter_map(Service::newest)
-    }
-
-    /// The pool of the service at this position, and what was opened for it since the last tick.
-    fn pool_to_place(&mut self, position: usize, now: Now) -> Pool {
-        let index = self.services[position].fleet().index;
-        let opened = self.load_balancers.newly_opened(index);
-        let pool = self.pool(&self.services[position], now);
-        match opened {
-            Some(connections) => pool.with_opened_connections(connections),
-            None => pool,
-        }
     }
 
     /// The service's pool as a policy sees it.
@@ -388,6 +423,7 @@ impl Controller {
             ramp: service.ramp(id, now),
             capacity: server.capacity,
             traffic: self.load_balancers.rates(id),
+            fresh: service.is_fresh(id),
         }
     }
 

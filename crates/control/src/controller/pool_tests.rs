@@ -82,9 +82,10 @@ fn id(number: u64) -> ServerId {
 fn counts(counts: &[(u64, u64, u64)]) -> TrafficMessage {
     let of = |(server, opened, closed): &(u64, u64, u64)| {
         let traffic = ServerTraffic { opened: *opened, closed: *closed, packets: opened * 10, bytes: opened * 1000 };
-        (ServiceIndex::new(0).unwrap(), id(*server), traffic)
+        (id(*server), traffic)
     };
-    TrafficMessage { counts: counts.iter().map(of).collect() }
+    let opened = counts.iter().map(|(_, opened, _)| opened).sum();
+    TrafficMessage { opened: [(ServiceIndex::FIRST, opened)].into(), servers: counts.iter().map(of).collect() }
 }
 
 fn shares(table: &PlacementTable) -> BTreeMap<u16, usize> {

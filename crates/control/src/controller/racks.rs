@@ -172,8 +172,15 @@ impl Controller {
             }
             summaries.insert(service, Arc::new(summary));
         }
+        let passed_up = summaries.iter().map(|(service, summary)| {
+            (*service, summary.servers.iter().map(|server| server.id).collect::<Vec<ServerId>>())
+        });
+        let passed_up: Vec<_> = passed_up.collect();
         rack.summaries = summaries;
         rack.fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
+        for (service, servers) in passed_up {
+            self.loads_passed_up(service, &servers, now);
+        }
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::Consistency;
 use coreward_model::health::WhenAllDown;
-use coreward_model::placement::PlacementTable;
+use coreward_model::placement::{Core, PlacementTable, Rule};
 use coreward_model::policy::{Policy, Pool};
 use coreward_model::tuple::Protocol;
 
@@ -21,7 +21,7 @@ use crate::fleet::FleetService;
 const SMALLEST_RAMP: f64 = 1.0 / 64.0;
 
 /// What decides whether a server takes a service's new connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Condition {
     /// Nothing is against it.
     Fit,
@@ -79,6 +79,27 @@ pub struct Service {
     /// remember who was before when a connection began.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
+    /// What made a table due that is not made yet.
+    pub due: Option<Cause>,
+    /// Servers whose load is newer than the newest table.
+    fresh: BTreeSet<ServerId>,
+    /// Of the first table with each server's newest load.
+    load_generations: BTreeMap<ServerId, u64>,
+    /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
+    opened: Option<u64>,
+    new_interval: bool,
+    /// What the newest table was made of, apart from loads.
+    made_of: Option<u64>,
+}
+
+/// The oldest change that a table does not have yet: when it came (since the controller's start), and when whoever reported
+/// it sent it (by the wall clock).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cause {
+    /// (since the controller's start)
+    pub received: Duration,
+    /// (since 1970); `None`: it is no report.
+    pub sent: Option<Duration>,
 }
 
 impl Service {
@@ -95,6 +116,12 @@ impl Service {
             history_changed: false,
             predecessors: fleet.bucket_history.predecessors(),
             predecessor_changes: 0,
+            due: None,
+            fresh: BTreeSet::new(),
+            load_generations: BTreeMap::new(),
+            opened: None,
+            new_interval: true,
+            made_of: None,
             fleet: fleet.clone(),
         }
     }
@@ -184,6 +211,51 @@ impl Service {
         passed.clamp(SMALLEST_RAMP, 1.0)
     }
 
+    /// Whether its tables depend on what servers report.
+    pub fn reads_loads(&self) -> bool {
+        self.policy.reads_loads()
+    }
+
+    /// Whether its tables depend on what load balancers count.
+    pub fn reads_traffic(&self) -> bool {
+        self.policy.reads_traffic()
+    }
+
+    /// The server's load is new.
+    pub fn load_is_new(&mut self, server: ServerId) {
+        self.fresh.insert(server);
+    }
+
+    /// All loads are new.
+    pub fn loads_are_new(&mut self) {
+        self.fresh.extend(self.fleet.members.keys());
+    }
+
+    /// Whether the server's load is newer than the newest table.
+    pub fn is_fresh(&self, server: ServerId) -> bool {
+        self.fresh.contains(&server)
+    }
+
+    /// A report interval has ended, in which so many connections were opened, if that is known.
+    pub fn begin_interval(&mut self, opened: Option<u64>) {
+        self.opened = opened;
+        self.new_interval = true;
+    }
+
+    /// The pool with what is known of the last report interval.
+    pub fn with_interval(&self, pool: Pool) -> Pool {
+        let pool = match self.opened {
+            Some(opened) => pool.with_opened_connections(opened),
+            None => pool,
+        };
+        if self.new_interval { pool } else { pool.within_interval() }
+    }
+
+    /// Takes note of what the next table will be made of, apart from loads; whether that has changed.
+    pub fn is_made_of(&mut self, inputs: u64) -> bool {
+        self.made_of.replace(inputs) != Some(inputs)
+    }
+
     /// The table for this pool.
     pub fn place(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.generation += 1;
@@ -195,9 +267,26 @@ impl Service {
         if !table.members.is_empty() {
             table.consistent_before = self.history.consistent_before();
         }
+        self.new_interval = false;
+        table.core_slot_ages = self.slot_ages(&table);
         let table = Arc::new(table);
         self.newest = Some((table.clone(), now.monotonic));
         NewTable { service: self.fleet.index, table }
+    }
+
+    /// [`PlacementTable::core_slot_ages`] of a table just made.
+    fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
+        let members = &self.fleet.members;
+        self.load_generations.retain(|server, _| members.contains_key(server));
+        for server in std::mem::take(&mut self.fresh) {
+            self.load_generations.insert(server, table.generation);
+        }
+        if table.rule != Rule::LeastAssigned {
+            return Vec::new();
+        }
+        let newest = |core: &Core| self.load_generations.get(&core.server).copied().unwrap_or(table.generation);
+        let ages: Vec<u32> = table.core_slots.iter().map(|core| (table.generation - newest(core)) as u32).collect();
+        if ages.iter().all(|age| *age == 0) { Vec::new() } else { ages }
     }
 
     fn add_predecessors(&mut self) {

@@ -34,14 +34,8 @@ pub struct Traffic {
 impl Traffic {
     /// Takes in what it says. A count that went back is of maps that were made anew: its rate begins anew, too.
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
-        let mut totals: HashMap<ServerId, ServerTraffic> = HashMap::new();
-        for (_, server, traffic) in &message.counts {
-            let total = totals.entry(*server).or_default();
-            total.opened += traffic.opened;
-            total.closed += traffic.closed;
-            total.packets += traffic.packets;
-            total.bytes += traffic.bytes;
-        }
+        let totals: HashMap<ServerId, ServerTraffic> =
+            message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.take_opened(message);
         let elapsed = self.said.map(|said| now.monotonic.saturating_sub(said).as_secs_f64());
         if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
@@ -53,17 +47,14 @@ impl Traffic {
     }
 
     fn take_opened(&mut self, message: &TrafficMessage) {
-        let mut totals: HashMap<ServiceIndex, u64> = HashMap::new();
-        for (service, _, traffic) in &message.counts {
-            *totals.entry(*service).or_default() += traffic.opened;
-        }
-        let follow = |(service, total): (ServiceIndex, u64)| {
+        let follow = |(service, total): (&ServiceIndex, &u64)| {
+            let (service, total) = (*service, *total);
             // A count that went back is of maps that were made anew, or a server has left.
             let more = |before: &Opened| before.newly.unwrap_or(0) + total.saturating_sub(before.total);
             let newly = self.opened.get(&service).map(more);
             (service, Opened { total, newly })
         };
-        self.opened = totals.into_iter().map(follow).collect();
+        self.opened = message.opened.iter().map(follow).collect();
     }
 
     /// Connections that it has opened for the service since this was last asked; `None`: not known yet.
@@ -122,8 +113,6 @@ impl Totals {
 
 #[cfg(test)]
 mod tests {
-    use coreward_wire::ServiceIndex;
-
     use super::*;
 
     fn at(milliseconds: u64) -> Now {
@@ -135,27 +124,26 @@ mod tests {
         number.try_into().unwrap()
     }
 
-    fn message(counts: &[(u32, u64, u64)]) -> TrafficMessage {
-        let entry = |(service, server, packets): &(u32, u64, u64)| {
-            let traffic = ServerTraffic { packets: *packets, bytes: packets * 100, ..Default::default() };
-            (ServiceIndex::new(*service).unwrap(), id(*server), traffic)
+    fn message(counts: &[(u64, u64)]) -> TrafficMessage {
+        let entry = |(server, packets): &(u64, u64)| {
+            (id(*server), ServerTraffic { packets: *packets, bytes: packets * 100, ..Default::default() })
         };
-        TrafficMessage { counts: counts.iter().map(entry).collect() }
+        TrafficMessage { servers: counts.iter().map(entry).collect(), ..Default::default() }
     }
 
     #[test]
-    fn rates_are_of_all_services_and_smoothed() {
+    fn rates_are_smoothed() {
         let mut traffic = Traffic::default();
-        traffic.take(&message(&[(0, 1, 100), (1, 1, 50), (0, 2, 7)]), Alpha::PUBLISHED, at(0));
+        traffic.take(&message(&[(1, 150), (2, 7)]), Alpha::PUBLISHED, at(0));
         assert_eq!(traffic.rates(id(1)), None);
-        traffic.take(&message(&[(0, 1, 110), (1, 1, 60), (0, 2, 7)]), Alpha::PUBLISHED, at(100));
+        traffic.take(&message(&[(1, 170), (2, 7)]), Alpha::PUBLISHED, at(100));
         assert_eq!(traffic.rates(id(1)), Some(TrafficRates { packets: 200.0, bytes: 20_000.0 }));
         assert_eq!(traffic.rates(id(2)), Some(TrafficRates { packets: 0.0, bytes: 0.0 }));
-        traffic.take(&message(&[(0, 1, 110), (1, 1, 60)]), Alpha::PUBLISHED, at(200));
+        traffic.take(&message(&[(1, 170)]), Alpha::PUBLISHED, at(200));
         assert_eq!(traffic.rates(id(1)).unwrap().packets, 100.0);
         assert_eq!(traffic.rates(id(2)), None);
         // Its maps were made anew.
-        traffic.take(&message(&[(0, 1, 3)]), Alpha::PUBLISHED, at(300));
+        traffic.take(&message(&[(1, 3)]), Alpha::PUBLISHED, at(300));
         assert_eq!(traffic.rates(id(1)), None);
         traffic.stop();
         assert_eq!(traffic.total(id(1)).unwrap().packets, 3);

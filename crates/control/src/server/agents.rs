@@ -110,7 +110,10 @@ fn take(shared: &Shared, session: &Session, report: v1::Report, log: &mut Refusa
     let now = shared.now();
     let outcome = shared.controller().report(session, report, now);
     match outcome {
-        Ok(()) => log.newest = None,
+        Ok(()) => {
+            log.newest = None;
+            shared.inputs_changed();
+        }
         Err(refused) if refused.ends_session() => return Err(refused_status(&refused)),
         Err(refused) => log.refused(session, &refused),
     }

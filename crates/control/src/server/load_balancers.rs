@@ -4,13 +4,14 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use coreward_wire::address::parse_optional_address;
-use coreward_wire::{HealthMessage, SocketAnswer, SocketQuery, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficMessage, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
+use super::board::{News, Seen};
 use super::keeper::Change;
 use super::office::not_leading;
-use super::shared::{Newest, Shared};
+use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 
 type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
@@ -35,6 +36,7 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::LoadBalancer
         }
     }
     shared.sockets.forget_asker(session);
+    shared.controller().in_force.forget(session);
     leave(&shared, name, session).await;
 }
 
@@ -83,17 +85,28 @@ async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::Load
         match message.message {
             Some(Message::State(state)) => shared.controller().load_balancer_state(session, state, now),
             Some(Message::Traffic(traffic)) => match TrafficMessage::try_from(&traffic) {
-                Ok(traffic) => shared.controller().load_balancer_traffic(session, &traffic, now),
+                Ok(traffic) => {
+                    shared.controller().load_balancer_traffic(session, &traffic, now);
+                    shared.inputs_changed();
+                }
                 Err(error) => tracing::warn!("a load balancer's traffic cannot be used: {error}"),
             },
             Some(Message::Health(health)) => match HealthMessage::try_from(&health) {
-                Ok(health) => shared.controller().load_balancers.health(session, health, now),
+                Ok(health) => {
+                    shared.controller().load_balancers.health(session, health, now);
+                    shared.look();
+                }
                 Err(error) => tracing::warn!("a load balancer's health checks cannot be used: {error}"),
             },
             Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
                 Ok(query) => ask(shared, session, query),
                 Err(error) => tracing::warn!("a load balancer's question cannot be used: {error}"),
             },
+            Some(Message::TableInForce(table)) => {
+                if let Some(service) = ServiceIndex::new(table.service_index) {
+                    shared.controller().in_force.confirm(session, service, table.generation, now);
+                }
+            }
             Some(Message::Hello(_)) | None => {}
         }
     }
@@ -114,24 +127,19 @@ async fn tell(shared: &Shared, mut answers: mpsc::Receiver<SocketAnswer>, update
     let send = async |update: Update| {
         shared.leads() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut told: Option<Arc<v1::FleetConfiguration>> = None;
-    let mut newest = shared.newest();
-    newest.mark_changed();
+    let (mut changes, mut seen) = (shared.board.changes(), Seen::default());
+    changes.mark_changed();
     loop {
         tokio::select! {
-            changed = newest.changed() => {
+            changed = changes.changed() => {
                 if changed.is_err() {
                     return;
                 }
-                let Newest { configuration, tables } = newest.borrow_and_update().clone();
-                if told.as_ref().is_none_or(|told| !Arc::ptr_eq(told, &configuration)) {
-                    if !send(Update::Configuration((*configuration).clone())).await {
-                        return;
-                    }
-                    told = Some(configuration);
-                }
-                for table in tables.iter() {
-                    if !send(Update::Table(table.clone())).await {
+                changes.mark_unchanged();
+                let News { configuration, tables } = shared.board.news(&mut seen);
+                let configuration = configuration.into_iter().map(Update::Configuration);
+                for update in configuration.chain(tables.into_iter().map(Update::Table)) {
+                    if !send(update).await {
                         return;
                     }
                 }

@@ -1,12 +1,14 @@
 //! The daemon: the controller's decisions behind gRPC, ticking, and reading its file again when told.
 //!
 //! * [`shared`]: what all callers share
+//! * [`board`]: what load balancers are to have
 //! * [`keeper`]: configuration and records; the only one that writes the store
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
 //! * [`agents`], [`racks`], [`load_balancers`], [`people`]: one kind of caller each
 
 mod agents;
+mod board;
 pub(crate) mod keeper;
 mod load_balancers;
 pub mod office;
@@ -60,6 +62,12 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_LOOK: Duration = Duration::from_millis(10);
 /// Before a controller that has led stands for election again: others are first.
 const AFTER_LEADING: Duration = Duration::from_secs(1);
+/// Tables that are due are made as long as this; then reports have their turn.
+const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
+/// After tables were made, none are for so many times as long: they take at most half of a CPU.
+const TABLES_REST: u32 = 1;
+/// But at least so long: what comes meanwhile is in the next ones.
+const TABLES_GAP: Duration = Duration::from_millis(1);
 /// How often ids of servers that left are looked over.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
@@ -250,7 +258,7 @@ async fn lead(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership
     }
 }
 
-/// Tables at the report interval, for ever.
+/// Tables, for ever.
 async fn tick(shared: &Shared, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.all_report() {
@@ -259,9 +267,16 @@ async fn tick(shared: &Shared, restarted: bool) {
     shared.settle();
     let mut due = Instant::now();
     loop {
-        sleep_until(due).await;
-        // After a pause of the machine one tick, not all that were missed.
-        due = (due + shared.tick()).max(Instant::now());
+        tokio::select! {
+            () = sleep_until(due) => {
+                // After a pause of the machine one tick, not all that were missed.
+                due = (due + shared.tick()).max(Instant::now());
+            }
+            () = shared.due() => {
+                let took = shared.make_due_tables(TABLES_AT_ONCE);
+                tokio::time::sleep((took * TABLES_REST).max(TABLES_GAP)).await;
+            }
+        }
     }
 }
 

@@ -82,6 +82,7 @@ async fn listen(
             continue;
         }
         let outcome = shared.controller().rack_summaries(session, &message.summaries, now);
+        shared.inputs_changed();
         // Once, not ten times a second.
         if let Err(refused) = &outcome
             && newest_refusal.as_ref() != Some(refused)
@@ -115,9 +116,8 @@ fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
     said
 }
 
-/// What the rack must know, whenever that has changed when tables are made.
+/// What the rack must know: looked at once per report interval, and told when it has changed.
 async fn tell(shared: &Shared, session: u64, updates: &Updates) {
-    let mut ticks = shared.newest();
     let mut told = None;
     loop {
         let now = shared.now();
@@ -129,8 +129,7 @@ async fn tell(shared: &Shared, session: u64, updates: &Updates) {
             }
             told = Some(configuration);
         }
-        if ticks.changed().await.is_err() {
-            return;
-        }
+        let interval = shared.controller().fleet().report_interval;
+        tokio::time::sleep(interval).await;
     }
 }

@@ -1,6 +1,6 @@
 //! What all callers share.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -11,24 +11,28 @@ use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
-use coreward_wire::{table, v1};
-use prost::bytes::Bytes;
-use tokio::sync::{mpsc, oneshot, watch};
+use coreward_wire::table;
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use crate::clock::{RecordClock, wall_now};
-use crate::controller::{Controller, Now};
+use crate::config::TableTiming;
+use crate::controller::{Controller, NewTable, Now};
 use crate::fleet::Fleet;
 
+use super::board::Board;
 use super::keeper::Change;
 use super::sockets::Sockets;
 
 /// The controller's decisions, and what they say now.
 pub struct Shared {
     controller: Mutex<Controller>,
-    newest: watch::Sender<Newest>,
     /// Until when this controller leads; `None`: there is no other.
     leadership: Option<Arc<Leadership>>,
+    /// What load balancers are to have.
+    pub board: Board,
+    /// Tables are due.
+    due: Notify,
     /// Counts configurations of agents: what they wait for.
     agent_configurations: watch::Sender<u64>,
     /// Who is asked for sockets, and who asks.
@@ -64,16 +68,6 @@ struct Told {
     ticked: Duration,
 }
 
-/// What every load balancer is to have now, encoded once for all of them. Whoever is slow finds the newest here when it
-/// comes to look, and nothing queues up.
-#[derive(Clone)]
-pub struct Newest {
-    /// The fleet's configuration.
-    pub configuration: Arc<v1::FleetConfiguration>,
-    /// A table per service.
-    pub tables: Arc<[Bytes]>,
-}
-
 impl Shared {
     /// Changes that callers want come out of the receiver.
     pub fn new(
@@ -82,10 +76,11 @@ impl Shared {
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<WantedChange>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_now(), record: clock.now() };
-        let configuration = Arc::new((&controller.fleet_configuration(start)).into());
+        let configuration = controller.fleet_configuration(start).encode();
         let (changes, receiver) = mpsc::channel(CHANGES);
         let shared = Self {
-            newest: watch::Sender::new(Newest { configuration, tables: Arc::new([]) }),
+            board: Board::new(configuration),
+            due: Notify::new(),
             agent_configurations: watch::Sender::new(0),
             sockets: Sockets::default(),
             leadership,
@@ -165,6 +160,12 @@ impl Shared {
         parts::status(&mut page, &status, now.wall);
         let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
         page.add_latencies("coreward_report_to_table_seconds", latencies);
+        let (since_receipt, since_sent) = {
+            let controller = self.controller();
+            (controller.in_force.since_receipt, controller.in_force.since_sent)
+        };
+        page.add_latencies("coreward_report_to_kernel_seconds", since_receipt);
+        page.add_latencies("coreward_report_sent_to_kernel_seconds", since_sent);
         page
     }
 
@@ -174,59 +175,133 @@ impl Shared {
         self.controller().all_report(now)
     }
 
-    /// New tables to all load balancers. Gives the time until the next tick.
+    /// A report interval has ended. Gives the time until the next end.
     pub fn tick(&self) -> Duration {
         let now = self.now();
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        let since = std::mem::replace(&mut told.ticked, now.monotonic);
-        let (tables, interval, configuration, predecessor_changes, received) = {
+        let (timing, interval) = {
+            let controller = self.controller();
+            (controller.fleet().tables, controller.fleet().report_interval)
+        };
+        match timing {
+            TableTiming::Interval => self.make_all_tables(now),
+            TableTiming::OnChange => {
+                self.controller().look(now, true);
+                self.due.notify_one();
+            }
+        }
+        self.tell_who_is_alive(now);
+        interval
+    }
+
+    /// Every service's table (`tables = "interval"`).
+    fn make_all_tables(&self, now: Now) {
+        let since = std::mem::replace(&mut self.told().ticked, now.monotonic);
+        let (tables, received) = {
             let mut controller = self.controller();
             let tables = controller.tick(now);
-            let alive = controller.alive(now);
-            let configuration = (told.alive != alive).then(|| Arc::new((&controller.fleet_configuration(now)).into()));
-            told.alive = alive;
             let received: Vec<Duration> = controller.received_after(since).collect();
-            (tables, controller.fleet().report_interval, configuration, controller.predecessor_changes(), received)
+            (tables, received)
         };
-        let tables: Arc<[Bytes]> = tables.iter().map(|new| table::encode(new.service, &new.table)).collect();
-        self.newest.send_modify(|newest| {
-            newest.tables = tables;
-            newest.configuration = configuration.unwrap_or_else(|| newest.configuration.clone());
-        });
+        self.post(&tables, received.into_iter());
+    }
+
+    /// Makes tables that are due, the longest first, until none is or `enough` time has passed. Gives the time that it took;
+    /// if tables are left, [`Shared::due`] is ready at once.
+    pub fn make_due_tables(&self, enough: Duration) -> Duration {
+        let begun = Instant::now();
+        let (mut tables, mut received) = (Vec::new(), Vec::new());
+        while begun.elapsed() < enough {
+            let now = self.now();
+            let Some(due) = self.controller().next_due(now) else { break };
+            tables.push(due.new);
+            received.extend(due.cause.sent.map(|_| due.cause.received));
+        }
+        if !tables.is_empty() {
+            self.post(&tables, received.into_iter());
+        }
+        if self.controller().is_due() {
+            self.due.notify_one();
+        }
+        begun.elapsed()
+    }
+
+    /// Ready when tables are due.
+    pub async fn due(&self) {
+        self.due.notified().await;
+    }
+
+    /// What a table is made of may have changed.
+    pub fn inputs_changed(&self) {
+        if self.settled.load(Ordering::Relaxed) && self.controller().is_due() {
+            self.due.notify_one();
+        }
+    }
+
+    fn post(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
+        self.board.post_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
         let made = self.started.elapsed();
         let mut latencies = self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
-        received.into_iter().for_each(|received| latencies.observe(made.saturating_sub(received)));
+        received.for_each(|received| latencies.observe(made.saturating_sub(received)));
         drop(latencies);
-        if std::mem::replace(&mut told.predecessor_changes, predecessor_changes) != predecessor_changes {
+        let changes = self.controller().predecessor_changes();
+        if std::mem::replace(&mut self.told().predecessor_changes, changes) != changes {
             self.agent_configurations.send_modify(|count| *count += 1);
         }
-        interval
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Load balancers know of each other who is.
+    fn tell_who_is_alive(&self, now: Now) {
+        let controller = self.controller();
+        let alive = controller.alive(now);
+        let mut told = self.told();
+        if told.alive != alive {
+            told.alive = alive;
+            self.board.post_configuration(controller.fleet_configuration(now).encode(), |_| true);
+        }
     }
 
     /// Puts another configuration in force.
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
-        let configuration = {
+        let (configuration, kept) = {
             let mut controller = self.controller();
             controller.configure(fleet);
-            Arc::new((&controller.fleet_configuration(now)).into())
+            let kept = controller.fleet().services.iter().map(|service| service.index).collect::<HashSet<_>>();
+            (controller.fleet_configuration(now).encode(), kept)
         };
-        // Tables of before may name services and servers that are no more: they go first.
-        self.newest.send_replace(Newest { configuration, tables: Arc::new([]) });
+        // Tables of before may name servers that are no more: the data plane knows which are.
+        self.board.post_configuration(configuration, |service| kept.contains(&service));
         self.agent_configurations.send_modify(|count| *count += 1);
-        if self.settled.load(Ordering::Relaxed) {
-            self.tick();
+        if !self.settled.load(Ordering::Relaxed) {
+            return;
+        }
+        let timing = self.controller().fleet().tables;
+        match timing {
+            TableTiming::Interval => self.make_all_tables(now),
+            TableTiming::OnChange => self.look(),
+        }
+    }
+
+    /// With tables on change: makes those due whose services' servers have changed otherwise than by a report.
+    pub fn look(&self) {
+        if !self.settled.load(Ordering::Relaxed) {
+            return;
+        }
+        let now = self.now();
+        let mut controller = self.controller();
+        if controller.fleet().tables == TableTiming::OnChange {
+            controller.look(now, false);
+            self.due.notify_one();
         }
     }
 
     /// From now on tables are made.
     pub fn settle(&self) {
         self.settled.store(true, Ordering::Relaxed);
-    }
-
-    /// Changes with every tick and configuration.
-    pub fn newest(&self) -> watch::Receiver<Newest> {
-        self.newest.subscribe()
     }
 
     /// Changes with every configuration of agents.

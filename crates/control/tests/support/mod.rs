@@ -43,7 +43,8 @@ impl Home {
     }
 
     pub fn write(&self, servers: &[&str], more: &str) {
-        let mut text = "report_interval = \"10ms\"\n".to_owned();
+        // Tables come whether anybody reports or not.
+        let mut text = "report_interval = \"10ms\"\ntables = \"interval\"\n".to_owned();
         for server in servers {
             text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
         }

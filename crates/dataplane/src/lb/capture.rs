@@ -19,9 +19,9 @@ use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
 use super::program::{Maps, Watched};
-use super::servers::mac_in;
+use super::servers::{mac_in, members, server_word};
 use super::services::{names_of, services_of};
-use super::{COUNTER_NAMES, ServiceIndex, entry_at, program};
+use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
 
 /// What to watch.
@@ -188,10 +188,8 @@ impl Capture {
 
     fn read_servers(&mut self) {
         self.servers.clear();
-        for id in 0..ServerId::COUNT as u64 {
-            let server = ServerId::try_from(id).expect("below the count");
-            let word = self.maps.servers.load(entry_at::<intf::server_entry>(self.service, server.get()));
-            if let Some(mac) = mac_in(word) {
+        for server in members(&self.maps, self.service) {
+            if let Some(mac) = mac_in(server_word(&self.maps, self.service, server)) {
                 self.servers.entry(mac).or_default().push(server);
             }
         }

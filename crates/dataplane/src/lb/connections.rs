@@ -16,9 +16,10 @@ use rand::Rng as _;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use super::program::{self, Maps, Servers};
+use super::program::{self, Maps};
+use super::servers::server_word;
 use super::services::{names_of, services_of};
-use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex, entry_at};
+use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
 use crate::mac::MacAddress;
 use crate::mapped::{Mapped, wait_for_programs};
 
@@ -143,9 +144,8 @@ fn owner_at(owner: OwnerNumber) -> usize {
     OWNERS + usize::from(owner.get()) * size_of::<intf::server_entry>()
 }
 
-fn is_known(servers: &Mapped<Servers>, service: ServiceIndex, server: ServerId) -> bool {
-    let word = servers.load(entry_at::<intf::server_entry>(service, server.get()));
-    (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
+fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
+    (server_word(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
 /// The connections of one service.
@@ -257,12 +257,12 @@ impl LoadBalancer {
     /// pause. After the last entry comes the first.
     pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
         let all = self.maps.connections.size().entries();
-        let (table, servers, now) = (&self.maps.connections, &self.maps.servers, self.clock());
+        let (table, now) = (&self.maps.connections, self.clock());
         let mut found = Vec::new();
         for position in (0..entries.min(all)).map(|n| (self.next_swept + n) % all) {
             let Some(connection) = table.connection(table.size().index_at(position)) else { continue };
             let service = ServiceIndex(connection.identity.service);
-            let known = is_known(servers, service, connection.identity.server);
+            let known = is_known(&self.maps, service, connection.identity.server);
             found.extend(timers.due(&connection, known, now).map(|due| (connection, due)));
         }
         self.next_swept = (self.next_swept + entries) % all;
@@ -288,7 +288,7 @@ impl LoadBalancer {
             .collect();
         if !released.is_empty() {
             // A packet that saw the connection may still be counting.
-            self.wait_since(self.grace_periods)?;
+            self.grace_periods.wait(self.grace_periods.now())?;
         }
         released.iter().for_each(|index| self.maps.connections.push(*index));
         Ok(released.len())

@@ -1,7 +1,7 @@
 //! `timestamps = "lb"`: which MAC address is which server's, and what the program has learnt of the servers' clocks
 //! (`bpf/correction.bpf.h`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
 
 use anyhow::{Context as _, ensure};
@@ -140,7 +140,7 @@ impl LoadBalancer {
             let id = ServerId::try_from(u64::from(known.server_id))?;
             let clock = ServerClock {
                 agreeing: known.agreeing,
-                opened: self.traffic(service, id).opened,
+                opened: self.traffic(id).opened,
                 syn_acks: known.syn_acks,
                 with_timestamps: known.with_timestamps,
                 disagreed: known.disagreed,
@@ -200,13 +200,13 @@ impl LoadBalancer {
         }
     }
 
-    /// Forgets all of a place's servers.
-    pub(super) fn forget_corrected_servers(&mut self, service: ServiceIndex) -> anyhow::Result<()> {
-        self.corrected.retain(|(of, _), _| *of != service);
+    /// Forgets all servers of these places.
+    pub(super) fn forget_corrected_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+        self.corrected.retain(|(of, _), _| !services.contains(of));
         let map = self.maps.corrected_servers();
         for ((of, mac), _) in corrected_servers(&self.maps)? {
-            if of == service {
-                map.delete(&key_of(service, mac)).context("forgetting a server's address")?;
+            if services.contains(&of) {
+                map.delete(&key_of(of, mac)).context("forgetting a server's address")?;
             }
         }
         Ok(())
@@ -240,7 +240,7 @@ fn corrected_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
     let map = maps.corrected_servers();
     let entry = |key: Vec<u8>| -> anyhow::Result<Option<Entry>> {
         let word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
-        let service = ServiceIndex(u8::try_from(word >> intf::CORRECTED_SERVICE_SHIFT).context("a service's place")?);
+        let service = ServiceIndex((word >> intf::CORRECTED_SERVICE_SHIFT) as u16);
         let mac = MacAddress::from_word(word);
         Ok(read(map, service, mac)?.map(|known| ((service, mac), known)))
     };

@@ -36,8 +36,8 @@ impl LoadBalancer {
 
     fn counters_at(&self, position: usize) -> Counters {
         let mut sum = Counters::default();
-        for row in 0..intf::LB_COUNTER_ROWS as usize {
-            let start = row * size_of::<intf::lb_counter_row>() + position * size_of::<intf::lb_counters>();
+        for row in 0..self.maps.counter_rows() {
+            let start = (row * intf::LB_COUNTERS_PER_ROW as usize + position) * size_of::<intf::lb_counters>();
             let packets = start + offset_of!(intf::lb_counters, packets);
             for (counter, sum) in sum.packets.iter_mut().enumerate() {
                 *sum += self.maps.counters.load(packets + counter * size_of::<u64>());

@@ -2,8 +2,14 @@
 
 use std::path::Path;
 
+use coreward_intf as intf;
+use coreward_model::{ServerId, ServiceAddress};
+
 use super::link::XdpLink;
-use super::program::Maps;
+use super::program::{self, Maps};
+use super::servers::{mac_in, server_word};
+use super::services::services_of;
+use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
 /// What [`LoadBalancer::load`](super::LoadBalancer::load) would not take over of what is pinned below `pin_directory`;
 /// `None`: all is well, or nothing is at work there.
@@ -21,4 +27,31 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
 /// When the link cannot be read.
 pub fn pinned_program(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program()).transpose()
+}
+
+/// The servers of a load balancer at work, read while packets pass and without its daemon.
+#[derive(Debug)]
+pub struct PinnedServers {
+    maps: Maps,
+}
+
+impl PinnedServers {
+    /// # Errors
+    /// When none is at work there, or one of another version.
+    pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
+        Ok(Self { maps: Maps::take_over(&program::pin_directory(pin_directory)?)? })
+    }
+
+    /// The place of a service; `None`: there is no such service.
+    pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
+        services_of(&self.maps).get(address).map(|service| service.index)
+    }
+
+    /// A server as packets see it now; `None`: the service does not know it.
+    pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
+        let word = server_word(&self.maps, service, id);
+        let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
+        let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
+        (flags & intf::SERVER_KNOWN != 0).then_some(server)
+    }
 }

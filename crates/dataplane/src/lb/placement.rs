@@ -2,60 +2,94 @@
 
 use std::mem::offset_of;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::placement::PlacementTable;
 
 use super::program::{InUse, Variant};
 use super::services::in_use;
-use super::{LoadBalancer, ServiceIndex, state_of, table_position, tables};
-use crate::mapped::wait_for_programs;
+use super::tables::{Full, Written};
+use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
 impl LoadBalancer {
     /// Installs a service's table by one atomic switch: every first packet is placed by the table before or by this one.
-    /// Waits for an RCU grace period (some ms) unless one has passed since the service's previous table.
+    /// Does not wait for programs that still read the one before.
     ///
     /// # Errors
-    /// When the table cannot be held ([`TableError`]), or the kernel refuses the program for its rule: the table before
-    /// stays then.
+    /// When the table cannot be held ([`TableError`]), there is no more memory for tables, or the kernel refuses the program
+    /// for its rule: the table before stays then.
     ///
     /// # Panics
     /// When `service` is none of [`services`](Self::services).
+    ///
+    /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         tables::check(table)?;
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
         let with_rule = InUse { rules: rule.unwrap_or(0), ..self.variant.in_use };
         self.change_variant(Variant { in_use: self.variant.in_use.and(with_rule), ..self.variant })?;
-        let active = self.active_half(service);
-        let idle = active ^ 1;
-        self.wait_since(self.service(service).halves[idle].retired_at)?;
-
-        let address = self.address(service);
-        let mut half = std::mem::take(&mut self.service_mut(service).halves[idle]);
-        tables::write(&self.maps.tables, table_position(service, idle), &mut half, address, table);
-        self.maps.state.store(state_of(service) + offset_of!(intf::service_state, active_half), idle as u64);
-        let grace_periods = self.grace_periods;
-        let entry = self.service_mut(service);
-        entry.halves[idle] = half;
-        entry.halves[active].retired_at = grace_periods;
-        entry.rule = rule;
+        let written = self.write_table(service, table)?;
+        self.maps.state.store(table_at(service), written.at().into());
+        let was_in_use = self.service(service).rule();
+        if let Some(before) = self.service_mut(service).table.replace(written) {
+            self.maps.tables.retire(before, &self.grace_periods);
+        }
+        if was_in_use == rule {
+            return Ok(());
+        }
         // What no table uses any more need not be compiled in. The new variant may find the old table for a moment:
-        // a first packet on another CPU that read the old half; it runs in the old program.
+        // a first packet on another CPU that read where the old one is; it runs in the old program.
         self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })
+    }
+
+    /// The table in the memory, which is made larger if there is no room.
+    fn write_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<Written> {
+        let vip = self.address(service);
+        loop {
+            let before = self.services.get(self.address_of(service)).and_then(|service| service.table.as_ref());
+            match self.maps.tables.write(before, vip, table, &self.grace_periods) {
+                Ok(written) => return Ok(written),
+                Err(Full) => match self.maps.tables.last_retired() {
+                    Some(moment) if !self.grace_periods.has_passed(moment) => self.grace_periods.wait(moment)?,
+                    _ => self.grow_memory()?,
+                },
+            }
+        }
+    }
+
+    /// Twice as much memory for tables: another map, which another program takes over.
+    fn grow_memory(&mut self) -> anyhow::Result<()> {
+        let bytes = self.maps.placement_memory_bytes() * 2;
+        ensure!(
+            bytes <= intf::MAX_PLACEMENT_MEMORY,
+            "placement tables need more than {} MiB in all",
+            intf::MAX_PLACEMENT_MEMORY >> 20
+        );
+        let map = self.maps.larger_placement_memory(bytes)?;
+        let program =
+            self.maps.with_placement_memory(
+                map,
+                bytes,
+                &self.variant,
+                self.pins.as_deref(),
+                |program| match &self.link {
+                    Some(link) => link.replace(program).context("replacing the program at the device"),
+                    None => Ok(()),
+                },
+            )?;
+        self.program = program;
+        tracing::info!("placement tables have {} MiB of memory now", bytes >> 20);
+        Ok(())
     }
 
     /// The generation of a service's table; `None`: it has none, or one without members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
-        let position = table_position(service, self.active_half(service));
-        tables::rule_bit(&self.maps.tables, position).map(|_| tables::generation(&self.maps.tables, position))
+        let at = self.maps.state.load(table_at(service)) as u32;
+        tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
     }
+}
 
-    /// Returns when a grace period has passed since `retired_at`.
-    pub(super) fn wait_since(&mut self, retired_at: u64) -> anyhow::Result<()> {
-        if retired_at == self.grace_periods {
-            wait_for_programs().context("waiting for an RCU grace period by membarrier(2)")?;
-            self.grace_periods += 1;
-        }
-        Ok(())
-    }
+/// Where the word stands that says where a service's table stands.
+pub(super) fn table_at(service: ServiceIndex) -> usize {
+    state_of(service) + offset_of!(intf::service_state, table_at)
 }

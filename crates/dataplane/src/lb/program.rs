@@ -1,5 +1,6 @@
 //! Loading `bpf/lb.bpf.c`: its maps, pinned or anonymous, and the variant of the program that the tables need.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::mem::MaybeUninit;
 use std::net::SocketAddrV4;
@@ -8,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
+use coreward_model::ServiceAddress;
 use coreward_model::connection_table::TableSize;
 use coreward_model::tuple::Protocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
@@ -15,6 +17,9 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
 
 use super::connections::{self, Table};
+use super::placement::table_at;
+use super::services::Service;
+use super::tables::Tables;
 use super::{CorrectionClock, ServiceIndex, ToAllRate};
 use crate::mapped::Mapped;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
@@ -72,26 +77,38 @@ pub(super) struct Variant {
 pub(super) struct Sizes {
     pub flow_table_entries: u32,
     pub connection_table: TableSize,
+    /// Bytes for placement tables: a power of two.
+    pub placement_memory: u32,
+    /// Rows of counters: a power of two.
+    pub counter_rows: u32,
 }
 
 impl Sizes {
+    /// As configured; the others as a process begins with them.
+    pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
+        let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
+        let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
+        Ok(Self { flow_table_entries, connection_table, placement_memory: intf::MIN_PLACEMENT_MEMORY, counter_rows })
+    }
+
     fn set(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
         maps.flow_table.set_max_entries(self.flow_table_entries).context("the size of the flow table")?;
         maps.connections.set_max_entries(self.connection_table.entries()).context("the connection table's size")?;
+        let memory = self.placement_memory + intf::PLACEMENT_MEMORY_SLACK;
+        maps.placement_memory.set_value_size(memory).context("the memory for placement tables")?;
+        maps.lb_counters.set_max_entries(self.counter_rows * intf::LB_COUNTERS_PER_ROW).context("rows of counters")?;
         maps.connection_stacks
             .set_max_entries(self.connection_table.partitions())
             .context("the number of the connection table's partitions")
     }
 }
 
-/// All tables of placement: two halves per service.
-pub(super) type Tables = [intf::placement_table; 2 * intf::MAX_SERVICES as usize];
-/// All servers of all services.
-pub(super) type Servers = [intf::server_entry; intf::MAX_SERVICES as usize * intf::SERVER_ID_COUNT as usize];
-/// What went to each server, in the order of [`Servers`].
-pub(super) type ServerTraffic = [intf::server_traffic; intf::MAX_SERVICES as usize * intf::SERVER_ID_COUNT as usize];
-/// All counters.
-pub(super) type CounterRows = [intf::lb_counter_row; intf::LB_COUNTER_ROWS as usize];
+/// Where all servers are.
+pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
+/// Which servers each service knows.
+pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
+/// What went to each server.
+pub(super) type ServerTraffic = [intf::server_traffic; intf::SERVER_ID_COUNT as usize];
 
 /// The maps of the program, in the order of [`MAP_NAMES`], and the memory of those that we write or read.
 #[derive(Debug)]
@@ -99,18 +116,20 @@ pub(super) struct Maps {
     handles: [MapHandle; MAP_NAMES.len()],
     pub state: Mapped<intf::lb_state>,
     pub servers: Mapped<Servers>,
-    pub counters: Mapped<CounterRows>,
-    pub tables: Mapped<Tables>,
+    pub membership: Mapped<Membership>,
+    pub counters: Mapped<[intf::lb_counters]>,
+    pub tables: Tables,
+    sizes: Sizes,
     pub traffic: Mapped<ServerTraffic>,
     pub connections: Table,
 }
 
 /// Names of the pins.
-const MAP_NAMES: [&str; 12] = [
+const MAP_NAMES: [&str; 13] = [
     "state",
     "servers",
-    "counters",
-    "placement_tables",
+    COUNTERS,
+    PLACEMENT_MEMORY,
     "server_traffic",
     CONNECTIONS,
     CONNECTION_STACKS,
@@ -119,7 +138,10 @@ const MAP_NAMES: [&str; 12] = [
     FLOW_TABLE,
     "fragments",
     CORRECTED_SERVERS,
+    "membership",
 ];
+const COUNTERS: &str = "counters";
+const PLACEMENT_MEMORY: &str = "placement_memory";
 const CORRECTED_SERVERS: &str = "corrected_servers";
 const FLOW_TABLE: &str = "flow_table";
 const CONNECTIONS: &str = "connections";
@@ -129,8 +151,8 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
     [
         &mut maps.bss_state,
         &mut maps.bss_servers,
-        &mut maps.bss_counters,
-        &mut maps.placement_tables,
+        &mut maps.lb_counters,
+        &mut maps.placement_memory,
         &mut maps.server_traffic,
         &mut maps.connections,
         &mut maps.connection_stacks,
@@ -139,19 +161,23 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
         &mut maps.flow_table,
         &mut maps.fragments,
         &mut maps.corrected_servers,
+        &mut maps.bss_members,
     ]
 }
 
 impl Maps {
-    fn new(handles: [MapHandle; MAP_NAMES.len()], connection_table: TableSize) -> anyhow::Result<Self> {
-        let [state, servers, counters, tables, traffic, connections, stacks, ..] = &handles;
+    fn new(handles: [MapHandle; MAP_NAMES.len()], sizes: Sizes) -> anyhow::Result<Self> {
+        let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
+        let rows = (sizes.counter_rows * intf::LB_COUNTERS_PER_ROW) as usize;
         Ok(Self {
             state: Mapped::new(state).context("mapping the state")?,
             servers: Mapped::new(servers).context("mapping the servers")?,
-            counters: Mapped::new(counters).context("mapping the counters")?,
-            tables: Mapped::new(tables).context("mapping the placement tables")?,
+            membership: Mapped::new(membership).context("mapping the services' servers")?,
+            counters: Mapped::new_slice(counters, rows).context("mapping the counters")?,
+            tables: Tables::new(map_memory(tables, sizes.placement_memory)?, sizes.placement_memory),
             traffic: Mapped::new(traffic).context("mapping the servers' traffic")?,
-            connections: connections::map(connections.as_fd(), stacks.as_fd(), connection_table)?,
+            connections: connections::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
+            sizes,
             handles,
         })
     }
@@ -159,15 +185,15 @@ impl Maps {
     /// New maps, empty, and the program that uses them.
     pub fn create(variant: &Variant, sizes: Sizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut storage = MaybeUninit::uninit();
-        let mut skeleton = open(&mut storage, variant, sizes.connection_table)?;
+        let mut skeleton = open(&mut storage, variant, &sizes)?;
         sizes.set(&mut skeleton.maps)?;
         let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
         let maps = &loaded.maps;
         let handles = [
             MapHandle::try_from(&maps.bss_state)?,
             MapHandle::try_from(&maps.bss_servers)?,
-            MapHandle::try_from(&maps.bss_counters)?,
-            MapHandle::try_from(&maps.placement_tables)?,
+            MapHandle::try_from(&maps.lb_counters)?,
+            MapHandle::try_from(&maps.placement_memory)?,
             MapHandle::try_from(&maps.server_traffic)?,
             MapHandle::try_from(&maps.connections)?,
             MapHandle::try_from(&maps.connection_stacks)?,
@@ -176,8 +202,9 @@ impl Maps {
             MapHandle::try_from(&maps.flow_table)?,
             MapHandle::try_from(&maps.fragments)?,
             MapHandle::try_from(&maps.corrected_servers)?,
+            MapHandle::try_from(&maps.bss_members)?,
         ];
-        let maps = Self::new(handles, sizes.connection_table)?;
+        let maps = Self::new(handles, sizes)?;
         maps.state.store(std::mem::offset_of!(intf::lb_state, layout_version), u64::from(intf::LB_LAYOUT_VERSION));
         connections::begin(&maps);
         Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
@@ -186,7 +213,7 @@ impl Maps {
     /// The program in another variant, on the same maps.
     pub fn load(&self, variant: &Variant) -> anyhow::Result<OwnedFd> {
         let mut storage = MaybeUninit::uninit();
-        let mut skeleton = open(&mut storage, variant, self.connections.size())?;
+        let mut skeleton = open(&mut storage, variant, &self.sizes)?;
         for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.handles) {
             map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
         }
@@ -239,7 +266,7 @@ impl Maps {
         for (name, expected) in MAP_NAMES.iter().zip(expected) {
             handles.push(pinned_map(&directory.join(name), expected).with_context(|| advice(directory))?);
         }
-        let maps = Self::new(handles.try_into().expect("one per name"), sizes.connection_table)?;
+        let maps = Self::new(handles.try_into().expect("one per name"), sizes)?;
         let version = maps.state.load(std::mem::offset_of!(intf::lb_state, layout_version));
         ensure!(
             version == u64::from(intf::LB_LAYOUT_VERSION),
@@ -263,6 +290,7 @@ impl Maps {
                 wanted.flow_table_entries
             );
         }
+        self.sizes.flow_table_entries = flows;
         let (found, wanted) = (self.connections.size(), wanted.connection_table);
         if found == wanted {
             return Ok(());
@@ -280,20 +308,72 @@ impl Maps {
         self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, wanted.partitions())?;
         let [entries, stacks] = [CONNECTIONS, CONNECTION_STACKS].map(|name| self.descriptor(name));
         self.connections = connections::map(entries, stacks, wanted)?;
+        self.sizes.connection_table = wanted;
         self.connections.initialise();
         Ok(())
     }
 
+    /// The tables that these services have are theirs; to be called once, after a take-over.
+    pub fn adopt_tables(&mut self, services: &mut BTreeMap<ServiceAddress, Service>) {
+        let at = |service: &Service| self.state.load(table_at(service.index)) as u32;
+        let mut with_table: Vec<(u32, &mut Service)> =
+            services.values_mut().map(|service| (at(service), service)).filter(|(at, _)| *at != 0).collect();
+        let in_use: Vec<u32> = with_table.iter().map(|(at, _)| *at).collect();
+        let tables = self.tables.adopt(self.sizes.placement_memory, &in_use);
+        for ((_, service), table) in with_table.iter_mut().zip(tables) {
+            service.table = Some(table);
+        }
+    }
+
+    /// How many rows of counters there are.
+    pub fn counter_rows(&self) -> usize {
+        self.sizes.counter_rows as usize
+    }
+
+    /// Bytes for placement tables.
+    pub fn placement_memory_bytes(&self) -> u32 {
+        self.sizes.placement_memory
+    }
+
+    /// A memory of so many bytes for placement tables, with all that stands in the present one.
+    pub fn larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
+        let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
+        self.tables.memory().copy_to(&map_memory(&map, bytes)?);
+        Ok(map)
+    }
+
+    /// Goes on with that memory; the program that uses it. `switch` puts it in the place of the one before. On an error
+    /// everything is as it was.
+    pub fn with_placement_memory(
+        &mut self,
+        map: MapHandle,
+        bytes: u32,
+        variant: &Variant,
+        pins: Option<&Path>,
+        switch: impl FnOnce(BorrowedFd<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<OwnedFd> {
+        let memory = map_memory(&map, bytes)?;
+        let before = (std::mem::replace(&mut self.handles[position(PLACEMENT_MEMORY)], map), self.sizes);
+        self.sizes.placement_memory = bytes;
+        let switched = self.load(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
+        let program = match switched {
+            Ok(program) => program,
+            Err(error) => {
+                (self.handles[position(PLACEMENT_MEMORY)], self.sizes) = before;
+                return Err(error);
+            }
+        };
+        self.tables.grow(memory, bytes);
+        if let Some(pins) = pins {
+            super::link::unpin(&pins.join(PLACEMENT_MEMORY))?;
+            super::link::pin(self.descriptor(PLACEMENT_MEMORY), &pins.join(PLACEMENT_MEMORY))?;
+        }
+        Ok(program)
+    }
+
     /// Puts a new array of `T`, all 0, in the place of the one pinned in `directory`.
     fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
-        let options = libbpf_sys::bpf_map_create_opts {
-            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
-            map_flags: libbpf_sys::BPF_F_MMAPABLE,
-            ..Default::default()
-        };
-        let sizes = (size_of::<u32>() as u32, size_of::<T>() as u32);
-        let map = MapHandle::create(MapType::Array, Some(name), sizes.0, sizes.1, entries, &options)
-            .with_context(|| format!("making {name} of {entries} entries"))?;
+        let map = new_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
         super::link::pin(map.as_fd(), &directory.join(name))?;
         self.handles[position(name)] = map;
@@ -313,6 +393,24 @@ impl Maps {
     pub fn corrected_servers(&self) -> &MapHandle {
         &self.handles[position(CORRECTED_SERVERS)]
     }
+}
+
+/// A new array, all 0, that can be mapped.
+fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHandle> {
+    let options = libbpf_sys::bpf_map_create_opts {
+        sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
+        map_flags: libbpf_sys::BPF_F_MMAPABLE,
+        ..Default::default()
+    };
+    // The kernel keeps 15 characters of a name.
+    let short = &name[..name.len().min(15)];
+    MapHandle::create(MapType::Array, Some(short), size_of::<u32>() as u32, value_bytes, entries, &options)
+        .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
+}
+
+/// The memory for placement tables, of so many bytes without what lies behind them.
+fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<Mapped<[u64]>> {
+    Mapped::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
 /// What the variant for `coreward capture` watches.
@@ -356,7 +454,14 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
         )
     };
     let connection_table = TableSize::try_from(u64::from(entries(CONNECTIONS)?))?;
-    Ok(Sizes { flow_table_entries: entries(FLOW_TABLE)?, connection_table })
+    let memory = directory.join(PLACEMENT_MEMORY);
+    let memory = MapHandle::from_pinned_path(&memory).with_context(|| memory.display().to_string())?.value_size();
+    Ok(Sizes {
+        flow_table_entries: entries(FLOW_TABLE)?,
+        connection_table,
+        placement_memory: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
+        counter_rows: entries(COUNTERS)? / intf::LB_COUNTERS_PER_ROW,
+    })
 }
 
 fn advice(directory: &Path) -> String {
@@ -420,7 +525,7 @@ pub(super) fn any_pinned(directory: &Path) -> bool {
 fn open<'obj>(
     storage: &'obj mut MaybeUninit<libbpf_rs::OpenObject>,
     variant: &Variant,
-    connection_table: TableSize,
+    sizes: &Sizes,
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
     let mut skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
     let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
@@ -433,7 +538,9 @@ fn open<'obj>(
     constants.udp_in_use = variant.in_use.udp;
     constants.traffic_in_use = variant.traffic;
     constants.counters_by_cpu = variant.counters_by_cpu;
-    constants.connection_partition_mask = connection_table.partitions() - 1;
+    constants.connection_partition_mask = sizes.connection_table.partitions() - 1;
+    constants.placement_memory_mask = sizes.placement_memory - 1;
+    constants.counter_row_mask = sizes.counter_rows - 1;
     (constants.to_all.interval_ns, constants.to_all.burst_ns) = bucket(variant.to_all);
     (constants.to_all_owner_lost.interval_ns, constants.to_all_owner_lost.burst_ns) = bucket(variant.owner_lost);
     Ok(skeleton)

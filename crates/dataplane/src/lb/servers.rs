@@ -6,8 +6,9 @@ use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::lb::ServerTraffic;
 
+use super::program::Maps;
 use super::program::Variant;
-use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
+use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at, state_of};
 use crate::mac::MacAddress;
 
 /// The MAC address in a `struct server_entry`, if it is resolved.
@@ -16,18 +17,55 @@ pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
     (flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
+/// The word with the flags of a service's server, and where in it they stand.
+fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
+    let word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
+        + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
+    let shift = u32::from(id) % intf::SERVER_MEMBERS_PER_WORD * intf::SERVER_MEMBER_BITS;
+    (word * size_of::<u64>(), shift)
+}
+
+/// A server as programs see it for a service: server_at() of `bpf/placement.bpf.h`.
+pub(super) fn server_word(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
+    let (word, shift) = member_at(service, id.get());
+    let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
+    maps.servers.load(entry_at::<intf::server_entry>(id.get())) | flags << SERVER_FLAGS_SHIFT
+}
+
+/// The ids of the servers that a service knows.
+pub(super) fn members(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
+    let first = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
+    let mut ids = Vec::new();
+    for position in 0..intf::MEMBERSHIP_WORDS as usize {
+        let word = maps.membership.load((first + position) * size_of::<u64>());
+        let known = |member: &u32| word >> (member * intf::SERVER_MEMBER_BITS) & u64::from(intf::SERVER_KNOWN) != 0;
+        let of_word = if word == 0 { 0..0 } else { 0..intf::SERVER_MEMBERS_PER_WORD };
+        let id = |member: u32| position as u64 * u64::from(intf::SERVER_MEMBERS_PER_WORD) + u64::from(member);
+        ids.extend(of_word.filter(known).filter_map(|member| ServerId::try_from(id(member)).ok()));
+    }
+    ids
+}
+
 impl LoadBalancer {
-    /// Makes a server known, or changes what is known of it.
+    /// Sets the flags of a service's server. Only this process writes them.
+    fn set_member(&mut self, service: ServiceIndex, id: ServerId, flags: u32) {
+        let (at, shift) = member_at(service, id.get());
+        let word = self.maps.membership.load(at);
+        let new = word & !(u64::from(intf::SERVER_MEMBER_MASK) << shift) | u64::from(flags) << shift;
+        if new != word {
+            self.maps.membership.store(at, new);
+        }
+    }
+
+    /// Makes a server known, or changes what is known of it. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
-        let flags = intf::SERVER_KNOWN
-            | if server.mac.is_some() { intf::SERVER_RESOLVED } else { 0 }
-            | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
-        let mac = server.mac.map_or(0, MacAddress::word);
+        let flags = intf::SERVER_KNOWN | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
+        let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
         if let Err(error) = self.move_corrected_server(service, id, server.mac, server.eligible) {
             tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
         }
-        let at = entry_at::<intf::server_entry>(service, id.get());
-        self.maps.servers.store(at, mac | u64::from(flags) << SERVER_FLAGS_SHIFT);
+        self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
+        self.set_member(service, id, flags);
     }
 
     /// Forgets a server: its connections' packets then go to all servers, rate-limited.
@@ -35,18 +73,25 @@ impl LoadBalancer {
         if let Err(error) = self.forget_corrected_server(service, id) {
             tracing::warn!("server id {id}: {error:#}");
         }
-        self.maps.servers.store(entry_at::<intf::server_entry>(service, id.get()), 0);
+        self.set_member(service, id, 0);
     }
 
     /// The servers known of a service, by id: after a take-over those of the process before.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
-        let known = |id: u16| {
-            let word = self.maps.servers.load(entry_at::<intf::server_entry>(service, id));
-            let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-            let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
-            (flags & intf::SERVER_KNOWN != 0).then(|| (ServerId::try_from(u64::from(id)).expect("in range"), server))
-        };
-        (0..ServerId::COUNT as u16).filter_map(known).collect()
+        members(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
+    }
+
+    /// The ids of the servers known of a service.
+    pub fn members(&self, service: ServiceIndex) -> Vec<ServerId> {
+        members(&self.maps, service)
+    }
+
+    /// A server of a service; `None`: the service does not know it.
+    pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
+        let word = server_word(&self.maps, service, id);
+        let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
+        let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
+        (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
     /// Whether packets and bytes are counted by server, which costs each packet two atomic additions. Off at first.
@@ -57,9 +102,14 @@ impl LoadBalancer {
         self.change_variant(Variant { traffic: wanted, ..self.variant })
     }
 
-    /// What was sent to a server.
-    pub fn traffic(&self, service: ServiceIndex, id: ServerId) -> ServerTraffic {
-        let start = entry_at::<intf::server_traffic>(service, id.get());
+    /// First packets of a service that were sent to servers.
+    pub fn opened(&self, service: ServiceIndex) -> u64 {
+        self.maps.state.load(state_of(service) + offset_of!(intf::service_state, opened))
+    }
+
+    /// What was sent to a server, for all services.
+    pub fn traffic(&self, id: ServerId) -> ServerTraffic {
+        let start = entry_at::<intf::server_traffic>(id.get());
         let load = |field| self.maps.traffic.load(start + field);
         ServerTraffic {
             opened: load(offset_of!(intf::server_traffic, opened)),

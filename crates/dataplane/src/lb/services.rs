@@ -12,8 +12,8 @@ use coreward_model::{ServerId, ServiceAddress};
 use zerocopy::FromBytes as _;
 
 use super::program::{InUse, Maps, Variant};
-use super::tables::{self, Half};
-use super::{LoadBalancer, ServiceIndex, entry_at, state_of, table_position};
+use super::tables::Written;
+use super::{LoadBalancer, ServiceIndex, state_of};
 use crate::service_slots;
 
 /// What is known of a service.
@@ -21,9 +21,19 @@ use crate::service_slots;
 pub(super) struct Service {
     pub index: ServiceIndex,
     pub mode: ServiceMode,
-    /// Bit of the active table's rule; `None`: no members.
-    pub rule: Option<u32>,
-    pub halves: [Half; 2],
+    /// Its table.
+    pub table: Option<Written>,
+}
+
+impl Service {
+    fn new(index: ServiceIndex, mode: ServiceMode) -> Self {
+        Self { index, mode, table: None }
+    }
+
+    /// Bit of its table's rule; `None`: no members.
+    pub fn rule(&self) -> Option<u32> {
+        self.table.as_ref()?.rule
+    }
 }
 
 /// A mode that the service's packets do not allow.
@@ -77,7 +87,7 @@ fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
 
 /// What [`number`] was made of; `None` for the number of anything but a service.
 fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
-    let index = u8::try_from(number & intf::SERVICE_INDEX_MASK).ok()?;
+    let index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let consistency = number >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
     let timestamps = match number & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
         0 => Timestamps::Server,
@@ -101,7 +111,7 @@ fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
 /// What the program must be able to do for these services and their tables.
 pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> InUse {
     let of = |(address, service): (&ServiceAddress, &Service)| InUse {
-        rules: service.rule.unwrap_or(0),
+        rules: service.rule().unwrap_or(0),
         modes: 1 << service.mode.consistency.number(),
         timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
         timestamps_lb: service.mode.timestamps == Timestamps::LoadBalancer,
@@ -121,33 +131,36 @@ impl LoadBalancer {
     /// ([`ModeError`]), or the kernel refuses the program for the modes: nothing has changed then.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
-        service_slots::directory(&unnumbered)?;
+        service_slots::lb_directory(&unnumbered)?;
         services.iter().try_for_each(|(address, mode)| check(address, mode))?;
         let modes: BTreeMap<_, _> = services.iter().copied().collect();
 
         // The program must know a mode before it meets a service of that mode.
-        let new_modes = modes.iter().map(|(address, mode)| {
-            let service = Service { index: ServiceIndex(0), mode: *mode, rule: None, halves: Default::default() };
-            (*address, service)
-        });
+        let new_modes = modes.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
         let wanted = in_use(&new_modes.collect());
         self.change_variant(Variant { in_use: self.variant.in_use.and(wanted), ..self.variant })?;
 
         let before = self.numbered();
         let stateful = self.stateful_places();
+        let mut left = Vec::new();
         let gone: Vec<(ServiceAddress, ServiceIndex)> =
             self.services().filter(|(address, _)| !modes.contains_key(address)).collect();
-        self.services.retain(|address, _| modes.contains_key(address));
+        for (address, index) in &gone {
+            let table = self.services.remove(address).and_then(|service| service.table);
+            self.places[usize::from(index.0)] = None;
+            left.extend(table);
+        }
         for (address, service) in &mut self.services {
             service.mode = modes[address];
         }
         if self.numbered() != before {
             self.switch_directory()?;
         }
+        left.into_iter().for_each(|table| self.maps.tables.retire(table, &self.grace_periods));
         let still = self.stateful_places();
         let not_any_more: Vec<_> = stateful.into_iter().filter(|index| !still.contains(index)).collect();
         if !not_any_more.is_empty() {
-            self.wait_since(self.directory_retired_at)?;
+            self.grace_periods.wait(self.directory_retired_at)?;
             self.forget_connections(&not_any_more)?;
         }
         // A later fragment finds the place by the first one, not by the directory.
@@ -155,13 +168,15 @@ impl LoadBalancer {
         let new: Vec<_> = services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
         if !new.is_empty() {
             // Programs that still look for a service removed before must have ended before its place is another's.
-            self.wait_since(self.directory_retired_at)?;
+            self.grace_periods.wait(self.directory_retired_at)?;
+            let mut indexes = BTreeSet::new();
             for (address, mode) in new {
                 let index = self.free_place();
-                self.clear(index)?;
-                let service = Service { index, mode: *mode, rule: None, halves: Default::default() };
-                self.services.insert(*address, service);
+                self.places[usize::from(index.0)] = Some(*address);
+                self.services.insert(*address, Service::new(index, *mode));
+                indexes.insert(index);
             }
+            self.clear(&indexes)?;
             self.switch_directory()?;
         }
         self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })?;
@@ -178,9 +193,8 @@ impl LoadBalancer {
     }
 
     fn free_place(&self) -> ServiceIndex {
-        let taken: BTreeSet<_> = self.services.values().map(|service| service.index).collect();
-        let mut places = (0..intf::MAX_SERVICES as u8).map(ServiceIndex);
-        places.find(|index| !taken.contains(index)).expect("checked by directory()")
+        let free = self.places.iter().position(Option::is_none).expect("checked by directory()");
+        ServiceIndex(free as u16)
     }
 
     fn stateful_places(&self) -> BTreeSet<ServiceIndex> {
@@ -194,39 +208,38 @@ impl LoadBalancer {
 
     /// Puts the services as they are in `self` into the idle half of the directory, and switches.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
-        self.wait_since(self.directory_retired_at)?;
-        let directory = service_slots::directory(&self.numbered())?;
-        let active = DIRECTORIES + offset_of!(intf::service_directories, active);
+        self.grace_periods.wait(self.directory_retired_at)?;
+        let directory = service_slots::lb_directory(&self.numbered())?;
+        let active = DIRECTORIES + offset_of!(intf::lb_service_directories, active);
         let idle = self.maps.state.load(active) ^ 1;
-        let half = offset_of!(intf::service_directories, half) + idle as usize * size_of::<intf::service_directory>();
+        let half =
+            offset_of!(intf::lb_service_directories, half) + idle as usize * size_of::<intf::lb_service_directory>();
         self.maps.state.write(DIRECTORIES + half, &*directory);
         self.maps.state.store(active, idle);
-        self.directory_retired_at = self.grace_periods;
+        self.directory_retired_at = self.grace_periods.now();
         Ok(())
     }
 
-    /// A place without servers, without a table, and of whose connections nothing is remembered.
-    fn clear(&mut self, index: ServiceIndex) -> anyhow::Result<()> {
-        self.forget_servers(index);
-        self.forget_corrected_servers(index)?;
-        let traffic = vec![intf::server_traffic::default(); ServerId::COUNT];
-        self.maps.traffic.write(entry_at::<intf::server_traffic>(index, 0), traffic.as_slice());
-        for half in 0..2 {
-            tables::clear(&self.maps.tables, table_position(index, half));
+    /// Places without servers, without a table, and of whose connections nothing is remembered.
+    fn clear(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+        self.forget_corrected_servers(indexes)?;
+        for index in indexes {
+            self.forget_servers(*index);
+            self.maps.state.write(state_of(*index), &intf::service_state::default());
         }
-        self.maps.state.write(state_of(index), &intf::service_state::default());
-        self.forget_flows(index)
+        self.forget_flows(indexes)
     }
 
     fn forget_servers(&self, index: ServiceIndex) {
-        self.maps.servers.write(entry_at::<intf::server_entry>(index, 0), vec![0u64; ServerId::COUNT].as_slice());
+        let words = [0u64; intf::MEMBERSHIP_WORDS as usize];
+        self.maps.membership.write(usize::from(index.0) * size_of_val(&words), &words);
     }
 
-    /// Removes a place's flows from the flow table.
-    fn forget_flows(&self, index: ServiceIndex) -> anyhow::Result<()> {
+    /// Removes the flows of these places from the flow table.
+    fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let flows = self.maps.flow_table();
         let of_place = |key: &Vec<u8>| {
-            intf::flow_table_key::read_from_bytes(key).is_ok_and(|key| key.service == u16::from(index.0))
+            intf::flow_table_key::read_from_bytes(key).is_ok_and(|key| indexes.contains(&ServiceIndex(key.service)))
         };
         // All keys first: the kernel's iteration starts anew when the key it stands at is deleted.
         let keys: Vec<Vec<u8>> = libbpf_rs::MapCore::keys(flows).filter(of_place).collect();
@@ -265,7 +278,7 @@ const DIRECTORIES: usize = offset_of!(intf::lb_state, directories);
 
 /// The services that stand in maps taken over.
 pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
-    let directories = maps.state.read::<intf::service_directories>(DIRECTORIES);
+    let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES);
     let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
         let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
         let (index, mode) = parse_number(slot.number)?;
@@ -273,12 +286,7 @@ pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
         let address = ServiceAddress { socket: (vip, u16::from_be(slot.key.port)).into(), protocol };
         Some((address, index, mode))
     });
-    let with_rule = |(address, index, mode): (ServiceAddress, ServiceIndex, ServiceMode)| {
-        let state = maps.state.read::<intf::service_state>(state_of(index));
-        let rule = tables::rule_bit(&maps.tables, table_position(index, (state.active_half & 1) as usize));
-        (address, Service { index, mode, rule, halves: Default::default() })
-    };
-    named.map(with_rule).collect()
+    named.map(|(address, index, mode)| (address, Service::new(index, mode))).collect()
 }
 
 #[cfg(test)]
@@ -291,12 +299,12 @@ mod tests {
             for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
                 let other = ServerId::try_from(16383).unwrap();
                 for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
-                    let (index, mode) = (ServiceIndex(63), ServiceMode { consistency, timestamps, transfer });
+                    let (index, mode) = (ServiceIndex(1023), ServiceMode { consistency, timestamps, transfer });
                     assert_eq!(parse_number(number(index, mode)), Some((index, mode)));
                 }
             }
         }
-        for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 64, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
+        for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
             assert_eq!(parse_number(none), None, "{none:#x}");
         }
     }

@@ -1,13 +1,20 @@
-//! Writing a [`PlacementTable`] into the half of a service's double buffer that no program reads.
+//! Writing a [`PlacementTable`] into the memory of all tables, where no program looks.
+//!
+//! Each table stands in a block of its own, as large as it must be, and the Toeplitz tables of an RSS key in another one that
+//! all tables with that key share. A block is used again when a grace period has passed since the last table that needed it
+//! was left.
 
+use std::collections::{HashMap, VecDeque};
 use std::mem::offset_of;
 use std::net::SocketAddrV4;
+use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{CountedTable, PlacementTable, Rule};
 use coreward_model::rss::RssKey;
 
-use super::program::Tables;
+use super::blocks::{Block, Blocks};
+use crate::grace::{GracePeriods, Moment};
 use crate::mapped::Mapped;
 
 /// A table that the data plane cannot hold, or that contradicts itself.
@@ -95,105 +102,278 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     Ok(())
 }
 
-/// What user space remembers of a half, so that it writes only what changed.
+/// The memory of all tables has no room for one more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Full;
+
+/// A table that stands in the memory.
+#[derive(Debug)]
+pub(super) struct Written {
+    block: Block,
+    /// Of its groups' keys.
+    sources: Vec<Block>,
+    counted: CountedTable,
+    /// Bit of its rule; `None`: it has no members.
+    pub rule: Option<u32>,
+}
+
+impl Written {
+    /// Where it stands.
+    pub fn at(&self) -> u32 {
+        self.block.at
+    }
+}
+
+/// Toeplitz tables that stand in the memory.
 #[derive(Debug, Default)]
-pub(super) struct Half {
-    keys: Option<(Vec<RssKey>, SocketAddrV4)>,
-    /// Grace periods that had passed when programs were told to leave this half.
-    pub retired_at: u64,
+struct Source {
+    /// Of a process before this one it is not known.
+    key: Option<RssKey>,
+    /// How many tables need them.
+    users: usize,
 }
 
-/// Bytes from the start of [`Tables`] to a field of table `position`.
-fn at(position: usize, field: usize) -> usize {
-    position * size_of::<intf::placement_table>() + field
+/// The memory of all services' tables.
+#[derive(Debug)]
+pub(super) struct Tables {
+    memory: Mapped<[u64]>,
+    blocks: Blocks,
+    sources: HashMap<Block, Source>,
+    by_key: HashMap<RssKey, Block>,
+    /// Tables that programs may still read, the oldest first.
+    retired: VecDeque<(Moment, Written)>,
 }
 
+const HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
+const SOURCE_BYTES: u32 = size_of::<intf::toeplitz_source_tables>() as u32;
+
+/// Bytes from the start of the memory to a field of the table at `at`.
 macro_rules! field {
-    ($position:expr, $field:ident) => {
-        at($position, offset_of!(intf::placement_table, $field))
+    ($at:expr, $field:ident) => {
+        $at as usize + offset_of!(intf::placement_table, $field)
     };
 }
 
-/// The rule of the table at `position`; `None` when it has no members.
-pub(super) fn rule_bit(tables: &Mapped<Tables>, position: usize) -> Option<u32> {
-    // Two 32-bit fields in one word: member_count below, rule above.
+/// Two 32-bit numbers in one word: the first one below.
+fn low_and_high(word: u64) -> (u32, u32) {
+    (word as u32, (word >> 32) as u32)
+}
+
+/// The rule of the table at `at`; `None` when there is none, or it has no members.
+pub(super) fn rule_bit(memory: &Mapped<[u64]>, at: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
-    let word = tables.load(field!(position, member_count));
-    (word as u32 != 0).then_some(1 << (word >> 32))
-}
-
-/// The generation of the table at `position`.
-pub(super) fn generation(tables: &Mapped<Tables>, position: usize) -> u64 {
-    tables.load(field!(position, generation))
-}
-
-/// A table without members at `position`.
-pub(super) fn clear(tables: &Mapped<Tables>, position: usize) {
-    tables.write(at(position, 0), &[0u64; offset_of!(intf::placement_table, toeplitz_destination) / 8]);
-}
-
-/// Writes `table` at `position`, where no program may look. The counts of assigned connections start at 0: what a core
-/// got before, its load shows (docs/policies.md says what carrying them over did).
-pub(super) fn write(
-    tables: &Mapped<Tables>,
-    position: usize,
-    half: &mut Half,
-    vip: SocketAddrV4,
-    table: &PlacementTable,
-) {
-    write_keys(tables, position, half, vip, table);
-    tables.store(field!(position, generation), table.generation);
-    let numbers = [
-        table.bucket_count.get(),
-        table.groups.len() as u32,
-        table.candidates_per_bucket,
-        table.assignment_cost,
-        table.members.len() as u32,
-        table.rule.number(),
-    ];
-    tables.write(field!(position, bucket_count), &numbers);
-    let ids = |servers: &mut dyn Iterator<Item = u16>| {
-        let mut ids: Vec<u16> = servers.collect();
-        // Whole words: 4 ids each.
-        ids.resize(ids.len().next_multiple_of(4), 0);
-        ids
-    };
-    let consistent = ids(&mut table.consistent.iter().map(|server| server.get()));
-    tables.write(field!(position, consistent), consistent.as_slice());
-    let nobody = intf::NO_SERVER as u16;
-    let before = match table.consistent_before.as_slice() {
-        [] => vec![nobody; consistent.len()],
-        before => ids(&mut before.iter().map(|before| before.map_or(nobody, |server| server.get()))),
-    };
-    tables.write(field!(position, consistent_before), before.as_slice());
-    let candidates: Vec<intf::candidate> = table
-        .candidates
-        .iter()
-        .map(|c| intf::candidate { load: c.load, server_id: c.server.get(), core_slot: c.core_slot })
-        .collect();
-    tables.write(field!(position, candidates), candidates.as_slice());
-    let members: Vec<intf::member> = table
-        .members
-        .iter()
-        .map(|member| intf::member { load: member.load, server_id: member.server.get(), reserved: 0 })
-        .collect();
-    tables.write(field!(position, members), members.as_slice());
-    let counts = vec![0u32; table.core_slots.len().next_multiple_of(2)];
-    tables.write(field!(position, assigned), counts.as_slice());
-}
-
-/// The Toeplitz tables are large and change with the fleet's keys only.
-fn write_keys(tables: &Mapped<Tables>, position: usize, half: &mut Half, vip: SocketAddrV4, table: &PlacementTable) {
-    if half.keys.as_ref().is_some_and(|(keys, of)| *keys == table.groups && *of == vip) {
-        return;
+    if at == 0 {
+        return None;
     }
-    let mut destinations = [0u32; intf::MAX_RSS_GROUPS as usize];
-    for (group, key) in table.groups.iter().enumerate() {
-        destinations[group] = key.destination_part(vip);
-        let source = key.source_tables();
-        tables.write(field!(position, toeplitz_source) + group * size_of_val(&source.byte), &source.byte);
+    let (members, rule) = low_and_high(memory.load(field!(at, member_count)));
+    (members != 0).then_some(1 << rule)
+}
+
+/// Parts of a table's block, one behind the other.
+struct Layout {
+    bytes: u32,
+}
+
+impl Layout {
+    /// Where `count` values of a type stand, from the table's start.
+    fn part<T>(&mut self, count: usize) -> u32 {
+        let at = self.bytes;
+        self.bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
+        at
     }
-    tables.write(field!(position, toeplitz_destination), &destinations);
-    half.keys = Some((table.groups.clone(), vip));
+}
+
+impl Tables {
+    /// In a memory without tables.
+    pub fn new(memory: Mapped<[u64]>, bytes: u32) -> Self {
+        let blocks = Blocks::new(bytes, []);
+        Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
+    }
+
+    /// A process before this one has left tables here and nothing else; those tables.
+    pub fn adopt(&mut self, bytes: u32, in_use: &[u32]) -> Vec<Written> {
+        let mut sources: HashMap<u32, usize> = HashMap::new();
+        let header = |at: u32| self.memory.read::<intf::placement_table>(at as usize);
+        let of_table = |at: &u32| {
+            let table = header(*at);
+            let groups = (table.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
+            (*at, table.bytes, table.toeplitz_source_at[..groups].to_vec())
+        };
+        let tables: Vec<(u32, u32, Vec<u32>)> = in_use.iter().map(of_table).collect();
+        for source in tables.iter().flat_map(|(_, _, sources)| sources) {
+            *sources.entry(*source).or_default() += 1;
+        }
+        let used = tables.iter().map(|(at, bytes, _)| (*at, *bytes));
+        self.blocks = Blocks::new(bytes, used.chain(sources.keys().map(|at| (*at, SOURCE_BYTES))));
+        let source_block = |at: &u32| Block::holding(*at, SOURCE_BYTES);
+        let written = tables.iter().map(|(at, bytes, sources)| Written {
+            block: Block::holding(*at, *bytes),
+            sources: sources.iter().map(source_block).collect(),
+            counted: CountedTable::default(),
+            rule: rule_bit(&self.memory, *at),
+        });
+        let written = written.collect();
+        self.sources =
+            sources.iter().map(|(at, users)| (source_block(at), Source { key: None, users: *users })).collect();
+        written
+    }
+
+    /// Goes on in a larger memory, to which everything has been copied.
+    pub fn grow(&mut self, memory: Mapped<[u64]>, bytes: u32) {
+        self.memory = memory;
+        self.blocks.grow(bytes);
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &Mapped<[u64]> {
+        &self.memory
+    }
+
+    /// The generation of the table at `at`.
+    pub fn generation(&self, at: u32) -> u64 {
+        self.memory.load(field!(at, generation))
+    }
+
+    /// What the counts of assigned connections begin with in `next`: of a core whose load is no newer they go on, of the
+    /// others they start at 0, as what a core got before, its load shows (docs/policies.md).
+    fn counts(&self, before: Option<&Written>, next: &PlacementTable) -> Vec<u32> {
+        let Some(before) = before else { return vec![0; next.core_slots.len()] };
+        let assigned_at = self.memory.half(field!(before.at(), assigned_at)).load(Ordering::Relaxed) as usize;
+        let count =
+            |slot: u16| self.memory.half(assigned_at + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed);
+        before.counted.carried(next, count)
+    }
+
+    /// Writes a table, which [`check`] has passed. `before`: the service's table so far.
+    pub fn write(
+        &mut self,
+        before: Option<&Written>,
+        vip: SocketAddrV4,
+        table: &PlacementTable,
+        grace_periods: &GracePeriods,
+    ) -> Result<Written, Full> {
+        self.reclaim(grace_periods);
+        let mut layout = Layout { bytes: HEADER_BYTES.next_multiple_of(8) };
+        let consistent = layout.part::<u16>(table.consistent.len());
+        let consistent_before = layout.part::<u16>(table.consistent.len());
+        let candidates = layout.part::<intf::candidate>(table.candidates.len());
+        let members = layout.part::<intf::member>(table.members.len());
+        let assigned = layout.part::<u32>(table.core_slots.len());
+        let block = self.blocks.take(layout.bytes).ok_or(Full)?;
+        let mut sources = Vec::new();
+        for key in &table.groups {
+            let Ok(source) = self.source(key) else {
+                self.blocks.free(block);
+                self.release_sources(&sources);
+                return Err(Full);
+            };
+            sources.push(source);
+        }
+        let mut header = intf::placement_table {
+            generation: table.generation,
+            bucket_count: table.bucket_count.get(),
+            group_count: table.groups.len() as u32,
+            candidates_per_bucket: table.candidates_per_bucket,
+            assignment_cost: table.assignment_cost,
+            member_count: table.members.len() as u32,
+            rule: table.rule.number(),
+            toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
+            toeplitz_source_at: [0; intf::MAX_RSS_GROUPS as usize],
+            consistent_at: block.at + consistent,
+            consistent_before_at: block.at + consistent_before,
+            candidates_at: block.at + candidates,
+            members_at: block.at + members,
+            assigned_at: block.at + assigned,
+            bytes: layout.bytes,
+        };
+        for (group, (key, source)) in table.groups.iter().zip(&sources).enumerate() {
+            header.toeplitz_destination[group] = key.destination_part(vip);
+            header.toeplitz_source_at[group] = source.at;
+        }
+        let counts = self.counts(before, table);
+        self.memory.write(block.at as usize, &header);
+        self.write_lists(&header, table, counts);
+        let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
+        Ok(Written { block, sources, counted: CountedTable::of(table), rule })
+    }
+
+    fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
+        let ids = |servers: &mut dyn Iterator<Item = u16>| {
+            let mut ids: Vec<u16> = servers.collect();
+            // Whole words: 4 ids each.
+            ids.resize(ids.len().next_multiple_of(4), 0);
+            ids
+        };
+        let consistent = ids(&mut table.consistent.iter().map(|server| server.get()));
+        self.memory.write(header.consistent_at as usize, consistent.as_slice());
+        let nobody = intf::NO_SERVER as u16;
+        let before = match table.consistent_before.as_slice() {
+            [] => vec![nobody; consistent.len()],
+            before => ids(&mut before.iter().map(|before| before.map_or(nobody, |server| server.get()))),
+        };
+        self.memory.write(header.consistent_before_at as usize, before.as_slice());
+        let candidates: Vec<intf::candidate> = table
+            .candidates
+            .iter()
+            .map(|c| intf::candidate { load: c.load, server_id: c.server.get(), core_slot: c.core_slot })
+            .collect();
+        self.memory.write(header.candidates_at as usize, candidates.as_slice());
+        let members: Vec<intf::member> = table
+            .members
+            .iter()
+            .map(|member| intf::member { load: member.load, server_id: member.server.get(), reserved: 0 })
+            .collect();
+        self.memory.write(header.members_at as usize, members.as_slice());
+        counts.resize(counts.len().next_multiple_of(2), 0);
+        self.memory.write(header.assigned_at as usize, counts.as_slice());
+    }
+
+    /// The Toeplitz tables of a key: large, and the same for all tables with that key.
+    fn source(&mut self, key: &RssKey) -> Result<Block, Full> {
+        let block = match self.by_key.get(key) {
+            Some(block) => *block,
+            None => {
+                let block = self.blocks.take(SOURCE_BYTES).ok_or(Full)?;
+                self.memory.write(block.at as usize, &key.source_tables().byte);
+                self.by_key.insert(key.clone(), block);
+                self.sources.insert(block, Source { key: Some(key.clone()), users: 0 });
+                block
+            }
+        };
+        self.sources.entry(block).or_default().users += 1;
+        Ok(block)
+    }
+
+    fn release_sources(&mut self, sources: &[Block]) {
+        for block in sources {
+            let Some(source) = self.sources.get_mut(block) else { continue };
+            source.users -= 1;
+            if source.users == 0 {
+                if let Some(key) = self.sources.remove(block).and_then(|source| source.key) {
+                    self.by_key.remove(&key);
+                }
+                self.blocks.free(*block);
+            }
+        }
+    }
+
+    /// Programs were told to leave this table.
+    pub fn retire(&mut self, table: Written, grace_periods: &GracePeriods) {
+        self.retired.push_back((grace_periods.now(), table));
+    }
+
+    /// Uses the places of tables again that no program reads any more.
+    fn reclaim(&mut self, grace_periods: &GracePeriods) {
+        while self.retired.front().is_some_and(|(moment, _)| grace_periods.has_passed(*moment)) {
+            let Some((_, table)) = self.retired.pop_front() else { return };
+            self.blocks.free(table.block);
+            self.release_sources(&table.sources);
+        }
+    }
+
+    /// When the newest of the retired tables was retired; `None`: there are none.
+    pub fn last_retired(&self) -> Option<Moment> {
+        self.retired.back().map(|(moment, _)| *moment)
+    }
 }

@@ -67,7 +67,7 @@ pub struct FirstPacket {
     /// Of its 4-tuple.
     pub hash: ConnectionHash,
     /// The service's place in the load balancer's tables.
-    pub service: u8,
+    pub service: u16,
     /// Source address and port.
     pub client: SocketAddrV4,
     /// Of the frame.
@@ -142,7 +142,7 @@ impl<M: Memory> ConnectionTable<M> {
 
     /// `find_connection()`: the server of the connection whose cookie names `place`; `None`: the entry is free or another
     /// connection's.
-    pub fn find(&self, hash: ConnectionHash, place: u32, service: u8) -> Option<(ConnectionIndex, ServerId)> {
+    pub fn find(&self, hash: ConnectionHash, place: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), place);
         let identity = Identity::from_word(self.memory.load(Word::Entry(index, IDENTITY)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
@@ -349,7 +349,7 @@ mod tests {
     use crate::FourTuple;
     use crate::cookie::CookieKey;
 
-    const SERVICE: u8 = 9;
+    const SERVICE: u16 = 9;
 
     fn table(entries: u64) -> ConnectionTable<OwnMemory> {
         let size = TableSize::try_from(entries).unwrap();

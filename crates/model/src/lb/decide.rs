@@ -234,8 +234,10 @@ impl LoadBalancer {
     fn count_traffic(&mut self, outcome: &Outcome, server: ServerId, flags: u8, bytes: u64) {
         let Some(service) = outcome.service else { return };
         let counted = self.constants.count_traffic;
-        let traffic: &mut ServerTraffic = self.service_mut(service).traffic.entry(server).or_default();
-        traffic.opened += u64::from(flags & SYN != 0 || outcome.counter == intf::LB_COUNTER_FIRST);
+        let opened = u64::from(flags & SYN != 0 || outcome.counter == intf::LB_COUNTER_FIRST);
+        self.service_mut(service).opened += opened;
+        let traffic: &mut ServerTraffic = self.traffic.entry(server).or_default();
+        traffic.opened += opened;
         traffic.closed += u64::from(flags & (FIN | RST) != 0);
         if counted {
             traffic.packets += 1;

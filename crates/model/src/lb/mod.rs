@@ -97,7 +97,7 @@ impl Server {
     }
 }
 
-/// What a load balancer sent to one server for one service since its maps were made.
+/// What a load balancer sent to one server since its maps were made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
     /// First packets.
@@ -115,7 +115,8 @@ pub struct ServerTraffic {
 struct Service {
     address: ServiceAddress,
     mode: ServiceMode,
-    traffic: HashMap<ServerId, ServerTraffic>,
+    /// First packets sent to its servers.
+    opened: u64,
     servers: Vec<Option<Server>>,
     placement: Option<Placement>,
     /// The counter of rule `RoundRobin`: it goes on from table to table.
@@ -129,7 +130,7 @@ impl Service {
         Self {
             address,
             mode,
-            traffic: HashMap::new(),
+            opened: 0,
             servers: vec![None; ServerId::COUNT],
             placement: None,
             round_robin: 0,
@@ -186,6 +187,7 @@ pub struct LoadBalancer {
     fragments: HashMap<Datagram, (usize, ServerId)>,
     stateful: Stateful,
     correction: Correction,
+    traffic: HashMap<ServerId, ServerTraffic>,
 }
 
 impl LoadBalancer {
@@ -206,6 +208,7 @@ impl LoadBalancer {
             fragments: HashMap::new(),
             stateful: Stateful::new(constants.connection_table),
             correction,
+            traffic: HashMap::new(),
         }
     }
 
@@ -266,10 +269,17 @@ impl LoadBalancer {
         free
     }
 
-    /// Makes a server known, or changes what is known of it; `None`: forgets it.
+    /// Makes a server known, or changes what is known of it; `None`: the service forgets it. Its MAC address is the same for
+    /// all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
         self.move_corrected(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
+        let Some(Server { mac, .. }) = server else { return };
+        for service in self.services.iter_mut().flatten() {
+            if let Some(server) = &mut service.servers[usize::from(id.get())] {
+                server.mac = mac;
+            }
+        }
     }
 
     /// Switches to another table.
@@ -338,8 +348,13 @@ impl LoadBalancer {
     }
 
     /// What was sent to each server that anything was sent to.
-    pub fn traffic(&self, service: usize) -> &HashMap<ServerId, ServerTraffic> {
-        &self.service(service).traffic
+    pub fn traffic(&self) -> &HashMap<ServerId, ServerTraffic> {
+        &self.traffic
+    }
+
+    /// First packets of a service.
+    pub fn opened(&self, service: usize) -> u64 {
+        self.service(service).opened
     }
 
     /// The flow table.

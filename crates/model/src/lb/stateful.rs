@@ -104,7 +104,7 @@ impl LoadBalancer {
             return Indexed::Decided(self.by_owner(place, owner, from, now_ns), None);
         }
         let hash = ConnectionHash::new(&self.stateful.key, tuple);
-        match self.stateful.table.find(hash, entry, place as u8) {
+        match self.stateful.table.find(hash, entry, place as u16) {
             None => Indexed::UnknownConnection,
             Some((_, id)) if self.service(place).server(id).is_none() => Indexed::UnknownServer,
             Some((index, id)) => Indexed::Decided(self.deliver_to(place, id, counter), Some(index)),
@@ -133,7 +133,7 @@ impl LoadBalancer {
         let hash = ConnectionHash::new(&self.stateful.key, &packet.tuple());
         let owner = self.stateful.owner;
         let recent = self.stateful.recent.place(hash);
-        let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, place as u8));
+        let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, place as u16));
         if let (Some((index, id)), Some(owner)) = (before, owner)
             && self.takes_first_packets(place, id)
         {
@@ -144,7 +144,7 @@ impl LoadBalancer {
         let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
-        let first = FirstPacket { hash, service: place as u8, client, bytes };
+        let first = FirstPacket { hash, service: place as u16, client, bytes };
         match self.stateful.table.take(&first, server, self.stateful.clock) {
             Ok(index) => {
                 self.stateful.recent.remember(hash, index);

@@ -45,6 +45,7 @@ impl PlacementTable {
             members,
             consistent,
             consistent_before,
+            core_slot_ages: Vec::new(),
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Between two reports every bucket of `crossrss` sends all its new connections to the core that was least loaded at the
 //! last one; they pile up there. Here the data plane gets several candidates per bucket, and counts the connections it gives
-//! to each core: a connection goes to the candidate of least load + assigned x cost. The counts start anew with every table.
+//! to each core: a connection goes to the candidate of least load + assigned x cost. A core's count starts anew with the
+//! table that has a new report of its server.
 //!
 //! What a new connection costs nobody knows when it starts: most are gone at the next report, and a few bring most of the load.
 //! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count half as much again
@@ -89,7 +90,11 @@ impl Cost {
                     return SHARE_OF_MEAN * pool.load_per_connection();
                 };
                 let newest = newest as f64;
-                let smoothed = opened.map_or(newest, |old| OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old);
+                let smoothed = match *opened {
+                    None => newest,
+                    Some(old) if !pool.new_interval => old,
+                    Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
+                };
                 *opened = Some(smoothed);
                 let filled = if pool.of_requests { pool.load() } else { FILL * deficit(pool) };
                 filled / smoothed.max(1.0)
@@ -128,8 +133,9 @@ impl RecentLoads {
             let recent = self.of_server.entry(server.id).or_insert_with(|| loads.clone());
             // Cores may have been added or removed.
             recent.resize(loads.len(), 0.0);
+            let alpha = if server.fresh { RECENT_ALPHA } else { 0.0 };
             for (load, recent) in loads.iter_mut().zip(recent) {
-                *recent += RECENT_ALPHA * (*load - *recent);
+                *recent += alpha * (*load - *recent);
                 *load = (*load + *recent) / 2.0;
             }
         }

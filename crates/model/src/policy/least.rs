@@ -96,6 +96,10 @@ impl Policy for Least {
         self.measure.traffic_wanted()
     }
 
+    fn reads_traffic(&self) -> bool {
+        self.measure != Measure::Cpu
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let mut table = table_of(pool, Rule::LeastAssigned, buckets, generation, self.key.clone());
         if table.members.is_empty() {

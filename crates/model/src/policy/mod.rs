@@ -74,6 +74,11 @@ pub trait Policy: Send {
         0
     }
 
+    /// Whether open connections or traffic decide, which load balancers count between two reports.
+    fn reads_traffic(&self) -> bool {
+        false
+    }
+
     /// The table for the pool as it is now.
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
 }
@@ -164,6 +169,7 @@ fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key:
         members,
         consistent: weighted_rendezvous(&weights, buckets),
         consistent_before: Vec::new(),
+        core_slot_ages: Vec::new(),
     }
 }
 

@@ -30,6 +30,9 @@ pub struct PoolServer {
     pub capacity: Option<Capacity>,
     /// What load balancers send to it; `None`: nobody has counted yet.
     pub traffic: Option<TrafficRates>,
+    /// Whether what is known of its load is newer than the service's previous table. Without it connections assigned since
+    /// then are not in it, and a state that follows reports has seen it already.
+    pub fresh: bool,
 }
 
 /// What goes to a server, of all services and load balancers together.
@@ -41,7 +44,7 @@ pub struct TrafficRates {
     pub bytes: f64,
 }
 
-/// The pool of one service at one tick.
+/// The pool of one service at the moment of a table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
@@ -49,6 +52,7 @@ pub struct Pool {
     pub(super) load_balancers: u32,
     pub(super) opened_connections: Option<u64>,
     pub(super) of_requests: bool,
+    pub(super) new_interval: bool,
 }
 
 impl Pool {
@@ -56,7 +60,14 @@ impl Pool {
     pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
         servers.sort_by_key(|server| server.id);
         let load_balancers = load_balancers.max(1);
-        Self { servers, racks: Vec::new(), load_balancers, opened_connections: None, of_requests: false }
+        Self {
+            servers,
+            racks: Vec::new(),
+            load_balancers,
+            opened_connections: None,
+            of_requests: false,
+            new_interval: true,
+        }
     }
 
     /// The same pool, in which the loads of the racks' servers are what the racks pass up, where none are known yet.
@@ -80,9 +91,14 @@ impl Pool {
         self.servers.binary_search_by_key(&id, |server| server.id)
     }
 
-    /// The same pool, in which so many connections were opened since the previous tick.
+    /// The same pool, in which so many connections were opened in the last whole report interval.
     pub fn with_opened_connections(self, connections: u64) -> Self {
         Self { opened_connections: Some(connections), ..self }
+    }
+
+    /// The same pool, within a report interval for which there was a table already.
+    pub fn within_interval(self) -> Self {
+        Self { new_interval: false, ..self }
     }
 
     /// The same pool, in which a "connection" is one request, as it is for UDP services whose every datagram is placed on its
@@ -182,6 +198,7 @@ impl PoolServer {
             ramp: 1.0,
             capacity: None,
             traffic: None,
+            fresh: true,
         }
     }
 

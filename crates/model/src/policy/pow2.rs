@@ -36,6 +36,10 @@ impl Policy for PowerOfTwo {
         self.measure.traffic_wanted()
     }
 
+    fn reads_traffic(&self) -> bool {
+        self.measure != Measure::Cpu
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let mut table = table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
         if self.measure != Measure::Cpu {

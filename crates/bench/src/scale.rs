@@ -1,0 +1,284 @@
+//! A controller at its limit: agents that only pretend report to a real controller on a CPU of its own, and a real load
+//! balancer, its program attached to a virtual device, puts the tables in force. All in a network namespace of this
+//! process's, which goes with it.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_bench::namespace::{self, ip};
+use coreward_wire::v1;
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+use tokio::time::{Instant, sleep};
+
+use crate::agent::Pins;
+use crate::controller::{self, Controller, Scratch, pretend};
+use crate::report::{Report, Table};
+
+/// Options of `coreward-bench scale`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Agents, each with a connection of its own
+    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
+    agents: u32,
+    /// Cores of each server
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
+    cores: u16,
+    /// Services, each with its part of the servers
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    services: u32,
+    /// How often is measured
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    windows: u32,
+    /// How long each time
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    window_seconds: u64,
+}
+
+/// Options of the load balancer's process.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ProcessArgs {
+    #[arg(long)]
+    config: PathBuf,
+}
+
+/// The load balancer as `coreward lb` runs it.
+///
+/// # Errors
+/// As the load balancer has them.
+pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
+    coreward_lb::daemon::run(&args.config)
+}
+
+/// A load balancer in a process of its own, which ends with this value.
+pub struct Balancer(Child);
+
+impl Balancer {
+    /// At the device `eth0`, with its pins below `pins`.
+    ///
+    /// # Errors
+    /// When the process cannot be started.
+    pub fn start(controller: SocketAddr, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
+        let config = scratch.0.join("lb.toml");
+        let text = format!(
+            "name = \"lb1\"\ncontroller = \"{controller}\"\ninterface = \"eth0\"\npin_directory = {:?}\nxdp_mode = \
+             \"generic\"\n",
+            pins.0.join("lb1")
+        );
+        std::fs::write(&config, text)?;
+        let mut command = Command::new(std::env::current_exe()?);
+        Ok(Self(command.arg("load-balancer-process").arg("--config").arg(config).spawn()?))
+    }
+}
+
+impl Drop for Balancer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two ends of a wire, `eth0` and `eth1`; at the latter all of 10.2.0.0/16 answers ARP.
+///
+/// # Errors
+/// Without root.
+pub fn make_network() -> anyhow::Result<()> {
+    namespace::enter_new()?;
+    for command in [
+        "link set lo up",
+        "link add eth0 type veth peer name eth1",
+        "link set eth0 up",
+        "link set eth1 up",
+        "route add local 10.2.0.0/16 dev eth1",
+    ] {
+        ip(command)?;
+    }
+    Ok(())
+}
+
+fn pin(process: u32, cpu: usize) -> anyhow::Result<()> {
+    let mut cpus = CpuSet::new();
+    cpus.set(cpu)?;
+    sched_setaffinity(Pid::from_raw(process as i32), &cpus).with_context(|| format!("CPU {cpu}"))
+}
+
+/// Measures, in a thread of its own: the namespace is the thread's.
+///
+/// # Errors
+/// Without root; when something does not start.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench scale loads BPF programs: run it as root");
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    coreward_control::server::raise_file_limit();
+    make_network()?;
+    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let fleet = controller::Args {
+        agents: args.agents,
+        cores: args.cores,
+        services: args.services,
+        ..controller::Args::default()
+    };
+    let mut controller = Controller::start(&fleet, &scratch.0)?;
+    pin(controller.id(), 0)?;
+    // This thread, and the threads and the load balancer that it starts.
+    pin(0, 1)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let windows = runtime.block_on(async {
+        drop(controller.connect().await?);
+        let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
+        let sent = Arc::new(AtomicU64::new(0));
+        let (start, interval) = (Instant::now(), Duration::from_millis(fleet.report_interval_ms));
+        for agent in 0..args.agents {
+            let phase = interval * agent / args.agents;
+            let client = controller.connect().await?;
+            tokio::spawn(pretend(client, agent, args.cores, start + phase, interval, sent.clone()));
+        }
+        // The first reports bring RSS keys and tables.
+        sleep(Duration::from_secs(3)).await;
+        let mut windows = Vec::new();
+        for _ in 0..args.windows {
+            windows.push(window(args, &mut controller, &sent).await?);
+        }
+        Ok::<_, anyhow::Error>(windows)
+    })?;
+    Ok(report(args, &windows))
+}
+
+/// What one window showed.
+struct Window {
+    cpu_pct: f64,
+    sent_per_second: f64,
+    taken_per_second: f64,
+    tables_per_second: f64,
+    resident_mib: f64,
+    most_mib: f64,
+    /// From a report's receipt to the table: share within each class (s).
+    to_table: Vec<(f64, f64)>,
+    /// To the table in force.
+    to_kernel: Vec<(f64, f64)>,
+    /// The same from when the agent sent it.
+    sent_to_kernel: Vec<(f64, f64)>,
+}
+
+async fn window(args: &Args, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
+    let mut client = controller.connect().await?;
+    let before = scrape(controller.metrics)?;
+    let mut accepted = async || {
+        let status = client.status(v1::StatusRequest::default()).await?.into_inner();
+        let tables: u64 = status.services.iter().map(|service| service.table_generation).sum();
+        Ok::<_, tonic::Status>((status.accepted_reports as f64, tables as f64, Instant::now()))
+    };
+    let (first, sent_before, cpu_before) = (accepted().await?, sent.load(Ordering::Relaxed), controller.cpu_seconds()?);
+    let began = Instant::now();
+    sleep(Duration::from_secs(args.window_seconds)).await;
+    let (cpu, elapsed) = (controller.cpu_seconds()?, began.elapsed().as_secs_f64());
+    let sent = (sent.load(Ordering::Relaxed) - sent_before) as f64 / elapsed;
+    let last = accepted().await?;
+    let after = scrape(controller.metrics)?;
+    let between = (last.2 - first.2).as_secs_f64();
+    Ok(Window {
+        cpu_pct: (cpu.0 + cpu.1 - cpu_before.0 - cpu_before.1) / elapsed * 100.0,
+        sent_per_second: sent,
+        taken_per_second: (last.0 - first.0) / between,
+        tables_per_second: (last.1 - first.1) / between,
+        resident_mib: controller.memory_mib("VmRSS:")? as f64,
+        most_mib: controller.memory_mib("VmHWM:")? as f64,
+        to_table: shares(&before, &after, "coreward_report_to_table_seconds"),
+        to_kernel: shares(&before, &after, "coreward_report_to_kernel_seconds"),
+        sent_to_kernel: shares(&before, &after, "coreward_report_sent_to_kernel_seconds"),
+    })
+}
+
+/// The controller's page of metrics.
+fn scrape(address: SocketAddr) -> anyhow::Result<String> {
+    let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
+    write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
+    let mut page = String::new();
+    stream.read_to_string(&mut page)?;
+    Ok(page)
+}
+
+/// Upper bounds of a histogram's classes, and how many values there were up to each.
+fn classes(page: &str, name: &str) -> Vec<(f64, f64)> {
+    let prefix = format!("{name}_bucket{{");
+    let class = |line: &str| {
+        let (labels, count) = line.strip_prefix(&prefix)?.split_once("} ")?;
+        let bound = labels.split("le=\"").nth(1)?.split('"').next()?;
+        Some((bound.parse().unwrap_or(f64::INFINITY), count.parse().ok()?))
+    };
+    page.lines().filter_map(class).collect()
+}
+
+/// The share of what came between two scrapes up to each bound.
+fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
+    let (before, after) = (classes(before, name), classes(after, name));
+    let new: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
+    let all = new.last().map_or(0.0, |(_, count)| *count);
+    new.into_iter().map(|(bound, count)| (bound, count / all)).collect()
+}
+
+/// The value below which `part` of all are: in its class as if all were evenly spread (ms).
+fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
+    let mut lower = (0.0, 0.0);
+    for (bound, share) in shares {
+        if *share >= part {
+            let within = (part - lower.1) / (share - lower.1);
+            let upper = if bound.is_finite() { *bound } else { lower.0 };
+            return (lower.0 + (upper - lower.0) * within) * 1e3;
+        }
+        lower = (*bound, *share);
+    }
+    f64::NAN
+}
+
+/// Which part was within that time.
+fn within(shares: &[(f64, f64)], seconds: f64) -> f64 {
+    shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
+}
+
+fn report(args: &Args, windows: &[Window]) -> Report {
+    let mut table = Table::new(&["", "median", "least", "most"]);
+    let mut row = |what: &str, of: &dyn Fn(&Window) -> f64| {
+        let mut values: Vec<f64> = windows.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        let median = coreward_model::statistics::median(&values).unwrap_or(f64::NAN);
+        let (least, most) = (values.first().copied().unwrap_or(f64::NAN), values.last().copied().unwrap_or(f64::NAN));
+        table.row([what.into(), median.into(), least.into(), most.into()]);
+    };
+    row("reports sent per second", &|window| window.sent_per_second);
+    row("reports taken per second", &|window| window.taken_per_second);
+    row("CPU of the controller, % of one", &|window| window.cpu_pct);
+    row("tables made per second", &|window| window.tables_per_second);
+    row("resident memory, MiB", &|window| window.resident_mib);
+    row("  at most so far", &|window| window.most_mib);
+    row("report to table, p50, ms", &|window| quantile(&window.to_table, 0.5));
+    row("  p99", &|window| quantile(&window.to_table, 0.99));
+    row("report received to table in the kernel, p50, ms", &|window| quantile(&window.to_kernel, 0.5));
+    row("  p99", &|window| quantile(&window.to_kernel, 0.99));
+    row("  within 10 ms, %", &|window| within(&window.to_kernel, 0.01));
+    row("report sent to table in the kernel, p50, ms", &|window| quantile(&window.sent_to_kernel, 0.5));
+    row("  p99", &|window| quantile(&window.sent_to_kernel, 0.99));
+    row("  within 10 ms, %", &|window| within(&window.sent_to_kernel, 0.01));
+    Report {
+        name: "scale",
+        title: "A controller at its limit",
+        about: format!(
+            "{} agents of {} cores report every 100 ms, each by a gRPC stream over a TCP connection of its own (loopback), \
+             to a controller that has CPU 0; agents and a load balancer, which puts the tables of {} services in force and \
+             says so for each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. To reach: 2,000 \
+             servers on one CPU, 99 % of tables in the kernel within 10 ms of the report that made them due.",
+            args.agents, args.cores, args.services, args.windows, args.window_seconds,
+        ),
+        tables: vec![table],
+    }
+}

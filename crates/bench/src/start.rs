@@ -1,0 +1,255 @@
+//! How soon a load balancer forwards after its start, with many services and servers, and how soon a change of one server is
+//! in the kernel: the real load balancer at a virtual device, a real controller, all in a network namespace of this
+//! process's, which goes with it.
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::lb::PinnedServers;
+use coreward_model::{ServerId, ServiceAddress, tuple::Protocol};
+use coreward_wire::v1;
+use nix::errno::Errno;
+use nix::net::if_::if_nametoindex;
+use nix::sys::socket::{MsgFlags, recv};
+
+use crate::agent::Pins;
+use crate::controller::{self, Controller, Scratch, fleet, vip};
+use crate::report::{Report, Table};
+use crate::scale::{Balancer, make_network};
+
+/// Options of `coreward-bench start`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Services
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    services: u32,
+    /// Servers, each of one service
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
+    servers: u32,
+    /// How often the load balancer is started
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    starts: u32,
+    /// How many servers are changed, one after the other
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    changes: u32,
+}
+
+/// Nothing here takes longer, unless it never ends.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Measures, in a thread of its own: the namespace is the thread's.
+///
+/// # Errors
+/// Without root; when something does not start.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench start loads BPF programs: run it as root");
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    make_network()?;
+    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let of_fleet = controller::Args { agents: args.servers, services: args.services, ..controller::Args::default() };
+    let mut controller = Controller::start_without_fleet(&scratch.0)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut document = fleet(&of_fleet);
+    let applied = runtime.block_on(apply(&mut controller, &document, 0))?;
+    let mut starts = Vec::new();
+    for _ in 0..args.starts {
+        let _ = std::fs::remove_dir_all(pins.0.join("lb1"));
+        let began = Instant::now();
+        let balancer = Balancer::start(controller.address, &scratch, &pins)?;
+        starts.push(first_packets(args.services, began)?);
+        drop(balancer);
+    }
+    let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
+    first_packets(args.services, Instant::now())?;
+    let mut changes = Vec::new();
+    let mut generation = applied;
+    for change in 0..args.changes {
+        let server = change * (args.servers / args.changes);
+        let change =
+            runtime.block_on(change_server(&mut controller, &pins, &mut document, generation, server, args))?;
+        generation += 1;
+        changes.push(change);
+    }
+    Ok(report(args, &starts, &changes))
+}
+
+/// Puts the document in force; its generation.
+async fn apply(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
+    let request = v1::ApplyFleetRequest { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
+    Ok(controller.connect().await?.apply_fleet(request).await?.into_inner().generation)
+}
+
+/// When the first packet of any service was forwarded, and the first one of the last service.
+struct Start {
+    first: Duration,
+    all: Duration,
+}
+
+/// A packet socket at the servers' end of the wire.
+struct Wire {
+    socket: OwnedFd,
+    own_mac: [u8; 6],
+    balancer_mac: [u8; 6],
+}
+
+const FRAME_BYTES: usize = 14 + 20 + 20;
+
+impl Wire {
+    fn open() -> anyhow::Result<Self> {
+        let protocol = libc::ETH_P_IP as u16;
+        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+        let socket = unsafe { libc::socket(libc::AF_PACKET, kind, i32::from(protocol.to_be())) };
+        Errno::result(socket).context("a packet socket")?;
+        // SAFETY: the descriptor was just made and is owned by nobody else.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
+        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        address.sll_family = libc::AF_PACKET as u16;
+        address.sll_protocol = protocol.to_be();
+        address.sll_ifindex = if_nametoindex("eth1")? as i32;
+        // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
+        let bound = unsafe {
+            libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32)
+        };
+        Errno::result(bound).context("eth1")?;
+        Ok(Self { socket, own_mac: mac_of("eth1")?, balancer_mac: mac_of("eth0")? })
+    }
+
+    /// A SYN for a service.
+    fn send(&self, vip: Ipv4Addr, port: u16) {
+        let mut frame = [0u8; FRAME_BYTES];
+        frame[..6].copy_from_slice(&self.balancer_mac);
+        frame[6..12].copy_from_slice(&self.own_mac);
+        frame[12..14].copy_from_slice(&[8, 0]);
+        frame[14..24].copy_from_slice(&[0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6]);
+        frame[26..30].copy_from_slice(&[10, 1, 0, 7]);
+        frame[30..34].copy_from_slice(&vip.octets());
+        frame[34..36].copy_from_slice(&port.to_be_bytes());
+        frame[36..38].copy_from_slice(&80u16.to_be_bytes());
+        frame[46] = 5 << 4;
+        frame[47] = 2;
+        // The device's queue may be full for a moment.
+        let _ = nix::unistd::write(&self.socket, &frame);
+    }
+
+    /// VIPs of packets that the load balancer has forwarded.
+    fn forwarded(&self) -> Vec<Ipv4Addr> {
+        let mut vips = Vec::new();
+        let mut frame = [0u8; 256];
+        while let Ok(length) = recv(self.socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
+            if length >= FRAME_BYTES && frame[6..12] == self.balancer_mac {
+                vips.extend(<[u8; 4]>::try_from(&frame[30..34]).map(Ipv4Addr::from));
+            }
+        }
+        vips
+    }
+}
+
+fn mac_of(device: &str) -> anyhow::Result<[u8; 6]> {
+    let named = |entry: &nix::ifaddrs::InterfaceAddress| entry.interface_name == device;
+    let addresses = nix::ifaddrs::getifaddrs()?.filter(named);
+    let mut macs = addresses.filter_map(|entry| entry.address?.as_link_addr()?.addr());
+    macs.next().with_context(|| format!("{device} has no MAC address"))
+}
+
+/// Sends SYNs to every service that has not forwarded one yet, over and over.
+fn first_packets(services: u32, began: Instant) -> anyhow::Result<Start> {
+    let wire = Wire::open()?;
+    let mut waiting: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
+    let (mut first, mut port) = (None, 1024);
+    while !waiting.is_empty() {
+        ensure!(began.elapsed() < PATIENCE, "{} services forward nothing after {PATIENCE:?}", waiting.len());
+        // As many as a short queue holds; the others have their turn next.
+        for vip in waiting.iter().copied().take(64).collect::<Vec<_>>() {
+            wire.send(vip, port);
+        }
+        port = if port == u16::MAX { 1024 } else { port + 1 };
+        std::thread::sleep(Duration::from_micros(500));
+        for vip in wire.forwarded() {
+            first.get_or_insert_with(|| began.elapsed());
+            waiting.remove(&vip);
+        }
+    }
+    let all = began.elapsed();
+    Ok(Start { first: first.unwrap_or(all), all })
+}
+
+/// From when a change was wanted to when it was acknowledged, and to when packets see it.
+struct Change {
+    acknowledged: Duration,
+    in_kernel: Duration,
+}
+
+/// Drains one server.
+async fn change_server(
+    controller: &mut Controller,
+    pins: &Pins,
+    document: &mut String,
+    generation: u64,
+    server: u32,
+    args: &Args,
+) -> anyhow::Result<Change> {
+    let mut client = controller.connect().await?;
+    let status = client.status(v1::StatusRequest::default()).await?.into_inner();
+    let name = controller::name(server);
+    let known = status.servers.iter().find(|known| known.name == name).context("the server is not known")?;
+    let id = ServerId::try_from(u64::from(known.id))?;
+    let service = ServiceAddress { socket: vip(server % args.services).into(), protocol: Protocol::Tcp };
+    let servers = PinnedServers::open(&pins.0.join("lb1"))?;
+    let service = servers.service(&service).context("the service is not known")?;
+    let line = format!("name = \"{name}\"\n");
+    *document = document.replacen(&line, &format!("{line}state = \"draining\"\n"), 1);
+    let request = v1::ApplyFleetRequest { name: "bench".into(), text: document.clone(), generation, dry_run: false };
+    let began = Instant::now();
+    let watching = std::thread::spawn(move || {
+        while began.elapsed() < PATIENCE {
+            if servers.server(service, id).is_some_and(|server| !server.eligible) {
+                return Some(began.elapsed());
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        None
+    });
+    client.apply_fleet(request).await?;
+    let acknowledged = began.elapsed();
+    let in_kernel = tokio::task::spawn_blocking(move || watching.join()).await?;
+    let in_kernel = in_kernel.ok().flatten().context("the change never came")?;
+    Ok(Change { acknowledged, in_kernel })
+}
+
+fn report(args: &Args, starts: &[Start], changes: &[Change]) -> Report {
+    let mut table = Table::new(&["ms", "median", "least", "most"]);
+    let mut row = |what: &str, mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        let median = coreward_model::statistics::median(&values).unwrap_or(f64::NAN);
+        let (least, most) = (values.first().copied().unwrap_or(f64::NAN), values.last().copied().unwrap_or(f64::NAN));
+        table.row([what.into(), median.into(), least.into(), most.into()]);
+    };
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    row("from exec to the first packet forwarded", starts.iter().map(|start| ms(start.first)).collect());
+    row("from exec to a packet of every service", starts.iter().map(|start| ms(start.all)).collect());
+    row("a server drained: from apply to its answer", changes.iter().map(|change| ms(change.acknowledged)).collect());
+    let after = |change: &Change| ms(change.in_kernel.saturating_sub(change.acknowledged));
+    row("  from the answer to the kernel", changes.iter().map(after).collect());
+    row("  from apply to the kernel", changes.iter().map(|change| ms(change.in_kernel)).collect());
+    Report {
+        name: "start",
+        title: "The start of a load balancer",
+        about: format!(
+            "A load balancer without state from before (generic XDP at a veth device) starts beside a controller with {} \
+             services and {} servers, each of one service, which answer ARP; SYNs for every service come all the while. {} \
+             starts. Then {} servers are drained, one after the other. To reach: less than 1 s to the first packet, less \
+             than 10 ms from the answer to the kernel.",
+            args.services, args.servers, args.starts, args.changes,
+        ),
+        tables: vec![table],
+    }
+}

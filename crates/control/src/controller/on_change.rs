@@ -1,0 +1,150 @@
+//! Which services' tables are due: those whose inputs have changed since their newest one (`tables = "on-change"`).
+//!
+//! What a table is made of changes by reports and by what load balancers count, which say so themselves, and by time passing:
+//! a server is unreachable for long enough, a report too old, a slow start further. For the latter somebody has to look, once
+//! per report interval.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+
+use coreward_model::ServerId;
+use coreward_model::health::WhenAllDown;
+use coreward_model::policy::Capacity;
+use coreward_wire::ServiceIndex;
+
+use super::agent::Agent;
+use super::service::Cause;
+use super::{Controller, NewTable, Now};
+
+/// A table, and what made it due.
+#[derive(Debug, Clone)]
+pub struct DueTable {
+    /// The table.
+    pub new: NewTable,
+    /// What had waited longest for it.
+    pub cause: Cause,
+}
+
+impl Controller {
+    /// To be called when services or their members have changed.
+    pub(super) fn index_services(&mut self) {
+        let positions = self.services.iter().enumerate().map(|(position, service)| (service.fleet().index, position));
+        self.positions = positions.collect();
+        let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
+        for (position, service) in self.services.iter().enumerate() {
+            for id in service.fleet().members.keys() {
+                services_of.entry(*id).or_default().push(position);
+            }
+        }
+        self.services_of = services_of;
+        let (positions, services) = (&self.positions, &self.services);
+        self.due.retain(|index| positions.get(index).is_some_and(|position| services[*position].due.is_some()));
+        self.in_force.retain(|index| positions.contains_key(&index));
+    }
+
+    /// A server's load has changed.
+    pub(super) fn load_changed(&mut self, id: ServerId, cause: Cause) {
+        let Some(positions) = self.services_of.get(&id) else { return };
+        for position in positions {
+            let service = &mut self.services[*position];
+            if !service.reads_loads() {
+                continue;
+            }
+            service.load_is_new(id);
+            if service.due.is_none() {
+                service.due = Some(cause);
+                self.due.push_back(service.fleet().index);
+            }
+        }
+    }
+
+    /// A rack has passed up loads of servers of the service.
+    pub(super) fn loads_passed_up(&mut self, service: ServiceIndex, servers: &[ServerId], now: Now) {
+        let Some(position) = self.positions.get(&service) else { return };
+        let service = &mut self.services[*position];
+        if !service.reads_loads() {
+            return;
+        }
+        servers.iter().for_each(|server| service.load_is_new(*server));
+        if service.due.is_none() {
+            service.due = Some(Cause { received: now.monotonic, sent: None });
+            self.due.push_back(service.fleet().index);
+        }
+    }
+
+    /// What load balancers count has changed.
+    pub(super) fn traffic_changed(&mut self, now: Now) {
+        let cause = Cause { received: now.monotonic, sent: None };
+        for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
+            service.loads_are_new();
+            if service.due.is_none() {
+                service.due = Some(cause);
+                self.due.push_back(service.fleet().index);
+            }
+        }
+    }
+
+    /// Looks for what changes by itself; to be called once per report interval, and after a change of the configuration or of
+    /// what checks say.
+    /// `interval_ended`: whether a report interval has.
+    pub fn look(&mut self, now: Now, interval_ended: bool) {
+        self.update_health(now);
+        for position in 0..self.services.len() {
+            if interval_ended {
+                self.begin_interval(position);
+                self.renew_unreported(position, now);
+            }
+            let inputs = self.inputs(position, now);
+            let service = &mut self.services[position];
+            if service.is_made_of(inputs) && service.due.is_none() {
+                service.due = Some(Cause { received: now.monotonic, sent: None });
+                self.due.push_back(service.fleet().index);
+            }
+        }
+    }
+
+    /// What was assigned to a server that does not report ends with the interval: nothing else would ever show it.
+    fn renew_unreported(&mut self, position: usize, now: Now) {
+        let members = self.services[position].fleet().members.keys().copied();
+        let silent = |id: &ServerId| self.agent(*id).and_then(|agent| agent.loads(now)).is_none();
+        let silent: Vec<ServerId> = members.filter(silent).collect();
+        silent.into_iter().for_each(|id| self.services[position].load_is_new(id));
+    }
+
+    /// What the service's table is made of, apart from loads and counts, as one number.
+    fn inputs(&self, position: usize, now: Now) -> u64 {
+        let service = &self.services[position];
+        let fleet = service.fleet();
+        let mut hasher = DefaultHasher::new();
+        (fleet.buckets.get(), fleet.policy, fleet.seed, self.load_balancers.count()).hash(&mut hasher);
+        (fleet.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
+        // A rack whose summaries hold no more.
+        self.racks.summaries(fleet.index, now).len().hash(&mut hasher);
+        for id in fleet.members.keys() {
+            let (agent, server) = (self.agent(*id), &self.fleet.servers[id]);
+            let cores = agent.and_then(Agent::core_count);
+            let fresh = service.reads_loads() && agent.is_some_and(|agent| agent.is_fresh(now));
+            (id, self.condition(fleet, *id, now), fresh, cores).hash(&mut hasher);
+            (service.ramp(*id, now).to_bits(), server.weight.get()).hash(&mut hasher);
+            server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    /// Makes the table that has been due longest; `None`: none is.
+    pub fn next_due(&mut self, now: Now) -> Option<DueTable> {
+        loop {
+            let position = *self.positions.get(&self.due.pop_front()?)?;
+            if let Some(cause) = self.services[position].due {
+                let new = self.place(position, now);
+                self.in_force.made(new.service, new.table.generation, cause);
+                return Some(DueTable { new, cause });
+            }
+        }
+    }
+
+    /// Whether any table is due.
+    pub fn is_due(&self) -> bool {
+        !self.due.is_empty()
+    }
+}

@@ -1,0 +1,178 @@
+//! Tables that are made when what they are made of changes, in virtual time.
+
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
+
+use super::on_change::DueTable;
+use super::tests::plain_report;
+use super::{Controller, Now, Session};
+use crate::config::FleetConfig;
+use crate::fleet::Fleet;
+use crate::records::Records;
+
+fn at(milliseconds: u64) -> Now {
+    let monotonic = Duration::from_millis(milliseconds);
+    let wall = Duration::from_secs(1_700_000_000) + monotonic;
+    Now { monotonic, wall, record: wall }
+}
+
+/// Servers s0 to s3; `web` on the first two, `api` on the last two, `old` by hash on all.
+fn fleet(keys: &str) -> FleetConfig {
+    let mut text = keys.to_owned();
+    for n in 0..4 {
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
+    }
+    for (name, port, policy, servers) in [
+        ("web", 80, "crossrss-plus", "[\"s0\", \"s1\"]"),
+        ("api", 81, "least", "[\"s2\", \"s3\"]"),
+        ("old", 82, "hash", "[\"s0\", \"s1\", \"s2\", \"s3\"]"),
+    ] {
+        text += &format!(
+            "[[service]]\nname = \"{name}\"\nvip = \"10.200.0.1:{port}\"\npolicy = \"{policy}\"\nservers = {servers}\n"
+        );
+    }
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+}
+
+struct World {
+    controller: Controller,
+    records: Records,
+    sessions: Vec<Session>,
+    sequence: u64,
+}
+
+impl World {
+    fn new() -> Self {
+        let config = fleet("");
+        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let mut controller = Controller::new(Fleet::new(&config, &records));
+        let sessions = (0..4).map(|n| controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        Self { controller, records, sessions, sequence: 0 }
+    }
+
+    fn report(&mut self, server: usize, now: Now) {
+        self.sequence += 1;
+        let report = plain_report(self.sequence, now, &[self.sequence * 1_000; 4]);
+        self.controller.report(&self.sessions[server], Ok(report), now).unwrap();
+    }
+
+    fn due(&mut self, now: Now) -> Vec<DueTable> {
+        std::iter::from_fn(|| self.controller.next_due(now)).collect()
+    }
+
+    /// Names and generations of the tables that are due.
+    fn made(&mut self, now: Now) -> Vec<(&'static str, u64)> {
+        let due = self.due(now);
+        due.iter().map(|due| (self.name(due.new.service), due.new.table.generation)).collect()
+    }
+
+    fn name(&self, index: ServiceIndex) -> &'static str {
+        let service = self.controller.fleet().services.iter().find(|service| service.index == index).unwrap();
+        ["web", "api", "old"].into_iter().find(|name| *name == service.name).unwrap()
+    }
+
+    fn index(&self, name: &str) -> ServiceIndex {
+        self.controller.fleet().services.iter().find(|service| service.name == name).unwrap().index
+    }
+}
+
+#[test]
+fn only_services_whose_inputs_changed_get_a_table() {
+    let mut world = World::new();
+    world.controller.look(at(0), true);
+    assert_eq!(world.made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
+    assert_eq!(world.made(at(1)), []);
+    world.report(0, at(10));
+    world.report(1, at(11));
+    assert_eq!(world.made(at(12)), [("web", 2)], "two reports, one table");
+    assert!(!world.controller.is_due());
+    world.report(3, at(20));
+    world.report(0, at(21));
+    assert_eq!(world.made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
+    // All cores are known now, and later too old.
+    world.controller.look(at(100), true);
+    world.made(at(100));
+    world.controller.look(at(200), true);
+    assert_eq!(world.made(at(200)), [], "nothing has changed");
+    world.controller.look(at(100_000), true);
+    assert_eq!(world.made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
+}
+
+#[test]
+fn the_oldest_change_is_the_cause() {
+    let mut world = World::new();
+    world.controller.look(at(0), true);
+    world.made(at(0));
+    world.report(0, at(10));
+    world.report(1, at(15));
+    let due = world.due(at(16)).remove(0);
+    assert_eq!(due.cause.received, at(10).monotonic);
+    assert_eq!(due.cause.sent, Some(at(10).wall));
+    let web = world.index("web");
+    world.controller.in_force.confirm(7, web, 1, at(16));
+    world.controller.in_force.confirm(7, web, 2, at(18));
+    assert_eq!(world.controller.in_force.since_receipt.count(), 1);
+    assert!((world.controller.in_force.since_receipt.sum() - 0.008).abs() < 1e-9);
+}
+
+#[test]
+fn counts_go_on_where_the_load_is_no_newer() {
+    let mut world = World::new();
+    for now in [0, 100] {
+        (0..4).for_each(|server| world.report(server, at(now)));
+    }
+    world.controller.look(at(100), true);
+    world.made(at(100));
+    world.report(1, at(110));
+    let table = world.due(at(110)).remove(0).new.table;
+    let age = |table: &coreward_model::placement::PlacementTable, server: u16| {
+        let slot = table.core_slots.iter().position(|core| core.server.get() == server).unwrap();
+        table.core_slot_ages.get(slot).copied().unwrap_or(0)
+    };
+    assert_eq!((age(&table, 0), age(&table, 1)), (1, 0));
+    world.report(1, at(120));
+    let table = world.due(at(120)).remove(0).new.table;
+    assert_eq!((age(&table, 0), age(&table, 1)), (2, 0));
+    world.report(0, at(130));
+    let table = world.due(at(130)).remove(0).new.table;
+    assert_eq!((age(&table, 0), age(&table, 1)), (0, 1));
+    // A server that is silent for too long: its counts end with the interval.
+    world.report(0, at(100_000));
+    world.due(at(100_000));
+    world.controller.look(at(100_000), true);
+    world.report(0, at(100_010));
+    let table = world.due(at(100_010)).remove(0).new.table;
+    assert_eq!(age(&table, 1), 0);
+}
+
+#[test]
+fn traffic_makes_tables_due_that_go_by_it() {
+    let mut world = World::new();
+    world.controller.look(at(0), true);
+    world.made(at(0));
+    let session = world.controller.load_balancer_hello("lb1", at(1)).unwrap();
+    world.controller.look(at(2), false);
+    world.made(at(2));
+    let api = world.index("api");
+    let opened = ServerTraffic { opened: 5, ..Default::default() };
+    let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
+    world.controller.load_balancer_traffic(session, &message, at(3));
+    assert_eq!(world.made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
+}
+
+#[test]
+fn a_new_configuration_changes_what_it_changes() {
+    let mut world = World::new();
+    world.controller.look(at(0), true);
+    world.made(at(0));
+    let config = fleet("alpha = 0.25\n");
+    world.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
+    world.report(0, at(1));
+    world.controller.configure(Fleet::new(&config, &world.records));
+    world.controller.look(at(2), false);
+    assert_eq!(world.made(at(2)), [("web", 2)], "what was due is due still, and no other");
+}

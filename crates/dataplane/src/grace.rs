@@ -1,0 +1,136 @@
+//! RCU grace periods, waited for by a thread of their own: who switches programs from one memory to another goes on at once,
+//! and uses the old memory again when a grace period that began afterwards has ended.
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context as _, anyhow};
+
+use crate::mapped::wait_for_programs;
+
+/// A moment: what programs were told to leave before it they have left when [`GracePeriods::has_passed`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Moment(u64);
+
+/// The thread. It ends with this value.
+#[derive(Debug)]
+pub struct GracePeriods(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Periods that have begun, and that have ended.
+    begun: AtomicU64,
+    ended: AtomicU64,
+    wishes: Mutex<Wishes>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Wishes {
+    /// The last period that somebody wants to end.
+    wanted: u64,
+    over: bool,
+    failed: Option<nix::errno::Errno>,
+}
+
+impl Shared {
+    fn wishes(&self) -> MutexGuard<'_, Wishes> {
+        self.wishes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self) {
+        loop {
+            let mut wishes = self.wishes();
+            while !wishes.over && wishes.wanted <= self.ended.load(Ordering::SeqCst) {
+                wishes = self.changed.wait(wishes).unwrap_or_else(PoisonError::into_inner);
+            }
+            if wishes.over {
+                return;
+            }
+            drop(wishes);
+            let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+            let outcome = wait_for_programs();
+            let mut wishes = self.wishes();
+            match outcome {
+                Ok(()) => self.ended.store(number, Ordering::SeqCst),
+                Err(error) => {
+                    wishes.failed = Some(error);
+                    wishes.over = true;
+                }
+            }
+            self.changed.notify_all();
+        }
+    }
+}
+
+impl GracePeriods {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// When there can be no more threads.
+    pub fn start() -> anyhow::Result<Self> {
+        let shared = Arc::<Shared>::default();
+        let thread = shared.clone();
+        std::thread::Builder::new()
+            .name("grace periods".to_owned())
+            .spawn(move || thread.run())
+            .context("a thread that waits for RCU grace periods")?;
+        Ok(Self(shared))
+    }
+
+    /// Now, after programs were told to leave something. A grace period is waited for.
+    pub fn now(&self) -> Moment {
+        // What was stored before is seen by all that begins after this.
+        fence(Ordering::SeqCst);
+        let moment = self.0.begun.load(Ordering::SeqCst) + 1;
+        let mut wishes = self.0.wishes();
+        wishes.wanted = wishes.wanted.max(moment);
+        drop(wishes);
+        self.0.changed.notify_all();
+        Moment(moment)
+    }
+
+    /// Whether all programs that ran at that moment have ended.
+    pub fn has_passed(&self, moment: Moment) -> bool {
+        self.0.ended.load(Ordering::SeqCst) >= moment.0
+    }
+
+    /// Returns when they have.
+    ///
+    /// # Errors
+    /// When the kernel does not offer grace periods (`nohz_full`).
+    pub fn wait(&self, moment: Moment) -> anyhow::Result<()> {
+        let mut wishes = self.0.wishes();
+        while !self.has_passed(moment) {
+            if let Some(error) = wishes.failed {
+                return Err(anyhow!(error)).context("waiting for an RCU grace period by membarrier(2)");
+            }
+            wishes = self.0.changed.wait(wishes).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for GracePeriods {
+    fn drop(&mut self) {
+        self.0.wishes().over = true;
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_moment_passes_and_later_ones_after_it() {
+        let periods = GracePeriods::start().unwrap();
+        let first = periods.now();
+        periods.wait(first).unwrap();
+        assert!(periods.has_passed(first));
+        let second = periods.now();
+        assert!(second > first);
+        periods.wait(second).unwrap();
+        assert!(periods.has_passed(Moment::default()));
+    }
+}

@@ -1,0 +1,148 @@
+//! Which parts of a piece of memory are free: blocks of 2^k bytes, each at a multiple of its size (a buddy system). No
+//! memory is touched here.
+
+use std::collections::BTreeSet;
+
+/// The smallest block: a cache line.
+const SMALLEST: u32 = 64;
+
+/// A block that is in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Block {
+    /// Bytes from the start of the memory; never 0.
+    pub at: u32,
+    /// log2 of its bytes.
+    order: u32,
+}
+
+impl Block {
+    /// The block of so many bytes at that place.
+    pub fn holding(at: u32, bytes: u32) -> Self {
+        Self { at, order: order_of(bytes) }
+    }
+}
+
+fn order_of(bytes: u32) -> u32 {
+    bytes.max(SMALLEST).next_power_of_two().trailing_zeros()
+}
+
+/// The free parts.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Blocks {
+    /// By order: where free blocks of that size stand.
+    free: [BTreeSet<u32>; 32],
+    bytes: u32,
+}
+
+impl Blocks {
+    /// Of a memory of so many bytes, a power of two, all of it free but its first block and what is `used`: places and bytes.
+    pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
+        let mut blocks = Self { bytes, ..Self::default() };
+        let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::holding(at, bytes)).collect();
+        used.push(Block::holding(0, SMALLEST));
+        used.sort_unstable();
+        used.dedup();
+        let mut end = 0;
+        for block in used {
+            blocks.carve(end, block.at);
+            end = end.max(block.at + (1 << block.order));
+        }
+        blocks.carve(end, bytes);
+        blocks
+    }
+
+    /// There are more bytes now: a power of two.
+    pub fn grow(&mut self, bytes: u32) {
+        let old = std::mem::replace(&mut self.bytes, bytes);
+        self.carve(old, bytes);
+    }
+
+    /// All of `start..end` is free.
+    fn carve(&mut self, mut start: u32, end: u32) {
+        while start < end {
+            let aligned = if start == 0 { 31 } else { start.trailing_zeros() };
+            let fitting = (end - start).ilog2();
+            let order = aligned.min(fitting);
+            self.free(Block { at: start, order });
+            start += 1 << order;
+        }
+    }
+
+    /// A free block with room for so many bytes; `None`: there is none.
+    pub fn take(&mut self, bytes: u32) -> Option<Block> {
+        let wanted = order_of(bytes);
+        let order = (wanted..32).find(|order| !self.free[*order as usize].is_empty())?;
+        let at = self.free[order as usize].pop_first()?;
+        // The upper halves of what is too large stay free.
+        for half in wanted..order {
+            self.free[half as usize].insert(at + (1 << half));
+        }
+        Some(Block { at, order: wanted })
+    }
+
+    /// The block is free again.
+    pub fn free(&mut self, block: Block) {
+        let Block { mut at, mut order } = block;
+        loop {
+            let buddy = at ^ 1 << order;
+            if order >= 31 || !self.free[order as usize].remove(&buddy) {
+                break;
+            }
+            at &= !(1 << order);
+            order += 1;
+        }
+        self.free[order as usize].insert(at);
+    }
+
+    /// How many bytes are free.
+    #[cfg(test)]
+    fn free_bytes(&self) -> u64 {
+        (0..32).map(|order| (self.free[order].len() as u64) << order).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_first_block_is_never_given_away() {
+        let mut blocks = Blocks::new(1024, []);
+        let mut places: Vec<u32> = std::iter::from_fn(|| blocks.take(64)).map(|block| block.at).collect();
+        places.sort_unstable();
+        assert_eq!(places, (1..16).map(|n| n * 64).collect::<Vec<_>>());
+        assert_eq!(blocks.take(1), None);
+        blocks.grow(2048);
+        assert_eq!(blocks.take(1000).map(|block| block.at), Some(1024));
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_never_overlap_and_nothing_is_lost(steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200)) {
+            let mut blocks = Blocks::new(1 << 16, []);
+            let all = blocks.clone();
+            let mut taken: Vec<(Block, u32)> = Vec::new();
+            for (bytes, free, which) in steps {
+                if free && !taken.is_empty() {
+                    blocks.free(taken.swap_remove(which.index(taken.len())).0);
+                } else if let Some(block) = blocks.take(bytes) {
+                    prop_assert!(block.at > 0 && block.at + bytes <= 1 << 16 && 1 << block.order >= bytes);
+                    let apart = |(other, _): &(Block, u32)| {
+                        block.at + (1 << block.order) <= other.at || other.at + (1 << other.order) <= block.at
+                    };
+                    prop_assert!(taken.iter().all(apart));
+                    taken.push((block, bytes));
+                }
+                let used: u64 = taken.iter().map(|(block, _)| 1u64 << block.order).sum();
+                prop_assert_eq!(blocks.free_bytes() + used, all.free_bytes());
+            }
+            // A process that takes over finds the same.
+            let again = Blocks::new(1 << 16, taken.iter().map(|(block, bytes)| (block.at, *bytes)));
+            prop_assert_eq!(&again, &blocks);
+            taken.into_iter().for_each(|(block, _)| blocks.free(block));
+            prop_assert_eq!(blocks, all);
+        }
+    }
+}
