@@ -99,8 +99,9 @@ static __always_inline void decide_other_balancer(__u32 number, struct decision 
 {
 	server_word balancer = server_at(decision->service, other_balancer(number));
 
-	decision->outcome = server_has(balancer, SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER
-								  : LB_COUNTER_DROP_SERVER_UNRESOLVED;
+	/* An address that other services know counts only where it is a member. */
+	decision->outcome = server_has(balancer, SERVER_KNOWN | SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER
+										 : LB_COUNTER_DROP_SERVER_UNRESOLVED;
 	decision->destination = balancer;
 	decision->before = NO_SERVER;
 }

@@ -159,7 +159,7 @@ impl Datacentre {
 
     fn everybody_is_back(&self) -> bool {
         self.status().is_some_and(|status| {
-            let reporting = |server: &&serde_json::Value| server["state"] == "reporting";
+            let reporting = |server: &&serde_json::Value| server["reports"] == "fresh";
             let connected = |balancer: &&serde_json::Value| balancer["connected"] == true;
             status["servers"].as_array().unwrap().iter().filter(reporting).count() == 3
                 && status["load_balancers"].as_array().unwrap().iter().filter(connected).count() == 2

@@ -192,7 +192,7 @@ function showTiles(loads) {
   const highest = all.reduce((most, load) => Math.max(most, load), 0);
   const open = loads.servers.reduce((sum, server) => sum + server.open_connections, 0);
   const fresh = Object.values(flows[flows.length - 1] || {}).reduce((sum, value) => sum + value, 0);
-  const reporting = overview ? overview.servers.filter((server) => server.state === "reporting").length : 0;
+  const reporting = overview ? overview.servers.filter((server) => server.reports === "fresh").length : 0;
   const total = overview ? overview.servers.length : loads.servers.length;
   $("tiles").replaceChildren(
     tile(`${reporting} of ${total}`, "servers report", reporting === total ? "good" : "warn"),
