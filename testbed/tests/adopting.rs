@@ -154,7 +154,7 @@ fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
     });
     pause(500);
     assert_eq!((oldest.broken(), older.broken(), ours.broken()), (0, 0, 0));
-    assert_eq!(wrk_errors(wrk), [String::new(); 0]);
+    assert_eq!(wrk_errors(wrk), Vec::<String>::new());
 
     // Those of before the agents end; what came through the director since then has cookies and no need of it.
     drop(oldest);
@@ -171,7 +171,7 @@ fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
     let mut newer = site.connect(40);
     pause(500);
     assert_eq!((older.broken(), ours.broken(), newer.broken()), (0, 0, 0), "while it was handed over");
-    assert_eq!(wrk_errors(wrk), [String::new(); 0]);
+    assert_eq!(wrk_errors(wrk), Vec::<String>::new());
     // All of the service's old connections have ended.
     drop((older, ours));
     site.testbed.announce_other().unwrap();

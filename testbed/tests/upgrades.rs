@@ -28,7 +28,7 @@ fn agents() -> impl Iterator<Item = String> {
 
 /// From now on what is pinned there is of another version: another layout. `T`: what stands in the map.
 fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
-    let mapped = Mapped::<T>::new(&MapHandle::from_pinned_path(state).unwrap()).unwrap();
+    let mapped = Mapped::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both (bpf/intf.h).
     mapped.store(0, 99);
 }

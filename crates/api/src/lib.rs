@@ -1,14 +1,14 @@
 //! The controller's HTTP API, as its two sides see it.
 //!
-//! * [`types`]: the documents, from which the OpenAPI document comes, too
-//! * [`problem`]: errors, as RFC 9457 has them
-//! * [`role`], [`tokens`]: who may do what, and how callers prove who they are
-//! * [`sessions`]: browsers
-//! * [`endpoints`]: an endpoint is its handler and the role that it asks for, said in one place; everything else that
+//! * [`types`][]: the documents, from which the OpenAPI document comes, too
+//! * [`problem`][]: errors, as RFC 9457 has them
+//! * [`role`] and [`tokens`]: who may do what, and how callers prove who they are
+//! * [`sessions`][]: browsers
+//! * [`endpoints`][]: an endpoint is its handler and the role that it asks for, said in one place; everything else that
 //!   holds for all of them (authentication, limits, timeouts, the OpenAPI document) comes from here
-//! * [`extract`]: what handlers take out of a request
+//! * [`extract`][]: what handlers take out of a request
 //! * [`serve`][]: connections
-//! * [`client`]: for commands
+//! * [`client`][]: for commands
 //!
 //! The handlers are the controller's: `crates/control/src/api`.
 

@@ -69,12 +69,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
     first_packets(args.services, Instant::now())?;
     let mut changes = Vec::new();
-    let mut generation = applied;
-    for change in 0..args.changes {
+    for (generation, change) in (applied..).zip(0..args.changes) {
         let server = change * (args.servers / args.changes);
         let change =
             runtime.block_on(change_server(&mut controller, &pins, &mut document, generation, server, args))?;
-        generation += 1;
         changes.push(change);
     }
     Ok(report(args, &starts, &changes))

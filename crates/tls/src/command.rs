@@ -1,7 +1,7 @@
 //! `coreward certs`: an authority of one's own, and what it signs.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use comfy_table::Table;
@@ -164,7 +164,7 @@ fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyh
 }
 
 fn date(since_1970: Duration) -> String {
-    humantime::format_rfc3339_seconds(SystemTime::from(UNIX_EPOCH + since_1970)).to_string()
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + since_1970).to_string()
 }
 
 fn show(files: &[PathBuf]) -> anyhow::Result<String> {

@@ -46,7 +46,7 @@ struct Expected {
 impl Expected {
     fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Fingerprint), NotAccepted> {
         let read = Certificate::read(certificate).map_err(NotAccepted::NoIdentity)?;
-        let identity = read.identity.ok_or_else(|| NotAccepted::NoIdentity(read.subject))?;
+        let identity = read.identity.ok_or(NotAccepted::NoIdentity(read.subject))?;
         if identity.fleet != self.fleet {
             return Err(NotAccepted::OtherFleet { identity, ours: self.fleet.clone() });
         }
