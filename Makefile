@@ -7,7 +7,7 @@ FUZZ := target/release/coreward-fuzz
 
 FIGURES ?= out/figures
 
-.PHONY: help install build deb demo figures test test-nic conformity soak fuzz consistency lint bench clean
+.PHONY: help install build deb demo figures test test-nic conformity api-test soak fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ conformity: build ## stock clients and servers for minutes while everything chan
 	@scripts/install run
 	@$(COREWARD) testbed conformity
 	@$(COREWARD) testbed conformity --syncookies 2
+
+api-test: build ## the HTTP API against its OpenAPI document, by schemathesis (EXAMPLES=100)
+	@scripts/api-test $(EXAMPLES)
 
 soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="--seconds 300 --seed 1")
 	@scripts/install run

@@ -18,6 +18,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use crate::limits::Limits;
 use crate::problem::PROBLEM_JSON;
 use crate::serve::Peer;
+use crate::sessions::Sessions;
 use crate::tokens::Tokens;
 use crate::{Caller, Problem, ProblemKind, Role};
 
@@ -33,21 +34,27 @@ const TOKEN_SCHEME: &str = "token";
 /// Who may come in.
 pub struct Guard {
     tokens: Arc<Tokens>,
+    sessions: Sessions,
     limits: Limits,
 }
 
 impl Guard {
     /// Whoever has one of these.
     pub fn new(tokens: Arc<Tokens>) -> Self {
-        Self { tokens, limits: Limits::default() }
+        Self { tokens, sessions: Sessions::default(), limits: Limits::default() }
     }
 
-    /// Who it is that asks: by its token, or else by its certificate.
+    /// Sessions of browsers.
+    pub fn sessions(&self) -> &Sessions {
+        &self.sessions
+    }
+
+    /// Who it is that asks: by its token, or else by its certificate, or its session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().copied().unwrap_or_default();
         let proved = match request.headers().get(header::AUTHORIZATION) {
             Some(authorization) => self.role_of(authorization),
-            None => peer.certified,
+            None => peer.certified.or_else(|| self.sessions.has(request.headers()).then_some(Role::Viewer)),
         };
         match proved {
             Some(role) => Ok(Caller { role, address: peer.address }),

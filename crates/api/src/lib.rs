@@ -3,6 +3,7 @@
 //! * [`types`]: the documents, from which the OpenAPI document comes, too
 //! * [`problem`]: errors, as RFC 9457 has them
 //! * [`role`], [`tokens`]: who may do what, and how callers prove who they are
+//! * [`sessions`]: browsers
 //! * [`endpoints`]: an endpoint is its handler and the role that it asks for, said in one place; everything else that
 //!   holds for all of them (authentication, limits, timeouts, the OpenAPI document) comes from here
 //! * [`extract`]: what handlers take out of a request
@@ -18,6 +19,7 @@ mod limits;
 pub mod problem;
 pub mod role;
 pub mod serve;
+pub mod sessions;
 pub mod tokens;
 pub mod types;
 

@@ -87,13 +87,18 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     Ok(Secret::new(text))
 }
 
-/// All of it or nothing, also when the machine stops in between.
+/// All of it or nothing, also when the machine stops in between. Of two controllers with one folder the first draws.
 fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
-    let unfinished = path.with_extension("new");
+    let unfinished = path.with_extension(format!("new-{}", std::process::id()));
     let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
     writeln!(file, "{token}")?;
     file.sync_all()?;
-    std::fs::rename(&unfinished, path)
+    let made = std::fs::hard_link(&unfinished, path);
+    std::fs::remove_file(&unfinished)?;
+    match made {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        made => made,
+    }
 }
 
 #[cfg(test)]

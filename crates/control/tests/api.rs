@@ -16,7 +16,8 @@ use support::{Home, Running, in_time};
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
 /// What may be sent with a viewer's token though it is no GET: nothing of the fleet changes by it.
-const ASKED_BY_POST: [&str; 2] = ["POST /v1/explain/packets", "POST /v1/check"];
+const ASKED_BY_POST: [&str; 4] =
+    ["POST /v1/explain/packets", "POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct Site {
     home: Home,
@@ -177,4 +178,77 @@ async fn a_document_is_applied_whole_or_not_at_all() {
     let moved = client.put_fleet(&wanted(&text, 0, false)).await.unwrap_err();
     assert_eq!(moved.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
+}
+
+/// Browsers log in with a token and go on with a cookie, that of a viewer, whoever logged in.
+#[tokio::test]
+async fn a_session_reads_and_changes_nothing() {
+    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let url = |path: &str| format!("http://{}{path}", site.running.api);
+    let page = site.http.get(url("/")).send().await.unwrap();
+    assert!(page.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
+    assert!(page.text().await.unwrap().contains("<title>coreward</title>"));
+    let begun = site.http.post(url("/v1/session")).bearer_auth(site.token(Role::Operator)).send().await.unwrap();
+    let cookie = begun.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
+    let with_cookie = |request: reqwest::RequestBuilder| request.header("cookie", &cookie);
+    let status = with_cookie(site.http.get(url("/v1/status"))).send().await.unwrap().status();
+    assert_eq!(status, StatusCode::OK);
+    let rotate = with_cookie(site.http.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
+    assert_eq!(rotate.send().await.unwrap().status(), StatusCode::FORBIDDEN);
+    let ended = with_cookie(site.http.delete(url("/v1/session"))).send().await.unwrap();
+    assert_eq!(ended.status(), StatusCode::NO_CONTENT);
+    let status = with_cookie(site.http.get(url("/v1/status"))).send().await.unwrap().status();
+    assert_eq!(status, StatusCode::UNAUTHORIZED);
+}
+
+/// A watcher is told what there is at once, then what happens; who comes back gets what it missed.
+#[tokio::test]
+async fn watchers_miss_nothing() {
+    let home = Home::new(&[], "");
+    home.write_controllers_file("");
+    let site = Site::start(home).await;
+    let watch = async |last: Option<&str>, until: &str| {
+        let url = format!("http://{}/v1/watch?interval_ms=250", site.running.api);
+        let mut request = site.http.get(url).bearer_auth(site.token(Role::Viewer));
+        if let Some(last) = last {
+            request = request.header("last-event-id", last);
+        }
+        let mut answer = request.send().await.unwrap();
+        assert_eq!(answer.headers()["content-type"], "text/event-stream");
+        let mut text = String::new();
+        in_time(until, async {
+            while !text.contains(until) {
+                text += std::str::from_utf8(&answer.chunk().await.unwrap().unwrap()).unwrap();
+            }
+        })
+        .await;
+        text
+    };
+    let first = watch(None, "event: loads").await;
+    assert!(first.contains("event: status\ndata: {\"configuration_generation\":"), "{first}");
+    let seen = watch(None, "the controller has started").await;
+    let id = seen.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();
+    let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
+    let document = NewFleet { name: "a.toml".into(), text, generation: 0, dry_run: false };
+    site.client(Role::Operator).put_fleet(&document).await.unwrap();
+    let missed = watch(Some(&id), "new, at 10.2.0.1: never reported").await;
+    assert!(missed.contains("the document of generation 1 was applied"), "{missed}");
+    assert!(!missed.contains("the controller has started"), "{missed}");
+}
+
+/// What the manual shows works as it is written.
+#[tokio::test]
+async fn the_manuals_examples_work() {
+    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
+    let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
+    let directory = site.home.directory.path().display().to_string();
+    let script =
+        script.replace("/var/lib/coreward", &directory).replace("127.0.0.1:7401", &site.running.api.to_string());
+    assert!(script.matches("curl ").count() >= 5, "{script}");
+    let run = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
+    let output = in_time("curl", run).await.unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(said.contains("\"state\":\"ready\"") && said.contains("expected a number above 0"), "{said}");
 }

@@ -5,6 +5,7 @@
 //! * [`feed`]: what watchers are told
 
 mod answers;
+mod dashboard;
 mod documents;
 mod events;
 mod explain;
@@ -44,6 +45,7 @@ const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balan
 #[derive(Clone)]
 pub struct Api {
     office: Arc<Office>,
+    guard: Arc<Guard>,
     events: Arc<EventLog>,
     feed: Arc<Feed>,
     document: Arc<std::sync::OnceLock<String>>,
@@ -77,9 +79,9 @@ impl Api {
 }
 
 /// The endpoints, each with whom it is for.
-fn endpoints(guard: Guard) -> Endpoints<Api> {
+fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
     let viewer = Role::Viewer;
-    Endpoints::new(Arc::new(guard), "coreward controller", DESCRIPTION)
+    Endpoints::new(guard, "coreward controller", DESCRIPTION)
         .add(viewer, routes!(answers::version))
         .add(viewer, routes!(answers::health))
         .add(viewer, routes!(answers::status))
@@ -101,6 +103,7 @@ fn endpoints(guard: Guard) -> Endpoints<Api> {
         .add_with_body(viewer, DOCUMENT_BODY, routes!(documents::check))
         .add(viewer, routes!(watch::events))
         .add(viewer, routes!(watch::watch))
+        .add(viewer, routes!(dashboard::log_in, dashboard::log_out))
         .add(viewer, routes!(openapi))
 }
 
@@ -113,11 +116,13 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
 
 /// What serves the endpoints, and the document that describes them.
 fn router(office: Arc<Office>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
-    let api = Api { office, events: Arc::default(), feed: Arc::default(), document: Arc::default() };
-    let (router, document) = endpoints(Guard::new(tokens)).into_parts();
+    let guard = Arc::new(Guard::new(tokens));
+    let api =
+        Api { office, guard: guard.clone(), events: Arc::default(), feed: Arc::default(), document: Arc::default() };
+    let (router, document) = endpoints(guard).into_parts();
     let text = document.to_json().context("the OpenAPI document cannot be written")?;
     api.document.get_or_init(|| text);
-    Ok((router.with_state(api.clone()), api))
+    Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
 /// Serves the API until the answer is dropped.

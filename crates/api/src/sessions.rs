@@ -1,0 +1,113 @@
+//! Sessions of browsers. A browser sends its cookie to whatever listens on the host, and on behalf of any page of the same
+//! site; so a session is a viewer's, whoever logged in, and nothing of the fleet can be changed by one.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::http::{HeaderMap, header};
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use rand::rand_core::{TryRng as _, UnwrapErr};
+use rand::rngs::SysRng;
+use subtle::ConstantTimeEq as _;
+
+/// How long a session lasts.
+const LIFE: Duration = Duration::from_secs(12 * 3600);
+/// At a time; the oldest ends when there would be more.
+const MOST: usize = 256;
+/// The cookie's name.
+const COOKIE: &str = "coreward_session";
+
+/// All of them.
+#[derive(Default)]
+pub struct Sessions(Mutex<Vec<Session>>);
+
+struct Session {
+    id: String,
+    ends: Instant,
+}
+
+impl Sessions {
+    /// A new session: the `Set-Cookie` that begins it.
+    pub fn begin(&self) -> String {
+        let mut bytes = [0; 32];
+        let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
+        let id = URL_SAFE_NO_PAD.encode(bytes);
+        let mut sessions = self.living();
+        if sessions.len() >= MOST {
+            sessions.remove(0);
+        }
+        let cookie = set_cookie(&id, LIFE);
+        sessions.push(Session { id, ends: Instant::now() + LIFE });
+        cookie
+    }
+
+    /// Whether the request belongs to a session.
+    pub fn has(&self, headers: &HeaderMap) -> bool {
+        ids(headers).any(|id| self.living().iter().any(|session| session.is(id)))
+    }
+
+    /// Ends the request's session: the `Set-Cookie` that has the browser forget it.
+    pub fn end(&self, headers: &HeaderMap) -> String {
+        for id in ids(headers) {
+            self.living().retain(|session| !session.is(id));
+        }
+        set_cookie("", Duration::ZERO)
+    }
+
+    fn living(&self) -> MutexGuard<'_, Vec<Session>> {
+        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        sessions.retain(|session| session.ends > now);
+        sessions
+    }
+}
+
+impl Session {
+    fn is(&self, id: &str) -> bool {
+        self.id.as_bytes().ct_eq(id.as_bytes()).into()
+    }
+}
+
+fn set_cookie(id: &str, life: Duration) -> String {
+    format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}", life.as_secs())
+}
+
+fn ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    let pairs = headers.get_all(header::COOKIE).iter().filter_map(|cookies| cookies.to_str().ok());
+    pairs
+        .flat_map(|cookies| cookies.split(';'))
+        .filter_map(|pair| pair.trim().split_once('='))
+        .filter_map(|(name, value)| (name == COOKIE).then_some(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(cookie: &str) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::COOKIE, format!("other=1; {cookie}").parse().unwrap());
+        headers
+    }
+
+    #[test]
+    fn a_session_lasts_until_it_is_ended() {
+        let sessions = Sessions::default();
+        let cookie = sessions.begin();
+        assert!(cookie.contains("HttpOnly; SameSite=Strict"), "{cookie}");
+        let headers = with(cookie.split(';').next().unwrap());
+        assert!(sessions.has(&headers) && !sessions.has(&with("coreward_session=")) && !sessions.has(&with("a=b")));
+        assert!(sessions.end(&headers).contains("Max-Age=0"));
+        assert!(!sessions.has(&headers));
+    }
+
+    #[test]
+    fn there_are_only_so_many() {
+        let sessions = Sessions::default();
+        let first = with(sessions.begin().split(';').next().unwrap());
+        (0..MOST).for_each(|_| drop(sessions.begin()));
+        assert!(!sessions.has(&first));
+        assert_eq!(sessions.living().len(), MOST);
+    }
+}

@@ -1,0 +1,42 @@
+//! The dashboard: one page without anything from elsewhere, and the session with which a browser reads.
+
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+
+use super::Api;
+
+/// Only what the controller itself serves, and nobody shows it in a frame of their own.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
+                      form-action 'none'; frame-ancestors 'none'";
+
+/// The page and what belongs to it. It holds nothing of the fleet, and needs no token.
+pub fn routes() -> axum::Router<Api> {
+    let file = |content_type: &'static str, text: &'static str| {
+        get(async move || {
+            let headers = [
+                (header::CONTENT_TYPE, content_type),
+                (header::CONTENT_SECURITY_POLICY, POLICY),
+                (header::REFERRER_POLICY, "no-referrer"),
+            ];
+            (headers, text)
+        })
+    };
+    axum::Router::new()
+        .route("/", file("text/html; charset=utf-8", include_str!("dashboard/index.html")))
+        .route("/dashboard.css", file("text/css; charset=utf-8", include_str!("dashboard/dashboard.css")))
+        .route("/dashboard.js", file("text/javascript; charset=utf-8", include_str!("dashboard/dashboard.js")))
+}
+
+/// Begin a session of a browser: a cookie with a viewer's rights, whoever logs in
+#[utoipa::path(post, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
+pub async fn log_in(State(api): State<Api>) -> impl IntoResponse {
+    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin())])
+}
+
+/// End it
+#[utoipa::path(delete, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
+pub async fn log_out(State(api): State<Api>, headers: HeaderMap) -> impl IntoResponse {
+    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().end(&headers))])
+}
