@@ -144,20 +144,24 @@ pub struct PacketQuestion {
     #[schema(value_type = String, format = Ipv4)]
     pub source_address: IpAddr,
     /// And its port.
+    #[serde(deserialize_with = "super::serde_whole::whole")]
+    #[schema(maximum = 65535)]
     pub source_port: u16,
     /// Where it went.
     #[schema(value_type = String, format = Ipv4)]
     pub destination_address: IpAddr,
     /// And its port.
+    #[serde(deserialize_with = "super::serde_whole::whole")]
+    #[schema(maximum = 65535)]
     pub destination_port: u16,
     /// What it is to its connection.
     pub packet: PacketKind,
     /// TSval; absent or null: it has no timestamps.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "super::serde_whole::optional")]
     #[schema(maximum = 4294967295_u32)]
     pub timestamp: Option<u32>,
     /// TSecr; the same.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "super::serde_whole::optional")]
     #[schema(maximum = 4294967295_u32)]
     pub echo: Option<u32>,
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::MAX_INTEGER;
+use super::{MAX_INTEGER, serde_whole};
 use crate::problem::DocumentMistake;
 
 /// The document in force.
@@ -27,6 +27,7 @@ pub struct NewFleet {
     /// TOML (docs/config.md).
     pub text: String,
     /// Of the document that it is to replace: another one in force is a conflict.
+    #[serde(deserialize_with = "serde_whole::whole")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
     /// Only say what it would change.

@@ -6,6 +6,7 @@ mod fleet;
 mod keys;
 mod loads;
 mod serde_text;
+mod serde_whole;
 mod status;
 mod tables;
 mod wire;

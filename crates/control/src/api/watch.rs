@@ -7,9 +7,9 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{self, KeepAlive, Sse};
-use coreward_api::Problem;
 use coreward_api::extract::{Json, Query};
-use coreward_api::types::{Event, Events, EventsQuery};
+use coreward_api::types::{Event, Events, EventsQuery, MAX_INTEGER};
+use coreward_api::{Problem, ProblemKind};
 use serde::Deserialize;
 use tokio::time::Instant;
 use tokio_stream::Stream;
@@ -28,6 +28,10 @@ const COME_BACK: Duration = Duration::from_secs(1);
 #[utoipa::path(get, path = "/v1/events", params(EventsQuery), responses((status = 200, description = "Events", body = Events)))]
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.shared()?;
+    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=KEPT).contains(&limit.into())) {
+        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {KEPT}");
+        return Err(Problem::new(ProblemKind::BadRequest, detail));
+    }
     let limit = query.limit.map_or(KEPT, usize::from);
     Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.after(query.after, limit) }))
 }
@@ -64,7 +68,7 @@ pub async fn watch(
     let bounds = 250..=60_000;
     if !bounds.contains(&query.interval_ms) {
         let detail = format!("interval_ms {}: expected 250 to 60000", query.interval_ms);
-        return Err(Problem::new(coreward_api::ProblemKind::BadRequest, detail));
+        return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     api.shared()?;
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());

@@ -1,0 +1,39 @@
+//! Whole numbers as JSON has them: 5.0 is 5 (RFC 8259, Sect. 6; JSON Schema, "integer").
+
+use std::fmt::Display;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Whole(u64),
+    Other(f64),
+}
+
+fn of<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> Result<T, E> {
+    let whole = match number {
+        Number::Whole(whole) => whole,
+        // Exact below 2^53, which is the most that requests may name.
+        Number::Other(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_INTEGER as f64 => {
+            other as u64
+        }
+        Number::Other(other) => return Err(E::custom(format!("{other}: expected a whole number from 0 on"))),
+    };
+    T::try_from(whole).map_err(|error| E::custom(format!("{whole}: {error}")))
+}
+
+pub fn whole<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+    let number =
+        Number::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
+    of(number)
+}
+
+pub fn optional<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<T>, D::Error> {
+    let number = Option::<Number>::deserialize(deserializer)
+        .map_err(|_| D::Error::custom("expected a whole number from 0 on, or null"))?;
+    number.map(of).transpose()
+}
