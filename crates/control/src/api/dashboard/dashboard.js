@@ -45,22 +45,30 @@ function makeColours() {
 
 // ---- the heat map: a row of pixels for each core, a column for each look ------------------------------------------------
 
+const counts = new Map(); // cores by server: who is silent keeps its rows
+
+const rowsOf = (server) => {
+  const cores = server.cores.length || counts.get(server.name) || 1;
+  counts.set(server.name, cores);
+  return cores;
+};
+
 function rowHeight(cores) { return cores <= 64 ? 8 : cores <= 160 ? 4 : cores <= 400 ? 2 : 1; }
 
 function layOut(servers) {
   const canvas = $("heat");
-  const cores = servers.reduce((sum, server) => sum + Math.max(server.cores.length, 1), 0);
+  const cores = servers.reduce((sum, server) => sum + rowsOf(server), 0);
   const height = rowHeight(cores);
   const gap = height > 1 ? 2 : 1;
   const width = Math.max(Math.floor(canvas.clientWidth), 60);
-  const key = [width, height, ...servers.map((server) => server.name + server.cores.length)].join();
+  const key = [width, height, ...servers.map((server) => server.name + "/" + rowsOf(server))].join();
   if (key === rows) return;
   rows = key;
   let y = 0;
   let free = 0; // the first pixel at which a name fits
   $("names").replaceChildren();
   for (const server of servers) {
-    const high = Math.max(server.cores.length, 1) * height;
+    const high = rowsOf(server) * height;
     if (y + high / 2 - 6 >= free || y === 0) {
       const name = node("div", server.name);
       name.style.top = Math.max(0, y + high / 2 - 6) + "px";
@@ -79,7 +87,7 @@ function drawHeat(servers) {
   layOut(servers);
   const canvas = $("heat");
   const context = canvas.getContext("2d");
-  const cores = servers.reduce((sum, server) => sum + Math.max(server.cores.length, 1), 0);
+  const cores = servers.reduce((sum, server) => sum + rowsOf(server), 0);
   const height = rowHeight(cores);
   const gap = height > 1 ? 2 : 1;
   context.drawImage(canvas, -COLUMN_PX, 0);
@@ -88,7 +96,7 @@ function drawHeat(servers) {
   const unknown = theme() === "light" ? 0xffe2dcd6 : 0xff302821;
   let y = 0;
   for (const server of servers) {
-    for (const load of server.cores.length ? server.cores : [null]) {
+    for (const load of server.cores.length ? server.cores : Array(rowsOf(server)).fill(null)) {
       let value = unknown;
       if (load !== null) {
         const [r, g, b] = colours[Math.max(0, Math.min(255, Math.round(load * 255)))];
