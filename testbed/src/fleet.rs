@@ -128,6 +128,16 @@ pub fn coreward_command() -> anyhow::Result<PathBuf> {
     beside.with_context(|| format!("no coreward beside {}: `make build` makes it", own.display()))
 }
 
+/// `coreward ARGUMENTS` with the operator's token, to be run beside the controller.
+///
+/// # Errors
+/// When there is no `coreward`.
+pub fn asking(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
+    let mut command = Command::new(coreward_command()?);
+    command.args(arguments).env("COREWARD_TOKEN_FILE", testbed.directory().join("operator.token"));
+    Ok(command)
+}
+
 impl Fleet {
     /// Starts controller, load balancers and, if there are to be any, an agent for each server of the testbed, all of them
     /// in the pool, and waits until every agent reports and a table is in force.
@@ -292,9 +302,7 @@ impl Fleet {
     /// # Errors
     /// When the controller does not answer.
     pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
-        let mut command = Command::new(coreward_command()?);
-        command.args(["status", "--format", "json", "--controller"]).arg(controller_address());
-        let output = testbed.run(testbed.controller(), command)?;
+        let output = testbed.run(testbed.controller(), asking(testbed, &["status", "--format", "json"])?)?;
         Ok(serde_json::from_slice(&output.stdout)?)
     }
 

@@ -1,21 +1,19 @@
 //! `coreward apply`: what another document of the fleet changes, a question, and then all of it or nothing.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use coreward_control::show::fleet::Wanted;
+use coreward_control::show::fleet::{Wanted, shown};
 
-use crate::print;
+use crate::{AskArgs, Format, print};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
     /// The fleet's document (docs/config.md)
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Where the controller listens
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7400")]
-    controller: SocketAddr,
+    #[command(flatten)]
+    ask: AskArgs,
     /// Without the question
     #[arg(long)]
     yes: bool,
@@ -27,13 +25,18 @@ pub struct ApplyArgs {
 /// # Errors
 /// When the document is wrong, the controller refuses it, or the answer is no.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
-    let wanted = Wanted::read(args.controller, &args.file)?;
-    print(&wanted.difference())?;
-    if args.dry_run || wanted.is_in_force {
+    let (client, format) = (args.ask.controller.client()?, args.ask.format.into());
+    let wanted = Wanted::read(&client, &args.file)?;
+    let only_looked = args.dry_run || wanted.is_in_force();
+    // One object: of what is done, where something is.
+    if only_looked || args.ask.format == Format::Text {
+        print(&wanted.difference(format)?)?;
+    }
+    if only_looked {
         return Ok(());
     }
     anyhow::ensure!(args.yes || asked()?, "nothing was changed");
-    print(&format!("generation {} is in force", wanted.apply()?))
+    print(&shown(&wanted.apply()?, format)?)
 }
 
 fn asked() -> anyhow::Result<bool> {

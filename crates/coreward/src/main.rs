@@ -12,6 +12,9 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser as _;
 use coreward_agent::rss_command::RssArgs;
+use coreward_api::client::{Client, ControllerUrl};
+use coreward_api::types::{Explain, PacketKind};
+use coreward_control::config::DEFAULT_API;
 use coreward_control::show;
 use coreward_dataplane::rights;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
@@ -19,12 +22,10 @@ use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_load::cli::{self as load, LoadArgs};
-use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use coreward_sim::cli::{self as sim, SimArgs};
 use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::{cli as testbed, demo};
-use coreward_wire::v1;
 
 #[derive(clap::Parser)]
 #[command(name = "coreward", version, about)]
@@ -116,11 +117,30 @@ enum AgentCommand {
     Rss(RssArgs),
 }
 
+/// Which controller, and as whom.
+#[derive(clap::Args)]
+struct ControllerArgs {
+    /// Where the controller's API is (`api` in its file)
+    #[arg(long, value_name = "ADDRESS:PORT", default_value_t = DEFAULT_API.into())]
+    controller: ControllerUrl,
+    /// File with the token of a role: the controller writes operator.token and viewer.token beside its store
+    #[arg(long, value_name = "FILE", env = "COREWARD_TOKEN_FILE", default_value = DEFAULT_TOKEN_FILE)]
+    token_file: PathBuf,
+}
+
+impl ControllerArgs {
+    fn client(&self) -> anyhow::Result<Client> {
+        Client::new(self.controller.clone(), &self.token_file)
+    }
+}
+
+/// Where the packaged controller writes it.
+const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
+
 #[derive(clap::Args)]
 struct AskArgs {
-    /// Where the controller listens
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7400")]
-    controller: SocketAddr,
+    #[command(flatten)]
+    controller: ControllerArgs,
     /// What to print
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
@@ -258,12 +278,12 @@ fn run(command: Command) -> anyhow::Result<()> {
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Status(StatusArgs { ask, rss_keys }) => {
-            print(&show::status(ask.controller, rss_keys, ask.format.into())?)
+            print(&show::status(&ask.controller.client()?, rss_keys, ask.format.into())?)
         }
         Command::Check(args) => check::run(&args),
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
-            print(&show::fleet::show(ask.controller, ask.format.into())?)
+            print(&show::fleet::show(&ask.controller.client()?, ask.format.into())?)
         }
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
             print(&coreward_control::store::copy::copy(&from, &to, replace)?)
@@ -278,10 +298,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             coreward_lb::capture_command::run(&args)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Show(ask) }) => {
-            print(&show::keys(ask.controller, ask.format.into())?)
+            print(&show::keys(&ask.controller.client()?, ask.format.into())?)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Rotate { ask, force } }) => {
-            print(&show::rotate_keys(ask.controller, force, ask.format.into())?)
+            print(&show::rotate_keys(&ask.controller.client()?, force, ask.format.into())?)
         }
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
@@ -297,15 +317,23 @@ fn run(command: Command) -> anyhow::Result<()> {
 }
 
 fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
-    let (controller, format) = (args.ask.controller, args.ask.format.into());
+    let (client, format) = (args.ask.controller.client()?, args.ask.format.into());
     if let Some(path) = &args.pcap {
-        return show::explain_pcap(controller, path, format);
+        return show::explain_pcap(&client, path, format);
     }
-    let service = ServiceAddress { socket: args.vip.context("--vip is missing")?, protocol: args.protocol };
-    let client = args.client.context("--client is missing")?;
-    let established = args.echo.is_some() || args.without_timestamps || args.reset;
-    let packet = v1::EstablishedPacket { cookie: args.echo, reset: args.reset };
-    show::explain(controller, service, client, established.then_some(packet), format)
+    let packet = match (args.reset, args.echo.is_some() || args.without_timestamps) {
+        (true, _) => PacketKind::Reset,
+        (false, true) => PacketKind::Established,
+        (false, false) => PacketKind::First,
+    };
+    let question = Explain {
+        vip: args.vip.context("--vip is missing")?,
+        protocol: args.protocol,
+        client: args.client.context("--client is missing")?,
+        packet,
+        echo: args.echo,
+    };
+    show::explain(&client, &question, format)
 }
 
 fn agent(args: AgentArgs) -> anyhow::Result<()> {

@@ -29,7 +29,7 @@ const IN_THE_CONTROLLERS_FILE: OldKey = OldKey::Moved("it in the controller's ow
 table! {
     /// The controller's own.
     pub struct ControllerFile {
-        /// Address and port for agents, load balancers and the commands that ask.
+        /// Address and port for agents and load balancers.
         pub listen: SocketAddr,
         /// Address and port for the commands that ask, the dashboard and your own programs (HTTP): a loopback address.
         pub api: Loopback = Loopback(DEFAULT_API),

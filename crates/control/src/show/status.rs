@@ -1,17 +1,17 @@
 //! `coreward status` for people.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
+use coreward_api::types::{DispatchedService, LoadBalancer, Server, ServerClock, ServerState, Service, Status};
 use coreward_model::statistics::mean;
-use coreward_wire::v1;
 
-use super::{keys, shown_ip, shown_service};
+use super::keys;
 
 /// `now`: since 1970.
-pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
+pub fn text(reply: &Status, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
         reply.configuration_generation,
@@ -33,21 +33,19 @@ pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
     if !reply.load_balancers.iter().any(|balancer| balancer.connected) {
         text += "\nno load balancer is connected\n";
     }
-    if let Some(keys) = &reply.keys {
-        text += "\ncookie keys: ";
-        text += &keys::text(keys, now);
-    }
+    text += "\ncookie keys: ";
+    text += &keys::text(&reply.keys, now);
     text
 }
 
 /// Those above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
-fn counts(counts: &HashMap<String, u64>) -> String {
+fn counts(counts: &BTreeMap<String, u64>) -> String {
     let listed = listed(counts);
     let sum: u64 = counts.values().sum();
     if listed.is_empty() { "0".to_owned() } else { format!("{sum} ({listed})") }
 }
 
-fn listed(counts: &HashMap<String, u64>) -> String {
+fn listed(counts: &BTreeMap<String, u64>) -> String {
     let mut above: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
     above.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
     let words: Vec<String> = above.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
@@ -60,14 +58,14 @@ fn warnings(text: &mut String, warnings: &[String]) {
     }
 }
 
-fn service_text(service: &v1::ServiceStatus) -> String {
+fn service_text(service: &Service) -> String {
     let mut text = format!(
         "\nservice {} at {}: {}, {} buckets{}\n",
         service.name,
-        shown_service(service.address.as_ref()),
+        service.address,
         service.policy,
         service.bucket_count,
-        service.mode.as_ref().map_or_else(String::new, mode_text)
+        mode_text(service)
     );
     let table = match service.table_generation {
         0 => "none yet".to_owned(),
@@ -83,16 +81,16 @@ fn service_text(service: &v1::ServiceStatus) -> String {
 }
 
 /// ", stateless, timestamps by servers".
-fn mode_text(mode: &v1::ServiceMode) -> String {
-    let timestamps = match mode.timestamps.as_str() {
+fn mode_text(service: &Service) -> String {
+    let timestamps = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
         "lb" => "timestamps by load balancers",
         _ => "no timestamps",
     };
-    format!(", {}, {timestamps}", mode.consistency)
+    format!(", {}, {timestamps}", service.consistency)
 }
 
-fn servers_text(servers: &[v1::ServerStatus]) -> String {
+fn servers_text(servers: &[Server]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header([
@@ -124,16 +122,16 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
     text
 }
 
-fn server_row(server: &v1::ServerStatus) -> Vec<String> {
-    let reported = server.state != "never reported";
+fn server_row(server: &Server) -> Vec<String> {
+    let reported = server.state != ServerState::NeverReported;
     let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
     let loads = &server.core_load;
     let highest = loads.iter().copied().fold(0.0, f64::max);
     vec![
         server.name.clone(),
         server.id.to_string(),
-        shown_ip(&server.address),
-        server.state.clone(),
+        server.address.to_string(),
+        server.state.to_string(),
         or_dash(reported, format!("{} ms", server.report_age_ms)),
         or_dash(reported, server.open_connections.to_string()),
         server.weight.to_string(),
@@ -158,7 +156,7 @@ fn bar(load: f64) -> char {
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
 }
 
-fn dispatched_text(server: &str, service: &v1::DispatchedService) -> String {
+fn dispatched_text(server: &str, service: &DispatchedService) -> String {
     let mut text = format!("\ndispatch of {} at {server}: {}\n", service.listen, service.policy);
     let mut table = Table::new();
     let columns =
@@ -182,7 +180,7 @@ fn dispatched_text(server: &str, service: &v1::DispatchedService) -> String {
     text
 }
 
-fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
+fn load_balancer_text(balancer: &LoadBalancer) -> String {
     let name = &balancer.name;
     let mut text = match (&balancer.state, balancer.connected, balancer.alive) {
         (_, false, true) => format!("\nload balancer {name}: disconnected a moment ago\n"),
@@ -192,7 +190,7 @@ fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
             format!("\nload balancer {name}: XDP {}, as of {} ms ago\n", state.xdp_mode, balancer.state_age_ms)
         }
     };
-    let address = if balancer.address.is_empty() { "no address".to_owned() } else { shown_ip(&balancer.address) };
+    let address = balancer.address.map_or_else(|| "no address".to_owned(), |address| address.to_string());
     let owner = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
     let _ = writeln!(text, "  owner      {owner}, at {address}");
     let Some(state) = balancer.state.as_ref().filter(|_| balancer.connected) else { return text };
@@ -222,8 +220,8 @@ fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
 }
 
 /// Per service how many of its servers' clocks are known, and what is wrong with the others.
-fn clocks_text(clocks: &[v1::ServerClock]) -> String {
-    let mut services: BTreeMap<&str, Vec<&v1::ServerClock>> = BTreeMap::new();
+fn clocks_text(clocks: &[ServerClock]) -> String {
+    let mut services: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in clocks {
         services.entry(&clock.service).or_default().push(clock);
     }
@@ -231,9 +229,11 @@ fn clocks_text(clocks: &[v1::ServerClock]) -> String {
     for (service, clocks) in services {
         let known = clocks.iter().filter(|clock| clock.state == "known").count();
         let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'", clocks.len());
-        let problems = clocks.iter().filter(|clock| !clock.problem.is_empty());
-        let named: Vec<String> =
-            problems.map(|clock| format!("{} of {service} is not stamped: {}", clock.server, clock.problem)).collect();
+        let named = clocks.iter().filter_map(|clock| {
+            let problem = clock.problem.as_ref()?;
+            Some(format!("{} of {service} is not stamped: {problem}", clock.server))
+        });
+        let named: Vec<String> = named.collect();
         warnings(&mut text, &named);
     }
     text
