@@ -1,8 +1,9 @@
 //! What the controller costs with rack controllers before it: real summaries of servers that only pretend, over gRPC.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
 use coreward_model::statistics::median;
 use coreward_rack::reducer::Reducer;
@@ -148,7 +149,7 @@ impl Rack {
         // The first reports are no loads yet.
         for round in 0..=ROUNDS {
             let reports: Vec<v1::Report> = servers.iter_mut().map(PretendedServer::report).collect();
-            let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let wall = wall_now();
             let now = Now { monotonic: interval * round as u32, wall, record: wall };
             let begun = cpu_time()?;
             for (agent, report) in agents.clone().zip(reports) {

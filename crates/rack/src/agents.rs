@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
+use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
@@ -56,7 +57,7 @@ impl Default for Shared {
 impl Shared {
     /// The moment.
     fn now(&self) -> Now {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let wall = wall_now();
         // A rack keeps no records: nothing here is dated by their clock.
         Now { monotonic: self.started.elapsed(), wall, record: wall }
     }

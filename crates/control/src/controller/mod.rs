@@ -388,7 +388,7 @@ impl Controller {
         let service_fleet = service.fleet();
         let servers = service_fleet.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
         let pool = Pool::new(servers, self.load_balancers.count() as u32);
-        let pool = pool.behind_racks(self.racks.summaries(service_fleet.index, now));
+        let pool = pool.behind_racks(self.racks.summaries(service_fleet.index, now).cloned().collect());
         if places_requests(service_fleet) { pool.of_requests() } else { pool }
     }
 

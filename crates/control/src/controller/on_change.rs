@@ -9,7 +9,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use coreward_model::ServerId;
 use coreward_model::health::WhenAllDown;
-use coreward_model::policy::Capacity;
+use coreward_model::policy::{Capacity, RackSummary};
 use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
@@ -59,13 +59,13 @@ impl Controller {
     }
 
     /// A rack has passed up loads of servers of the service.
-    pub(super) fn loads_passed_up(&mut self, service: ServiceIndex, servers: &[ServerId], now: Now) {
+    pub(super) fn loads_passed_up(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
         let Some(position) = self.positions.get(&service) else { return };
         let service = &mut self.services[*position];
         if !service.reads_loads() {
             return;
         }
-        servers.iter().for_each(|server| service.load_is_new(*server));
+        summary.servers.iter().for_each(|server| service.load_is_new(server.id));
         if service.due.is_none() {
             service.due = Some(Cause { received: now.monotonic, sent: None });
             self.due.push_back(service.fleet().index);
@@ -119,7 +119,7 @@ impl Controller {
         (fleet.buckets.get(), fleet.policy, fleet.seed, self.load_balancers.count()).hash(&mut hasher);
         (fleet.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
         // A rack whose summaries hold no more.
-        self.racks.summaries(fleet.index, now).len().hash(&mut hasher);
+        self.racks.summaries(fleet.index, now).count().hash(&mut hasher);
         for id in fleet.members.keys() {
             let (agent, server) = (self.agent(*id), &self.fleet.servers[id]);
             let cores = agent.and_then(Agent::core_count);

@@ -66,16 +66,20 @@ impl Racks {
         self.known.values_mut().find(|rack| rack.session == Some(session))
     }
 
+    /// Racks whose summaries hold.
+    fn fresh(&self, now: Now) -> impl Iterator<Item = &Rack> {
+        self.known.values().filter(move |rack| now.monotonic <= rack.fresh_until)
+    }
+
     /// What is passed up of the service's servers, as far as it holds.
-    pub fn summaries(&self, service: ServiceIndex, now: Now) -> Vec<Arc<RackSummary>> {
-        let fresh = self.known.values().filter(|rack| now.monotonic <= rack.fresh_until);
-        fresh.filter_map(|rack| rack.summaries.get(&service).cloned()).collect()
+    pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
+        self.fresh(now).filter_map(move |rack| rack.summaries.get(&service))
     }
 
     /// The servers whose loads are passed up now.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
-        let fresh = self.known.values().filter(|rack| now.monotonic <= rack.fresh_until);
-        fresh.flat_map(|rack| rack.summaries.values()).flat_map(|of| &of.servers).map(|server| server.id).collect()
+        let summaries = self.fresh(now).flat_map(|rack| rack.summaries.values());
+        summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
     /// An agent's session has begun behind a rack.
@@ -172,14 +176,10 @@ impl Controller {
             }
             summaries.insert(service, Arc::new(summary));
         }
-        let passed_up = summaries.iter().map(|(service, summary)| {
-            (*service, summary.servers.iter().map(|server| server.id).collect::<Vec<ServerId>>())
-        });
-        let passed_up: Vec<_> = passed_up.collect();
-        rack.summaries = summaries;
+        rack.summaries = summaries.clone();
         rack.fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
-        for (service, servers) in passed_up {
-            self.loads_passed_up(service, &servers, now);
+        for (service, summary) in &summaries {
+            self.loads_passed_up(*service, summary, now);
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ mod status;
 mod tests;
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::anyhow;
 use coreward_model::rss::RssKey;
@@ -20,6 +20,8 @@ use coreward_wire::address::{address_bytes, parse_address};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
 use tonic::transport::{Channel, Endpoint};
+
+use crate::clock::wall_now;
 
 pub use explain_pcap::explain_pcap;
 
@@ -52,7 +54,7 @@ pub fn fetch_status(controller: SocketAddr) -> anyhow::Result<v1::StatusReply> {
 pub fn status(controller: SocketAddr, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let reply = ask(controller, async |client| client.status(v1::StatusRequest { rss_keys }).await)?;
     Ok(match format {
-        Format::Text => status::text(&reply, unix_now()),
+        Format::Text => status::text(&reply, wall_now()),
         Format::Json => json::pretty(&json::status(&reply)),
     })
 }
@@ -100,13 +102,9 @@ pub fn rotate_keys(controller: SocketAddr, force: bool, format: Format) -> anyho
     Ok(shown_keys(&reply, format))
 }
 
-fn unix_now() -> Duration {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
-}
-
 fn shown_keys(keys: &v1::KeysStatus, format: Format) -> String {
     match format {
-        Format::Text => keys::text(keys, unix_now()),
+        Format::Text => keys::text(keys, wall_now()),
         Format::Json => json::pretty(&json::keys(keys)),
     }
 }
