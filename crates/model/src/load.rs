@@ -37,7 +37,7 @@ pub struct CoreReadings {
 }
 
 /// Why readings were not taken.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ReadingsRefused {
     /// Late, or sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
@@ -58,7 +58,20 @@ pub enum ReadingsRefused {
     /// No cores.
     #[error("a report without cores")]
     NoCores,
+    /// More work than a core can do in that time.
+    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MOST_LOAD}")]
+    Impossible {
+        /// Which core.
+        core: usize,
+        /// In fractions of its capacity.
+        load: f64,
+    },
 }
+
+/// In one interval between two reports, in fractions of a core's capacity. A core is never busier than 1, but the kernel may
+/// book time late (a CPU without ticks, once a second). What is above is refused: the next report counts from the one
+/// before, and what was only late is within the bound then. A server that lies cannot make the average more.
+pub const MOST_LOAD: f64 = 16.0;
 
 /// Follows the cores of one server.
 #[derive(Debug, Clone, Default)]
@@ -90,7 +103,11 @@ impl LoadTracker {
                     newest_ns: newest.measured_ns,
                 });
             } else {
-                self.smooth(rates(newest, &readings), alpha);
+                let rates = rates(newest, &readings);
+                if let Some((core, load)) = rates.iter().copied().enumerate().find(|(_, load)| *load > MOST_LOAD) {
+                    return Err(ReadingsRefused::Impossible { core, load });
+                }
+                self.smooth(rates, alpha);
             }
         }
         self.newest = Some(readings);
@@ -145,6 +162,17 @@ mod tests {
     fn readings(sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
         let busy_ns = busy_ms.iter().map(|ms| ms * 1_000_000).collect();
         CoreReadings { sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
+    }
+
+    #[test]
+    fn more_than_a_core_can_do_is_refused_until_the_time_for_it_has_passed() {
+        let mut tracker = LoadTracker::default();
+        tracker.report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
+        let refused = tracker.report(readings(2, 100, &[0, 2000]), Alpha::PUBLISHED).unwrap_err();
+        assert_eq!(refused.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
+        assert_eq!(tracker.loads(), None);
+        tracker.report(readings(3, 200, &[0, 2000]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), Some(&[0.0, 10.0][..]));
     }
 
     #[test]

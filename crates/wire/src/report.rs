@@ -41,17 +41,47 @@ pub enum ReportError {
     /// The rest may be right, but the generation that it announces is of no use.
     #[error("{0}")]
     Rss(WireError),
-    /// After no time at all every report would be too old.
-    #[error("time_to_live_ms: 0: expected at least 1")]
-    NoTimeToLive,
+    /// After no time at all every report would be too old; and one that lives for long keeps others from the server.
+    #[error("time_to_live_ms: {0}: expected 1 to {LONGEST_LIFE_MS}")]
+    TimeToLive(u32),
+    /// More than one server has.
+    #[error("{what}: {count}: expected at most {most}")]
+    TooLarge {
+        /// The field.
+        what: &'static str,
+        /// How many it has.
+        count: usize,
+        /// How many it may have.
+        most: usize,
+    },
 }
+
+/// Reports come every second at least, and live for some of them.
+pub const LONGEST_LIFE_MS: u32 = 60_000;
+/// Lists of a report: name, and how long each may be.
+const MOST_CORES: usize = 4096;
+const MOST_COUNTERS: usize = 256;
+const MOST_WARNINGS: usize = 64;
+const MOST_DISPATCHED: usize = 1024;
+/// Characters.
+const LONGEST_WARNING: usize = 512;
 
 impl TryFrom<v1::Report> for Report {
     type Error = ReportError;
 
     fn try_from(message: v1::Report) -> Result<Self, ReportError> {
-        if message.time_to_live_ms == 0 {
-            return Err(ReportError::NoTimeToLive);
+        if !(1..=LONGEST_LIFE_MS).contains(&message.time_to_live_ms) {
+            return Err(ReportError::TimeToLive(message.time_to_live_ms));
+        }
+        for (what, count, most) in [
+            ("core_busy_ns", message.core_busy_ns.len(), MOST_CORES),
+            ("counters", message.counters.len(), MOST_COUNTERS),
+            ("warnings", message.warnings.len(), MOST_WARNINGS),
+            ("dispatch", message.dispatch.len(), MOST_DISPATCHED),
+        ] {
+            if count > most {
+                return Err(ReportError::TooLarge { what, count, most });
+            }
         }
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
@@ -69,11 +99,16 @@ impl TryFrom<v1::Report> for Report {
             rss_matched: message.rss_matched,
             rss_mismatched: message.rss_mismatched,
             counters: message.counters.into_iter().collect(),
-            warnings: message.warnings,
+            warnings: message.warnings.iter().map(|warning| readable(warning)).collect(),
             dispatch: message.dispatch,
             configuration_generation: message.configuration_generation,
         })
     }
+}
+
+/// What others wrote and people read: no control characters (a terminal would obey them), and not too long.
+pub fn readable(text: &str) -> String {
+    text.chars().take(LONGEST_WARNING).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 impl From<Report> for v1::Report {
@@ -136,6 +171,12 @@ mod tests {
             "rss.indirection_table: an indirection table of 3 entries: expected a power of two from 1 to 2048"
         );
         let error = Report::try_from(v1::Report { time_to_live_ms: 0, ..message() }).unwrap_err();
-        assert_eq!(error.to_string(), "time_to_live_ms: 0: expected at least 1");
+        assert_eq!(error.to_string(), "time_to_live_ms: 0: expected 1 to 60000");
+        let error = Report::try_from(v1::Report { time_to_live_ms: 60_001, ..message() }).unwrap_err();
+        assert_eq!(error, ReportError::TimeToLive(60_001));
+        let error = Report::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..message() }).unwrap_err();
+        assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
+        let report = Report::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..message() }).unwrap();
+        assert_eq!(report.warnings, ["\u{fffd}[2Jgone"]);
     }
 }

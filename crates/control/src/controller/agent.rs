@@ -8,7 +8,8 @@ use coreward_wire::{Report, ReportError, ReportedRss, v1};
 
 use super::Now;
 use super::racks::Behind;
-use super::refused::{CLOCK_TOLERANCE, Refused};
+use super::rate::{Allowed, Rate};
+use super::refused::{CLOCK_TOLERANCE, HELLOS, REPORTS_AT_ONCE, Refused};
 use super::traffic::Totals;
 
 /// What is known of a server.
@@ -26,6 +27,8 @@ pub struct Agent {
     /// What its NIC does.
     pub rss: KnownRss,
     tracker: LoadTracker,
+    hellos: Option<Rate>,
+    reports: Option<Rate>,
 }
 
 /// An agent that is connected.
@@ -93,6 +96,17 @@ impl Agent {
     /// Its NIC's key and table.
     pub fn rss(&self) -> Option<&Rss> {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
+    }
+
+    /// Whether somebody may say hello for this server once more.
+    pub fn may_say_hello(&mut self, now: Now) -> bool {
+        self.hellos.get_or_insert(HELLOS.from(now.monotonic)).take(HELLOS, now.monotonic)
+    }
+
+    /// Whether it may report once more. Twice as often as it should: intervals change, and clocks differ.
+    pub fn may_report(&mut self, interval: Duration, now: Now) -> bool {
+        let allowed = Allowed { every: interval / 2, at_once: REPORTS_AT_ONCE };
+        self.reports.get_or_insert(allowed.from(now.monotonic)).take(allowed, now.monotonic)
     }
 
     /// A new agent speaks for the server: it counts its reports anew.

@@ -7,11 +7,13 @@ use coreward_model::ServerId;
 use coreward_model::health::Verdict;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
+use coreward_wire::report::readable;
 use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
 use super::health::Target;
-use super::refused::Refused;
+use super::rate::Rate;
+use super::refused::{HELLOS, MOST_LOAD_BALANCERS, Refused};
 use super::traffic::{Totals, Traffic};
 
 /// A server that no load balancer can reach for so long gets no new connections. Shorter gaps are the data plane's: a
@@ -46,6 +48,7 @@ pub struct LoadBalancer {
     traffic: Traffic,
     /// What its checks say.
     health: SaidHealth,
+    hellos: Option<Rate>,
 }
 
 /// What a load balancer's checks say of servers.
@@ -82,7 +85,13 @@ impl LoadBalancers {
     /// # Errors
     /// When one of that name is connected and has spoken lately.
     pub fn hello(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+        if self.known.len() >= MOST_LOAD_BALANCERS && !self.known.contains_key(name) {
+            return Err(Refused::TooManyLoadBalancers(readable(name)));
+        }
         let balancer = self.known.entry(name.to_owned()).or_default();
+        if !balancer.hellos.get_or_insert(HELLOS.from(now.monotonic)).take(HELLOS, now.monotonic) {
+            return Err(Refused::TooManyHellos(name.to_owned()));
+        }
         if let Some(live) = &balancer.session {
             let silence = now.monotonic.saturating_sub(live.heard);
             if silence <= LOST_AFTER {
@@ -114,7 +123,8 @@ impl LoadBalancers {
             if state.configuration_generation <= newest {
                 balancer.confirmed = balancer.confirmed.max(state.configuration_generation);
             }
-            balancer.state = Some((state, now.monotonic));
+            let warnings = state.warnings.iter().map(|warning| readable(warning)).collect();
+            balancer.state = Some((v1::LoadBalancerState { warnings, ..state }, now.monotonic));
         }
     }
 

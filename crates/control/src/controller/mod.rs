@@ -28,6 +28,7 @@ mod on_change_tests;
 #[cfg(test)]
 mod pool_tests;
 pub mod racks;
+pub mod rate;
 pub mod refused;
 pub mod rotation;
 #[cfg(test)]
@@ -203,6 +204,9 @@ impl Controller {
             return Err(Refused::UnknownServer(server.to_owned()));
         }
         let agent = self.agents.entry(server.to_owned()).or_default();
+        if !agent.may_say_hello(now) {
+            return Err(Refused::TooManyHellos(server.to_owned()));
+        }
         if let Some(live) = &agent.session {
             let silence = now.monotonic.saturating_sub(live.heard);
             if silence <= live.time_to_live {
@@ -295,6 +299,9 @@ impl Controller {
         let agent = self.agents.get_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
             return Err(Refused::Superseded(server.to_owned()));
+        }
+        if !agent.may_report(self.fleet.report_interval, now) {
+            return Err(Refused::TooOften(server.to_owned()));
         }
         let sent = report.as_ref().ok().map(|report| report.sent);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;

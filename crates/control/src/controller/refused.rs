@@ -5,8 +5,17 @@ use std::time::Duration;
 use coreward_model::load::ReadingsRefused;
 use coreward_wire::ReportError;
 
+use super::rate::Allowed;
+
 /// How far a report may be ahead of the controller's wall clock: what NTP keeps apart at worst.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
+
+/// Of one name: a daemon that is restarted again and again comes back later.
+pub const HELLOS: Allowed = Allowed { every: Duration::from_secs(1), at_once: 30 };
+/// Reports at once: after a pause of the network those that were on the way come together.
+pub const REPORTS_AT_ONCE: u32 = 64;
+/// Names of load balancers that are known at a time.
+pub const MOST_LOAD_BALANCERS: usize = 1024;
 
 /// Why a report, or an agent, was not taken. What runs keeps running.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -50,6 +59,17 @@ pub enum Refused {
     /// A newer agent has taken the server over.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
+    /// More reports than twice what the report interval says.
+    #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
+    TooOften(String),
+    /// It comes and goes all the time.
+    #[error("{0:?} has said hello too often: expected once per second")]
+    TooManyHellos(String),
+    /// Each new name stays on record.
+    #[error(
+        "load balancer {0:?} is one more than {MOST_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten"
+    )]
+    TooManyLoadBalancers(String),
     /// Its clock is ahead of ours.
     #[error(
         "a report sent {} ms from now: expected at most {} ms (are the clocks synchronised?)",
@@ -70,7 +90,7 @@ pub enum Refused {
 
 impl Refused {
     /// All names that [`Refused::reason`] gives: the counters in `coreward status`.
-    pub const REASONS: [&'static str; 11] = [
+    pub const REASONS: [&'static str; 16] = [
         "unknown_server",
         "duplicate_session",
         "duplicate_load_balancer",
@@ -81,7 +101,12 @@ impl Refused {
         "clock_stood_still",
         "no_cores",
         "malformed_rss",
-        "no_time_to_live",
+        "time_to_live",
+        "impossible_load",
+        "too_large",
+        "too_often",
+        "too_many_hellos",
+        "too_many_load_balancers",
     ];
 
     /// The counter that counts it.
@@ -97,7 +122,12 @@ impl Refused {
             Refused::Readings(ReadingsRefused::ClockStoodStill { .. }) => "clock_stood_still",
             Refused::Readings(ReadingsRefused::NoCores) => "no_cores",
             Refused::Malformed(ReportError::Rss(_)) => "malformed_rss",
-            Refused::Malformed(ReportError::NoTimeToLive) => "no_time_to_live",
+            Refused::Readings(ReadingsRefused::Impossible { .. }) => "impossible_load",
+            Refused::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
+            Refused::Malformed(ReportError::TooLarge { .. }) => "too_large",
+            Refused::TooOften(_) => "too_often",
+            Refused::TooManyHellos(_) => "too_many_hellos",
+            Refused::TooManyLoadBalancers(_) => "too_many_load_balancers",
         }
     }
 
@@ -110,6 +140,8 @@ impl Refused {
                 | Refused::DuplicateLoadBalancer { .. }
                 | Refused::DuplicateRack { .. }
                 | Refused::Superseded(_)
+                | Refused::TooManyHellos(_)
+                | Refused::TooManyLoadBalancers(_)
         )
     }
 }

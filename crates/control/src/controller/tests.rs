@@ -236,7 +236,7 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
     );
     assert_eq!(refuse(Ok(report(3, at(150), &[]))), ("no_cores", "a report without cores".into()));
     assert_eq!(refuse(Ok(report(3, at(100), &[90_000_000; 4]))).0, "clock_stood_still");
-    assert_eq!(refuse(Err(ReportError::NoTimeToLive)).0, "no_time_to_live");
+    assert_eq!(refuse(Err(ReportError::TimeToLive(0))).0, "time_to_live");
     assert_eq!(world.status_of("s0", at(150)).core_load, before);
     // A report up to one second ahead is none from the future.
     world.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
@@ -541,4 +541,44 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
     assert!(reply.reason.starts_with("without a cookie it goes where the load balancer's flow table says, or"));
     let reply = world.explain_packet(7, bare(true), at(0));
     assert!(reply.chosen_server.is_empty() && reply.reason.contains("to all servers"), "{}", reply.reason);
+}
+
+/// A flood changes nothing but a counter, and takes nothing from others.
+#[test]
+fn reports_that_come_too_often_are_refused_and_counted() {
+    let mut world = World::new(&["active", "active"], "crossrss");
+    let sessions = world.report_loads(&[&[0.5; 4], &[0.5; 4]]);
+    let loads = world.status_of("s0", at(100)).core_load;
+    let outcomes: Vec<bool> = (3..1003)
+        .map(|sequence| world.controller.report(&sessions[0], Ok(report(sequence, at(100), &[0; 4])), at(100)).is_ok())
+        .collect();
+    assert!(outcomes.iter().filter(|taken| **taken).count() < 64);
+    assert!(world.controller.status(false, at(100)).refused_reports["too_often"] > 900);
+    assert_eq!(world.status_of("s0", at(100)).core_load, loads, "its clock stood still");
+    assert!(world.controller.report(&sessions[1], Ok(report(3, at(200), &[100_000_000; 4])), at(200)).is_ok());
+    // After a pause it may again.
+    assert!(world.controller.report(&sessions[0], Ok(report(2000, at(300), &[100_000_000; 4])), at(300)).is_ok());
+}
+
+#[test]
+fn who_comes_and_goes_all_the_time_is_made_to_wait() {
+    let mut world = World::new(&["active"], "crossrss");
+    let mut hello = |ms: u64| {
+        let session = world.controller.hello("s0", "test", at(ms))?;
+        world.controller.goodbye(&session);
+        Ok::<_, Refused>(())
+    };
+    assert!((0..30).all(|_| hello(0).is_ok()));
+    assert_eq!(hello(0).unwrap_err().reason(), "too_many_hellos");
+    assert!(hello(1000).is_ok());
+    assert!(hello(1000).is_err());
+    let mut hello = |n: usize| {
+        let session = world.controller.load_balancer_hello(&format!("lb{n}"), at(0))?;
+        world.controller.load_balancers.goodbye(session, at(0));
+        Ok::<_, Refused>(())
+    };
+    assert!((0..30).all(|_| hello(0).is_ok()));
+    assert_eq!(hello(0).unwrap_err().reason(), "too_many_hellos");
+    assert!((1..1024).all(|n| hello(n).is_ok()));
+    assert_eq!(hello(1024).unwrap_err().reason(), "too_many_load_balancers");
 }

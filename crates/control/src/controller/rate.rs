@@ -1,0 +1,51 @@
+//! How often somebody may do something: so often for long, and a little more at once.
+
+use std::time::Duration;
+
+/// What somebody has left (a token bucket).
+#[derive(Debug, Clone, Copy)]
+pub struct Rate {
+    left: f64,
+    at: Duration,
+}
+
+/// How often.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Allowed {
+    /// One per so long, for ever.
+    pub every: Duration,
+    /// At once, after a pause.
+    pub at_once: u32,
+}
+
+impl Allowed {
+    /// Somebody who has done nothing yet.
+    pub fn from(self, now: Duration) -> Rate {
+        Rate { left: self.at_once.into(), at: now }
+    }
+}
+
+impl Rate {
+    /// Whether it may be done now (since the controller's start); if so, it counts.
+    pub fn take(&mut self, allowed: Allowed, now: Duration) -> bool {
+        let elapsed = now.saturating_sub(self.at).as_secs_f64();
+        self.at = now;
+        self.left = (self.left + elapsed / allowed.every.as_secs_f64()).min(allowed.at_once.into());
+        let may = self.left >= 1.0;
+        self.left -= f64::from(u8::from(may));
+        may
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_at_once_and_then_at_the_rate() {
+        let allowed = Allowed { every: Duration::from_millis(50), at_once: 3 };
+        let mut rate = allowed.from(Duration::ZERO);
+        let mut taken = |ms: u64| (0..10).filter(|_| rate.take(allowed, Duration::from_millis(ms))).count();
+        assert_eq!((taken(0), taken(49), taken(50), taken(150), taken(10_000)), (3, 0, 1, 2, 3));
+    }
+}
