@@ -4,6 +4,7 @@ mod support;
 
 use std::time::Duration;
 
+use coreward_daemon::confine::Daemon;
 use coreward_testbed::fleet::{Fleet, FleetOptions, unit_capabilities};
 use coreward_testbed::http::Connection;
 use coreward_testbed::topology::SERVICE;
@@ -12,17 +13,8 @@ use support::eventually;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Bits of linux/capability.h.
-fn number(capability: &str) -> u32 {
-    match capability {
-        "CAP_NET_ADMIN" => 12,
-        "CAP_NET_RAW" => 13,
-        "CAP_SYS_PTRACE" => 19,
-        "CAP_PERFMON" => 38,
-        "CAP_BPF" => 39,
-        "CAP_DAC_READ_SEARCH" => 2,
-        other => panic!("{other}"),
-    }
+fn capability(name: &str) -> caps::Capability {
+    name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
 }
 
 fn effective(pid: u32) -> u64 {
@@ -58,9 +50,16 @@ fn daemons_need_no_more_than_their_units_leave_them() {
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     ask(&testbed, 20);
 
-    for (name, daemon) in [("controller", "controller"), ("lb1", "lb"), ("agent-s1", "agent")] {
-        let wanted = unit_capabilities(daemon).unwrap().into_iter().fold(0, |set, name| set | 1 << number(name));
-        assert_eq!(effective(fleet.daemon(name).unwrap().pid()), wanted, "{name}");
+    let daemons = [
+        ("controller", "controller", Daemon::Controller),
+        ("lb1", "lb", Daemon::Lb),
+        ("agent-s1", "agent", Daemon::Agent),
+    ];
+    for (name, unit, daemon) in daemons {
+        let kept = daemon.keeps().iter().fold(0, |set, capability| set | capability.bitmask());
+        assert_eq!(effective(fleet.daemon(name).unwrap().pid()), kept, "{name}");
+        let left = unit_capabilities(unit).unwrap().into_iter().fold(0, |set, name| set | capability(name).bitmask());
+        assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
     }
     // Workers' sockets are found and steered to, those of the UDP service dispatched to; nothing is complained of.
     let server = |fleet: &Fleet| fleet.status(&testbed).unwrap()["servers"][0].clone();
