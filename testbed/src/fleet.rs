@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::{Identity, Name, Role};
 use nix::sys::signal::Signal;
 
 use crate::namespace::Namespace;
@@ -22,6 +24,8 @@ use crate::topology::{CONTROLLER_ADDRESS, DEVICE, Testbed, load_balancer_name, s
 /// The controller's port.
 pub const CONTROLLER_PORT: u16 = 7400;
 
+/// Who asks, where all have certificates.
+const OPERATOR: &str = "testbed";
 /// The port of the first controller's HTTP API; those of others follow.
 const API_PORT: u16 = 7500;
 
@@ -67,6 +71,8 @@ pub struct FleetOptions {
     pub etcd: Vec<String>,
     /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have the machine's.
     pub preload: Option<Preload>,
+    /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
+    pub tls: bool,
 }
 
 impl Default for FleetOptions {
@@ -91,6 +97,7 @@ impl Default for FleetOptions {
             controllers: 1,
             etcd: Vec::new(),
             preload: None,
+            tls: false,
         }
     }
 }
@@ -162,6 +169,11 @@ impl Fleet {
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, Standing> =
             testbed.server_numbers().into_iter().map(|number| (number, Standing::Active)).collect();
+        if options.tls {
+            Authority::init(&certificates(testbed), &fleet_name()?, 30 * DAY)?;
+            issue(testbed, Role::Controller, "controller", &fleet_name()?, Validity::from_now(DAY))?;
+            issue(testbed, Role::Operator, OPERATOR, &fleet_name()?, Validity::from_now(DAY))?;
+        }
         write_controller_files(testbed, &options, &pool)?;
         let mut fleet = Self {
             options,
@@ -194,6 +206,7 @@ impl Fleet {
     /// # Errors
     /// When there is no such load balancer or the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        self.certify(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
         let daemon = self.start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
         self.load_balancers.insert(number, daemon);
@@ -251,9 +264,18 @@ impl Fleet {
     /// # Errors
     /// When there is no such server or the daemon cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        self.certify(testbed, Role::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
         let agent = self.start_daemon(testbed, testbed.server(number)?, "agent", &format!("agent-s{number}"))?;
         self.agents.insert(number, agent);
+        Ok(())
+    }
+
+    /// A certificate for a daemon that has none.
+    fn certify(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
+        if self.options.tls && !bundle(testbed, role, name).exists() {
+            issue(testbed, role, name, &fleet_name()?, Validity::from_now(DAY))?;
+        }
         Ok(())
     }
 
@@ -306,6 +328,12 @@ impl Fleet {
         for number in self.controllers.keys() {
             let mut command = Command::new(coreward_command()?);
             command.args(arguments).args(["--controller", &controller_address_of(*number)]);
+            if self.options.tls {
+                let bundle = bundle(testbed, Role::Operator, OPERATOR);
+                for (option, file) in [("--ca", "ca.crt"), ("--certificate", "own.crt"), ("--key", "own.key")] {
+                    command.arg(option).arg(bundle.join(file));
+                }
+            }
             match testbed.run(testbed.controller(), command) {
                 Ok(output) => return Ok(output.stdout),
                 Err(error) => refused = Some(error),
@@ -581,6 +609,10 @@ fn write_controller_files(
         Some(shared) => listen + shared,
         None => text + "fleet = \"fleet.toml\"\n",
     };
+    let text = match options.tls {
+        true => text + &tls_table(testbed, Role::Controller, "controller"),
+        false => text,
+    };
     write(&configuration(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
@@ -611,7 +643,7 @@ fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u
         "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n{}",
         options.controllers(),
         testbed.load_balancer_pin_directory(number).display(),
-        options.more_of_load_balancers,
+        options.more_of_load_balancers.clone() + &tls_table_if(options.tls, testbed, Role::Lb, &name),
     );
     write(&configuration(testbed, &name), &text)
 }
@@ -631,9 +663,44 @@ fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> a
         options.controllers(),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss(number).display(),
-        options.agents_more,
+        tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agents_more,
     );
     write(&configuration(testbed, &format!("agent-s{number}")), &text)
+}
+
+fn fleet_name() -> anyhow::Result<Name> {
+    "testbed".parse().map_err(anyhow::Error::msg)
+}
+
+/// Where the testbed's authority is.
+pub fn certificates(testbed: &Testbed) -> PathBuf {
+    testbed.directory().join("certs")
+}
+
+/// Where the certificate and key of somebody are.
+pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
+    certificates(testbed).join(format!("{role}-{name}"))
+}
+
+/// Writes ca.crt, own.crt and own.key of somebody, signed by the testbed's authority. Gives the directory.
+///
+/// # Errors
+/// When there is no authority, or files cannot be written.
+pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
+    let authority = Authority::open(&certificates(testbed))?;
+    let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
+    let directory = bundle(testbed, role, name);
+    authority.issue(&identity, &[], validity)?.write(&directory, &authority)?;
+    Ok(directory)
+}
+
+fn tls_table(testbed: &Testbed, role: Role, name: &str) -> String {
+    let file = |file: &str| bundle(testbed, role, name).join(file).display().to_string();
+    format!("[tls]\nca = {:?}\ncertificate = {:?}\nkey = {:?}\n", file("ca.crt"), file("own.crt"), file("own.key"))
+}
+
+fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
+    if tls { tls_table(testbed, role, name) } else { String::new() }
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {

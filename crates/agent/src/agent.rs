@@ -136,6 +136,11 @@ impl Agent {
         self.config.metrics
     }
 
+    /// Who it is to the controllers.
+    pub fn tls(&self) -> Option<&coreward_tls::Files> {
+        self.config.tls.as_ref()
+    }
+
     /// Where the controllers listen.
     pub fn controllers(&self) -> &Controllers {
         &self.config.controllers

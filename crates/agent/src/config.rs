@@ -29,6 +29,8 @@ pub struct Config {
     pub rss: Rss,
     /// Where metrics are served for Prometheus; `None`: nowhere.
     pub metrics: Option<SocketAddr>,
+    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    pub tls: Option<coreward_tls::Files>,
     /// Which worker of UDP services gets a request.
     pub dispatch: Option<coreward_dispatch::config::Config>,
 }
@@ -56,6 +58,8 @@ table! {
         rss: Rss = Rss::Ethtool {},
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
+        /// Who this daemon is, and whom it believes.
+        tls: Option<coreward_tls::table::Table>,
         /// Which worker of UDP services gets a request.
         dispatch: Option<coreward_dispatch::config::Table>,
     }
@@ -132,6 +136,7 @@ impl Config {
                 load: file.load,
                 rss: file.rss,
                 metrics: file.metrics,
+                tls: file.tls.and_then(|table| table.check_within(reader)),
                 dispatch: file.dispatch.map(|table| table.check_within(reader)),
             })
         })
@@ -205,7 +210,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             (
                 "manage_rs = true",
                 "5:1: key `manage_rs`: is not known: expected one of `server`, `controller`, `interface`, `pin_directory`, \
-                 `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `metrics`, `dispatch` (nearest: `manage_rss`)",
+                 `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `metrics`, `tls`, `dispatch` (nearest: `manage_rss`)",
             ),
             ("load = { source = \"published\" }", "5:8: key `load.path`: is missing: expected a path in quotes"),
             (

@@ -31,14 +31,24 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         let hangup = signal(SignalKind::hangup())?;
         let scrapes = Scrapes::listen(agent.metrics_address())?;
         let chores = Chores { look: every(LOOK_INTERVAL), reload: Some((hangup, config.to_owned())), scrapes };
-        coreward_daemon::until_told(async { match follow_for_ever(&mut agent, chores).await {} }).await
+        let connection = connection(&agent)?;
+        coreward_daemon::until_told(async { match follow_for_ever(&mut agent, connection, chores).await {} }).await
     })?;
     agent.leave()
 }
 
 /// Follows the controller until this future is dropped.
-pub async fn serve(agent: &mut Agent) -> std::convert::Infallible {
-    follow_for_ever(agent, Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() }).await
+///
+/// # Errors
+/// When its certificates cannot be used.
+pub async fn serve(agent: &mut Agent) -> anyhow::Result<std::convert::Infallible> {
+    let connection = connection(agent)?;
+    let chores = Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() };
+    Ok(follow_for_ever(agent, connection, chores).await)
+}
+
+fn connection(agent: &Agent) -> anyhow::Result<Connection> {
+    Connection::new(agent.controllers().clone(), agent.tls())
 }
 
 /// What is to be done whether there is a controller or not.
@@ -75,23 +85,27 @@ impl Chores {
     }
 
     /// Waits for something else, and does what is to be done meanwhile.
-    async fn meanwhile<T>(&mut self, agent: &mut Agent, other: impl Future<Output = T>) -> T {
+    async fn meanwhile<T>(&mut self, agent: &mut Agent, connection: &Connection, other: impl Future<Output = T>) -> T {
         tokio::pin!(other);
         loop {
             tokio::select! {
                 outcome = &mut other => return outcome,
-                chore = self.next() => chore.perform(agent),
+                chore = self.next() => chore.perform(agent, connection),
             }
         }
     }
 }
 
 impl Chore {
-    fn perform(self, agent: &mut Agent) {
+    fn perform(self, agent: &mut Agent, connection: &Connection) {
         let path = match self {
             Self::Look => return agent.look_after(),
-            // Who asked may have gone.
-            Self::Scrape(scrape) => return drop(scrape.send(agent.metrics())),
+            Self::Scrape(scrape) => {
+                let mut page = agent.metrics();
+                connection.add_metrics(&mut page);
+                // Who asked may have gone.
+                return drop(scrape.send(page));
+            }
             Self::Reload(path) => path,
         };
         let outcome = Config::load(&path).map_err(anyhow::Error::from).and_then(|config| agent.reload(config));
@@ -117,24 +131,27 @@ fn every(period: Duration) -> Interval {
     interval
 }
 
-async fn follow_for_ever(agent: &mut Agent, mut chores: Chores) -> std::convert::Infallible {
-    let mut connection = Connection::new(agent.controllers().clone());
+async fn follow_for_ever(
+    agent: &mut Agent,
+    mut connection: Connection,
+    mut chores: Chores,
+) -> std::convert::Infallible {
     loop {
         let error = follow(&mut connection, agent, &mut chores).await.err();
         let pause = connection.ended(error.as_ref());
-        chores.meanwhile(agent, tokio::time::sleep(pause)).await;
+        chores.meanwhile(agent, &connection, tokio::time::sleep(pause)).await;
     }
 }
 
 /// One stream, until it ends.
 async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
-    let channel = chores.meanwhile(agent, connection.connect()).await?;
+    let channel = chores.meanwhile(agent, connection, connection.connect()).await?;
     let mut client = ControlClient::new(channel);
     let (messages, receiver) = mpsc::channel(4);
     let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(message(Message::Hello(hello))).await?;
     let stream = client.agent(ReceiverStream::new(receiver));
-    let mut updates = chores.meanwhile(agent, stream).await?.into_inner();
+    let mut updates = chores.meanwhile(agent, connection, stream).await?.into_inner();
     agent.begin_stream();
     tracing::info!("connected to controller {}", connection.controller());
     let mut tick = every(agent.report_interval());
@@ -162,14 +179,15 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
                 }
             }
             _ = tick.tick() => {
-                let Some(report) = agent.report(rss_generation_told) else { continue };
+                let Some(mut report) = agent.report(rss_generation_told) else { continue };
+                report.warnings.extend(connection.warnings());
                 let generation = report.rss_generation;
                 // A controller that does not read misses a report; the next one has it all.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     rss_generation_told = generation;
                 }
             }
-            chore = chores.next() => chore.perform(agent),
+            chore = chores.next() => chore.perform(agent, connection),
         }
     }
 }

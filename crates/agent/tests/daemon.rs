@@ -96,7 +96,7 @@ fn follow(agent: &mut Agent, listener: Listener, length: Duration) -> anyhow::Re
     let controller = tonic::transport::Server::builder().add_service(ControlServer::new(listener.clone()));
     runtime.block_on(async {
         tokio::select! {
-            never = daemon::serve(agent) => match never {},
+            never = daemon::serve(agent) => match never? {},
             outcome = controller.serve(address) => anyhow::Ok(outcome?),
             () = tokio::time::sleep(length) => Ok(()),
         }

@@ -66,7 +66,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
         tokio::select! {
-            never = daemon::serve(&mut agent) => match never {},
+            never = daemon::serve(&mut agent) => match never? {},
             windows = windows(args, &mut controller) => windows,
         }
     })?;
@@ -93,6 +93,7 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
         load: config::Load::Published { path: busy },
         rss: config::Rss::Testbed { path: registers, entries: 128 },
         metrics: None,
+        tls: None,
         dispatch: None,
     })
 }

@@ -1,11 +1,11 @@
 //! `coreward apply`: what another document of the fleet changes, a question, and then all of it or nothing.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use coreward_control::show::fleet::Wanted;
 
+use crate::contact::ContactArgs;
 use crate::print;
 
 #[derive(clap::Args)]
@@ -13,9 +13,8 @@ pub struct ApplyArgs {
     /// The fleet's document (docs/config.md)
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Where the controller listens
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7400")]
-    controller: SocketAddr,
+    #[command(flatten)]
+    contact: ContactArgs,
     /// Without the question
     #[arg(long)]
     yes: bool,
@@ -27,7 +26,7 @@ pub struct ApplyArgs {
 /// # Errors
 /// When the document is wrong, the controller refuses it, or the answer is no.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
-    let wanted = Wanted::read(args.controller, &args.file)?;
+    let wanted = Wanted::read(&args.contact, &args.file)?;
     print(&wanted.difference())?;
     if args.dry_run || wanted.is_in_force {
         return Ok(());

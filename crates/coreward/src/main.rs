@@ -2,6 +2,7 @@
 
 mod apply;
 mod check;
+mod contact;
 #[cfg(test)]
 mod documents;
 mod live;
@@ -15,6 +16,7 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use coreward_agent::rss_command::RssArgs;
 use coreward_control::show;
+use coreward_daemon::confine::Daemon;
 use coreward_dataplane::rights;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_doctor::command::{self as doctor, DoctorArgs};
@@ -28,6 +30,8 @@ use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::{cli as testbed, demo};
 use coreward_tls::command::{self as certs, CertsArgs};
 use coreward_wire::v1;
+
+use contact::ContactArgs;
 
 #[derive(clap::Parser)]
 #[command(name = "coreward", version, about)]
@@ -125,9 +129,8 @@ enum AgentCommand {
 
 #[derive(clap::Args)]
 struct AskArgs {
-    /// Where the controller listens
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7400")]
-    controller: SocketAddr,
+    #[command(flatten)]
+    contact: ContactArgs,
     /// What to print
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
@@ -253,26 +256,31 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
-        Command::Controller(args) => coreward_control::server::run(&args.config),
+        Command::Controller(args) => {
+            Daemon::Controller.confine()?;
+            coreward_control::server::run(&args.config)
+        }
         Command::Lb(args) => {
             rights::require("coreward lb")?;
             let config = &args.config.config;
+            Daemon::Lb.confine()?;
             if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
         }
         Command::Agent(args) => agent(args),
         Command::Rack(args) => coreward_rack::daemon::run(&args.config),
         Command::Dispatch(args) => {
             rights::require("coreward dispatch")?;
+            Daemon::Dispatch.confine()?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Status(StatusArgs { ask, rss_keys }) => {
-            print(&show::status(ask.controller, rss_keys, ask.format.into())?)
+            print(&show::status(&ask.contact, rss_keys, ask.format.into())?)
         }
         Command::Check(args) => check::run(&args),
         Command::Certs(args) => print(&certs::run(&args)?),
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
-            print(&show::fleet::show(ask.controller, ask.format.into())?)
+            print(&show::fleet::show(&ask.contact, ask.format.into())?)
         }
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
             print(&coreward_control::store::copy::copy(&from, &to, replace)?)
@@ -287,10 +295,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             coreward_lb::capture_command::run(&args)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Show(ask) }) => {
-            print(&show::keys(ask.controller, ask.format.into())?)
+            print(&show::keys(&ask.contact, ask.format.into())?)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Rotate { ask, force } }) => {
-            print(&show::rotate_keys(ask.controller, force, ask.format.into())?)
+            print(&show::rotate_keys(&ask.contact, force, ask.format.into())?)
         }
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
@@ -306,7 +314,7 @@ fn run(command: Command) -> anyhow::Result<()> {
 }
 
 fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
-    let (controller, format) = (args.ask.controller, args.ask.format.into());
+    let (controller, format) = (&args.ask.contact, args.ask.format.into());
     if let Some(path) = &args.pcap {
         return show::explain_pcap(controller, path, format);
     }
@@ -325,8 +333,11 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
             anyhow::ensure!(fits, "the RSS table of {} is shown, not in force", args.interface);
             Ok(())
         }
-        (None, Some(config)) if args.detach => coreward_agent::daemon::detach(&config),
-        (None, config) => coreward_agent::daemon::run(&config.context("--config is missing")?),
+        (None, config) => {
+            let config = config.context("--config is missing")?;
+            Daemon::Agent.confine()?;
+            if args.detach { coreward_agent::daemon::detach(&config) } else { coreward_agent::daemon::run(&config) }
+        }
     }
 }
 

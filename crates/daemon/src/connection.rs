@@ -1,9 +1,13 @@
 //! The way to the controller: which one of several, what is done when it is silent, and when to try again.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::anyhow;
+use coreward_metrics::page::Page;
+use coreward_tls::connect::Connector;
+use coreward_tls::{Files, Role, Tls, table};
 use coreward_wire::LEADER;
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
@@ -22,13 +26,36 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// Where a daemon stands with its controllers.
 pub struct Connection {
     controllers: Controllers,
+    tls: Option<Arc<Tls>>,
     turns: Turns,
 }
 
 impl Connection {
-    /// Nothing is tried yet.
-    pub fn new(controllers: Controllers) -> Self {
-        Self { turns: Turns::new(controllers.addresses().len()), controllers }
+    /// Nothing is tried yet. Without `tls` nobody knows who anybody is. Looks after the certificates from now on, on the
+    /// runtime that it is called from.
+    ///
+    /// # Errors
+    /// When the certificates cannot be used.
+    pub fn new(controllers: Controllers, tls: Option<&Files>) -> anyhow::Result<Self> {
+        let tls = table::load(tls)?;
+        match &tls {
+            Some(tls) => drop(tokio::spawn(tls.clone().look_after())),
+            None if controllers.addresses().iter().all(|address| address.ip().is_loopback()) => {}
+            None => tracing::warn!(
+                "no `[tls]`: whoever is on the way to {controllers} can read the cookie keys, and change what comes from there"
+            ),
+        }
+        Ok(Self { turns: Turns::new(controllers.addresses().len()), tls, controllers })
+    }
+
+    /// What an operator should know: certificates that end soon.
+    pub fn warnings(&self) -> Vec<String> {
+        self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
+    }
+
+    /// When certificates end.
+    pub fn add_metrics(&self, page: &mut Page) {
+        self.tls.iter().for_each(|tls| add_expiry(tls, page));
     }
 
     /// Whose turn it is.
@@ -42,14 +69,14 @@ impl Connection {
     /// When it does not answer within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
         let address = self.controller();
+        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, Role::Controller)));
         async move {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
-                .tcp_nodelay(true)
                 .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
                 .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
                 .keep_alive_while_idle(true);
-            let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect()).await;
-            Ok(connected.with_context(|| format!("no connection within {CONNECT_TIMEOUT:?}"))??)
+            let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
+            Ok(connected.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
         }
     }
 
@@ -94,13 +121,24 @@ impl Connection {
     }
 }
 
-/// What somebody can act on.
+/// What somebody can act on: of an error below gRPC its cause.
 fn reason(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
+        Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
         Some(status) if status.message().is_empty() => status.code().to_string(),
         Some(status) => status.message().to_owned(),
-        None => format!("{error:#}"),
+        None => error.root_cause().to_string(),
     }
+}
+
+/// When a process's certificates end, for Prometheus.
+pub fn add_expiry(tls: &Tls, page: &mut Page) {
+    let mut ends = std::collections::BTreeMap::new();
+    for (which, certificate) in tls.certificates() {
+        let end = certificate.not_after.as_secs_f64();
+        ends.entry(which).and_modify(|first: &mut f64| *first = first.min(end)).or_insert(end);
+    }
+    ends.into_iter().for_each(|(which, end)| page.add("coreward_certificate_expiry_seconds", &[which], end));
 }
 
 /// Why a stream ended.

@@ -1,6 +1,7 @@
 //! What every daemon does around its work: it tells the service manager (systemd, by sd_notify(3)) that it is ready and goes on,
 //! and ends by a signal. Without a service manager nobody is told anything. [`Connection`] is its way to the controller.
 
+pub mod confine;
 mod connection;
 mod controllers;
 
@@ -10,7 +11,7 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-pub use connection::Connection;
+pub use connection::{Connection, add_expiry};
 pub use controllers::Controllers;
 
 /// Says that the daemon is ready, and works until SIGTERM or SIGINT. The watchdog is told that the daemon lives from the

@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{HOUR, MINUTE, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table};
+use coreward_config::{HOUR, MINUTE, Mistakes, Name, Number, OldKey, Period, Reader, SECOND, Source, choices, table};
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
@@ -30,6 +30,8 @@ pub struct Config {
     pub connection_table: TableSize,
     /// Where metrics are served for Prometheus; `None`: nowhere.
     pub metrics: Option<SocketAddr>,
+    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    pub tls: Option<coreward_tls::Files>,
     /// When to ask whether a connection of stateful services still is one.
     pub connection_timers: Timers,
     /// How VIPs are announced; `None`: somebody else sees to it.
@@ -77,6 +79,8 @@ table! {
         connection_table: TableSize = TableSize::default(),
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
+        /// Who this daemon is, and whom it believes.
+        tls: Option<coreward_tls::table::Table>,
         /// When to ask whether a connection of stateful services still is one.
         connection_timers: Option<ConnectionTimers>,
         /// VIPs that this load balancer can serve are announced to the routers by a routing daemon beside it.
@@ -122,8 +126,8 @@ table! {
     }
 }
 
-impl From<File> for Config {
-    fn from(file: File) -> Self {
+impl Config {
+    fn of(file: File, reader: &mut Reader<'_>) -> Self {
         let timers = file.connection_timers.map(|timers| (timers.idle, timers.closing)).unwrap_or_default();
         let or = |timer: Option<Timer>, default: Duration| timer.map_or(default, |Period(time)| time);
         let default = Timers::default();
@@ -137,6 +141,7 @@ impl From<File> for Config {
             flow_table: file.flow_table.0 as u32,
             connection_table: file.connection_table,
             metrics: file.metrics,
+            tls: file.tls.and_then(|table| table.check_within(reader)),
             connection_timers: Timers {
                 idle: or(timers.0, default.idle),
                 closing: or(timers.1, default.closing),
@@ -180,7 +185,7 @@ impl Config {
     /// # Errors
     /// Everything in the text that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
-        source.read_as(|file: File, _| Some(file.into()))
+        source.read_as(|file: File, reader| Some(Self::of(file, reader)))
     }
 }
 
@@ -239,7 +244,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             (
                 "interfaces = \"eth1\"",
                 "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `pin_directory`, \
-                 `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `connection_timers`, `announce` (nearest: `interface`)",
+                 `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `tls`, `connection_timers`, `announce` (nearest: `interface`)",
             ),
             ("flow_table = 0", "5:14: key `flow_table`: 0: expected a whole number from 1 to 16777216"),
             (

@@ -11,6 +11,7 @@ use coreward_daemon::Connection;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_metrics::endpoint::Scrapes;
+use coreward_metrics::page::Page;
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
@@ -105,14 +106,16 @@ async fn serve(
         Some(announce) => Some(Announcer::start(announce).await?),
         None => None,
     };
+    let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref())?;
     let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer };
-    let outcome = coreward_daemon::until_told(follow_for_ever(&config, &mut forwarder, &mut around)).await;
+    let work = follow_for_ever(&config, &mut connection, &mut forwarder, &mut around);
+    let outcome = coreward_daemon::until_told(work).await;
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
         && let Some(mut announcer) = around.announcer.take()
     {
         announcer.announce(&BTreeSet::new()).await?;
         tracing::info!("packets go on until routers have heard of it: {:?}", announce.drain);
-        around.meanwhile(&mut forwarder, tokio::time::sleep(announce.drain)).await?;
+        around.meanwhile(&mut forwarder, &connection, tokio::time::sleep(announce.drain)).await?;
     }
     outcome
 }
@@ -158,7 +161,12 @@ impl Around {
     }
 
     /// Waits for something else, and looks after the forwarder meanwhile.
-    async fn meanwhile<T>(&mut self, forwarder: &mut Forwarder, other: impl Future<Output = T>) -> anyhow::Result<T> {
+    async fn meanwhile<T>(
+        &mut self,
+        forwarder: &mut Forwarder,
+        connection: &Connection,
+        other: impl Future<Output = T>,
+    ) -> anyhow::Result<T> {
         tokio::pin!(other);
         loop {
             tokio::select! {
@@ -166,18 +174,22 @@ impl Around {
                 change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
                 _ = self.beat.tick() => forwarder.beat(),
                 // Who asked may have gone.
-                scrape = self.scrapes.next() => drop(scrape.send(forwarder.metrics())),
+                scrape = self.scrapes.next() => drop(scrape.send(metrics(forwarder, connection))),
             }
         }
     }
 }
 
-async fn follow_for_ever(config: &Config, forwarder: &mut Forwarder, around: &mut Around) -> anyhow::Result<()> {
-    let mut connection = Connection::new(config.controllers.clone());
+async fn follow_for_ever(
+    config: &Config,
+    connection: &mut Connection,
+    forwarder: &mut Forwarder,
+    around: &mut Around,
+) -> anyhow::Result<()> {
     loop {
-        let error = follow(config, &mut connection, forwarder, around).await.err();
+        let error = follow(config, connection, forwarder, around).await.err();
         let pause = connection.ended(error.as_ref());
-        around.meanwhile(forwarder, tokio::time::sleep(pause)).await?;
+        around.meanwhile(forwarder, connection, tokio::time::sleep(pause)).await?;
         around.look_after(forwarder, &config.interface).await?;
     }
 }
@@ -189,12 +201,12 @@ async fn follow(
     forwarder: &mut Forwarder,
     around: &mut Around,
 ) -> anyhow::Result<()> {
-    let channel = around.meanwhile(forwarder, connection.connect()).await??;
+    let channel = around.meanwhile(forwarder, connection, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
     let (messages, receiver) = mpsc::channel(MESSAGES);
     messages.send(message(Message::Hello(hello(config)))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
-    let mut updates = around.meanwhile(forwarder, stream).await??.into_inner();
+    let mut updates = around.meanwhile(forwarder, connection, stream).await??.into_inner();
     tracing::info!("connected to controller {}", connection.controller());
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
@@ -240,7 +252,7 @@ async fn follow(
                 false
             }
             scrape = around.scrapes.next() => {
-                drop(scrape.send(forwarder.metrics()));
+                drop(scrape.send(metrics(forwarder, connection)));
                 false
             }
             _ = around.beat.tick() => {
@@ -259,9 +271,17 @@ async fn follow(
             told = (forwarder.tables(), forwarder.confirmed());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
             // A controller that does not read misses a state; the next one has it all.
-            let _ = messages.try_send(message(Message::State(forwarder.state())));
+            let mut state = forwarder.state();
+            state.warnings.extend(connection.warnings());
+            let _ = messages.try_send(message(Message::State(state)));
         }
     }
+}
+
+fn metrics(forwarder: &Forwarder, connection: &Connection) -> Page {
+    let mut page = forwarder.metrics();
+    connection.add_metrics(&mut page);
+    page
 }
 
 fn every(period: Duration) -> Interval {

@@ -102,6 +102,20 @@ pub const METRICS: &[Metric] = &[
         "Reports that were refused, by reason",
     ),
     metric(
+        "coreward_handshakes_refused_total",
+        Counter,
+        &["reason"],
+        &[Controller],
+        "Connections that did not come about, by reason",
+    ),
+    metric(
+        "coreward_certificate_expiry_seconds",
+        Extreme,
+        &["certificate"],
+        &[Controller, Lb, Agent],
+        "When the part's own certificate (own), and the first of its authorities' (ca), ends: since 1970",
+    ),
+    metric(
         "coreward_table_generation",
         Extreme,
         &["service"],

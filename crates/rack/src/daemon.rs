@@ -85,13 +85,13 @@ impl Rack {
             .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
         tokio::select! {
             outcome = service => outcome.context("the rack's socket failed"),
-            never = follow_for_ever(&self.config, &shared) => match never {},
+            never = follow_for_ever(&self.config, &shared) => match never? {},
         }
     }
 }
 
-async fn follow_for_ever(config: &Config, shared: &Shared) -> std::convert::Infallible {
-    let mut connection = Connection::new(config.controllers.clone());
+async fn follow_for_ever(config: &Config, shared: &Shared) -> anyhow::Result<std::convert::Infallible> {
+    let mut connection = Connection::new(config.controllers.clone(), None)?;
     loop {
         let outcome = follow(config, &mut connection, shared).await;
         shared.disconnected();

@@ -53,6 +53,7 @@ pub fn config(testbed: &Testbed) -> Config {
         load: Load::Published { path: busy_file(testbed) },
         rss: Rss::Testbed { path: testbed.emulated_rss(1), entries: 128 },
         metrics: None,
+        tls: None,
         dispatch: None,
     }
 }

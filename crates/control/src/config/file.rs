@@ -16,6 +16,7 @@ use coreward_model::placement::BucketCount;
 use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_tls::certificate::Fingerprint;
 use serde_json::{Value, json};
 
 use super::etcd::EtcdFile;
@@ -33,8 +34,8 @@ table! {
     pub struct ControllerFile {
         /// Address and port for agents, load balancers and the commands that ask.
         pub listen: SocketAddr,
-        /// Address and port for the commands that ask, the dashboard and your own programs (HTTP): a loopback address.
-        pub api: Loopback = Loopback(DEFAULT_API),
+        /// Address and port for the commands that ask, the dashboard and your own programs (HTTP); beyond this host with `[tls]` only, as HTTPS then.
+        pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API),
         /// Folder of the API's tokens; without it that of the store, with [etcd] that of this file.
         pub token_directory: Option<PathBuf>,
         /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or [etcd].
@@ -47,6 +48,12 @@ table! {
         pub fleet: Option<Spanned<PathBuf>>,
         /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
         pub rss_key_file: Option<Secret<RssKey>>,
+        /// Who this controller is, and whom it believes.
+        pub tls: Option<coreward_tls::table::Table>,
+        /// Certificates that are refused though they are right, as their keys were lost.
+        pub denied_certificates: Vec<Fingerprint>,
+        /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
+        pub allow_plaintext: bool = false,
     }
     old {
         "rss_key" => OldKey::Moved("`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret"),
@@ -178,27 +185,6 @@ choices!(
     "udp",
     [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
 );
-
-/// An address that only this machine reaches: whatever passes there needs no encryption.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Loopback(pub SocketAddr);
-
-impl Form for Loopback {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |written| {
-            let address = written.parse::<SocketAddr>().ok().filter(|address| address.ip().is_loopback());
-            address.map(Loopback).ok_or_else(|| format!("{written:?}: expected {}", Self::expected()))
-        })
-    }
-
-    fn expected() -> String {
-        "a loopback address and a port, as \"127.0.0.1:7401\" (tokens would pass a network in clear)".to_owned()
-    }
-
-    fn schema() -> Value {
-        SocketAddr::schema()
-    }
-}
 
 /// The name of a policy that exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

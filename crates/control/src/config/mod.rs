@@ -28,6 +28,7 @@ use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
+use coreward_tls::certificate::Fingerprint;
 
 pub use difference::{Change, difference};
 use etcd::EtcdConfig;
@@ -59,6 +60,12 @@ pub struct ControllerConfig {
     pub fleet: Option<PathBuf>,
     /// The key that agents with `manage_rss = true` set; `None`: the one that the store drew.
     pub rss_key: Option<Secret<RssKey>>,
+    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    pub tls: Option<coreward_tls::Files>,
+    /// Certificates that are refused though they are right.
+    pub denied_certificates: Vec<Fingerprint>,
+    /// Whether nobody needs to be told that it listens beyond this host without TLS.
+    pub allow_plaintext: bool,
 }
 
 /// Where everything is that must survive.
@@ -81,21 +88,30 @@ impl ControllerConfig {
     /// Everything in it that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
         source.read_as(|file: ControllerFile, reader| {
+            let listen = file.listen;
+            let api = *file.api.get_ref();
+            if file.tls.is_none() && !api.ip().is_loopback() {
+                let expected = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
+                reader.mistake(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
+            }
             let fleet = file.fleet.as_ref().map(Spanned::span);
-            let store = etcd::store_place(file.store, file.etcd, file.listen, fleet, reader)?;
+            let store = etcd::store_place(file.store, file.etcd, listen, fleet, reader)?;
             let token_directory = match (file.token_directory, &store) {
                 (Some(directory), _) => reader.beside(&directory),
                 (None, StorePlace::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
                 (None, StorePlace::Etcd(_)) => reader.beside(Path::new("")),
             };
             Some(Self {
-                listen: file.listen,
-                api: file.api.0,
+                listen,
+                api,
                 token_directory,
                 store,
                 metrics: file.metrics,
                 fleet: file.fleet.map(|path| reader.beside(path.get_ref())),
                 rss_key: file.rss_key_file,
+                tls: file.tls.and_then(|table| table.check_within(reader)),
+                denied_certificates: file.denied_certificates,
+                allow_plaintext: file.allow_plaintext,
             })
         })
     }

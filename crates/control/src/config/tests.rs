@@ -421,7 +421,7 @@ fn every_mistake_is_named_at_once() {
     assert_eq!(places, expected.map(|key| format!("key `{key}`")), "{mistakes}");
 }
 
-const CONTROLLER: &str = "listen = \"10.1.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
+const CONTROLLER: &str = "listen = \"127.0.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
 
 fn controller(text: &str) -> Result<ControllerConfig, String> {
     let source = Source::from_text("/etc/coreward/controller.toml", text);
@@ -440,7 +440,7 @@ fn the_controllers_own_file() {
         mistakes,
         format!(
             "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, `etcd`, \
-             `metrics`, `fleet`, `rss_key_file` (nearest: `store`)\n\
+             `metrics`, `fleet`, `rss_key_file`, `tls`, `denied_certificates`, `allow_plaintext` (nearest: `store`)\n\
              {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
              {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
              is a secret\n\
@@ -454,12 +454,12 @@ fn the_controllers_own_file() {
 
 #[test]
 fn what_must_survive_has_exactly_one_place() {
-    let listen = "listen = \"10.1.0.1:7400\"\n";
+    let listen = "listen = \"127.0.0.1:7400\"\n";
     let etcd = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
     let StorePlace::Etcd(config) = controller(&format!("{listen}{etcd}")).unwrap().store else { panic!("in etcd") };
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
     assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));
-    assert_eq!((config.advertise, config.tls), ("10.1.0.1:7400".parse().unwrap(), None));
+    assert_eq!((config.advertise, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
     let tls =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
     let StorePlace::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
@@ -472,8 +472,8 @@ fn what_must_survive_has_exactly_one_place() {
             "1:9: key `fleet`: several controllers may each have another file",
         ),
         (
-            format!("listen = \"0.0.0.0:7400\"\n{etcd}"),
-            "2:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
+            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{etcd}"),
+            "3:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
         ),
         (format!("{listen}{etcd}lease = \"2500ms\"\n"), "4:9: key `etcd.lease`: a lease in parts of a second"),
         (
@@ -539,4 +539,29 @@ fn a_service_is_adopted_or_handed_over() {
     ] {
         assert_eq!(with(line), message);
     }
+}
+
+#[test]
+fn certificates_stand_in_files_that_are_there() {
+    let text = CONTROLLER.replace("127.0.0.1", "10.1.0.1");
+    assert!(!controller(&text).unwrap().allow_plaintext);
+    assert!(controller(&format!("{text}allow_plaintext = true\n")).unwrap().allow_plaintext);
+    let missing =
+        controller(&format!("{text}[tls]\nca = \"none.crt\"\ncertificate = \"own.crt\"\nkey = \"own.key\"\n"));
+    assert!(missing.unwrap_err().starts_with(
+        "/etc/coreward/controller.toml:4:6: key `tls.ca`: /etc/coreward/none.crt: No such file or directory"
+    ));
+}
+
+#[test]
+fn denied_certificates_are_fingerprints() {
+    let text = format!("{CONTROLLER}denied_certificates = [\"AB:CD\"]\n");
+    assert_eq!(
+        controller(&text).unwrap_err(),
+        "/etc/coreward/controller.toml:3:24: key `denied_certificates`: fingerprint \"AB:CD\": expected the 32 bytes of a \
+         SHA-256 in hexadecimal, as `coreward certs show` prints them"
+    );
+    let fingerprint = "AB".repeat(32);
+    let config = controller(&format!("{CONTROLLER}denied_certificates = [\"{fingerprint}\"]\n")).unwrap();
+    assert!(config.denied_certificates[0].to_string().starts_with("AB:AB:"));
 }

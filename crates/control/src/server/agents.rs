@@ -1,13 +1,16 @@
 //! One agent's stream: a hello, then reports and answers in; out its configuration, now and at every change, and questions.
 
+use std::fmt;
 use std::sync::Arc;
 
+use coreward_tls::Role;
 use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::Status;
 
 use super::office::not_leading;
+use super::security::Visitor;
 use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 use crate::controller::Session;
@@ -20,12 +23,39 @@ pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
 
-/// Serves the stream until it ends. `behind`: the rack through which the agent speaks.
-pub async fn serve(shared: Arc<Shared>, mut messages: impl Messages, answers: Answers, behind: Option<Behind>) {
-    let session = match hello(&shared, &mut messages, behind).await {
+/// Whose stream it is.
+pub enum Speaker {
+    /// The agent's own.
+    Agent(Visitor),
+    /// That of the rack through which the agent speaks. The rack vouches for it.
+    Rack(Behind),
+}
+
+impl Speaker {
+    /// Whether it may speak for the server.
+    fn require_name(&self, server: &str) -> Result<Option<Behind>, Status> {
+        match self {
+            Self::Agent(visitor) => visitor.require_name(Role::Agent, server).map(|()| None),
+            Self::Rack(behind) => Ok(Some(*behind)),
+        }
+    }
+}
+
+impl fmt::Display for Speaker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Agent(visitor) => write!(f, "the agent at {}", visitor.caller),
+            Self::Rack(_) => f.write_str("an agent behind a rack"),
+        }
+    }
+}
+
+/// Serves the stream until it ends.
+pub async fn serve(shared: Arc<Shared>, speaker: Speaker, mut messages: impl Messages, answers: Answers) {
+    let session = match hello(&shared, &speaker, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
-            tracing::warn!("an agent was refused: {}", status.message());
+            tracing::warn!("{speaker} was refused: {}", status.message());
             let _ = answers.send(Err(status)).await;
             return;
         }
@@ -46,13 +76,14 @@ pub async fn serve(shared: Arc<Shared>, mut messages: impl Messages, answers: An
     }
 }
 
-async fn hello(shared: &Shared, messages: &mut impl Messages, behind: Option<Behind>) -> Result<Session, Status> {
+async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages) -> Result<Session, Status> {
     let first = tokio::time::timeout(HELLO_TIMEOUT, messages.next()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))?.transpose()?;
     let message = message.and_then(|message| message.message);
     let Some(v1::agent_message::Message::Hello(hello)) = message else {
         return Err(Status::invalid_argument("an agent's first message: expected a hello"));
     };
+    let behind = speaker.require_name(&hello.server)?;
     let now = shared.now();
     let session = shared.controller().hello_behind(&hello.server, &hello.version, behind, now);
     session.map_err(|refused| refused_status(&refused))

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use coreward_config::{Mistakes, Source};
 use coreward_model::bucket_history::BucketHistory;
+use coreward_tls::verify::Denied;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
@@ -25,6 +26,7 @@ pub struct Keeper {
     store: Store,
     clock: RecordClock,
     restarted: bool,
+    denied: Denied,
 }
 
 /// A change of what is on record.
@@ -94,10 +96,12 @@ fn random() -> UnwrapErr<SysRng> {
 }
 
 impl Keeper {
-    /// Reads the fleet's file, opens the store, and takes the one into the other. `config`: what stands in `path`.
+    /// Reads the fleet's file, opens the store, and takes the one into the other. `config`: what stands in `path`;
+    /// `denied`: where its list of certificates goes.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
+        denied: Denied,
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
         // Before the store is made: a fleet that is wrong leaves nothing behind.
@@ -128,7 +132,8 @@ impl Keeper {
             }
             (Err(error), _) => return Err(error.into()),
         };
-        Ok(Self { path: path.to_owned(), config, fleet, records, store, clock, restarted })
+        denied.set(config.denied_certificates.iter().copied());
+        Ok(Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, denied })
     }
 
     /// Whether another process led this fleet before.
@@ -244,11 +249,13 @@ impl Keeper {
             ("listen", config.listen != self.config.listen),
             ("api", config.api != self.config.api),
             ("store", config.store != self.config.store),
+            ("tls", config.tls != self.config.tls),
         ] {
             if changed {
                 tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
             }
         }
+        self.denied.set(config.denied_certificates.iter().copied());
         (self.config, self.fleet, self.records) = (config, fleet, records);
         Ok(self.fleet())
     }

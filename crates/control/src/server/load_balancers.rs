@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use coreward_tls::Role;
 use coreward_wire::address::parse_optional_address;
 use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficMessage, v1};
 use tokio::sync::mpsc;
@@ -11,17 +12,23 @@ use tonic::{Status, Streaming};
 use super::board::{News, Seen};
 use super::keeper::Change;
 use super::office::not_leading;
+use super::security::Visitor;
 use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 
 type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
 /// Serves the stream until it ends.
-pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::LoadBalancerMessage>, updates: Updates) {
-    let (name, session) = match introduce(&shared, &mut messages).await {
+pub async fn serve(
+    shared: Arc<Shared>,
+    visitor: Visitor,
+    mut messages: Streaming<v1::LoadBalancerMessage>,
+    updates: Updates,
+) {
+    let (name, session) = match introduce(&shared, &visitor, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!("a load balancer was refused: {}", status.message());
+            tracing::warn!("the load balancer at {} was refused: {}", visitor.caller, status.message());
             let _ = updates.send(Err(status)).await;
             return;
         }
@@ -53,9 +60,11 @@ async fn leave(shared: &Shared, name: String, session: u64) {
 /// Who it is. From then on it is in the fleet: others know its number and its address.
 async fn introduce(
     shared: &Shared,
+    visitor: &Visitor,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
     let (name, address) = hello(messages).await?;
+    visitor.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
     if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {

@@ -5,6 +5,7 @@
 //! * [`keeper`]: configuration and records; the only one that writes the store
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
+//! * [`security`]: who is let in
 //! * [`agents`], [`racks`], [`load_balancers`], [`people`]: one kind of caller each
 
 mod agents;
@@ -14,6 +15,7 @@ mod load_balancers;
 pub mod office;
 mod people;
 mod racks;
+mod security;
 pub(crate) mod shared;
 mod sockets;
 
@@ -23,11 +25,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::serve::{Listener, Plain};
+use coreward_api::serve::Listener;
 use coreward_api::tokens::Tokens;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
+use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
 use coreward_wire::v1::control_server::{Control, ControlServer};
 use tokio::net::TcpListener;
@@ -35,7 +38,6 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api;
@@ -46,8 +48,10 @@ use crate::controller::refused::Refused;
 use crate::store::Store;
 use crate::store::embedded::EmbeddedStore;
 use crate::store::etcd::EtcdStore;
+use agents::Speaker;
 use keeper::{Change, Keeper};
 use office::Office;
+use security::{PEOPLE, Security, Visitor};
 use shared::{Shared, WantedChange};
 
 /// How often a silent peer is pinged (HTTP/2).
@@ -56,6 +60,14 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a stream may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// Who has something to say by gRPC.
+const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack, Role::Operator, Role::Viewer];
+/// At a time on one connection: a part has one, and somebody who asks some.
+const STREAMS: u32 = 32;
+/// Of HTTP/2; the least that there can be.
+const FRAME_BYTES: u32 = 16 << 10;
+/// A message to the controller: a fleet's document of 16,384 servers, or the counts of all of them, are the largest.
+const MESSAGE_BYTES: usize = 4 << 20;
 /// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
 /// are back; but no longer than this.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
@@ -82,7 +94,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let server = Server::bind(config).await?;
-        tracing::info!("listening on {}, the API at http://{}/v1/", server.address(), server.api_address());
+        tracing::info!("listening on {}, the API at {}", server.address(), server.api_address());
         let office = server.office();
         let outcome = coreward_daemon::until_told(server.serve()).await;
         office.resign().await;
@@ -107,6 +119,8 @@ pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+        .max_concurrent_streams(Some(STREAMS))
+        .max_frame_size(Some(FRAME_BYTES))
 }
 
 /// A controller that listens.
@@ -135,7 +149,7 @@ impl Server {
     /// When one of these fails.
     pub async fn bind(path: &Path) -> anyhow::Result<Self> {
         let file = path.to_owned();
-        let (config, place) = tokio::task::spawn_blocking(move || open(&file)).await??;
+        let (config, place, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
         let cluster = match &place {
             Place::Own(_) => None,
             Place::Etcd(cluster, _) => Some(cluster.clone()),
@@ -147,7 +161,7 @@ impl Server {
         let address = listener.local_addr()?;
         let api = Listener::bind(config.api)?;
         let tokens = Arc::new(Tokens::open(&config.token_directory)?);
-        let office = Arc::new(Office::new(cluster));
+        let office = Arc::new(Office::new(cluster, security));
         Ok(Self { path: path.to_owned(), config, place, office, listener, address, api, tokens })
     }
 
@@ -173,10 +187,13 @@ impl Server {
     pub async fn serve(self) -> anyhow::Result<()> {
         let asked = self.office.clone();
         endpoint::serve(self.config.metrics, move || asked.metrics())?;
-        let _api = api::serve(self.api, Plain, self.office.clone(), self.tokens)?;
+        let _api =
+            api::serve(self.api, self.office.security.api_door(self.config.api), self.office.clone(), self.tokens)?;
         let service = builder()
-            .add_service(ControlServer::new(Service { office: self.office.clone() }))
-            .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
+            .add_service(
+                ControlServer::new(Service { office: self.office.clone() }).max_decoding_message_size(MESSAGE_BYTES),
+            )
+            .serve_with_incoming(self.office.security.gate(PARTS, Limits::default()).admit(self.listener));
         let work = async {
             match self.place {
                 Place::Own(keeper) => lead(*keeper, &self.office, None).await,
@@ -186,21 +203,23 @@ impl Server {
         tokio::select! {
             outcome = service => outcome.context("the controller's socket failed"),
             outcome = work => outcome,
+            never = self.office.security.look_after() => match never {},
         }
     }
 }
 
 /// The file, and what it says where the records are. Not to be called from asynchronous code.
-fn open(path: &Path) -> anyhow::Result<(ControllerConfig, Place)> {
+fn open(path: &Path) -> anyhow::Result<(ControllerConfig, Place, Security)> {
     let config = ControllerConfig::load(path)?;
+    let security = Security::of(&config)?;
     let place = match &config.store {
         StorePlace::Embedded(file) => {
             let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
-            Place::Own(Box::new(Keeper::open(path, config.clone(), store)?))
+            Place::Own(Box::new(Keeper::open(path, config.clone(), security.denied.clone(), store)?))
         }
         StorePlace::Etcd(etcd) => Place::Etcd(office::cluster(etcd)?, etcd.clone()),
     };
-    Ok((config, place))
+    Ok((config, place, security))
 }
 
 /// Leads whenever nobody else does, for ever.
@@ -222,8 +241,9 @@ async fn take_turns(
         let term = leadership.term();
         let (file, config) = (path.to_owned(), config.clone());
         let (cluster, held, prefix) = (cluster.clone(), leadership.clone(), etcd.prefix.clone());
+        let denied = office.security.denied.clone();
         let opened = tokio::task::spawn_blocking(move || {
-            Keeper::open(&file, config, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
+            Keeper::open(&file, config, denied, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
         });
         let reason = match opened.await? {
             Ok(keeper) => {
@@ -352,12 +372,22 @@ fn refused_status(refused: &Refused) -> Status {
         | Refused::DuplicateLoadBalancer { .. }
         | Refused::DuplicateRack { .. }
         | Refused::Superseded(_) => Status::already_exists(message),
+        Refused::TooManyHellos(_) | Refused::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
         _ => Status::invalid_argument(message),
     }
 }
 
 struct Service {
     office: Arc<Office>,
+}
+
+impl Service {
+    /// Who asks, if he may.
+    fn visitor<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<Visitor, Status> {
+        let visitor = Visitor::of(request, &self.office.security)?;
+        visitor.require(roles)?;
+        Ok(visitor)
+    }
 }
 
 #[tonic::async_trait]
@@ -370,8 +400,10 @@ impl Control for Service {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
+        let visitor = self.visitor(&request, &[Role::Agent])?;
         let (answers, stream) = mpsc::channel(1);
-        tokio::spawn(agents::serve(self.office.shared()?, request.into_inner(), answers, None));
+        let speaker = Speaker::Agent(visitor);
+        tokio::spawn(agents::serve(self.office.shared()?, speaker, request.into_inner(), answers));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
@@ -379,26 +411,32 @@ impl Control for Service {
         &self,
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
+        let visitor = self.visitor(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(1);
-        tokio::spawn(load_balancers::serve(self.office.shared()?, request.into_inner(), updates));
+        tokio::spawn(load_balancers::serve(self.office.shared()?, visitor, request.into_inner(), updates));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
     async fn rack(&self, request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
+        let visitor = self.visitor(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
-        tokio::spawn(racks::serve(self.office.shared()?, request.into_inner(), updates));
+        tokio::spawn(racks::serve(self.office.shared()?, visitor, request.into_inner(), updates));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
     async fn status(&self, request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
+        // A part may look, too: `coreward doctor` asks with its certificate.
+        self.visitor(&request, if request.get_ref().rss_keys { &[Role::Operator] } else { PARTS })?;
         Ok(Response::new(people::status(&*self.office.shared()?, request.get_ref())))
     }
 
     async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
+        self.visitor(&request, PEOPLE)?;
         people::explain(&*self.office.shared()?, request.get_ref()).map(Response::new)
     }
 
-    async fn get_fleet(&self, _request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
+    async fn get_fleet(&self, request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
+        self.visitor(&request, PEOPLE)?;
         Ok(Response::new(people::fleet(&*self.office.shared()?)))
     }
 
@@ -406,10 +444,12 @@ impl Control for Service {
         &self,
         request: Request<v1::ApplyFleetRequest>,
     ) -> Result<Response<v1::ApplyFleetReply>, Status> {
+        self.visitor(&request, &[Role::Operator])?;
         people::apply(&*self.office.shared()?, request.into_inner()).await.map(Response::new)
     }
 
     async fn rotate_keys(&self, request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
+        self.visitor(&request, &[Role::Operator])?;
         people::rotate_keys(&*self.office.shared()?, request.get_ref().force).await.map(Response::new)
     }
 }

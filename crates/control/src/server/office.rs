@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
+use super::security::Security;
 use super::shared::Shared;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use crate::store::StoreError;
@@ -46,12 +47,14 @@ enum Role {
 pub struct Office {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
+    /// Who is let in, whoever leads.
+    pub security: Arc<Security>,
 }
 
 impl Office {
     /// Nobody leads. `cluster`: where it is decided who does.
-    pub fn new(cluster: Option<Arc<Cluster>>) -> Self {
-        Self { role: Mutex::new(Role::Follows(None)), cluster }
+    pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
+        Self { role: Mutex::new(Role::Follows(None)), cluster, security: Arc::new(security) }
     }
 
     /// This controller leads.
@@ -99,6 +102,7 @@ impl Office {
             Some(shared) => shared.metrics(),
             None => parts::begin(Part::Controller),
         };
+        self.security.add_metrics(&mut page);
         page.add("coreward_controller_leads", &[], f64::from(u8::from(leads.is_some())));
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
             page.add("coreward_leader_term", &[], leadership.term() as f64);

@@ -4,12 +4,15 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use coreward_tls::Role;
 use coreward_wire::v1;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
+use super::agents::Speaker;
 use super::office::not_leading;
+use super::security::Visitor;
 use super::shared::Shared;
 use super::{HELLO_TIMEOUT, agents, refused_status};
 use crate::controller::racks::Behind;
@@ -22,11 +25,11 @@ type Said = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 const QUEUED: usize = 4;
 
 /// Serves the stream until it ends.
-pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::RackMessage>, updates: Updates) {
-    let (name, session) = match hello(&shared, &mut messages).await {
+pub async fn serve(shared: Arc<Shared>, visitor: Visitor, mut messages: Streaming<v1::RackMessage>, updates: Updates) {
+    let (name, session) = match hello(&shared, &visitor, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!("a rack was refused: {}", status.message());
+            tracing::warn!("the rack at {} was refused: {}", visitor.caller, status.message());
             let _ = updates.send(Err(status)).await;
             return;
         }
@@ -43,12 +46,17 @@ pub async fn serve(shared: Arc<Shared>, mut messages: Streaming<v1::RackMessage>
     tracing::info!("rack {name} has disconnected");
 }
 
-async fn hello(shared: &Shared, messages: &mut Streaming<v1::RackMessage>) -> Result<(String, u64), Status> {
+async fn hello(
+    shared: &Shared,
+    visitor: &Visitor,
+    messages: &mut Streaming<v1::RackMessage>,
+) -> Result<(String, u64), Status> {
     let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??;
     let Some(hello) = message.and_then(|message| message.hello) else {
         return Err(Status::invalid_argument("a rack's first message: expected a hello"));
     };
+    visitor.require_name(Role::Rack, &hello.name)?;
     let now = shared.now();
     let session = shared.controller().rack_hello(&hello.name, &hello.version, now);
     session.map(|session| (hello.name, session)).map_err(|refused| refused_status(&refused))
@@ -97,7 +105,7 @@ async fn listen(
 fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
-    tokio::spawn(agents::serve(shared.clone(), ReceiverStream::new(messages), answers, Some(behind)));
+    tokio::spawn(agents::serve(shared.clone(), Speaker::Rack(behind), ReceiverStream::new(messages), answers));
     tokio::spawn(async move {
         let update = |agent| Ok(v1::RackUpdate { update: Some(v1::rack_update::Update::Agent(agent)) });
         let to = v1::ToAgent { stream: behind.stream, ..Default::default() };

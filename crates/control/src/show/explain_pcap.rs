@@ -11,7 +11,7 @@ use serde_json::json;
 use tonic::transport::Channel;
 
 use super::packets::{self, Packet};
-use super::{Format, ask, json};
+use super::{Contact, Format, ask, json};
 
 /// A packet and where it goes; of one from a server, who stamped it.
 struct Explained {
@@ -25,7 +25,7 @@ struct Explained {
 ///
 /// # Errors
 /// When the file is no capture, or the controller cannot be reached.
-pub fn explain_pcap(controller: SocketAddr, path: &Path, format: Format) -> anyhow::Result<String> {
+pub fn explain_pcap(controller: impl Into<Contact>, path: &Path, format: Format) -> anyhow::Result<String> {
     let packets = packets::read(path)?;
     let count = packets.len();
     let explained = ask(controller, async |client| explain_all(client, packets).await.map(tonic::Response::new))?;

@@ -1,7 +1,6 @@
 //! `coreward fleet` and `coreward apply`: the fleet's document in force, and another one in its place.
 
 use std::fmt::Write as _;
-use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::ensure;
@@ -9,14 +8,14 @@ use coreward_config::Source;
 use coreward_wire::v1;
 use serde_json::json;
 
-use super::{Format, ask, json};
+use super::{Contact, Format, ask, json};
 use crate::config::{Change, FleetConfig, difference};
 
 /// What `coreward fleet show` prints: the document as the operator wrote it.
 ///
 /// # Errors
 /// When the controller cannot be reached.
-pub fn show(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
+pub fn show(controller: impl Into<Contact>, format: Format) -> anyhow::Result<String> {
     let document = in_force(controller)?;
     Ok(match format {
         Format::Json => json::pretty(&json!({
@@ -34,13 +33,13 @@ pub fn show(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
     })
 }
 
-fn in_force(controller: SocketAddr) -> anyhow::Result<v1::FleetDocument> {
+fn in_force(controller: impl Into<Contact>) -> anyhow::Result<v1::FleetDocument> {
     ask(controller, async |client| client.get_fleet(v1::GetFleetRequest {}).await)
 }
 
 /// A document that could be in force, compared with the one that is.
 pub struct Wanted {
-    controller: SocketAddr,
+    contact: Contact,
     request: v1::ApplyFleetRequest,
     /// Server by server, service by service, key by key.
     pub changes: Vec<Change>,
@@ -53,20 +52,21 @@ impl Wanted {
     ///
     /// # Errors
     /// Everything that is wrong with it; when the controller cannot be reached, or its fleet stands in a file.
-    pub fn read(controller: SocketAddr, file: &Path) -> anyhow::Result<Self> {
+    pub fn read(controller: impl Into<Contact>, file: &Path) -> anyhow::Result<Self> {
+        let contact = controller.into();
         let new = Source::read(file)?;
         FleetConfig::parse(&new)?;
-        let old = in_force(controller)?;
+        let old = in_force(contact.clone())?;
         let request = v1::ApplyFleetRequest {
             name: file.display().to_string(),
             text: new.text().to_string(),
             generation: old.generation,
             dry_run: true,
         };
-        ask(controller, async |client| client.apply_fleet(request.clone()).await)?;
+        ask(contact.clone(), async |client| client.apply_fleet(request.clone()).await)?;
         let is_in_force = old.text == request.text && old.generation > 0;
         let changes = difference(&Source::from_text("the fleet in force", &old.text), &new);
-        Ok(Self { controller, request, changes, is_in_force })
+        Ok(Self { contact, request, changes, is_in_force })
     }
 
     /// What it would change, a line each.
@@ -91,7 +91,7 @@ impl Wanted {
     /// When another document is in force by now, or this one cannot be written down.
     pub fn apply(self) -> anyhow::Result<u64> {
         let request = v1::ApplyFleetRequest { dry_run: false, ..self.request };
-        let reply = ask(self.controller, async |client| client.apply_fleet(request).await)?;
+        let reply = ask(self.contact, async |client| client.apply_fleet(request).await)?;
         ensure!(reply.generation > 0, "the controller names no generation: expected one from 1 on");
         Ok(reply.generation)
     }

@@ -16,6 +16,8 @@ use std::time::Duration;
 use anyhow::anyhow;
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
+use coreward_tls::Role;
+use coreward_tls::connect::Connector;
 use coreward_wire::address::{address_bytes, parse_address};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
@@ -43,7 +45,7 @@ pub enum Format {
 ///
 /// # Errors
 /// When it cannot be reached.
-pub fn fetch_status(controller: SocketAddr) -> anyhow::Result<v1::StatusReply> {
+pub fn fetch_status(controller: impl Into<Contact>) -> anyhow::Result<v1::StatusReply> {
     ask(controller, async |client| client.status(v1::StatusRequest::default()).await)
 }
 
@@ -51,7 +53,7 @@ pub fn fetch_status(controller: SocketAddr) -> anyhow::Result<v1::StatusReply> {
 ///
 /// # Errors
 /// When the controller cannot be reached.
-pub fn status(controller: SocketAddr, rss_keys: bool, format: Format) -> anyhow::Result<String> {
+pub fn status(controller: impl Into<Contact>, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let reply = ask(controller, async |client| client.status(v1::StatusRequest { rss_keys }).await)?;
     Ok(match format {
         Format::Text => status::text(&reply, wall_now()),
@@ -64,7 +66,7 @@ pub fn status(controller: SocketAddr, rss_keys: bool, format: Format) -> anyhow:
 /// # Errors
 /// When the controller cannot be reached, or has no such service.
 pub fn explain(
-    controller: SocketAddr,
+    controller: impl Into<Contact>,
     service: ServiceAddress,
     client: SocketAddr,
     established: Option<v1::EstablishedPacket>,
@@ -87,7 +89,7 @@ pub fn explain(
 ///
 /// # Errors
 /// When the controller cannot be reached.
-pub fn keys(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
+pub fn keys(controller: impl Into<Contact>, format: Format) -> anyhow::Result<String> {
     let reply = fetch_status(controller)?;
     Ok(shown_keys(&reply.keys.unwrap_or_default(), format))
 }
@@ -96,7 +98,7 @@ pub fn keys(controller: SocketAddr, format: Format) -> anyhow::Result<String> {
 ///
 /// # Errors
 /// When the controller cannot be reached, or a rotation is not safe now and not forced.
-pub fn rotate_keys(controller: SocketAddr, force: bool, format: Format) -> anyhow::Result<String> {
+pub fn rotate_keys(controller: impl Into<Contact>, force: bool, format: Format) -> anyhow::Result<String> {
     let request = v1::RotateKeysRequest { force };
     let reply = ask(controller, async |client| client.rotate_keys(request).await)?;
     Ok(shown_keys(&reply, format))
@@ -109,11 +111,28 @@ fn shown_keys(keys: &v1::KeysStatus, format: Format) -> String {
     }
 }
 
+/// Where a controller listens, and who asks it.
+#[derive(Debug, Clone)]
+pub struct Contact {
+    /// Its `listen`.
+    pub address: SocketAddr,
+    /// The certificate of an operator or a viewer; `None`: the controller has no `[tls]`.
+    pub tls: Option<coreward_tls::Files>,
+}
+
+impl From<SocketAddr> for Contact {
+    fn from(address: SocketAddr) -> Self {
+        Self { address, tls: None }
+    }
+}
+
 /// One question to the controller.
 fn ask<T>(
-    controller: SocketAddr,
+    contact: impl Into<Contact>,
     question: impl AsyncFnOnce(&mut ControlClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
 ) -> anyhow::Result<T> {
+    let Contact { address: controller, tls } = contact.into();
+    let tls = coreward_tls::table::load(tls.as_ref())?.map(|tls| (tls, Role::Controller));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let unreachable = |reason: &dyn std::fmt::Display| {
         let expected = "expected a running `coreward controller` whose `listen` that is";
@@ -122,7 +141,8 @@ fn ask<T>(
     runtime.block_on(async {
         let endpoint =
             Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(PATIENCE).timeout(PATIENCE);
-        let channel = endpoint.connect().await.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
+        let channel = endpoint.connect_with_connector(Connector::new(controller, tls)).await;
+        let channel = channel.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
         let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
         match question(&mut client).await {
             Ok(reply) => Ok(reply.into_inner()),
@@ -134,8 +154,8 @@ fn ask<T>(
 
 /// Whether the controller itself says so, and not the network.
 fn is_an_answer(code: tonic::Code) -> bool {
-    use tonic::Code::{Aborted, FailedPrecondition, Internal, InvalidArgument, NotFound};
-    matches!(code, NotFound | InvalidArgument | FailedPrecondition | Internal | Aborted)
+    use tonic::Code::{Aborted, FailedPrecondition, Internal, InvalidArgument, NotFound, PermissionDenied};
+    matches!(code, NotFound | InvalidArgument | FailedPrecondition | Internal | Aborted | PermissionDenied)
 }
 
 /// An address out of an answer.

@@ -1,0 +1,146 @@
+//! Who is let in, and what is counted of those who are not.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use coreward_api::serve::Acceptor;
+use coreward_daemon::add_expiry;
+use coreward_metrics::page::Page;
+use coreward_tls::failure::{Failure, Failures, Reason};
+use coreward_tls::verify::Denied;
+use coreward_tls::{Admitted, Caller, ClientCertificates, Gate, Limits, Role, Tls};
+use tokio::net::TcpStream;
+use tonic::{Request, Status};
+
+use crate::config::ControllerConfig;
+
+/// What protects this controller.
+pub struct Security {
+    /// Its certificates; `None`: connections are neither encrypted nor authenticated.
+    pub tls: Option<Arc<Tls>>,
+    /// Who was not let in.
+    pub failures: Arc<Failures>,
+    /// Certificates that are refused though they are right.
+    pub denied: Denied,
+}
+
+impl Security {
+    /// What a controller's file says.
+    ///
+    /// # Errors
+    /// When certificates cannot be used.
+    pub fn of(config: &ControllerConfig) -> anyhow::Result<Self> {
+        if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
+            tracing::warn!(
+                "{} without TLS: whoever reaches it can read the cookie keys and speak for any server: expected `[tls]`, an \
+                 address of this host only (127.0.0.1), or `allow_plaintext = true`",
+                config.listen
+            );
+        }
+        let denied = Denied::default();
+        denied.set(config.denied_certificates.iter().copied());
+        Ok(Self { tls: coreward_tls::table::load(config.tls.as_ref())?, failures: Arc::default(), denied })
+    }
+
+    /// For gRPC: without a certificate of one of these roles nobody comes in.
+    pub fn gate(&self, accepted: &[Role], limits: Limits) -> Arc<Gate> {
+        let failures = self.failures.clone();
+        match &self.tls {
+            Some(tls) => {
+                let (required, denied) = (ClientCertificates::Required, self.denied.clone());
+                Gate::guarded(tls.clone(), accepted, required, &["h2"], denied, limits, failures)
+            }
+            None => Gate::open(limits, failures),
+        }
+    }
+
+    /// For the API: whoever has no certificate of an operator or a viewer has a token. An address of this host needs no
+    /// encryption.
+    pub fn api_door(&self, address: SocketAddr) -> ApiDoor {
+        let failures = self.failures.clone();
+        let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
+            Some(tls) => {
+                let (accepted, denied) = (ClientCertificates::Accepted, self.denied.clone());
+                Gate::guarded(tls, PEOPLE, accepted, &["http/1.1"], denied, Limits::default(), failures)
+            }
+            None => Gate::open(Limits::default(), failures),
+        };
+        ApiDoor(gate)
+    }
+
+    /// Reads certificates again when their files change, for ever.
+    pub async fn look_after(&self) -> std::convert::Infallible {
+        match &self.tls {
+            Some(tls) => tls.clone().look_after().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// What Prometheus is told.
+    pub fn add_metrics(&self, page: &mut Page) {
+        self.tls.iter().for_each(|tls| add_expiry(tls, page));
+        for (reason, count) in self.failures.counts() {
+            page.add("coreward_handshakes_refused_total", &[reason.name()], count as f64);
+        }
+    }
+}
+
+/// Who may look.
+pub const PEOPLE: &[Role] = &[Role::Operator, Role::Viewer];
+
+/// The API's.
+#[derive(Clone)]
+pub struct ApiDoor(Arc<Gate>);
+
+impl Acceptor for ApiDoor {
+    type Stream = Admitted;
+
+    async fn accept(&self, stream: TcpStream) -> io::Result<(Admitted, Option<coreward_api::Role>)> {
+        let address = stream.peer_addr()?;
+        let admitted = self.0.clone().admit_one(stream, address).await.map_err(io::Error::other)?;
+        let role = admitted.caller().identity.as_ref().and_then(|identity| match identity.role {
+            Role::Operator => Some(coreward_api::Role::Operator),
+            Role::Viewer => Some(coreward_api::Role::Viewer),
+            _ => None,
+        });
+        Ok((admitted, role))
+    }
+}
+
+/// Who asks; what is refused to it is counted and logged.
+pub struct Visitor {
+    /// Who it is.
+    pub caller: Caller,
+    security: Arc<Security>,
+}
+
+impl Visitor {
+    /// Who sends the request.
+    ///
+    /// # Errors
+    /// When it did not come through the gate.
+    pub fn of<T>(request: &Request<T>, security: &Arc<Security>) -> Result<Self, Status> {
+        Ok(Self { caller: Caller::of(request)?, security: security.clone() })
+    }
+
+    /// Whether it may do what one of these roles may.
+    ///
+    /// # Errors
+    /// PERMISSION_DENIED, with who it is and what was expected.
+    pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
+        self.caller.require(roles).inspect_err(|status| self.refused(Reason::WrongRole, status))
+    }
+
+    /// Whether it may say that it is `role` called `name`.
+    ///
+    /// # Errors
+    /// As [`Visitor::require`].
+    pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
+        self.caller.require_name(role, name).inspect_err(|status| self.refused(Reason::WrongName, status))
+    }
+
+    fn refused(&self, reason: Reason, status: &Status) {
+        self.security.failures.count(&self.caller, &Failure { reason, message: status.message().to_owned() });
+    }
+}
