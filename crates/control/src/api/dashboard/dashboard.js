@@ -172,7 +172,11 @@ function tile(value, words, kind) {
 
 function rate(now, then, seconds) { return Math.max(0, (now - (then === undefined ? now : then)) / seconds); }
 
+// As people count: s2 before s10.
+const byName = (one, other) => one.name.localeCompare(other.name, undefined, { numeric: true });
+
 function takeLoads(loads) {
+  loads.servers.sort(byName);
   const seconds = before ? (loads.uptime_ms - before.uptime_ms) / 1000 : 0;
   if (before && seconds > 0) {
     const old = new Map(before.servers.map((server) => [server.name, server.new_connections]));
