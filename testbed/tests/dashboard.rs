@@ -39,6 +39,7 @@ fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
     // Whatever it writes is in the testbed's directory, and gone with it.
     command.env("HOME", testbed.directory()).env("TMPDIR", testbed.directory());
+    command.stdout(std::process::Stdio::null());
     testbed.spawn(testbed.controller(), command)
 }
 
@@ -46,7 +47,7 @@ async fn connect() -> anyhow::Result<Client> {
     let options = json!({
         "goog:chromeOptions": {
             // Root has no sandbox; /dev/shm is small in containers.
-            "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1400,1250", "--hide-scrollbars"],
+            "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1400,1500", "--hide-scrollbars"],
         },
         "goog:loggingPrefs": {"browser": "ALL"},
     });
@@ -139,6 +140,8 @@ async fn look(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) ->
     let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
+    let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVERS} of {SERVERS}'");
+    until(&client, "reports of every server", &reporting).await?;
     // Loads are drawn: the newest column has a colour per core, and not all the same.
     let colours = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
@@ -156,6 +159,11 @@ async fn look(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) ->
     } else {
         drain()?;
     }
+    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
+        row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
+    until(&client, "the server that drains", draining).await?;
+    // Agents look for that server's MAC address for a moment, and say so.
+    until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')").await?;
     until(&client, "what happens is told", "document.getElementById('events').textContent.includes('draining')")
         .await?;
     // Nothing comes from anywhere else.

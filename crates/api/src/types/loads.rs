@@ -7,7 +7,7 @@ use coreward_model::ServiceAddress;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Keys, ServerState, serde_text};
+use super::{Keys, Reports, ServerState, serde_text};
 
 /// The load of every core, and counts to make rates of.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -96,6 +96,8 @@ pub struct OverviewServer {
     pub state: ServerState,
     /// Why, in words; empty: nothing is to be said.
     pub state_reason: String,
+    /// What its agent says.
+    pub reports: Reports,
     /// Its part of new connections.
     pub weight: u32,
     /// What the operator should know, in words.

@@ -84,6 +84,7 @@ impl Controller {
                 address: server.address,
                 state: life.state,
                 state_reason: life.reason,
+                reports: reports(agent, now),
                 weight: server.weight.get(),
                 warnings: self.server_warnings(server, agent, now),
             }
