@@ -183,6 +183,7 @@ function takeLoads(loads) {
   }
   drawHeat(loads.servers);
   showTiles(loads);
+  showDrained(loads);
   before = loads;
 }
 
@@ -201,6 +202,20 @@ function showTiles(loads) {
     tile(all.length ? (highest * 100).toFixed(0) + " %" : "–", "busiest core", highest > 0.95 ? "bad" : ""),
     tile(per(fresh), "new connections per second"),
     tile(per(open), "open connections"));
+}
+
+// Servers that take no new connections because somebody says so, and what remains there.
+function showDrained(loads) {
+  const drained = overview ? overview.servers.filter((server) => server.drained) : [];
+  const counted = new Map(loads.servers.map((server) => [server.name, server.service_connections]));
+  $("drained").replaceChildren(...drained.map((server) => {
+    const { by, since_unix_ms: since, services } = server.drained;
+    const place = services.length ? ` in ${services.join(", ")}` : "";
+    const begun = since === null ? "" : ` since ${new Date(since).toLocaleString()}`;
+    const count = counted.get(server.name);
+    const remain = typeof count === "number" ? `${count} connections` : "how many connections remain is not known";
+    return node("div", `${server.name} is drained${place} by ${by}${begun}: ${remain}`, "warn");
+  }));
 }
 
 function showBalancers(loads, seconds) {
