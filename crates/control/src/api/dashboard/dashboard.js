@@ -233,16 +233,17 @@ showBalancers.last = {};
 
 // Those of which there is something to know come first: of thousands that are well nobody reads the rows.
 function showServers(loads) {
-  const open = new Map(loads.servers.map((server) => [server.name, server.open_connections]));
+  const open = new Map(loads.servers.map((server) => [server.name, server.service_connections ?? server.open_connections]));
+  const since = ({ drained }) => (drained && drained.since_unix_ms ? `since ${new Date(drained.since_unix_ms).toLocaleString()}` : "");
   const well = (server) => server.state === "active" && server.reports === "fresh" && !server.warnings.length;
   const sorted = [...(overview ? overview.servers : [])].sort((one, other) => well(one) - well(other) || byName(one, other));
   const lines = sorted.slice(0, SERVERS_SHOWN).map((server) => {
     const line = node("tr");
     const know = node("td");
-    [server.state_reason, ...server.warnings].filter(Boolean).forEach((words, n) => know.append(node("div", words, n || !server.state_reason ? "warn" : "muted")));
+    [[server.state_reason, since(server)].filter(Boolean).join(", "), ...server.warnings].filter(Boolean).forEach((words, n) => know.append(node("div", words, n || !server.state_reason ? "warn" : "muted")));
     const kind = { active: "good", down: "bad", gone: "muted" }[server.state] || "warn";
     line.append(node("td", server.name), node("td", server.address), node("td", server.state, kind), node("td", server.reports, server.reports === "fresh" ? "good" : "warn"),
-      node("td", String(server.weight), "n"), node("td", per(open.get(server.name) || 0), "n"), know);
+      node("td", String(server.weight), "n"), node("td", String(open.get(server.name) ?? "–"), "n"), know);
     return line;
   });
   $("more-servers").textContent = sorted.length > lines.length ? `${lines.length} of ${sorted.length}, those first of which there is something to know` : "";
