@@ -106,7 +106,7 @@ fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
     assert_eq!(world.status(at(13)).remaining, Some(3), "of the service in which it is drained");
     // The other services' too, from the next count on.
     let generation = world.drain(&[], at(13));
-    balancers.map(|session| world.confirm(session, generation, at(13)));
+    balancers.iter().for_each(|session| world.confirm(*session, generation, at(13)));
     world.report(&session, Some((0, generation, 3)), at(14));
     let status = world.status(at(14));
     assert_eq!((status.remaining, status.not_counted), (Some(103), vec!["dns".to_owned()]));
