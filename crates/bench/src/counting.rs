@@ -1,11 +1,10 @@
 //! What it costs the agent to count connections: real sockets in a network namespace of this process's, which goes with it.
 
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use coreward_bench::namespace::{self, ip};
-use coreward_control::server::raise_file_limit;
 use coreward_dataplane::sockets::counts::connections_of;
 use coreward_model::statistics::median;
 use nix::time::{ClockId, clock_gettime};
@@ -33,6 +32,10 @@ impl Default for Args {
 
 /// As many from one address as there are ports for connections, with some left over.
 const PER_CLIENT: u32 = 20_000;
+const FIRST_PORT: u16 = 10_000;
+
+/// Connections that nobody has accepted: each of the server's sockets is there without a descriptor, of which a process has not so many.
+const BACKLOG: i32 = 1 << 20;
 
 /// Measures, in a thread of its own: the namespace is the thread's.
 ///
@@ -47,7 +50,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new()?;
     ip("link set lo up")?;
-    raise_file_limit();
+    std::fs::write("/proc/sys/net/core/somaxconn", BACKLOG.to_string()).context("net.core.somaxconn")?;
     let mut table =
         Table::new(&["connections", "one port, ms", "CPU of it, ms", "of 4 services, ms", "CPU of these, ms"]);
     let mut server = Server::start()?;
@@ -74,27 +77,32 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 
 /// A service, and its connections.
 struct Server {
-    listener: TcpListener,
+    /// Kept open.
+    _listener: socket2::Socket,
     address: SocketAddr,
-    open: Vec<TcpStream>,
+    open: u32,
 }
 
 impl Server {
     fn start() -> anyhow::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").context("a listening socket")?;
-        let address = listener.local_addr()?;
-        Ok(Self { listener, address, open: Vec::new() })
+        let listener = tcp_socket()?;
+        listener.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
+        listener.listen(BACKLOG)?;
+        let address = listener.local_addr()?.as_socket().context("a listening socket without an address")?;
+        Ok(Self { _listener: listener, address, open: 0 })
     }
 
-    /// Opens connections until there are so many.
+    /// Opens connections until there are so many; each is closed by its client.
     fn open(&mut self, connections: u32) -> anyhow::Result<()> {
-        for number in self.open.len() as u32..connections {
-            let client = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
+        for number in self.open..connections {
+            let client = tcp_socket()?;
             let from = Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / PER_CLIENT);
-            client.bind(&SocketAddr::from(SocketAddrV4::new(from, 0)).into())?;
+            // A port of its own: the kernel's search for a free one would take most of the time.
+            let port = FIRST_PORT + (number % PER_CLIENT) as u16;
+            client.bind(&SocketAddr::from((from, port)).into())?;
             client.connect(&self.address.into()).with_context(|| format!("connection {number}"))?;
-            self.open.push(self.listener.accept()?.0);
         }
+        self.open = connections;
         Ok(())
     }
 
@@ -106,15 +114,14 @@ impl Server {
             let counted = connections_of(services)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
             cpu_times.push((cpu_time() - cpu).as_secs_f64() * 1e3);
-            ensure!(
-                counted[0] as usize == self.open.len(),
-                "{} were counted: expected {}",
-                counted[0],
-                self.open.len()
-            );
+            ensure!(counted[0] == self.open, "{} connections were counted: expected {}", counted[0], self.open);
         }
         Ok((median(&times).unwrap_or(0.0), median(&cpu_times).unwrap_or(0.0)))
     }
+}
+
+fn tcp_socket() -> std::io::Result<socket2::Socket> {
+    socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)
 }
 
 /// Of this thread, which counts.

@@ -134,7 +134,8 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
             Cell::from(service.table_generation.to_string()),
         ])
     };
-    let widths = [16, 24, 14, 11, 10, 10].map(Constraint::Length);
+    let [name, policy, consistency, takes, table] = [14, 14, 11, 8, 8].map(Constraint::Length);
+    let widths = [name, Constraint::Min(20), policy, consistency, takes, table];
     let rows = status.services.iter().map(row).collect();
     Table::new(fitting(rows, area.height), widths).header(header(&[
         "service",
