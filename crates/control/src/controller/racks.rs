@@ -15,7 +15,8 @@ use coreward_wire::{LOST_AFTER, RackConfiguration, RackMember, RackServer, RackS
 
 use super::refused::Refused;
 use super::service::Service;
-use super::{Controller, Now, Session, places_requests};
+use super::pool::places_requests;
+use super::{Controller, Now, Session};
 
 /// For so many report intervals a rack's summaries hold: as long as an agent's report does unless it says otherwise.
 const HOLDS_FOR: u32 = 3;

@@ -1,6 +1,6 @@
 //! A service, its policy and its newest table.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::Consistency;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{Core, PlacementTable, Rule};
-use coreward_model::policy::{Policy, Pool};
+use coreward_model::policy::{Policy, Pool, PoolServer};
 use coreward_model::tuple::Protocol;
 
 use super::{NewTable, Now, policy_of};
@@ -84,7 +84,10 @@ pub struct Service {
     /// Servers whose load is newer than the newest table.
     fresh: BTreeSet<ServerId>,
     /// Of the first table with each server's newest load.
-    load_generations: BTreeMap<ServerId, u64>,
+    load_generations: HashMap<ServerId, u64>,
+    /// Its servers as the newest table was made of them, but for what racks pass up; `None`: something else than loads may
+    /// have changed since.
+    servers: Option<Vec<PoolServer>>,
     /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
     opened: Option<u64>,
     new_interval: bool,
@@ -118,7 +121,8 @@ impl Service {
             predecessor_changes: 0,
             due: None,
             fresh: BTreeSet::new(),
-            load_generations: BTreeMap::new(),
+            load_generations: HashMap::new(),
+            servers: None,
             opened: None,
             new_interval: true,
             made_of: None,
@@ -137,7 +141,9 @@ impl Service {
             self.policy = policy_of(new);
         }
         self.fleet = new.clone();
+        self.servers = None;
         let members = &self.fleet.members;
+        self.load_generations.retain(|server, _| members.contains_key(server));
         self.predecessors.retain(|server, before| {
             before.retain(|before| members.contains_key(before));
             members.contains_key(server) && !before.is_empty()
@@ -231,6 +237,21 @@ impl Service {
         self.fresh.extend(self.fleet.members.keys());
     }
 
+    /// Its servers as the newest table was made of them; `None`: all must be looked at.
+    pub fn known_servers(&mut self) -> Option<Vec<PoolServer>> {
+        self.servers.take()
+    }
+
+    /// A table is made of these.
+    pub fn know_servers(&mut self, servers: &[PoolServer]) {
+        self.servers = Some(servers.to_vec());
+    }
+
+    /// Something else than loads may have changed.
+    pub fn forget_servers(&mut self) {
+        self.servers = None;
+    }
+
     /// Whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, server: ServerId) -> bool {
         self.fresh.contains(&server)
@@ -276,8 +297,6 @@ impl Service {
 
     /// [`PlacementTable::core_slot_ages`] of a table just made.
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        let members = &self.fleet.members;
-        self.load_generations.retain(|server, _| members.contains_key(server));
         for server in std::mem::take(&mut self.fresh) {
             self.load_generations.insert(server, table.generation);
         }

@@ -44,8 +44,8 @@ impl Controller {
                 name: server.name.clone(),
                 cores: agent
                     .loads(now)
-                    .unwrap_or_default()
-                    .iter()
+                    .into_iter()
+                    .flat_map(|loads| loads.iter())
                     .map(|load| (load * 1000.0).round() / 1000.0)
                     .collect(),
                 open_connections: newest.map_or(0, |newest| newest.open_connections),
@@ -238,7 +238,7 @@ impl Controller {
             state_for_ms: life.lasts_ms(),
             state_reason: life.reason,
             reports: reports(agent, now),
-            core_load: agent.loads(now).unwrap_or_default().to_vec(),
+            core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
             open_connections: newest.map_or(0, |newest| newest.open_connections),
             rss,
