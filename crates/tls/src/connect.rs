@@ -21,12 +21,12 @@ use crate::tls::Tls;
 #[derive(Debug, Clone)]
 pub struct Connector {
     address: SocketAddr,
-    tls: Option<(Arc<Tls>, Role)>,
+    tls: Option<(Arc<Tls>, &'static [Role])>,
 }
 
 impl Connector {
-    /// `tls`: with that certificate, to somebody of that role; otherwise nothing is encrypted, and anybody may be there.
-    pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, Role)>) -> Self {
+    /// `tls`: with that certificate, to somebody of one of those roles; otherwise nothing is encrypted, and anybody may be there.
+    pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, &'static [Role])>) -> Self {
         Self { address, tls }
     }
 
@@ -35,8 +35,8 @@ impl Connector {
     pub async fn connect(&self) -> io::Result<Io> {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
-        let Some((tls, role)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.material().client(&[*role]).map_err(io::Error::other)?;
+        let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
+        let config = tls.material().client(roles).map_err(io::Error::other)?;
         let connector = TlsConnector::from(Arc::new(config));
         let connected = connector.connect(ServerName::from(self.address.ip()), stream).await;
         // The words of the failure instead of the library's.

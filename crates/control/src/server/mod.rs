@@ -15,7 +15,7 @@ mod load_balancers;
 pub mod office;
 mod people;
 mod racks;
-mod security;
+pub mod security;
 pub(crate) mod shared;
 mod sockets;
 
@@ -211,7 +211,7 @@ impl Server {
 /// The file, and what it says where the records are. Not to be called from asynchronous code.
 fn open(path: &Path) -> anyhow::Result<(ControllerConfig, Place, Security)> {
     let config = ControllerConfig::load(path)?;
-    let security = Security::of(&config)?;
+    let security = Security::of(&config.door())?;
     let place = match &config.store {
         StorePlace::Embedded(file) => {
             let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));

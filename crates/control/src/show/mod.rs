@@ -132,7 +132,7 @@ fn ask<T>(
     question: impl AsyncFnOnce(&mut ControlClient<Channel>) -> Result<tonic::Response<T>, tonic::Status>,
 ) -> anyhow::Result<T> {
     let Contact { address: controller, tls } = contact.into();
-    let tls = coreward_tls::table::load(tls.as_ref())?.map(|tls| (tls, Role::Controller));
+    let tls = coreward_tls::table::load(tls.as_ref())?.map(|tls| (tls, &[Role::Controller] as &[Role]));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let unreachable = |reason: &dyn std::fmt::Display| {
         let expected = "expected a running `coreward controller` whose `listen` that is";
