@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use coreward_control::controller::agent::Agent;
-use coreward_control::controller::refused::Refused;
 use coreward_control::controller::Now;
+use coreward_control::controller::agent::Agent;
 use coreward_control::controller::pool::loads_of_placed;
+use coreward_control::controller::refused::Refused;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
