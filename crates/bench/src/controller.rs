@@ -300,7 +300,12 @@ pub(crate) async fn subscribe(
     balancer: u32,
 ) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
     let (sender, receiver) = mpsc::channel(1);
-    let hello = v1::LoadBalancerHello { name: format!("lb{balancer}"), version: "bench".into(), address: Vec::new() };
+    let hello = v1::LoadBalancerHello {
+        name: format!("lb{balancer}"),
+        version: "bench".into(),
+        address: Vec::new(),
+        takes_changes: true,
+    };
     let message = Some(load_balancer_message::Message::Hello(hello));
     sender.send(v1::LoadBalancerMessage { message }).await?;
     let updates = controller.connect().await?.load_balancer(ReceiverStream::new(receiver)).await?.into_inner();
