@@ -43,8 +43,10 @@ impl InForce {
         let Some(before) = before else { return };
         let first = made.partition_point(|(made, _)| *made <= before);
         for (_, cause) in made.range(first..).take_while(|(made, _)| *made <= generation) {
-            if let Some(sent) = cause.sent {
+            if cause.is_load {
                 self.since_receipt.observe(now.monotonic.saturating_sub(cause.received));
+            }
+            if let Some(sent) = cause.sent {
                 self.since_sent.observe(now.wall.saturating_sub(sent));
             }
         }

@@ -305,7 +305,7 @@ impl Controller {
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
         if let Some(id) = self.fleet.id(server) {
             agent.sent_at_report = self.load_balancers.totals(id);
-            self.load_changed(id, Cause { received: now.monotonic, sent });
+            self.load_changed(id, Cause { received: now.monotonic, is_load: true, sent });
         }
         Ok(())
     }

@@ -74,14 +74,14 @@ impl Controller {
         }
         summary.servers.iter().for_each(|server| service.load_is_new(server.id));
         if service.due.is_none() {
-            service.due = Some(Cause { received: now.monotonic, sent: None });
+            service.due = Some(Cause { received: now.monotonic, is_load: true, sent: None });
             self.due.push_back(service.fleet().index);
         }
     }
 
     /// What load balancers count has changed.
     pub(super) fn traffic_changed(&mut self, now: Now) {
-        let cause = Cause { received: now.monotonic, sent: None };
+        let cause = Cause { received: now.monotonic, is_load: false, sent: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.loads_are_new();
             if service.due.is_none() {
@@ -108,7 +108,7 @@ impl Controller {
             }
             service.forget_servers();
             if service.due.is_none() {
-                service.due = Some(Cause { received: now.monotonic, sent: None });
+                service.due = Some(Cause { received: now.monotonic, is_load: false, sent: None });
                 self.due.push_back(service.fleet().index);
             }
         }

@@ -95,13 +95,14 @@ pub struct Service {
     made_of: Option<u64>,
 }
 
-/// The oldest change that a table does not have yet: when it came (since the controller's start), and when whoever reported
-/// it sent it (by the wall clock).
+/// The oldest change that a table does not have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cause {
-    /// (since the controller's start)
+    /// When it came (since the controller's start).
     pub received: Duration,
-    /// (since 1970); `None`: it is no report.
+    /// Whether a server's or a rack's loads have changed, and not something that was looked for.
+    pub is_load: bool,
+    /// When whoever reported it sent it, by the wall clock (since 1970); `None`: it did not say.
     pub sent: Option<Duration>,
 }
 

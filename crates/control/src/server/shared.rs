@@ -212,7 +212,7 @@ impl Shared {
         while begun.elapsed() < enough {
             let now = self.now();
             let Some(due) = self.controller().next_due(now) else { break };
-            self.post(&[due.new], due.cause.sent.map(|_| due.cause.received).into_iter());
+            self.post(&[due.new], due.cause.is_load.then_some(due.cause.received).into_iter());
         }
         if self.controller().is_due() {
             self.due.notify_one();
