@@ -19,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::agent::Pins;
 use crate::controller::{self, Controller, PretendedServer, Scratch, name};
 use crate::report::{Report, Table};
-use crate::scale::{Balancer, Window, make_network, pin, rows, window};
+use crate::scale::{Balancer, Window, make_network, pin, rows, window, yield_to_others};
 
 /// Summaries that each rack has, of different loads, and passes up in turn: making them is the racks' work, and they would share
 /// the machine with what is measured.
@@ -81,6 +81,7 @@ fn begin(args: &Args) -> anyhow::Result<Report> {
     runtime.block_on(async {
         drop(controller.connect().await?);
         let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
+        yield_to_others()?;
         measure(args, &mut controller, Duration::from_millis(fleet.report_interval_ms)).await
     })
 }

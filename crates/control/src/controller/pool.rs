@@ -36,6 +36,15 @@ impl Controller {
         self.pool_of(service, self.pool_servers(service, now), now)
     }
 
+    /// The pool that the newest table was made of, as far as it is known still: for those who look twice a second and must not
+    /// keep reports waiting.
+    pub(super) fn newest_pool(&self, service: &Service, now: Now) -> Pool {
+        match service.newest_servers() {
+            Some(servers) => self.pool_of(service, servers.to_vec(), now),
+            None => self.pool(service, now),
+        }
+    }
+
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
         service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }

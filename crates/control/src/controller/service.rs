@@ -84,7 +84,7 @@ pub struct Service {
     /// Servers whose load is newer than the newest table.
     fresh: BTreeSet<ServerId>,
     /// Of the first table with each server's newest load.
-    load_generations: HashMap<ServerId, u64>,
+    load_generations: HashMap<ServerId, u64, foldhash::fast::FixedState>,
     /// Its servers as the newest table was made of them, but for what racks pass up; `None`: something else than loads may
     /// have changed since.
     servers: Option<Vec<PoolServer>>,
@@ -122,7 +122,7 @@ impl Service {
             predecessor_changes: 0,
             due: None,
             fresh: BTreeSet::new(),
-            load_generations: HashMap::new(),
+            load_generations: HashMap::default(),
             servers: None,
             opened: None,
             new_interval: true,
@@ -241,6 +241,11 @@ impl Service {
     /// Its servers as the newest table was made of them; `None`: all must be looked at.
     pub fn known_servers(&mut self) -> Option<Vec<PoolServer>> {
         self.servers.take()
+    }
+
+    /// The same, only to look at.
+    pub fn newest_servers(&self) -> Option<&[PoolServer]> {
+        self.servers.as_deref()
     }
 
     /// A table is made of these.

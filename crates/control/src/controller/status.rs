@@ -73,7 +73,7 @@ impl Controller {
             policy: service.fleet().policy.to_owned(),
             consistency: service.fleet().mode.consistency.name().to_owned(),
             servers: self.names(service.fleet().members.keys().copied()),
-            warnings: self.service_warnings(service, &self.pool(service, now)),
+            warnings: self.service_warnings(service, &self.newest_pool(service, now)),
         };
         let server = |(id, server): (&ServerId, &FleetServer)| {
             let agent = self.agent(*id).unwrap_or(&nobody);

@@ -146,9 +146,7 @@ impl ReachedLoads {
                 continue;
             }
             let of_column = self.loads[position..].iter_mut().step_by(stride);
-            for (bucket, load) in (0..).zip(of_column) {
-                *load = core_of(server, rss, bucket, buckets, neutral).1;
-            }
+            fill(of_column, server, rss, buckets, neutral);
             column.made_of = cores.map(|cores| (cores.clone(), rss.cloned()));
         }
     }
@@ -157,6 +155,27 @@ impl ReachedLoads {
     pub fn of_bucket(&self, bucket: u32) -> Option<&[f64]> {
         let start = bucket as usize * self.columns.len();
         self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
+    }
+}
+
+/// The load that each bucket reaches at the server.
+fn fill<'a>(
+    loads: impl Iterator<Item = &'a mut f64>,
+    server: &PoolServer,
+    rss: Option<&Rss>,
+    buckets: BucketCount,
+    neutral: f64,
+) {
+    let queues = rss.map(|rss| rss.indirection_table.queues());
+    match (server.loads.as_ref().and_then(Loads::cores), queues) {
+        // Each bucket reaches one entry: what `core_of` says, in a loop without its divisions.
+        (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
+            let beyond = server.mean_load(neutral);
+            for (load, queue) in loads.zip(queues.iter().cycle()) {
+                *load = cores.get(usize::from(*queue)).copied().unwrap_or(beyond);
+            }
+        }
+        _ => (0..).zip(loads).for_each(|(bucket, load)| *load = core_of(server, rss, bucket, buckets, neutral).1),
     }
 }
 
