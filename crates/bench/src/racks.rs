@@ -135,8 +135,8 @@ impl Rack {
             let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
             said(agent, agent_message::Message::Hello(hello))
         });
-        let first = v1::RackMessage { hello: Some(hello), agents: hellos.collect(), summaries: Vec::new() };
-        messages.send(first).await?;
+        messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
+        messages.send(v1::RackMessage { agents: hellos.collect(), ..Default::default() }).await?;
         let mut updates = controller.connect().await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
         let configuration = loop {
             let update = updates.message().await?.context("the controller ended the stream")?.update;
