@@ -8,14 +8,15 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use coreward_config::{Secret, read_secret};
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use reqwest::{Method, RequestBuilder, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::Problem;
 use crate::types::{
-    Check, Checked, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied, Keys, NewFleet,
-    RotateKeys, Status,
+    Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied,
+    Keys, Loads, NewFleet, RotateKeys, Status,
 };
 
 /// How long it may take to connect.
@@ -51,6 +52,10 @@ impl fmt::Display for ControllerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
+}
+
+fn drain_path(server: &str) -> String {
+    format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
 /// One controller, and what proves to it who asks.
@@ -116,6 +121,26 @@ impl Client {
     /// Whether a document could be the fleet's.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
         self.send(Method::POST, "check", check).await
+    }
+
+    /// The load of every core of every server, and counts to make rates of.
+    pub async fn loads(&self) -> anyhow::Result<Loads> {
+        self.get("loads", &()).await
+    }
+
+    /// Whether a server is drained, and what remains there.
+    pub async fn drain_status(&self, server: &str) -> anyhow::Result<DrainStatus> {
+        self.get(&drain_path(server), &()).await
+    }
+
+    /// Lets a server take no new connections from now on.
+    pub async fn drain(&self, server: &str, drain: &DrainServer) -> anyhow::Result<DrainStatus> {
+        self.send(Method::POST, &drain_path(server), drain).await
+    }
+
+    /// Ends that.
+    pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
+        self.ask(self.request(Method::DELETE, &drain_path(server))).await
     }
 
     async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {

@@ -68,6 +68,12 @@ fn server_status(page: &mut Page, server: &v1::ServerStatus) {
         }
     }
     page.add("coreward_server_open_connections", &[name], server.open_connections.into());
+    if let Some(counted) = server.connections.as_ref().filter(|_| server.state != "gone") {
+        for (service, count) in &counted.services {
+            page.add("coreward_server_service_connections", &[name, service], (*count).into());
+        }
+    }
+    page.add("coreward_server_drained", &[name], f64::from(u8::from(server.drained_by == "command")));
     server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
     page.add("coreward_server_warnings", &[name], server.warnings.len() as f64);
     dispatch(page, name, &server.dispatch);

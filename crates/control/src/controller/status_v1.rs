@@ -93,6 +93,12 @@ impl Controller {
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed,
+            connections: agent.connections(now).map(|counted| v1::CountedConnections {
+                age_ms: counted.age(now).as_millis() as u32,
+                configuration_generation: counted.configuration_generation,
+                services: counted.services.clone().into_iter().collect(),
+            }),
+            drained_by: self.drained(id, now).map_or("", |drained| drained.by.name()).to_owned(),
             ..Default::default()
         };
         if let Some(newest) = &agent.newest {

@@ -101,6 +101,8 @@ fn server(server: &v1::ServerStatus) -> Value {
         "core_load": server.core_load,
         "report_age_ms": server.report_age_ms,
         "open_connections": server.open_connections,
+        "drained_by": (!server.drained_by.is_empty()).then_some(&server.drained_by),
+        "connections": server.connections.as_ref().map(|counted| json!({"age_ms": counted.age_ms, "services": counted.services})),
         "rss": rss,
         "rss_matched": server.rss_matched,
         "rss_mismatched": server.rss_mismatched,

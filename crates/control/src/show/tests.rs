@@ -250,3 +250,20 @@ fn nobody_there() {
         )
     );
 }
+
+#[test]
+fn what_remains_at_a_server_that_drains_is_said() {
+    let connections = v1::CountedConnections {
+        age_ms: 700,
+        configuration_generation: 3,
+        services: HashMap::from([("web".into(), 10), ("api".into(), 2)]),
+    };
+    let mut reply = reply();
+    let drained = v1::ServerStatus { drained_by: "command".into(), ..reply.servers[0].clone() };
+    reply.servers[0] = v1::ServerStatus { connections: Some(connections), ..drained.clone() };
+    let text = status::text(&reply, Duration::from_secs(1));
+    assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
+    reply.servers[0] = drained;
+    let text = status::text(&reply, Duration::from_secs(1));
+    assert!(text.contains("  s1: how many connections remain is not known\n"), "{text}");
+}
