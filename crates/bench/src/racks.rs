@@ -106,7 +106,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
-    let reporting = status.servers.iter().filter(|server| server.state == "reporting").count();
+    let reporting = status.servers.iter().filter(|server| server.reports == "fresh").count();
     ensure!(reporting == behind, "{reporting} of {behind} servers report");
     Ok(report(args, &windows, costs_us, bytes))
 }
