@@ -153,7 +153,8 @@ impl Controller {
         let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?.tcp_nodelay(true);
         for _ in 0..100 {
             if let Ok(channel) = endpoint.connect().await {
-                return Ok(ControlClient::new(channel));
+                // The status of ten thousand servers is long.
+                return Ok(ControlClient::new(channel).max_decoding_message_size(64 << 20));
             }
             let ended = self.process.try_wait()?;
             ensure!(ended.is_none(), "the controller ended: {ended:?}");
