@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
 /*
- * Every layout and every limit that the kernel's side and user space share, once: here, and what concerns servers alone in
- * intf_server.h and intf_dispatch.h, which this file includes.
+ * Every layout and every limit that the kernel's side and user space share, once: here, and in files that this one includes:
+ * intf_connections.h (what the load balancer remembers of connections), intf_counters.h (what is counted), intf_server.h and
+ * intf_dispatch.h (what concerns servers alone).
  *
  * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
  * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
@@ -382,126 +383,8 @@ struct server_traffic {
 	__u64 bytes;
 };
 
-/* ---- connections that carry no cookie: the flow table ----------------------------------------------------------- */
-
-/* An LRU hash, bounded: what it loses goes by the bucket (consistency "hash-table": to the placement rule's choice). */
-struct flow_table_key {
-	/* As in struct service_key. */
-	__u32 client_address[4];
-	__u16 client_port;
-	/* The service's index: VIP, port and protocol in one. */
-	__u16 service;
-};
-
-struct flow_table_entry {
-	__u16 server_id;
-	/* To whom the server hands what it does not know (placement_table.consistent_before), or NO_SERVER. */
-	__u16 before;
-};
-
-#define DEFAULT_FLOW_TABLE_ENTRIES 262144
-
-/* A datagram's fragments carry the ports only in the first one. */
-struct fragment_key {
-	__u32 client_address[4];
-	__u32 vip_address[4];
-	__u32 identification;
-	__u32 protocol;
-};
-
-/* Where the datagram's first fragment went. */
-struct fragment_entry {
-	/* The service's index. */
-	__u16 service;
-	__u16 server_id;
-};
-
-#define MAX_FRAGMENTED_DATAGRAMS 4096
-
-/*
- * The server before, from load balancer to server: in the IP header's identification, which means nothing in a datagram
- * that is not fragmented (RFC 6864, Sect. 4.1); NO_SERVER: there is none. No fragment ever carries it.
- */
-
-/* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
-
-/*
- * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its place in the partition by
- * a stack of free places (ConnStack). The cookie holds owner and place; partition and tag come from the hash. So a cookie
- * of 14 bits serves a table of any size.
- */
-#define CONNECTION_PLACE_BITS 10
-#define CONNECTIONS_PER_PARTITION 1024
-#define CONNECTION_PLACE_MASK 0x3ffu
-#define CONNECTION_OWNER_BITS 4
-/* Load balancers with a connection table. */
-#define MAX_OWNERS 16
-#define DEFAULT_CONNECTION_TABLE_ENTRIES 262144
-#define MAX_CONNECTION_TABLE_ENTRIES 4194304
-
-/*
- * connection.identity: all that a decision depends on, read and written as one word. 0: the entry is free.
- *
- *    63            32 31 30          24 23      14 13          0
- *    +---------------+--+--------------+----------+-------------+
- *    | tag           |1 | generation   | service  | server id   |
- *    +---------------+--+--------------+----------+-------------+
- */
-#define CONNECTION_TAG_SHIFT 32
-#define CONNECTION_IN_USE 0x80000000u
-#define CONNECTION_GENERATION_SHIFT 24
-#define CONNECTION_GENERATION_MASK 0x7fu
-#define CONNECTION_SERVICE_SHIFT 14
-#define CONNECTION_SERVICE_MASK 0x3ffu
-
-/* FIN or RST was seen: the entry may be freed sooner (no more: both may be forged, and a FIN is only half a close). */
-#define CONNECTION_CLOSING 1u
-
-/* 64 bytes: one cache line per connection. */
-struct connection {
-	__u64 identity;
-	__u64 packets;
-	/* Frame bytes from the client. */
-	__u64 bytes;
-	/* lb_state.clock when the last packet came, and the first. */
-	__u32 last_seen;
-	__u32 opened;
-	__u32 client_address[4];
-	__u16 client_port;
-	__u16 flags;
-	/* While free: place of the next free entry of the partition + 1; 0: it is the last. */
-	__u32 next_free;
-	/* Of the entry's next use; low bits go into `identity`. */
-	__u32 generation;
-	__u32 reserved;
-};
-
-/*
- * The top of a partition's stack of free places: place + 1 in the low 16 bits (0: empty), above them a count that grows
- * with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA) for the old one.
- * A cache line of its own.
- */
-struct connection_stack {
-	__u64 top;
-	__u64 unused[7];
-};
-#define CONNECTION_STACK_PLACE_MASK 0xffffu
-#define CONNECTION_STACK_COUNT_SHIFT 16
-/* Attempts to take a free place; then the connection gets a cookie of the stateless kind. */
-#define CONNECTION_TAKE_ATTEMPTS 8
-
-/*
- * So that a retransmitted SYN gets the entry of the first one: direct-mapped by the connection's hash, the upper bits of
- * its tag and, in the low CONNECTION_PLACE_BITS, the place. A hint: the entry's own identity decides. The tag is there so
- * that a new connection does not fetch another one's entry, which is most likely in no cache.
- */
-#define RECENT_CONNECTIONS 16384
-
-/*
- * How the server learns the index: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), which its ingress
- * program takes out again. This bit and the cookie's kind, owner and place.
- */
-#define SYN_ECHO_HOLDS_COOKIE 0x10000u
+/* What is remembered of connections: a file of its own for its length. */
+#include "intf_connections.h"
 
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
@@ -546,106 +429,10 @@ struct lb_state {
 #define RECENT_GENERATION_MASK 0x7fu
 #define RECENT_SERVICE_SHIFT 14
 
-/* ---- counters -------------------------------------------------------------------------------------------------- */
+/* What is counted: another. */
+#include "intf_counters.h"
 
-/* What lb.bpf.c did with a packet. Names are shown to users in lower case without the prefix. */
-enum lb_counter {
-	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
-	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
-	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/correction.bpf.h says when */
-	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
-	LB_COUNTER_CONNECTION, /* by the index in the cookie: the connection table */
-	LB_COUNTER_FLOW, /* by the flow table */
-	LB_COUNTER_FIRST, /* by the placement rule */
-	LB_COUNTER_PLACED, /* the same, though it may not be the first: nothing is remembered */
-	LB_COUNTER_CONSISTENT, /* without a cookie: by the bucket */
-	LB_COUNTER_ICMP_ERROR, /* an ICMP error, to the server that the quoted packet names */
-	LB_COUNTER_FRAGMENT, /* a later fragment, to where the first went */
-	LB_COUNTER_TO_OWNER, /* to the load balancer whose connection table the cookie's index is of */
-	LB_COUNTER_TO_OTHER_BALANCER, /* to the one that the service is adopted from or handed over to */
-	LB_COUNTER_TO_ALL, /* to all servers of the service, rate-limited */
-	LB_COUNTER_TO_ALL_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
-	LB_COUNTER_DROP_MALFORMED_IPV4,
-	LB_COUNTER_DROP_MALFORMED_TCP,
-	LB_COUNTER_DROP_MALFORMED_UDP,
-	LB_COUNTER_DROP_MALFORMED_ICMP,
-	LB_COUNTER_DROP_FRAGMENT,
-	LB_COUNTER_DROP_UNKNOWN_COOKIE,
-	LB_COUNTER_DROP_SERVER_UNRESOLVED,
-	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
-	LB_COUNTER_DROP_TO_ALL_RATE_LIMITED,
-	LB_COUNTER_DROP_INTERNAL,
-	LB_COUNTER_COUNT,
-};
-
-/* What else happened to a packet that was counted above. */
-enum lb_event {
-	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
-	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
-	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
-	LB_EVENT_FLOW_INSERTED,
-	LB_EVENT_COUNT,
-};
-
-/* 256 bytes: four cache lines of its own. */
-struct lb_counters {
-	__u64 packets[LB_COUNTER_COUNT];
-	__u64 events[LB_EVENT_COUNT];
-	/* Frame bytes of what was forwarded. */
-	__u64 forwarded_bytes;
-	/* The newest outcome (enum lb_counter), for `coreward capture`. */
-	__u64 last_outcome;
-	__u64 unused[32 - LB_COUNTER_COUNT - LB_EVENT_COUNT - 2];
-};
-
-/*
- * One struct lb_counters per service in each row. A row has one writer at a time: one receive queue (native XDP) or one
- * CPU (generic XDP), so that counting takes no atomic operation. There are as many rows as the machine may have CPUs, a
- * power of two and at most so many; of more queues two share a row, and a count may be lost now and then.
- */
-#define MAX_LB_COUNTER_ROWS 256
-/* In the place of a service's index: packets whose service is not known. */
-#define LB_COUNTERS_NO_SERVICE MAX_SERVICES
-#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 1)
-
-/* What server.bpf.c did. */
-enum server_counter {
-	SERVER_COUNTER_STAMPED,
-	SERVER_COUNTER_RESTORED,
-	SERVER_COUNTER_HELD,
-	SERVER_COUNTER_HELD_CONFIRMED,
-	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
-	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left alone. */
-	SERVER_COUNTER_EGRESS_OTHER_CLOCK,
-	SERVER_COUNTER_INGRESS_WITHOUT_ECHO,
-	/* The echo does not hold this server's id: left alone. */
-	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
-	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
-	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
-	SERVER_COUNTER_INDEX_LEARNT, /* a SYN brought the index of its entry in a connection table */
-	SERVER_COUNTER_INDEX_UNKNOWN, /* a packet of a stateful service left with the server's id: no index is known */
-	SERVER_COUNTER_INDEX_GIVEN_UP, /* its connection table is lost: from now on the server's id */
-	SERVER_COUNTER_CHAINED, /* no socket here: handed to the bucket's server before */
-	SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED,
-	SERVER_COUNTER_ICMP_TO_ALL_IGNORED,
-	SERVER_COUNTER_HANDSHAKE, /* a stamped SYN-ACK was sent for the first time (and once again, if it had to be) */
-	SERVER_COUNTER_HANDSHAKE_STALLED, /* a stamped SYN-ACK was sent for the fourth time */
-	SERVER_COUNTER_CONNECTION_STALLED, /* a segment of a stamped connection was sent for the fifth time */
-	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
-	SERVER_COUNTER_RSS_MISMATCHED,
-	SERVER_COUNTER_RSS_UNPREDICTED, /* the table is not known, or the device recorded no queue */
-	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket here, and the MAC address of the server before is not known */
-	SERVER_COUNTER_DROP_MALFORMED_TCP,
-	SERVER_COUNTER_DROP_NO_MEMORY, /* the packet could not be made writable */
-	SERVER_COUNTER_COUNT,
-};
-
-/* What steer.bpf.c did. */
-enum steer_counter {
-	STEER_COUNTER_STEERED,
-	STEER_COUNTER_NO_WORKER, /* no socket for that core: the kernel's own choice */
-	STEER_COUNTER_COUNT,
-};
+/* ---- what people look at and checks send ----------------------------------------------------------------------- */
 
 /* What capture.bpf.h tells of one packet; the first captured_length bytes of the frame follow. */
 struct captured_packet {

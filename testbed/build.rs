@@ -12,7 +12,7 @@ fn main() {
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     let layouts = here.join("../bpf");
-    for layout in ["intf.h", "intf_server.h", "dispatch_queue.bpf.h"] {
+    for layout in ["intf.h", "intf_connections.h", "intf_counters.h", "intf_server.h", "dispatch_queue.bpf.h"] {
         println!("cargo::rerun-if-changed={}", layouts.join(layout).display());
     }
     // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.

@@ -80,7 +80,7 @@ fn names(variants: &[(String, String, i64)]) -> String {
 
 fn main() {
     let header = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf/intf.h");
-    for part in ["intf_server.h", "intf_dispatch.h"] {
+    for part in ["intf_connections.h", "intf_counters.h", "intf_server.h", "intf_dispatch.h"] {
         println!("cargo::rerun-if-changed={}", header.with_file_name(part).display());
     }
     println!("cargo::rerun-if-changed={}", header.display());
@@ -88,7 +88,7 @@ fn main() {
     let variants = Variants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
-        .allowlist_file(".*/intf(_server|_dispatch)?\\.h")
+        .allowlist_file(".*/intf(_connections|_counters|_server|_dispatch)?\\.h")
         .parse_callbacks(Box::new(Callbacks { variants: variants.clone() }))
         .derive_default(true)
         .layout_tests(false)

@@ -153,7 +153,8 @@ impl Controller {
         let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?.tcp_nodelay(true);
         for _ in 0..100 {
             if let Ok(channel) = endpoint.connect().await {
-                return Ok(ControlClient::new(channel));
+                // The status of ten thousand servers is long.
+                return Ok(ControlClient::new(channel).max_decoding_message_size(64 << 20));
             }
             let ended = self.process.try_wait()?;
             ensure!(ended.is_none(), "the controller ended: {ended:?}");
@@ -300,7 +301,12 @@ pub(crate) async fn subscribe(
     balancer: u32,
 ) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
     let (sender, receiver) = mpsc::channel(1);
-    let hello = v1::LoadBalancerHello { name: format!("lb{balancer}"), version: "bench".into(), address: Vec::new() };
+    let hello = v1::LoadBalancerHello {
+        name: format!("lb{balancer}"),
+        version: "bench".into(),
+        address: Vec::new(),
+        takes_changes: true,
+    };
     let message = Some(load_balancer_message::Message::Hello(hello));
     sender.send(v1::LoadBalancerMessage { message }).await?;
     let updates = controller.connect().await?.load_balancer(ReceiverStream::new(receiver)).await?.into_inner();

@@ -1,5 +1,7 @@
 //! What the controller costs with rack controllers before it: real summaries of servers that only pretend, over gRPC.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -14,8 +16,10 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::controller::{self, Controller, PretendedServer, Scratch, Window, name};
+use crate::agent::Pins;
+use crate::controller::{self, Controller, PretendedServer, Scratch, name};
 use crate::report::{Report, Table};
+use crate::scale::{Balancer, Window, make_network, pin, rows, window, yield_to_others};
 
 /// Summaries that each rack has, of different loads, and passes up in turn: making them is the racks' work, and they would share
 /// the machine with what is measured.
@@ -25,83 +29,86 @@ const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 /// Options of `coreward-bench racks`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    #[command(flatten)]
-    controller: controller::Args,
+    /// Agents behind racks
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
+    agents: u32,
+    /// Cores of each server
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
+    cores: u16,
+    /// Services, each with its part of the servers
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    services: u32,
     /// Racks, each with as many of the agents (+-1)
     #[arg(long, default_value_t = 250, value_parser = clap::value_parser!(u32).range(1..))]
     racks: u32,
     /// Candidates that a rack passes up for each bucket at most
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
     rack_candidates: u8,
+    /// How often is measured
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    windows: u32,
+    /// How long each time
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
+    window_seconds: u64,
 }
 
-/// Measures.
+/// Measures, in a thread of its own: the namespace is the thread's.
 ///
 /// # Errors
-/// When the controller does not start, or a rack cannot connect.
+/// Without root; when the controller or the load balancer does not start, or a rack cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    coreward_control::server::raise_file_limit();
-    ensure!(args.racks <= args.controller.agents, "{} racks: expected at most one per agent", args.racks);
-    let directory = Scratch::new()?;
-    let mut controller = Controller::start(&args.controller, &directory.0)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(measure(args, &mut controller))
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench racks loads BPF programs: run it as root");
+    ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
+    let args = args.clone();
+    std::thread::spawn(move || begin(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Report> {
-    let mut tables = Vec::new();
-    for balancer in 0..args.controller.load_balancers {
-        tables.push(tokio::spawn(controller::take_tables(controller::subscribe(controller, balancer).await?)));
-    }
-    let interval = Duration::from_millis(args.controller.report_interval_ms);
+fn begin(args: &Args) -> anyhow::Result<Report> {
+    coreward_control::server::raise_file_limit();
+    make_network()?;
+    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let fleet = controller::Args {
+        agents: args.agents,
+        cores: args.cores,
+        services: args.services,
+        ..controller::Args::default()
+    };
+    let mut controller = Controller::start(&fleet, &scratch.0)?;
+    pin(controller.id(), 0)?;
+    // This thread, and the threads and the load balancer that it starts.
+    pin(0, 1)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        drop(controller.connect().await?);
+        let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
+        yield_to_others()?;
+        measure(args, &mut controller, Duration::from_millis(fleet.report_interval_ms)).await
+    })
+}
+
+async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
     let mut racks = Vec::new();
     for rack in 0..args.racks {
-        let part = |rack: u32| (u64::from(rack) * u64::from(args.controller.agents) / u64::from(args.racks)) as u32;
-        let agents = part(rack)..part(rack + 1);
-        racks.push(Rack::connect(args, controller, rack, agents, interval).await?);
+        let part = |rack: u32| (u64::from(rack) * u64::from(args.agents) / u64::from(args.racks)) as u32;
+        racks.push(Rack::connect(args, controller, rack, part(rack)..part(rack + 1), interval).await?);
     }
-    let costs: Vec<f64> = racks.iter().map(|rack| rack.cost_us).collect();
+    let costs_us: Vec<f64> = racks.iter().map(|rack| rack.cost_us).collect();
     let bytes: Vec<f64> = racks.iter().map(|rack| rack.rounds[0].encoded_len() as f64).collect();
-    let start = Instant::now();
+    let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (number, rack) in (0..).zip(racks) {
-        tokio::spawn(rack.pass_up(start + interval * number / args.racks, interval));
+        tokio::spawn(rack.pass_up(start + interval * number / args.racks, interval, sent.clone()));
     }
     sleep(3 * DETAIL_INTERVAL).await;
     let mut windows = Vec::new();
-    for _ in 0..args.controller.windows {
-        windows.push(controller::window(controller, Duration::from_secs(args.controller.window_seconds)).await?);
+    for _ in 0..args.windows {
+        windows.push(window(Duration::from_secs(args.window_seconds), controller, &sent).await?);
     }
-    let resident_mib = controller.resident_mib()?;
     let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
-    ensure!(
-        behind == args.controller.agents as usize,
-        "{behind} of {} agents are behind racks",
-        args.controller.agents
-    );
-    let reporting = status.servers.iter().filter(|server| server.state == "reporting").count();
+    ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
+    let reporting = status.servers.iter().filter(|server| server.reports == "fresh").count();
     ensure!(reporting == behind, "{reporting} of {behind} servers report");
-    controller.process.kill()?;
-    let (mut table_bytes, mut gaps) = (0, Vec::new());
-    for taken in tables {
-        let (arrivals, bytes) = taken.await?;
-        gaps.extend(arrivals.windows(2).skip(20).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3));
-        table_bytes = bytes;
-    }
-    gaps.sort_by(f64::total_cmp);
-    Ok(report(args, &Measured { windows, resident_mib, costs, bytes, gaps, table_bytes }))
-}
-
-struct Measured {
-    windows: Vec<Window>,
-    resident_mib: u64,
-    /// Of each rack: CPU time in one report interval (us).
-    costs: Vec<f64>,
-    /// Of each rack: bytes of its summaries.
-    bytes: Vec<f64>,
-    /// Between two tables (ms), in order.
-    gaps: Vec<f64>,
-    table_bytes: usize,
+    Ok(report(args, &windows, costs_us, bytes))
 }
 
 /// One rack and its servers.
@@ -128,8 +135,8 @@ impl Rack {
             let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
             said(agent, agent_message::Message::Hello(hello))
         });
-        let first = v1::RackMessage { hello: Some(hello), agents: hellos.collect(), summaries: Vec::new() };
-        messages.send(first).await?;
+        messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
+        messages.send(v1::RackMessage { agents: hellos.collect(), ..Default::default() }).await?;
         let mut updates = controller.connect().await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
         let configuration = loop {
             let update = updates.message().await?.context("the controller ended the stream")?.update;
@@ -144,7 +151,7 @@ impl Rack {
         agents.clone().for_each(|agent| reducer.begin(agent.into()));
         reducer.configure((&configuration).try_into()?);
         let mut servers: Vec<PretendedServer> =
-            agents.clone().map(|agent| PretendedServer::new(agent, args.controller.cores, interval)).collect();
+            agents.clone().map(|agent| PretendedServer::new(agent, args.cores, interval)).collect();
         let (mut rounds, mut cost_us) = (Vec::new(), 0.0);
         // The first reports are no loads yet.
         for round in 0..=ROUNDS {
@@ -168,7 +175,7 @@ impl Rack {
     }
 
     /// A summary at every interval, and each agent's whole report once in a detail interval, until the controller ends.
-    async fn pass_up(mut self, start: Instant, interval: Duration) {
+    async fn pass_up(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
         let per_detail = (DETAIL_INTERVAL.as_secs_f64() / interval.as_secs_f64()).round().max(1.0) as usize;
         let mut due = start;
         for round in 0.. {
@@ -181,6 +188,7 @@ impl Rack {
             if self.messages.send(message).await.is_err() {
                 return;
             }
+            sent.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -194,38 +202,25 @@ fn cpu_time() -> anyhow::Result<Duration> {
     Ok(nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID)?.into())
 }
 
-fn report(args: &Args, measured: &Measured) -> Report {
+fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
+    rows(&mut table, "summaries", windows);
     let mut row = |what: &str, mut values: Vec<f64>| {
         values.sort_by(f64::total_cmp);
         let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
         table.row([what.into(), median(&values).unwrap_or(0.0).into(), least.into(), most.into()]);
     };
-    let of_windows = |of: fn(&Window) -> f64| measured.windows.iter().map(of).collect();
-    row("CPU of the controller, % of one", of_windows(|window| window.user_pct + window.system_pct));
-    row("  of it in the kernel (TCP), %", of_windows(|window| window.system_pct));
-    row("whole reports taken per second", of_windows(|window| window.reports_per_second));
-    row("time between two tables at the load balancers, ms", measured.gaps.clone());
-    row("a summary, bytes", measured.bytes.clone());
-    row("CPU of a rack for the reports and the summary of one interval, us", measured.costs.clone());
+    row("a summary, bytes", bytes);
+    row("CPU of a rack for the reports and the summary of one interval, us", costs_us);
     Report {
         name: "racks",
         title: "The controller behind racks",
         about: format!(
-            "{} racks pass up {} candidates per bucket of {} servers of {} cores every {} ms ({}), each by a gRPC stream \
-             of its own (loopback), and every server's whole report once a second; {} load balancers take the tables ({} \
-             bytes). CPU by /proc/PID/stat in {} windows of {} s; resident memory {} MiB. A rack's CPU is without gRPC.",
-            args.racks,
-            args.rack_candidates,
-            args.controller.agents,
-            args.controller.cores,
-            args.controller.report_interval_ms,
-            args.controller.policy,
-            args.controller.load_balancers,
-            measured.table_bytes,
-            args.controller.windows,
-            args.controller.window_seconds,
-            measured.resident_mib,
+            "{} racks pass up {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream of its \
+             own (loopback), and every server's whole report once a second, to a controller that has CPU 0; racks and a load \
+             balancer, which puts the tables of {} services in force and says so for each, share CPU 1. {} windows of {} s; \
+             percentiles are interpolated in classes. A rack's CPU is without gRPC.",
+            args.racks, args.rack_candidates, args.agents, args.cores, args.services, args.windows, args.window_seconds,
         ),
         tables: vec![table],
     }

@@ -309,6 +309,7 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
 fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut free = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
+    let mut members = members(records);
     let mut with_transfer = |service: &crate::config::ServiceConfig| {
         let transfer = service.other_balancer.and_then(|other| {
             let id = match ids.get(&other.address) {
@@ -319,17 +320,29 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
             ids.insert(other.address, id);
             Some(if other.handed_over { Transfer::HandedOverTo(id) } else { Transfer::AdoptedFrom(id) })
         });
-        let service = fleet_service(service, records);
+        let service = fleet_service(service, records, members.remove(service.name.as_str()).unwrap_or_default());
         FleetService { mode: ServiceMode { transfer, ..service.mode }, ..service }
     };
     config.services.iter().map(&mut with_transfer).collect()
 }
 
-fn fleet_service(service: &crate::config::ServiceConfig, records: &Records) -> FleetService {
+/// By service's name. In one pass over the servers: a thousand services would be a thousand passes.
+fn members(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
+    let mut members: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
+    for (id, server) in &records.servers {
+        for (service, membership) in &server.services {
+            members.entry(service).or_default().insert(*id, *membership);
+        }
+    }
+    members
+}
+
+fn fleet_service(
+    service: &crate::config::ServiceConfig,
+    records: &Records,
+    members: BTreeMap<ServerId, Membership>,
+) -> FleetService {
     let record = &records.services[&service.name];
-    let membership = |(id, server): (&ServerId, &ServerRecord)| {
-        server.services.get(&service.name).map(|membership| (*id, *membership))
-    };
     FleetService {
         name: service.name.clone(),
         address: service.address,
@@ -343,7 +356,7 @@ fn fleet_service(service: &crate::config::ServiceConfig, records: &Records) -> F
         slow_start: service.slow_start,
         seed: record.seed,
         buckets: service.buckets,
-        members: records.servers.iter().filter_map(membership).collect(),
+        members,
         bucket_history: record.buckets.clone(),
     }
 }

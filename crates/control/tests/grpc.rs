@@ -35,7 +35,12 @@ impl Running {
 
     async fn load_balancer_named(&self, name: &str, client: ControlClient<Channel>) -> LoadBalancer {
         let (sender, receiver) = mpsc::channel(4);
-        let hello = v1::LoadBalancerHello { name: name.into(), version: "test".into(), address: vec![10, 2, 0, 200] };
+        let hello = v1::LoadBalancerHello {
+            name: name.into(),
+            version: "test".into(),
+            address: vec![10, 2, 0, 200],
+            takes_changes: false,
+        };
         let message = Some(load_balancer_message::Message::Hello(hello));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
@@ -109,7 +114,7 @@ impl LoadBalancer {
     async fn configuration(&mut self) -> FleetConfiguration {
         loop {
             if let dataplane_update::Update::Configuration(configuration) = self.update().await {
-                return FleetConfiguration::decode(configuration).unwrap();
+                return FleetConfiguration::decode(configuration).unwrap().1;
             }
         }
     }

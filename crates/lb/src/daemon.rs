@@ -17,7 +17,7 @@ use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
-use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1};
+use coreward_wire::{FleetChange, FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1};
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
@@ -223,7 +223,9 @@ async fn follow(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
-                if let Some(in_force) = apply(forwarder, &mut sweeper, update) {
+                let in_force = apply(forwarder, &mut sweeper, update);
+                anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
+                if let Some(in_force) = in_force {
                     // Only measured by: one that is lost does not matter.
                     let _ = messages.try_send(message(Message::TableInForce(in_force)));
                 }
@@ -303,6 +305,7 @@ fn hello(config: &Config) -> v1::LoadBalancerHello {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         address: address.map(|address| address_bytes(address.into())).unwrap_or_default(),
+        takes_changes: true,
     }
 }
 
@@ -317,7 +320,10 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
     let applied = match update.update {
         Some(Update::Configuration(configuration)) => FleetConfiguration::decode(configuration)
             .map_err(anyhow::Error::from)
-            .and_then(|configuration| forwarder.configure(configuration)),
+            .and_then(|(number, configuration)| forwarder.configure(number, configuration)),
+        Some(Update::Change(change)) => {
+            FleetChange::decode(change).map_err(anyhow::Error::from).and_then(|change| forwarder.change(change))
+        }
         Some(Update::Table(bytes)) => table::decode(bytes)
             .map_err(anyhow::Error::from)
             .and_then(|(service, table)| {

@@ -1,8 +1,9 @@
 //! The data plane as the controller wants it: configuration, tables and MAC addresses put together.
 
+mod configuration;
 mod metrics;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
@@ -11,12 +12,12 @@ use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBal
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
 use coreward_metrics::latency::Latencies;
-use coreward_model::connection_table::{Connection, OwnerNumber, Timers};
+use coreward_model::connection_table::{Connection, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::{FleetConfiguration, HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::announce::Able;
 use crate::health::Health;
@@ -51,6 +52,10 @@ pub struct Forwarder {
     counted: (u64, Duration),
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     confirmed: u64,
+    /// Its number; `None`: none yet, or what came cannot be in force.
+    number: Option<u64>,
+    /// A change came of another configuration than the one in force.
+    lacks_configuration: bool,
     /// The device's name.
     interface: String,
     /// What is wrong with this machine or with servers that it stamps for, as it was last logged.
@@ -91,6 +96,8 @@ impl Forwarder {
             timers,
             counted: (0, Duration::ZERO),
             confirmed: 0,
+            number: None,
+            lacks_configuration: false,
             interface,
             problems: BTreeSet::new(),
             table_to_kernel: Latencies::default(),
@@ -105,6 +112,8 @@ impl Forwarder {
     /// may be another controller's.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
+        self.number = None;
+        self.lacks_configuration = false;
         self.health.begin_stream();
     }
 
@@ -116,96 +125,6 @@ impl Forwarder {
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     pub fn confirmed(&self) -> u64 {
         self.confirmed
-    }
-
-    /// Puts a configuration in force: keys, services, servers. Tables follow.
-    ///
-    /// # Errors
-    /// When the data plane cannot hold its services: nothing has changed then.
-    pub fn configure(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
-        let with_mode = |service: &Service| (service.address, service.mode);
-        let services: Vec<_> = configuration.services.iter().map(with_mode).collect();
-        let indexes = self.balancer.set_services(&services)?;
-        for (service, index) in configuration.services.iter().zip(&indexes) {
-            self.balancer.set_service_name(*index, &service.name);
-            if let Some(key) = service.time_key {
-                self.balancer.set_time_key(*index, key);
-            }
-        }
-        self.balancer.set_keys(&configuration.keys);
-        self.services = configuration
-            .services
-            .into_iter()
-            .zip(indexes)
-            .map(|(service, index)| (service.index, (service, index)))
-            .collect();
-        let wanted = self.services.values().map(|(service, _)| service.traffic).max().unwrap_or_default();
-        self.balancer.count_traffic(wanted == TrafficWanted::All)?;
-        self.peers = configuration.load_balancers;
-        self.report_interval = configuration.report_interval;
-        let servers = self.services.values().flat_map(|(service, _)| &service.servers).map(|server| server.address);
-        let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
-        let followed: BTreeSet<Ipv4Addr> = servers.chain(peers).filter_map(ipv4).collect();
-        self.macs.retain(|address, _| followed.contains(address));
-        self.resolver.follow(followed.into_iter().collect());
-        self.index_servers();
-        self.set_servers();
-        self.set_owners();
-        self.health.configure(self.services.values().map(|(service, _)| service));
-        self.confirmed = configuration.generation;
-        self.configured_at.get_or_insert_with(monotonic);
-        Ok(())
-    }
-
-    fn index_servers(&mut self) {
-        self.at_address.clear();
-        for (index, (service, _)) in &self.services {
-            for (position, server) in service.servers.iter().enumerate() {
-                if let Some(address) = ipv4(server.address) {
-                    self.at_address.entry(address).or_default().push((*index, position));
-                }
-            }
-        }
-    }
-
-    /// Every server of every service as it is known now. A server whose MAC address this process does not know yet keeps
-    /// the one that a process before it left in the data plane, until ARP says otherwise.
-    fn set_servers(&mut self) {
-        for (service, index) in self.services.values() {
-            let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
-            for server in &service.servers {
-                gone.remove(&server.id);
-                let before = self.balancer.server(*index, server.id);
-                let mac = ipv4(server.address).and_then(|address| self.macs.get(&address).copied());
-                let mac = mac.or_else(|| before.and_then(|before| before.mac));
-                let now = lb::Server { mac, eligible: server.eligible };
-                // Where answers are stamped, that may be new without the server being so.
-                if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
-                    self.balancer.set_server(*index, server.id, now);
-                }
-            }
-            gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
-        }
-    }
-
-    /// The numbers of all load balancers with a connection table, and where they are. One whose MAC address this process does
-    /// not know yet keeps the one that a process before it left, as servers do.
-    fn set_owners(&mut self) {
-        let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
-        if self.balancer.owner() != own {
-            self.balancer.set_owner(own);
-        }
-        for owner in OwnerNumber::all() {
-            let peer = self.peers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.name);
-            match peer {
-                None => self.balancer.forget_owner(owner),
-                Some(peer) if !peer.alive => self.balancer.set_owner_mac(owner, None),
-                Some(peer) => {
-                    let mac = self.mac_of(peer).or_else(|| self.balancer.owner_mac(owner));
-                    self.balancer.set_owner_mac(owner, mac);
-                }
-            }
-        }
     }
 
     fn mac_of(&self, peer: &Peer) -> Option<MacAddress> {

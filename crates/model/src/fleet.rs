@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::load::{Alpha, CoreReadings, LoadTracker};
 use crate::placement::{BucketCount, PlacementState, PlacementTable};
-use crate::policy::{Policy, Pool, PoolServer, RackSummary};
+use crate::policy::{Loads, Policy, Pool, PoolServer, RackSummary};
 use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
@@ -212,7 +212,7 @@ impl Fleet {
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
             eligible: self.eligible[position],
-            loads: self.trackers[position].loads().map(|loads| loads.to_vec().into()),
+            loads: self.trackers[position].loads().cloned().map(Loads::Cores),
             rss: Some(self.rss[position].clone()),
             open_connections: open_connections[position],
             ..PoolServer::new(*id)

@@ -1,5 +1,8 @@
 //! Absolute reports become smoothed loads per core.
 
+use std::ops::Deref;
+use std::sync::Arc;
+
 /// The weight of the newest value: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Alpha(f64);
@@ -73,11 +76,52 @@ pub enum ReadingsRefused {
 /// before, and what was only late is within the bound then. A server that lies cannot make the average more.
 pub const MOST_LOAD: f64 = 16.0;
 
+/// The loads of one server's cores, by receive queue, in fractions of their capacity. Made once per report and shared from then
+/// on: copies are the same loads, and it costs nothing to see that they are.
+#[derive(Debug, Clone)]
+pub struct CoreLoads {
+    each: Arc<[f64]>,
+    sum: f64,
+}
+
+impl CoreLoads {
+    /// Of all cores, added up in their order: the same whether it is done here or at a rack.
+    pub fn sum(&self) -> f64 {
+        self.sum
+    }
+}
+
+impl From<Vec<f64>> for CoreLoads {
+    fn from(each: Vec<f64>) -> Self {
+        Self { sum: each.iter().sum(), each: each.into() }
+    }
+}
+
+impl FromIterator<f64> for CoreLoads {
+    fn from_iter<I: IntoIterator<Item = f64>>(loads: I) -> Self {
+        Vec::from_iter(loads).into()
+    }
+}
+
+impl Deref for CoreLoads {
+    type Target = [f64];
+
+    fn deref(&self) -> &[f64] {
+        &self.each
+    }
+}
+
+impl PartialEq for CoreLoads {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.each, &other.each) || self.each == other.each
+    }
+}
+
 /// Follows the cores of one server.
 #[derive(Debug, Clone, Default)]
 pub struct LoadTracker {
     newest: Option<CoreReadings>,
-    loads: Option<Vec<f64>>,
+    loads: Option<CoreLoads>,
 }
 
 impl LoadTracker {
@@ -122,19 +166,18 @@ impl LoadTracker {
     }
 
     /// The smoothed load of each core in fractions of its capacity; `None` before the second report.
-    pub fn loads(&self) -> Option<&[f64]> {
-        self.loads.as_deref()
+    pub fn loads(&self) -> Option<&CoreLoads> {
+        self.loads.as_ref()
     }
 
     fn smooth(&mut self, new: Vec<f64>, alpha: Alpha) {
-        match &mut self.loads {
+        self.loads = Some(match &self.loads {
             Some(old) => {
-                for (old, new) in old.iter_mut().zip(new) {
-                    *old = alpha.get() * new + (1.0 - alpha.get()) * *old;
-                }
+                let smoothed = |(old, new): (&f64, f64)| alpha.get() * new + (1.0 - alpha.get()) * old;
+                old.iter().zip(new).map(smoothed).collect()
             }
-            None => self.loads = Some(new),
-        }
+            None => new.into(),
+        });
     }
 }
 
@@ -172,7 +215,7 @@ mod tests {
         assert_eq!(refused.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
         assert_eq!(tracker.loads(), None);
         tracker.report(readings(3, 200, &[0, 2000]), Alpha::PUBLISHED).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.0, 10.0][..]));
+        assert_eq!(tracker.loads(), Some(&[0.0, 10.0].into_iter().collect()));
     }
 
     #[test]
@@ -181,12 +224,12 @@ mod tests {
         tracker.report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
         tracker.report(readings(2, 100, &[50, 0]), Alpha::PUBLISHED).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.5, 0.0][..]));
+        assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
         tracker.report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.25, 0.5][..]));
+        assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
         // A report was lost: absolute values make the next one right all the same.
         tracker.report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.0, 1.0][..]));
+        assert_eq!(tracker.loads(), Some(&[0.0, 1.0].into_iter().collect()));
     }
 
     #[test]
@@ -198,7 +241,7 @@ mod tests {
         assert_eq!(refused, ReadingsRefused::OutOfOrder { sequence: 8, newest: 8 });
         assert!(tracker.report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
         assert!(tracker.report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
-        assert_eq!(tracker.loads(), Some(&[0.1][..]));
+        assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));
     }
 
     #[test]

@@ -148,7 +148,7 @@ pub struct CountedTable {
     /// [`PlacementTable::generation`].
     pub generation: u64,
     /// Where each core's count stands.
-    slots: HashMap<Core, u16>,
+    slots: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 
 impl CountedTable {

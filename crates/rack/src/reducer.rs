@@ -3,9 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
+use coreward_control::controller::Now;
 use coreward_control::controller::agent::Agent;
+use coreward_control::controller::pool::loads_of_placed;
 use coreward_control::controller::refused::Refused;
-use coreward_control::controller::{Now, loads_of_placed};
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
@@ -131,7 +132,7 @@ impl Reducer {
 }
 
 fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
-    let loads = agent.loads(now).map(|loads| loads_of_placed(service.places_requests, loads).into());
+    let loads = agent.loads(now).map(|loads| loads_of_placed(service.places_requests, loads));
     PoolServer {
         eligible: member.eligible,
         loads,

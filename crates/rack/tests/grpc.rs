@@ -150,7 +150,12 @@ struct LoadBalancer {
 impl LoadBalancer {
     async fn start(controller: &Running) -> Self {
         let (sender, receiver) = mpsc::channel(4);
-        let hello = v1::LoadBalancerHello { name: "lb1".into(), version: "test".into(), address: vec![10, 2, 0, 200] };
+        let hello = v1::LoadBalancerHello {
+            name: "lb1".into(),
+            version: "test".into(),
+            address: vec![10, 2, 0, 200],
+            takes_changes: false,
+        };
         let message = Some(load_balancer_message::Message::Hello(hello));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client(controller.1).await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();

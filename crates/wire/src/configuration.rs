@@ -172,6 +172,7 @@ impl From<&FleetConfiguration> for v1::FleetConfiguration {
             services: configuration.services.iter().map(v1::Service::from).collect(),
             load_balancers: configuration.load_balancers.iter().map(v1::LoadBalancer::from).collect(),
             report_interval_ms: configuration.report_interval.as_millis() as u32,
+            number: 0,
         }
     }
 }
@@ -300,16 +301,18 @@ fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(
 }
 
 impl FleetConfiguration {
-    /// In the form that every load balancer's stream shares.
-    pub fn encode(&self) -> Bytes {
-        v1::FleetConfiguration::from(self).encode_to_vec().into()
+    /// In the form that every load balancer's stream shares; `number` is what [`crate::FleetChange::base`] calls it.
+    pub fn encode(&self, number: u64) -> Bytes {
+        v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
+    /// With its number.
+    ///
     /// # Errors
     /// When `bytes` are no configuration, or one that contradicts itself.
-    pub fn decode(bytes: Bytes) -> Result<Self, WireError> {
+    pub fn decode(bytes: Bytes) -> Result<(u64, Self), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
-        (&message).try_into()
+        Ok((message.number, (&message).try_into()?))
     }
 }
 
@@ -428,6 +431,7 @@ mod tests {
     use coreward_model::tuple::Protocol;
 
     use super::*;
+    use crate::FleetChange;
 
     fn keys() -> FleetKeys {
         FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
@@ -474,8 +478,30 @@ mod tests {
     }
 
     #[test]
+    fn changes_make_the_next_configuration() {
+        let (old, mut new) = (fleet(), fleet());
+        assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
+        new.generation = 4;
+        new.load_balancers[0].alive = false;
+        new.services[1].servers[0].eligible = false;
+        let mut third = new.services[0].clone();
+        (third.index, third.name) = (ServiceIndex::new(7).unwrap(), "third".into());
+        third.address.socket.set_port(81);
+        new.services.push(third);
+        new.services.remove(0);
+        let change = FleetChange::between((4, &old), (5, &new));
+        assert_eq!(change.gone, [old.services[0].index]);
+        let decoded = FleetChange::decode(change.encode()).unwrap();
+        assert_eq!((decoded.base, decoded.number), (4, 5));
+        assert_eq!(decoded.applied_to(old), new);
+        let change = FleetChange::between((5, &new), (6, &new)).encode();
+        assert!(change.len() < 200, "what is the same is not sent: {} bytes", change.len());
+    }
+
+    #[test]
     fn configurations_come_back() {
         assert_eq!(FleetConfiguration::try_from(&v1::FleetConfiguration::from(&fleet())), Ok(fleet()));
+        assert_eq!(FleetConfiguration::decode(fleet().encode(17)), Ok((17, fleet())));
         let agent = AgentConfiguration {
             generation: 3,
             services: vec![StampedService {

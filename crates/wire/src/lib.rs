@@ -8,12 +8,14 @@
 //! * [`rack`]: what racks pass up, and what they must know for that
 //! * [`report`]: what an agent says of its cores
 //! * [`configuration`]: what the controller tells load balancers and agents to know
+//! * [`change`]: what of that is another than before
 //! * [`table`]: placement tables
 //! * [`traffic`]: what load balancers count for policies
 //! * [`health`]: how servers are checked, and what the checks say
 //! * [`sockets`]: whether idle connections still have a socket
 
 pub mod address;
+pub mod change;
 pub mod configuration;
 mod error;
 pub mod health;
@@ -26,6 +28,7 @@ pub mod sockets;
 pub mod table;
 pub mod traffic;
 
+pub use change::FleetChange;
 pub use configuration::{
     AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, STATE_INTERVAL, Server, ServerBefore, Service,
     ServiceIndex, StampedService,

@@ -186,7 +186,7 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
         whole.load.iter().try_for_each(|load| is_load("whole.load", *load))?;
         length_is("whole.load", whole.load.len(), message.cores[position] as usize)?;
-        servers[position].loads = Loads::Whole(whole.load.clone());
+        servers[position].loads = Loads::Whole(whole.load.clone().into());
     }
     let spreads = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
     let list = |list: &v1::CandidateList| parse_list(list, &servers);

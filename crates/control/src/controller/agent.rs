@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use coreward_model::load::{Alpha, LoadTracker};
+use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
 use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportError, ReportedRss, v1};
 
@@ -110,13 +110,13 @@ pub struct KnownRss {
 
 impl Agent {
     /// The smoothed load of each core; `None`: not known, or too old.
-    pub fn loads(&self, now: Now) -> Option<&[f64]> {
+    pub fn loads(&self, now: Now) -> Option<&CoreLoads> {
         if self.is_fresh(now) { self.tracker.loads() } else { None }
     }
 
     /// How many cores its newest report had.
     pub fn core_count(&self) -> Option<usize> {
-        self.tracker.loads().map(<[f64]>::len)
+        self.tracker.loads().map(|loads| loads.len())
     }
 
     /// Whether its newest report still holds.

@@ -9,8 +9,8 @@ use super::Now;
 use super::service::Cause;
 
 /// Tables of a service that are remembered until load balancers say that they are in force. One that is slower than so many
-/// tables is not measured.
-const REMEMBERED: usize = 64;
+/// tables is not measured: some seconds' worth.
+const REMEMBERED: usize = 1024;
 
 /// Causes of the newest tables, and what became of them.
 #[derive(Debug, Default)]
@@ -41,9 +41,12 @@ impl InForce {
         let before = self.confirmed.insert((session, service), generation);
         // What was made before it came says nothing.
         let Some(before) = before else { return };
-        for (_, cause) in made.iter().filter(|(made, _)| (before + 1..=generation).contains(made)) {
-            if let Some(sent) = cause.sent {
+        let first = made.partition_point(|(made, _)| *made <= before);
+        for (_, cause) in made.range(first..).take_while(|(made, _)| *made <= generation) {
+            if cause.is_load {
                 self.since_receipt.observe(now.monotonic.saturating_sub(cause.received));
+            }
+            if let Some(sent) = cause.sent {
                 self.since_sent.observe(now.wall.saturating_sub(sent));
             }
         }

@@ -60,8 +60,7 @@ impl Controller {
 
     /// Where the server stands: where it stands best of all its services, and in which of them it is down.
     pub(super) fn life(&self, id: ServerId, server: &FleetServer, now: Now) -> Told {
-        let member = |service: &&Service| service.fleet().members.contains_key(&id);
-        let lives = self.services.iter().filter(member);
+        let lives = self.services_of.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let lives: Vec<(&str, Told)> =
             lives.map(|service| (service.fleet().name.as_str(), self.life_in(service, id, now))).collect();
         let down_in = |best: ServerState| {

@@ -4,6 +4,7 @@
 //! * [`agent`]: a server as its agent's reports show it
 //! * [`refused`]: why a report, or an agent, was not taken
 //! * [`service`]: a service, its policy and its newest table
+//! * [`pool`]: its servers as the policy sees them
 //! * [`racks`]: who stands between agents and controller
 //! * [`on_change`]: which services' tables are due
 //! * [`in_force`]: which tables load balancers use, and how long that took
@@ -16,6 +17,7 @@
 //! * [`status`], [`explain`]: answers to people
 
 pub mod agent;
+mod agents;
 mod drains;
 #[cfg(test)]
 mod drains_tests;
@@ -29,6 +31,7 @@ pub mod load_balancers;
 mod on_change;
 #[cfg(test)]
 mod on_change_tests;
+pub mod pool;
 #[cfg(test)]
 mod pool_tests;
 pub mod racks;
@@ -50,22 +53,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::Consistency;
 use coreward_model::placement::PlacementTable;
-use coreward_model::policy::{Pool, PoolServer};
-use coreward_model::statistics::mean;
-use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError, ServiceIndex, TrafficMessage, v1};
 
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
+use agents::Agents;
 use health::Health;
 use in_force::InForce;
 use load_balancers::LoadBalancers;
 use racks::{Behind, Racks};
 use refused::Refused;
-use service::{Cause, Condition, Service};
+use service::{Cause, Service};
 
 /// The moment at which something happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,8 +110,7 @@ pub struct NewTable {
 /// Reports in, tables out.
 pub struct Controller {
     fleet: Fleet,
-    /// By server name; one for each server of the fleet, from its first agent on.
-    agents: HashMap<String, Agent>,
+    agents: Agents,
     services: Vec<Service>,
     /// Those that are connected.
     pub load_balancers: LoadBalancers,
@@ -135,7 +134,7 @@ impl Controller {
     pub fn new(fleet: Fleet) -> Self {
         let mut controller = Self {
             services: Vec::new(),
-            agents: HashMap::new(),
+            agents: Agents::default(),
             load_balancers: LoadBalancers::default(),
             health: Health::default(),
             racks: Racks::default(),
@@ -159,7 +158,7 @@ impl Controller {
 
     /// Puts another configuration in force. What is known of servers that are in both stays.
     pub fn configure(&mut self, fleet: Fleet) {
-        self.agents.retain(|name, _| fleet.id(name).is_some());
+        self.agents.retain(&fleet);
         self.load_balancers.on_record(fleet.load_balancers.keys());
         let mut old = std::mem::take(&mut self.services);
         let mut by_index: HashMap<ServiceIndex, Service> =
@@ -204,10 +203,8 @@ impl Controller {
     }
 
     fn try_hello(&mut self, server: &str, version: &str, behind: Option<Behind>, now: Now) -> Result<Session, Refused> {
-        if self.fleet.id(server).is_none() {
-            return Err(Refused::UnknownServer(server.to_owned()));
-        }
-        let agent = self.agents.entry(server.to_owned()).or_default();
+        let id = self.fleet.id(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
+        let agent = self.agents.of_server(server, id);
         if !agent.may_say_hello(now) {
             return Err(Refused::TooManyHellos(server.to_owned()));
         }
@@ -222,6 +219,7 @@ impl Controller {
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
         agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, behind });
+        self.source_changed(id);
         let session = Session { server: server.into(), number: self.sessions, behind };
         if let Some(behind) = behind {
             self.racks.begin(behind, &session);
@@ -300,7 +298,7 @@ impl Controller {
 
     fn try_report(&mut self, session: &Session, report: Result<Report, ReportError>, now: Now) -> Result<(), Refused> {
         let server = session.server();
-        let agent = self.agents.get_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
+        let agent = self.agents.named_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
             return Err(Refused::Superseded(server.to_owned()));
         }
@@ -311,7 +309,7 @@ impl Controller {
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
         if let Some(id) = self.fleet.id(server) {
             agent.sent_at_report = self.load_balancers.totals(id);
-            self.load_changed(id, Cause { received: now.monotonic, sent });
+            self.load_changed(id, Cause { received: now.monotonic, is_load: true, sent });
         }
         Ok(())
     }
@@ -322,10 +320,13 @@ impl Controller {
 
     /// The session's agent has disconnected. Its server's loads hold as long as its last report.
     pub fn goodbye(&mut self, session: &Session) {
-        if let Some(agent) = self.agents.get_mut(session.server())
+        if let Some(agent) = self.agents.named_mut(session.server())
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
         {
             agent.session = None;
+            if let Some(id) = self.fleet.id(session.server()) {
+                self.source_changed(id);
+            }
         }
         if let Some(behind) = session.behind {
             self.racks.end(behind);
@@ -352,6 +353,7 @@ impl Controller {
         for position in 0..self.services.len() {
             self.begin_interval(position);
             self.services[position].loads_are_new();
+            self.services[position].forget_servers();
         }
         (0..self.services.len()).map(|position| self.place(position, now)).collect()
     }
@@ -365,117 +367,20 @@ impl Controller {
         self.health = health;
     }
 
-    /// Where the servers of the service at this position stand now.
-    fn follow(&mut self, position: usize, now: Now) {
-        let service = self.services[position].fleet();
-        let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
-        let conditions = service.members.keys().map(condition).collect();
-        self.services[position].follow(conditions, now);
-    }
-
     fn begin_interval(&mut self, position: usize) {
         let opened = self.load_balancers.newly_opened(self.services[position].fleet().index);
         self.services[position].begin_interval(opened);
     }
 
-    /// The table of the service at this position, as things are now.
-    fn place(&mut self, position: usize, now: Now) -> NewTable {
-        self.follow(position, now);
-        let pool = self.pool(&self.services[position], now);
-        let service = &mut self.services[position];
-        service.due = None;
-        let pool = service.with_interval(pool);
-        service.place(&pool, now)
-    }
-
     /// When the newest reports came that came after `since` (by the monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
-        let newest = self.agents.values().filter_map(|agent| agent.newest.as_ref());
+        let newest = self.agents.iter().filter_map(|agent| agent.newest.as_ref());
         newest.map(|newest| newest.received).filter(move |received| *received > since)
     }
 
-    /// The service's pool as a policy sees it.
-    fn pool(&self, service: &Service, now: Now) -> Pool {
-        let service_fleet = service.fleet();
-        let servers = service_fleet.members.keys().map(|id| self.pool_server(service, *id, now)).collect();
-        let pool = Pool::new(servers, self.load_balancers.count() as u32);
-        let pool = pool.behind_racks(self.racks.summaries(service_fleet.index, now).cloned().collect());
-        if places_requests(service_fleet) { pool.of_requests() } else { pool }
-    }
-
-    fn condition(&self, service: &FleetService, id: ServerId, now: Now) -> Condition {
-        if self.fleet.has_left(service, id) {
-            Condition::Left
-        } else if !self.fleet.eligible(service, id) {
-            Condition::Drained
-        } else if self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now) {
-            Condition::Unreachable
-        } else if self.health.is_down(&(service.index, id)) {
-            Condition::Unfit
-        } else {
-            Condition::Fit
-        }
-    }
-
-    fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
-        let told = service.takes_connections(id);
-        told.unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit)
-    }
-
-    fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
-        let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
-        PoolServer {
-            id,
-            eligible: self.takes_connections(service, id, now),
-            loads: agent.and_then(|agent| loads_here(agent, now)).map(|loads| loads_for(service.fleet(), loads).into()),
-            rss: agent.and_then(Agent::rss).cloned(),
-            open_connections: self.open_connections(id, agent),
-            weight: server.weight,
-            ramp: service.ramp(id, now),
-            capacity: server.capacity,
-            traffic: self.load_balancers.rates(id),
-            fresh: service.is_fresh(id),
-        }
-    }
-
-    /// What the server's agent last counted, and what load balancers have seen opened and closed since. A FIN that was sent
-    /// again counts again there; the next report puts that right.
-    fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
-        let Some(newest) = agent.and_then(|agent| agent.newest.as_ref()) else { return 0 };
-        let then = agent.map(|agent| &agent.sent_at_report);
-        let since = then.map_or(0, |then| self.load_balancers.totals(id).opened_since(then));
-        u32::try_from((i64::from(newest.open_connections) + since).max(0)).unwrap_or(u32::MAX)
-    }
-
     fn agent(&self, id: ServerId) -> Option<&Agent> {
-        let name = &self.fleet.servers[&id].name;
-        // An id that the operator changed has nobody who reports for it.
-        self.agents.get(name).filter(|_| self.fleet.id(name) == Some(id))
+        self.agents.get(id)
     }
-}
-
-/// The loads of a server's cores as its agent reports them here; of one behind a rack they come from there, and what its agent
-/// reports here now and then is for people.
-fn loads_here(agent: &Agent, now: Now) -> Option<&[f64]> {
-    let behind = agent.session.as_ref().is_some_and(|session| session.behind.is_some());
-    agent.loads(now).filter(|_| !behind)
-}
-
-/// Whether each datagram is placed on its own (`udp = "packet"`).
-fn places_requests(service: &FleetService) -> bool {
-    service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
-}
-
-/// The loads of a server's cores as far as they matter to the service. Which worker gets a request that is placed on its own
-/// the server decides then and there, so its core's load is the server's. Flows stay, and a core that is behind now is a chance
-/// of which the policy makes use.
-fn loads_for(service: &FleetService, loads: &[f64]) -> Vec<f64> {
-    loads_of_placed(places_requests(service), loads)
-}
-
-/// [`loads_for`], for a rack: `requests` is whether the service's datagrams are placed one by one.
-pub fn loads_of_placed(requests: bool, loads: &[f64]) -> Vec<f64> {
-    if requests { vec![mean(loads).unwrap_or(0.0); loads.len()] } else { loads.to_vec() }
 }
 
 /// Makes the policy that a service's configuration names.

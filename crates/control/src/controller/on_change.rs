@@ -58,6 +58,13 @@ impl Controller {
         }
     }
 
+    /// Who reports a server's loads has changed: its agent has come, or gone.
+    pub(super) fn source_changed(&mut self, id: ServerId) {
+        for position in self.services_of.get(&id).into_iter().flatten() {
+            self.services[*position].forget_servers();
+        }
+    }
+
     /// A rack has passed up loads of servers of the service.
     pub(super) fn loads_passed_up(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
         let Some(position) = self.positions.get(&service) else { return };
@@ -67,14 +74,14 @@ impl Controller {
         }
         summary.servers.iter().for_each(|server| service.load_is_new(server.id));
         if service.due.is_none() {
-            service.due = Some(Cause { received: now.monotonic, sent: None });
+            service.due = Some(Cause { received: now.monotonic, is_load: true, sent: None });
             self.due.push_back(service.fleet().index);
         }
     }
 
     /// What load balancers count has changed.
     pub(super) fn traffic_changed(&mut self, now: Now) {
-        let cause = Cause { received: now.monotonic, sent: None };
+        let cause = Cause { received: now.monotonic, is_load: false, sent: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.loads_are_new();
             if service.due.is_none() {
@@ -96,8 +103,12 @@ impl Controller {
             }
             let inputs = self.inputs(position, now);
             let service = &mut self.services[position];
-            if service.is_made_of(inputs) && service.due.is_none() {
-                service.due = Some(Cause { received: now.monotonic, sent: None });
+            if !service.is_made_of(inputs) {
+                continue;
+            }
+            service.forget_servers();
+            if service.due.is_none() {
+                service.due = Some(Cause { received: now.monotonic, is_load: false, sent: None });
                 self.due.push_back(service.fleet().index);
             }
         }

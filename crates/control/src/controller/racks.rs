@@ -13,9 +13,10 @@ use coreward_model::policy::RackSummary;
 use coreward_wire::rack::parse_summary;
 use coreward_wire::{LOST_AFTER, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1};
 
+use super::pool::places_requests;
 use super::refused::Refused;
 use super::service::Service;
-use super::{Controller, Now, Session, places_requests};
+use super::{Controller, Now, Session};
 
 /// For so many report intervals a rack's summaries hold: as long as an agent's report does unless it says otherwise.
 const HOLDS_FOR: u32 = 3;

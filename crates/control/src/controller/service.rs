@@ -1,6 +1,6 @@
 //! A service, its policy and its newest table.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::Consistency;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{Core, PlacementTable, Rule};
-use coreward_model::policy::{Policy, Pool};
+use coreward_model::policy::{Policy, Pool, PoolServer};
 use coreward_model::tuple::Protocol;
 
 use super::{NewTable, Now, policy_of};
@@ -84,7 +84,10 @@ pub struct Service {
     /// Servers whose load is newer than the newest table.
     fresh: BTreeSet<ServerId>,
     /// Of the first table with each server's newest load.
-    load_generations: BTreeMap<ServerId, u64>,
+    load_generations: HashMap<ServerId, u64, foldhash::fast::FixedState>,
+    /// Its servers as the newest table was made of them, but for what racks pass up; `None`: something else than loads may
+    /// have changed since.
+    servers: Option<Vec<PoolServer>>,
     /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
     opened: Option<u64>,
     new_interval: bool,
@@ -92,13 +95,14 @@ pub struct Service {
     made_of: Option<u64>,
 }
 
-/// The oldest change that a table does not have yet: when it came (since the controller's start), and when whoever reported
-/// it sent it (by the wall clock).
+/// The oldest change that a table does not have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cause {
-    /// (since the controller's start)
+    /// When it came (since the controller's start).
     pub received: Duration,
-    /// (since 1970); `None`: it is no report.
+    /// Whether a server's or a rack's loads have changed, and not something that was looked for.
+    pub is_load: bool,
+    /// When whoever reported it sent it, by the wall clock (since 1970); `None`: it did not say.
     pub sent: Option<Duration>,
 }
 
@@ -118,7 +122,8 @@ impl Service {
             predecessor_changes: 0,
             due: None,
             fresh: BTreeSet::new(),
-            load_generations: BTreeMap::new(),
+            load_generations: HashMap::default(),
+            servers: None,
             opened: None,
             new_interval: true,
             made_of: None,
@@ -137,7 +142,9 @@ impl Service {
             self.policy = policy_of(new);
         }
         self.fleet = new.clone();
+        self.servers = None;
         let members = &self.fleet.members;
+        self.load_generations.retain(|server, _| members.contains_key(server));
         self.predecessors.retain(|server, before| {
             before.retain(|before| members.contains_key(before));
             members.contains_key(server) && !before.is_empty()
@@ -231,6 +238,26 @@ impl Service {
         self.fresh.extend(self.fleet.members.keys());
     }
 
+    /// Its servers as the newest table was made of them; `None`: all must be looked at.
+    pub fn known_servers(&mut self) -> Option<Vec<PoolServer>> {
+        self.servers.take()
+    }
+
+    /// The same, only to look at.
+    pub fn newest_servers(&self) -> Option<&[PoolServer]> {
+        self.servers.as_deref()
+    }
+
+    /// A table is made of these.
+    pub fn know_servers(&mut self, servers: &[PoolServer]) {
+        self.servers = Some(servers.to_vec());
+    }
+
+    /// Something else than loads may have changed.
+    pub fn forget_servers(&mut self) {
+        self.servers = None;
+    }
+
     /// Whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, server: ServerId) -> bool {
         self.fresh.contains(&server)
@@ -276,8 +303,6 @@ impl Service {
 
     /// [`PlacementTable::core_slot_ages`] of a table just made.
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        let members = &self.fleet.members;
-        self.load_generations.retain(|server, _| members.contains_key(server));
         for server in std::mem::take(&mut self.fresh) {
             self.load_generations.insert(server, table.generation);
         }

@@ -45,8 +45,8 @@ impl Controller {
                 name: server.name.clone(),
                 cores: agent
                     .loads(now)
-                    .unwrap_or_default()
-                    .iter()
+                    .into_iter()
+                    .flat_map(|loads| loads.iter())
                     .map(|load| (load * 1000.0).round() / 1000.0)
                     .collect(),
                 open_connections: newest.map_or(0, |newest| newest.open_connections),
@@ -75,7 +75,7 @@ impl Controller {
             policy: service.fleet().policy.to_owned(),
             consistency: service.fleet().mode.consistency.name().to_owned(),
             servers: self.names(service.fleet().members.keys().copied()),
-            warnings: self.service_warnings(service, &self.pool(service, now)),
+            warnings: self.service_warnings(service, &self.newest_pool(service, now)),
         };
         let server = |(id, server): (&ServerId, &FleetServer)| {
             let agent = self.agent(*id).unwrap_or(&nobody);
@@ -242,7 +242,7 @@ impl Controller {
             state_for_ms: life.lasts_ms(),
             state_reason: life.reason,
             reports: reports(agent, now),
-            core_load: agent.loads(now).unwrap_or_default().to_vec(),
+            core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
             open_connections: newest.map_or(0, |newest| newest.open_connections),
             rss,

@@ -86,7 +86,7 @@ impl Controller {
             state_for_ms: life.lasts_ms(),
             state_reason: life.reason,
             reports: reports(agent, now).name().to_owned(),
-            core_load: agent.loads(now).unwrap_or_default().to_vec(),
+            core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             rss: agent.rss.reported.as_ref().map(v1::Rss::from),
             rss_key_fingerprint: agent.rss().map(|rss| rss.key.fingerprint()).unwrap_or_default(),
             warnings: self.server_warnings(server, agent, now),

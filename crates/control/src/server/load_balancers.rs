@@ -9,7 +9,7 @@ use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, Traf
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
-use super::board::{News, Seen};
+use super::board::{News, Seen, Told};
 use super::keeper::Change;
 use super::office::not_leading;
 use super::security::Visitor;
@@ -25,7 +25,7 @@ pub async fn serve(
     mut messages: Streaming<v1::LoadBalancerMessage>,
     updates: Updates,
 ) {
-    let (name, session) = match introduce(&shared, &visitor, &mut messages).await {
+    let (name, session, takes_changes) = match introduce(&shared, &visitor, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
             tracing::warn!("the load balancer at {} was refused: {}", visitor.caller, status.message());
@@ -37,7 +37,7 @@ pub async fn serve(
     let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
-        () = tell(&shared, answers, &updates) => {}
+        () = tell(&shared, Seen::nothing(takes_changes), answers, &updates) => {}
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
         }
@@ -57,13 +57,13 @@ async fn leave(shared: &Shared, name: String, session: u64) {
     }
 }
 
-/// Who it is. From then on it is in the fleet: others know its number and its address.
+/// Who it is, and whether it takes changes. From then on it is in the fleet: others know its number and its address.
 async fn introduce(
     shared: &Shared,
     visitor: &Visitor,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
-) -> Result<(String, u64), Status> {
-    let (name, address) = hello(messages).await?;
+) -> Result<(String, u64, bool), Status> {
+    let Hello { name, address, takes_changes } = hello(messages).await?;
     visitor.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
@@ -71,16 +71,22 @@ async fn introduce(
         leave(shared, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
     }
-    Ok((name, session))
+    Ok((name, session, takes_changes))
 }
 
-async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<(String, Option<IpAddr>), Status> {
+struct Hello {
+    name: String,
+    address: Option<IpAddr>,
+    takes_changes: bool,
+}
+
+async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hello, Status> {
     let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
     match message {
         Some(v1::load_balancer_message::Message::Hello(hello)) => {
             let address = parse_optional_address("address", &hello.address)?;
-            Ok((hello.name, address))
+            Ok(Hello { name: hello.name, address, takes_changes: hello.takes_changes })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
     }
@@ -131,12 +137,12 @@ fn ask(shared: &Shared, session: u64, query: SocketQuery) {
 
 /// The newest configuration, then the newest tables, each time there is something new and room for it. Who is slow
 /// misses tables, and gets the newest.
-async fn tell(shared: &Shared, mut answers: mpsc::Receiver<SocketAnswer>, updates: &Updates) {
+async fn tell(shared: &Shared, mut seen: Seen, mut answers: mpsc::Receiver<SocketAnswer>, updates: &Updates) {
     use v1::dataplane_update::Update;
     let send = async |update: Update| {
         shared.leads() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
-    let (mut changes, mut seen) = (shared.board.changes(), Seen::default());
+    let mut changes = shared.board.changes();
     changes.mark_changed();
     loop {
         tokio::select! {
@@ -146,7 +152,10 @@ async fn tell(shared: &Shared, mut answers: mpsc::Receiver<SocketAnswer>, update
                 }
                 changes.mark_unchanged();
                 let News { configuration, tables } = shared.board.news(&mut seen);
-                let configuration = configuration.into_iter().map(Update::Configuration);
+                let configuration = configuration.into_iter().map(|told| match told {
+                    Told::Whole(configuration) => Update::Configuration(configuration),
+                    Told::Change(change) => Update::Change(change),
+                });
                 for update in configuration.chain(tables.into_iter().map(Update::Table)) {
                     if !send(update).await {
                         return;

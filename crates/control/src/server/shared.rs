@@ -76,7 +76,7 @@ impl Shared {
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<WantedChange>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_now(), record: clock.now() };
-        let configuration = controller.fleet_configuration(start).encode();
+        let configuration = controller.fleet_configuration(start);
         let (changes, receiver) = mpsc::channel(CHANGES);
         let shared = Self {
             board: Board::new(configuration),
@@ -209,15 +209,10 @@ impl Shared {
     /// if tables are left, [`Shared::due`] is ready at once.
     pub fn make_due_tables(&self, enough: Duration) -> Duration {
         let begun = Instant::now();
-        let (mut tables, mut received) = (Vec::new(), Vec::new());
         while begun.elapsed() < enough {
             let now = self.now();
             let Some(due) = self.controller().next_due(now) else { break };
-            tables.push(due.new);
-            received.extend(due.cause.sent.map(|_| due.cause.received));
-        }
-        if !tables.is_empty() {
-            self.post(&tables, received.into_iter());
+            self.post(&[due.new], due.cause.is_load.then_some(due.cause.received).into_iter());
         }
         if self.controller().is_due() {
             self.due.notify_one();
@@ -260,7 +255,7 @@ impl Shared {
         let mut told = self.told();
         if told.alive != alive {
             told.alive = alive;
-            self.board.post_configuration(controller.fleet_configuration(now).encode(), |_| true);
+            self.board.post_configuration(controller.fleet_configuration(now), |_| true);
         }
     }
 
@@ -271,7 +266,7 @@ impl Shared {
             let mut controller = self.controller();
             controller.configure(fleet);
             let kept = controller.fleet().services.iter().map(|service| service.index).collect::<HashSet<_>>();
-            (controller.fleet_configuration(now).encode(), kept)
+            (controller.fleet_configuration(now), kept)
         };
         // Tables of before may name servers that are no more: the data plane knows which are.
         self.board.post_configuration(configuration, |service| kept.contains(&service));

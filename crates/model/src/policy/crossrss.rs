@@ -3,7 +3,8 @@
 //! bucket i goes to server i mod n.
 
 use super::groups::{fill_candidates, rss_groups};
-use super::{Policy, Pool, independent_key, striped, table_of};
+use super::kept::Kept;
+use super::{Policy, Pool, independent_key, striped, table_with};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
@@ -11,11 +12,12 @@ pub const NAME: &str = "crossrss";
 
 pub struct CrossRss {
     key: RssKey,
+    pub(super) kept: Kept,
 }
 
 impl CrossRss {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+        Self { key: independent_key(seed), kept: Kept::default() }
     }
 }
 
@@ -29,7 +31,7 @@ impl Policy for CrossRss {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1)
+        core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1, &mut self.kept)
     }
 }
 
@@ -43,14 +45,16 @@ pub fn core_aware(
     fallback: &RssKey,
     rule: Rule,
     per_bucket: impl Fn(usize, usize) -> usize,
+    kept: &mut Kept,
 ) -> PlacementTable {
     let groups = rss_groups(pool, fallback);
     let nobody = pool.eligible().next().is_none();
     if nobody || (!pool.has_loads() && rule == Rule::Table) {
         return striped(pool, buckets, generation, groups[0].key.clone());
     }
-    let mut table = table_of(pool, rule, buckets, generation, groups[0].key.clone());
+    let consistent = kept.consistent(pool, buckets);
+    let mut table = table_with(pool, rule, buckets, generation, groups[0].key.clone(), consistent);
     let per_bucket = per_bucket(table.members.len(), groups.len());
-    fill_candidates(&mut table, &groups, buckets, pool, per_bucket);
+    fill_candidates(&mut table, &groups, buckets, pool, per_bucket, kept);
     table
 }

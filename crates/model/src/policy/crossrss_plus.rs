@@ -23,15 +23,14 @@
 //!
 //! docs/policies.md says what else was tried, and what it gave.
 
-use std::collections::BTreeMap;
-
 use coreward_intf as intf;
 
 use super::crossrss::core_aware;
+use super::kept::Kept;
 use super::levels::Levels;
 use super::{Class, LoadSpread, Loads, Policy, Pool, TrafficWanted, independent_key};
 use crate::ServerId;
-use crate::load::fixed_point;
+use crate::load::{CoreLoads, fixed_point};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
@@ -66,23 +65,28 @@ pub struct CrossRssPlus {
     key: RssKey,
     cost: Cost,
     recent: RecentLoads,
+    pub(super) kept: Kept,
 }
 
 impl CrossRssPlus {
     /// The policy as the registry has it.
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed), cost: Cost::Deficit { opened: None }, recent: RecentLoads::default() }
+        Self::with_cost(seed, Cost::Deficit { opened: None })
     }
 
     /// The policy with connections counted as `share` of what an open one brings on average: for comparing, 0 is `crossrss`.
     pub fn counting(seed: u64, share: f64) -> Self {
-        Self { key: independent_key(seed), cost: Cost::Share(share), recent: RecentLoads::default() }
+        Self::with_cost(seed, Cost::Share(share))
+    }
+
+    fn with_cost(seed: u64, cost: Cost) -> Self {
+        Self { key: independent_key(seed), cost, recent: RecentLoads::default(), kept: Kept::default() }
     }
 }
 
 impl Cost {
     /// What one connection counts, as a load.
-    fn of_connection(&mut self, pool: &Pool) -> f64 {
+    fn of_connection(&mut self, pool: &Pool, kept: &mut Kept) -> f64 {
         match self {
             Cost::Share(share) => *share * pool.load_per_connection(),
             Cost::Deficit { opened } => {
@@ -96,7 +100,7 @@ impl Cost {
                     Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
                 };
                 *opened = Some(smoothed);
-                let filled = if pool.of_requests { pool.load() } else { FILL * deficit(pool) };
+                let filled = if pool.of_requests { pool.load() } else { FILL * deficit(pool, kept) };
                 filled / smoothed.max(1.0)
             }
         }
@@ -104,40 +108,68 @@ impl Cost {
 }
 
 /// What is missing in all to bring every core below its level up to it, in the work of a usual core.
-fn deficit(pool: &Pool) -> f64 {
+fn deficit(pool: &Pool, kept: &mut Kept) -> f64 {
     let levels = Levels::of(pool);
     let of_class = |(class, spread): (&Class, &LoadSpread)| {
         let (level, speed) = levels.level(*class);
         speed * spread.missing(level)
     };
-    pool.spreads().iter().map(of_class).sum()
+    kept.spreads(pool).iter().map(of_class).sum()
 }
 
 /// The cores' loads over the last reports.
 #[derive(Default)]
 struct RecentLoads {
-    of_server: BTreeMap<ServerId, Vec<f64>>,
+    /// By id.
+    of_servers: Vec<RecentServer>,
+}
+
+/// Of one server.
+struct RecentServer {
+    id: ServerId,
+    recent: Vec<f64>,
+    /// What was last taken in, and what came of it.
+    newest: CoreLoads,
+    evened: CoreLoads,
+}
+
+impl RecentServer {
+    /// One that was not known: it has always been as it is now.
+    fn new(id: ServerId, loads: &CoreLoads) -> Self {
+        Self { id, recent: loads.to_vec(), newest: loads.clone(), evened: loads.clone() }
+    }
+
+    /// Takes in its loads: a new report of them, if they are fresh.
+    fn follow(&mut self, loads: &CoreLoads, fresh: bool) {
+        if !fresh && self.newest == *loads {
+            return;
+        }
+        // Cores may have been added or removed.
+        self.recent.resize(loads.len(), 0.0);
+        let alpha = if fresh { RECENT_ALPHA } else { 0.0 };
+        let even = |(load, recent): (&f64, &mut f64)| {
+            *recent += alpha * (*load - *recent);
+            (*load + *recent) / 2.0
+        };
+        self.evened = loads.iter().zip(&mut self.recent).map(even).collect();
+        self.newest = loads.clone();
+    }
 }
 
 impl RecentLoads {
     /// Takes in the newest loads; the pool with the mean of newest and recent loads. What racks pass up is that already.
     fn evened(&mut self, pool: &Pool) -> Pool {
         let mut evened = pool.clone();
-        let is_here = |id: ServerId| {
-            let server = pool.position(id).map(|position| &pool.servers[position]);
-            server.is_ok_and(|server| matches!(server.loads, Some(Loads::Cores(_))))
-        };
-        self.of_server.retain(|id, _| is_here(*id));
+        let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
         for server in &mut evened.servers {
             let Some(Loads::Cores(loads)) = &mut server.loads else { continue };
-            let recent = self.of_server.entry(server.id).or_insert_with(|| loads.clone());
-            // Cores may have been added or removed.
-            recent.resize(loads.len(), 0.0);
-            let alpha = if server.fresh { RECENT_ALPHA } else { 0.0 };
-            for (load, recent) in loads.iter_mut().zip(recent) {
-                *recent += alpha * (*load - *recent);
-                *load = (*load + *recent) / 2.0;
-            }
+            // Who is not there, or does not report, is forgotten.
+            while before.next_if(|known| known.id < server.id).is_some() {}
+            let known = before.next_if(|known| known.id == server.id);
+            let mut known = known.unwrap_or_else(|| RecentServer::new(server.id, loads));
+            known.follow(loads, server.fresh);
+            *loads = known.evened.clone();
+            self.of_servers.push(known);
         }
         evened
     }
@@ -168,10 +200,11 @@ impl Policy for CrossRssPlus {
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &self.read(pool);
+        let kept = &mut self.kept;
         let per_bucket = |servers: usize, groups: usize| servers.min(fitting(buckets, groups)).max(1);
-        let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket);
+        let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
         // Every load balancer sees only its own assignments; the others' are about as many.
-        let cost = self.cost.of_connection(pool) * f64::from(pool.load_balancers);
+        let cost = self.cost.of_connection(pool, kept) * f64::from(pool.load_balancers);
         // At least the smallest step: in a pool all of whose cores are equal, a burst is then spread evenly and does not
         // pile up on the lowest id.
         table.assignment_cost = fixed_point(cost).max(1);

@@ -1,5 +1,8 @@
 //! Servers with equal RSS key see the same hash for a connection, so they share buckets: a group.
 
+use std::collections::HashMap;
+
+use super::kept::{Kept, ReachedLoads, core_of};
 use super::levels::Levels;
 use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
@@ -59,7 +62,7 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
 /// Cores in the order in which they were first seen.
 struct CoreSlots<'a> {
     slots: &'a mut Vec<Core>,
-    by_core: std::collections::HashMap<Core, u16>,
+    by_core: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlots<'_> {
@@ -103,6 +106,12 @@ impl Least {
         true
     }
 
+    /// What is compared by more than this is not among the least so far.
+    pub fn bound(&self) -> f64 {
+        let is_full = self.found.len() == self.most;
+        self.found.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
+    }
+
     /// Each with its load and what it is compared by, the least first.
     pub fn found(&self) -> impl Iterator<Item = (Core, f64, f64)> {
         self.found.iter().map(|(compared, load, core)| (*core, *load, *compared))
@@ -126,19 +135,23 @@ pub fn fill_candidates(
     buckets: BucketCount,
     pool: &Pool,
     per_bucket: usize,
+    kept: &mut Kept,
 ) {
     let cores = Cores::new(pool, buckets);
     let without_loads = !pool.has_loads();
-    let mut core_slots = CoreSlots { slots: &mut table.core_slots, by_core: std::collections::HashMap::new() };
+    let mut core_slots = CoreSlots { slots: &mut table.core_slots, by_core: HashMap::default() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
-    for group in groups {
+    table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
+    kept.groups.resize_with(groups.len(), ReachedLoads::default);
+    for (group, reached) in groups.iter().zip(&mut kept.groups) {
+        let known = KnownHere::new(&cores, group, reached);
         let lists: Vec<&CandidateList> = pool.lists(&group.key).collect();
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.in_turn(group, bucket)
             } else {
-                cores.least(group, &lists, bucket, per_bucket)
+                cores.least(&known, &lists, bucket, per_bucket)
             };
             for position in 0..per_bucket {
                 let (core, compared) = found[position.min(found.len() - 1)];
@@ -146,6 +159,29 @@ pub fn fill_candidates(
                 table.candidates.push(Candidate { server: core.server, load: fixed_point(compared), core_slot });
             }
         }
+    }
+}
+
+/// The servers of a group whose loads are known here, and not at a rack only.
+struct KnownHere<'a, 'g> {
+    group: &'g RssGroup<'a>,
+    servers: Vec<&'a PoolServer>,
+    /// Whether one of them takes part in some buckets only.
+    in_part: bool,
+    /// Where each is level, and how fast ([`Levels::level`]); empty where all are alike.
+    levels: Vec<(f64, f64)>,
+    reached: &'g ReachedLoads,
+}
+
+impl<'a, 'g> KnownHere<'a, 'g> {
+    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut ReachedLoads) -> Self {
+        let servers: Vec<&PoolServer> =
+            group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
+        reached.follow(&servers, &group.key, cores.buckets, cores.neutral);
+        let level = |server: &&PoolServer| cores.levels.level(server.class());
+        let levels = if cores.levels.alike() { Vec::new() } else { servers.iter().map(level).collect() };
+        let in_part = servers.iter().any(|server| server.ramp < 1.0);
+        Self { group, servers, in_part, levels, reached }
     }
 }
 
@@ -170,34 +206,54 @@ impl<'a> Cores<'a> {
     }
 
     /// The least loaded cores that take part in the bucket's connections, each with what it is compared by.
-    fn least(&self, group: &RssGroup<'_>, lists: &[&CandidateList], bucket: u32, most: usize) -> Vec<(Core, f64)> {
+    fn least(&self, known: &KnownHere<'_, '_>, lists: &[&CandidateList], bucket: u32, most: usize) -> Vec<(Core, f64)> {
         let mut least = Least::new(most);
-        let mut offer = |server: &PoolServer, core: u16, load: f64| {
-            least.offer(self.levels.compared(server.class(), load), load, Core { server: server.id, core })
-        };
-        let known_here = |server: &&PoolServer| !is_reduced(server) || !group.reaches_cores(server);
-        for server in self.taking_part(group, bucket).filter(known_here) {
-            let (core, load) = self.core(group, server, bucket);
-            offer(server, core, load);
-        }
+        self.offer_known(known, bucket, &mut least);
         for list in lists {
             for (core, load) in list.of_bucket(bucket) {
                 let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
                 // What the rack has not heard of yet: it takes no new connections, or only some.
                 let Some(server) = server.filter(|server| self.pool.takes_part(server, bucket)) else { continue };
-                if !offer(server, core.core, *load) {
+                if !least.offer(self.levels.compared(server.class(), *load), *load, *core) {
                     // Those that follow are not less.
                     break;
                 }
             }
         }
         if least.found.is_empty() {
-            for server in group.all() {
-                let (core, load) = self.core(group, server, bucket);
+            for server in known.group.all() {
+                let (core, load) = self.core(known.group, server, bucket);
                 least.offer(self.levels.compared(server.class(), load), load, Core { server: server.id, core });
             }
         }
         least.found().map(|(core, _, compared)| (core, compared)).collect()
+    }
+
+    fn offer_known(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
+        let looked_up: Vec<f64>;
+        let loads = match known.reached.of_bucket(bucket) {
+            Some(loads) => loads,
+            None => {
+                looked_up = known.servers.iter().map(|server| self.core(known.group, server, bucket).1).collect();
+                &looked_up
+            }
+        };
+        // Of a thousand that are looked at few are offered.
+        let mut bound = least.bound();
+        for (position, load) in loads.iter().enumerate() {
+            let level = known.levels.get(position);
+            let compared = level.map_or(*load, |level| self.levels.compared_at(*level, *load));
+            if compared > bound {
+                continue;
+            }
+            let server = known.servers[position];
+            if known.in_part && !self.pool.takes_part(server, bucket) {
+                continue;
+            }
+            let core = Core { server: server.id, core: self.core(known.group, server, bucket).0 };
+            least.offer(compared, *load, core);
+            bound = least.bound();
+        }
     }
 
     /// Where all are equal their order decides: as many buckets start with one server as with another.
@@ -220,13 +276,10 @@ impl<'a> Cores<'a> {
         group.all().filter(move |server| self.pool.takes_part(server, bucket))
     }
 
-    /// The core of the server that the bucket's connections reach, and its load. Of a server that only shares the group's
-    /// table it is not known: all its cores count as one.
+    /// The core of the server that the bucket's connections reach, and its load.
     fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
-        match server.rss.as_ref().filter(|rss| rss.key == group.key) {
-            Some(rss) => reached(server, rss, bucket, self.buckets, self.neutral),
-            None => (0, server.mean_load(self.neutral)),
-        }
+        let rss = server.rss.as_ref().filter(|rss| rss.key == group.key);
+        core_of(server, rss, bucket, self.buckets, self.neutral)
     }
 }
 

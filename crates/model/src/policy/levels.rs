@@ -44,8 +44,17 @@ impl Levels {
         if self.alike {
             return load;
         }
-        let (level, speed) = self.level(class);
+        self.compared_at(self.level(class), load)
+    }
+
+    /// The same in a pool whose cores are not all alike, where [`Levels::level`] of the class is known.
+    pub fn compared_at(&self, (level, speed): (f64, f64), load: f64) -> f64 {
         self.lift + self.mean - speed * (level - load)
+    }
+
+    /// Whether all cores are level at the same load, and as fast.
+    pub fn alike(&self) -> bool {
+        self.alike
     }
 
     /// The load at which the cores of a class are level, and how fast they are, next to the mean.

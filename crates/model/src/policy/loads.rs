@@ -1,16 +1,15 @@
 //! The loads of one server's cores, and how the loads of many are spread: what a rack can add up.
 
-use std::collections::BTreeMap;
-
 use super::Weight;
+use crate::load::CoreLoads;
 
 /// The smoothed loads of one server's cores, in fractions of their capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Loads {
     /// Of each core, by receive queue.
-    Cores(Vec<f64>),
+    Cores(CoreLoads),
     /// The same from the server's rack controller, as the service's policy reads them (`Policy::read`).
-    Whole(Vec<f64>),
+    Whole(CoreLoads),
     /// Only their sum: the cores are in what the rack passes up ([`super::RackSummary`]).
     Reduced {
         /// Of all cores.
@@ -22,13 +21,13 @@ pub enum Loads {
 
 impl From<Vec<f64>> for Loads {
     fn from(cores: Vec<f64>) -> Self {
-        Self::Cores(cores)
+        Self::Cores(cores.into())
     }
 }
 
 impl Loads {
     /// The load of each core, where it is known here.
-    pub fn cores(&self) -> Option<&[f64]> {
+    pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
             Loads::Cores(cores) | Loads::Whole(cores) => Some(cores),
             Loads::Reduced { .. } => None,
@@ -38,7 +37,7 @@ impl Loads {
     /// Of all cores, added up in their order: the same whether it is done here or at the rack.
     pub fn sum(&self) -> f64 {
         match self {
-            Loads::Cores(cores) | Loads::Whole(cores) => cores.iter().sum(),
+            Loads::Cores(cores) | Loads::Whole(cores) => cores.sum(),
             Loads::Reduced { sum, .. } => *sum,
         }
     }
@@ -105,11 +104,20 @@ const STEP: f64 = (1u64 << 32) as f64;
 
 /// How the loads of many cores are spread: how many there are in each of some 2,000 bins, and their sum. Bins are as wide as
 /// 1/128 of the loads in them. Two of them add up to what one of all cores would be, to the last bit, in whatever order: the
-/// sums are whole numbers.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+/// sums are whole numbers. For the same reason cores can be taken out again.
+#[derive(Debug, Clone, Default)]
 pub struct LoadSpread {
-    bins: BTreeMap<u16, Bin>,
+    /// By number, up to the last one that any core has ever been in.
+    bins: Vec<Bin>,
 }
+
+impl PartialEq for LoadSpread {
+    fn eq(&self, other: &Self) -> bool {
+        self.bins().eq(other.bins())
+    }
+}
+
+impl Eq for LoadSpread {}
 
 /// The cores in a bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -120,13 +128,27 @@ pub struct Bin {
     pub sum: u64,
 }
 
+impl Bin {
+    /// One core.
+    fn of(load: f64) -> Self {
+        Self { cores: 1, sum: (load * STEP) as u64 }
+    }
+}
+
 impl LoadSpread {
     /// How many bins there can be.
     pub const BINS: u16 = (bin_bits(LARGEST) - bin_bits(SMALLEST)) as u16 + 2;
 
     /// Takes in a core.
     pub fn add(&mut self, load: f64) {
-        self.add_bin(bin_of(load), Bin { cores: 1, sum: (load * STEP) as u64 });
+        self.add_bin(bin_of(load), Bin::of(load));
+    }
+
+    /// Takes out a core that was taken in with this load.
+    pub fn remove(&mut self, load: f64) {
+        let (known, less) = (&mut self.bins[usize::from(bin_of(load))], Bin::of(load));
+        known.cores -= less.cores;
+        known.sum -= less.sum;
     }
 
     /// Takes in all cores of another.
@@ -136,14 +158,19 @@ impl LoadSpread {
 
     /// Takes in the cores of a bin below [`LoadSpread::BINS`].
     pub fn add_bin(&mut self, bin: u16, more: Bin) {
-        let known = self.bins.entry(bin).or_default();
+        let position = usize::from(bin);
+        if position >= self.bins.len() {
+            self.bins.resize(position + 1, Bin::default());
+        }
+        let known = &mut self.bins[position];
         known.cores = known.cores.saturating_add(more.cores);
         known.sum = known.sum.saturating_add(more.sum);
     }
 
     /// The bins in which there is a core, by load.
     pub fn bins(&self) -> impl Iterator<Item = (u16, Bin)> {
-        self.bins.iter().map(|(bin, cores)| (*bin, *cores))
+        let numbered = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
+        numbered.filter(|(_, bin)| bin.cores > 0)
     }
 
     /// What is missing in all to bring every core below `level` up to it. The cores of one bin count as if all had their mean
@@ -151,7 +178,7 @@ impl LoadSpread {
     /// (level / 512) for each core in it.
     pub fn missing(&self, level: f64) -> f64 {
         let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / STEP).max(0.0);
-        self.bins.values().map(of_bin).sum()
+        self.bins.iter().map(of_bin).sum()
     }
 }
 
@@ -197,6 +224,15 @@ mod tests {
                 sum.add_all(&spread(&loads));
             }
             prop_assert_eq!(sum, spread(&loads));
+        }
+
+        #[test]
+        fn what_is_taken_out_is_as_if_it_had_never_been(loads in proptest::collection::vec(0.0..20.0f64, 0..100), part in 0usize..100) {
+            let (stay, go) = loads.split_at(part.min(loads.len()));
+            let mut sum = spread(&loads);
+            go.iter().for_each(|load| sum.remove(*load));
+            prop_assert_eq!(&sum, &spread(stay));
+            prop_assert_eq!(sum.missing(0.7), spread(stay).missing(0.7));
         }
 
         #[test]

@@ -11,6 +11,7 @@ mod crossrss_plus;
 mod fixed;
 mod groups;
 mod hash;
+mod kept;
 mod least;
 mod levels;
 mod loads;
@@ -151,12 +152,24 @@ fn independent_key(seed: u64) -> RssKey {
 
 /// A table that has members and the consistent choice, and one group without candidates: what every policy starts from.
 fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+    let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
+    table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
+}
+
+/// The same where the consistent choice is known.
+fn table_with(
+    pool: &Pool,
+    rule: Rule,
+    buckets: BucketCount,
+    generation: u64,
+    key: RssKey,
+    consistent: Vec<ServerId>,
+) -> PlacementTable {
     let neutral = pool.neutral_load();
     let members: Vec<Member> = pool
         .eligible()
         .map(|server| Member { server: server.id, load: fixed_point(server.mean_load(neutral)) })
         .collect();
-    let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     PlacementTable {
         generation,
         rule,
@@ -167,7 +180,7 @@ fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key:
         assignment_cost: 0,
         core_slots: Vec::new(),
         members,
-        consistent: weighted_rendezvous(&weights, buckets),
+        consistent,
         consistent_before: Vec::new(),
         core_slot_ages: Vec::new(),
     }

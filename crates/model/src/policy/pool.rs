@@ -1,9 +1,8 @@
 //! A service's servers, as policies see them.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::loads::{Class, LoadSpread, Loads};
+use super::loads::{Class, Loads};
 use super::{CandidateList, Capacity, RackSummary, Weight};
 use crate::ServerId;
 use crate::placement::mix;
@@ -127,20 +126,6 @@ impl Pool {
         let known = || self.eligible().filter_map(|server| server.loads.as_ref());
         let cores: u64 = known().map(|loads| u64::from(loads.count())).sum();
         if cores == 0 { 0.0 } else { known().map(Loads::sum).sum::<f64>() / cores as f64 }
-    }
-
-    /// How the known loads of the eligible servers are spread, by class.
-    pub(super) fn spreads(&self) -> BTreeMap<Class, LoadSpread> {
-        let mut spreads: BTreeMap<Class, LoadSpread> = BTreeMap::new();
-        for server in self.eligible() {
-            let Some(cores) = server.loads.as_ref().and_then(Loads::cores) else { continue };
-            let spread = spreads.entry(server.class()).or_default();
-            cores.iter().for_each(|load| spread.add(*load));
-        }
-        for (class, spread) in self.racks.iter().flat_map(|rack| &rack.spreads) {
-            spreads.entry(*class).or_default().add_all(spread);
-        }
-        spreads
     }
 
     /// What every eligible server has of new connections, next to the others: weight x ramp.

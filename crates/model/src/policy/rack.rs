@@ -77,7 +77,7 @@ impl RackSummary {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
             if server.ramp < 1.0 {
-                summary.servers.push(ReducedServer { id: server.id, loads: Loads::Whole(cores.to_vec()) });
+                summary.servers.push(ReducedServer { id: server.id, loads: Loads::Whole(cores.clone()) });
                 continue;
             }
             let loads = Loads::Reduced { sum: loads.sum(), cores: loads.count() };

@@ -1,0 +1,69 @@
+//! The agents of the fleet's servers, found by name and by id.
+
+use std::collections::HashMap;
+
+use coreward_model::ServerId;
+
+use super::agent::Agent;
+use crate::fleet::Fleet;
+
+/// One for each server of the fleet, from its first agent on.
+#[derive(Debug, Default)]
+pub struct Agents {
+    known: Vec<Agent>,
+    /// Positions in `known`.
+    by_name: HashMap<String, usize>,
+    /// The same by id, for every table of every service. An id that the operator changed has nobody who reports for it.
+    by_id: Vec<Option<usize>>,
+}
+
+impl Agents {
+    /// Forgets those whose server is in the fleet no more.
+    pub fn retain(&mut self, fleet: &Fleet) {
+        let mut old: Vec<Option<Agent>> = std::mem::take(&mut self.known).into_iter().map(Some).collect();
+        let by_name = std::mem::take(&mut self.by_name);
+        self.by_id.clear();
+        for (name, position) in by_name {
+            if let (Some(id), Some(agent)) = (fleet.id(&name), old[position].take()) {
+                self.insert(name, id, agent);
+            }
+        }
+    }
+
+    fn insert(&mut self, name: String, id: ServerId, agent: Agent) {
+        let at = usize::from(id.get());
+        if self.by_id.len() <= at {
+            self.by_id.resize(at + 1, None);
+        }
+        self.by_id[at] = Some(self.known.len());
+        self.by_name.insert(name, self.known.len());
+        self.known.push(agent);
+    }
+
+    /// That of the server with that name and id: a new one, if there has been none.
+    pub fn of_server(&mut self, name: &str, id: ServerId) -> &mut Agent {
+        let position = match self.by_name.get(name) {
+            Some(position) => *position,
+            None => {
+                self.insert(name.to_owned(), id, Agent::default());
+                self.known.len() - 1
+            }
+        };
+        &mut self.known[position]
+    }
+
+    /// That of the server with that name, if it ever had one.
+    pub fn named_mut(&mut self, name: &str) -> Option<&mut Agent> {
+        self.by_name.get(name).map(|position| &mut self.known[*position])
+    }
+
+    /// That of the server with that id, if it ever had one.
+    pub fn get(&self, id: ServerId) -> Option<&Agent> {
+        self.by_id.get(usize::from(id.get())).copied().flatten().map(|position| &self.known[position])
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = &Agent> {
+        self.known.iter()
+    }
+}

@@ -1,0 +1,143 @@
+//! A service's servers as its policy sees them. From one table to the next only those are looked at of which something new is
+//! known; all of them when what else a table is made of has changed (`inputs` of [`super::on_change`]).
+
+use coreward_model::ServerId;
+use coreward_model::consistency::Consistency;
+use coreward_model::load::CoreLoads;
+use coreward_model::policy::{Loads, Pool, PoolServer};
+use coreward_model::statistics::mean;
+use coreward_model::tuple::Protocol;
+
+use super::agent::Agent;
+use super::service::{Condition, Service};
+use super::{Controller, NewTable, Now};
+use crate::fleet::FleetService;
+
+impl Controller {
+    /// The table of the service at this position, as things are now.
+    pub(super) fn place(&mut self, position: usize, now: Now) -> NewTable {
+        let servers = match self.services[position].known_servers() {
+            Some(known) => self.renewed(position, known, now),
+            None => {
+                self.follow(position, now);
+                self.pool_servers(&self.services[position], now)
+            }
+        };
+        self.services[position].know_servers(&servers);
+        let pool = self.pool_of(&self.services[position], servers, now);
+        let service = &mut self.services[position];
+        service.due = None;
+        let pool = service.with_interval(pool);
+        service.place(&pool, now)
+    }
+
+    /// The service's pool as its policy would see it now.
+    pub(super) fn pool(&self, service: &Service, now: Now) -> Pool {
+        self.pool_of(service, self.pool_servers(service, now), now)
+    }
+
+    /// The pool that the newest table was made of, as far as it is known still: for those who look twice a second and must not
+    /// keep reports waiting.
+    pub(super) fn newest_pool(&self, service: &Service, now: Now) -> Pool {
+        match service.newest_servers() {
+            Some(servers) => self.pool_of(service, servers.to_vec(), now),
+            None => self.pool(service, now),
+        }
+    }
+
+    fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
+        service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
+    }
+
+    fn pool_of(&self, service: &Service, servers: Vec<PoolServer>, now: Now) -> Pool {
+        let fleet = service.fleet();
+        let pool = Pool::new(servers, self.load_balancers.count() as u32);
+        let pool = pool.behind_racks(self.racks.summaries(fleet.index, now).cloned().collect());
+        if places_requests(fleet) { pool.of_requests() } else { pool }
+    }
+
+    /// These servers of the service at this position, with what is new of them.
+    fn renewed(&self, position: usize, mut servers: Vec<PoolServer>, now: Now) -> Vec<PoolServer> {
+        let service = &self.services[position];
+        for server in servers.iter_mut().filter(|server| server.fresh || service.is_fresh(server.id)) {
+            *server = self.pool_server(service, server.id, now);
+        }
+        servers
+    }
+
+    /// Where the servers of the service at this position stand now.
+    fn follow(&mut self, position: usize, now: Now) {
+        let service = self.services[position].fleet();
+        let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
+        let conditions = service.members.keys().map(condition).collect();
+        self.services[position].follow(conditions, now);
+    }
+
+    pub(super) fn condition(&self, service: &FleetService, id: ServerId, now: Now) -> Condition {
+        if self.fleet.has_left(service, id) {
+            Condition::Left
+        } else if !self.fleet.eligible(service, id) {
+            Condition::Drained
+        } else if self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now) {
+            Condition::Unreachable
+        } else if self.health.is_down(&(service.index, id)) {
+            Condition::Unfit
+        } else {
+            Condition::Fit
+        }
+    }
+
+    pub(super) fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
+        let told = service.takes_connections(id);
+        told.unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit)
+    }
+
+    fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
+        let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
+        PoolServer {
+            id,
+            eligible: self.takes_connections(service, id, now),
+            loads: agent.and_then(|agent| loads_here(agent, now)).map(|loads| loads_for(service.fleet(), loads)),
+            rss: agent.and_then(Agent::rss).cloned(),
+            open_connections: self.open_connections(id, agent),
+            weight: server.weight,
+            ramp: service.ramp(id, now),
+            capacity: server.capacity,
+            traffic: self.load_balancers.rates(id),
+            fresh: service.is_fresh(id),
+        }
+    }
+
+    /// What the server's agent last counted, and what load balancers have seen opened and closed since. A FIN that was sent
+    /// again counts again there; the next report puts that right.
+    fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
+        let Some(newest) = agent.and_then(|agent| agent.newest.as_ref()) else { return 0 };
+        let then = agent.map(|agent| &agent.sent_at_report);
+        let since = then.map_or(0, |then| self.load_balancers.totals(id).opened_since(then));
+        u32::try_from((i64::from(newest.open_connections) + since).max(0)).unwrap_or(u32::MAX)
+    }
+}
+
+/// The loads of a server's cores as its agent reports them here; of one behind a rack they come from there, and what its agent
+/// reports here now and then is for people.
+fn loads_here(agent: &Agent, now: Now) -> Option<&CoreLoads> {
+    let behind = agent.session.as_ref().is_some_and(|session| session.behind.is_some());
+    agent.loads(now).filter(|_| !behind)
+}
+
+/// Whether each datagram is placed on its own (`udp = "packet"`).
+pub(super) fn places_requests(service: &FleetService) -> bool {
+    service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
+}
+
+/// The loads of a server's cores as far as they matter to the service. Which worker gets a request that is placed on its own
+/// the server decides then and there, so its core's load is the server's. Flows stay, and a core that is behind now is a chance
+/// of which the policy makes use.
+fn loads_for(service: &FleetService, loads: &CoreLoads) -> Loads {
+    loads_of_placed(places_requests(service), loads)
+}
+
+/// [`loads_for`], for a rack: `requests` is whether the service's datagrams are placed one by one.
+pub fn loads_of_placed(requests: bool, loads: &CoreLoads) -> Loads {
+    Loads::Cores(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
+}

@@ -1,0 +1,189 @@
+//! What the controller wants the data plane to know: whole at first, then what has changed.
+
+use std::collections::{BTreeSet, HashSet};
+use std::net::{IpAddr, Ipv4Addr};
+
+use coreward_dataplane::lb;
+use coreward_model::ServerId;
+use coreward_model::connection_table::OwnerNumber;
+use coreward_model::consistency::Timestamps;
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::policy::TrafficWanted;
+use coreward_wire::{FleetChange, FleetConfiguration, Peer, Server, Service, ServiceIndex};
+
+use super::{Forwarder, ipv4, monotonic};
+
+/// What MAC addresses are found by, and places in lists.
+fn identity(server: &Server) -> (ServerId, IpAddr) {
+    (server.id, server.address)
+}
+
+fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
+    peers.iter().map(|peer| (peer.name.as_str(), peer.address)).collect()
+}
+
+impl Forwarder {
+    /// Puts a configuration in force: keys, services, servers. Tables follow. `number`: what a change of it will name.
+    ///
+    /// # Errors
+    /// When the data plane cannot hold its services: nothing has changed then.
+    pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
+        self.number = None;
+        let with_mode = |service: &Service| (service.address, service.mode);
+        let services: Vec<_> = configuration.services.iter().map(with_mode).collect();
+        let indexes = self.balancer.set_services(&services)?;
+        for (service, index) in configuration.services.iter().zip(&indexes) {
+            self.balancer.set_service_name(*index, &service.name);
+            if let Some(key) = service.time_key {
+                self.balancer.set_time_key(*index, key);
+            }
+        }
+        self.balancer.set_keys(&configuration.keys);
+        self.services = configuration
+            .services
+            .into_iter()
+            .zip(indexes)
+            .map(|(service, index)| (service.index, (service, index)))
+            .collect();
+        self.count_traffic()?;
+        self.peers = configuration.load_balancers;
+        self.report_interval = configuration.report_interval;
+        self.follow_addresses();
+        self.index_servers();
+        for index in self.services.keys().copied().collect::<Vec<_>>() {
+            self.set_servers(index);
+        }
+        self.set_owners();
+        self.health.configure(self.services.values().map(|(service, _)| service));
+        (self.confirmed, self.number) = (configuration.generation, Some(number));
+        self.configured_at.get_or_insert_with(monotonic);
+        Ok(())
+    }
+
+    /// Puts the next configuration in force where it is told as what has changed. Of a server that is another now nothing else
+    /// is looked at; services that come, go or work otherwise are a new configuration.
+    ///
+    /// # Errors
+    /// When it changes another configuration than the one in force ([`Forwarder::lacks_configuration`]); else as
+    /// [`Forwarder::configure`].
+    pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
+        if self.number != Some(change.base) {
+            self.lacks_configuration = true;
+            anyhow::bail!("a change of configuration {}, which is not in force here", change.base);
+        }
+        let same_but_servers = |new: &Service| {
+            let known = self.services.get(&new.index);
+            known.is_some_and(|(old, _)| Service { servers: old.servers.clone(), ..new.clone() } == *old)
+        };
+        let next = &change.configuration;
+        let peers_moved = peer_addresses(&self.peers) != peer_addresses(&next.load_balancers);
+        if !change.gone.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
+            let number = change.number;
+            let whole = change.applied_to(self.configuration());
+            return self.configure(number, whole);
+        }
+        self.balancer.set_keys(&next.keys);
+        self.report_interval = next.report_interval;
+        self.peers = change.configuration.load_balancers;
+        let (mut moved, mut checked) = (false, false);
+        let mut changed = Vec::new();
+        for new in change.configuration.services {
+            let Some((service, _)) = self.services.get_mut(&new.index) else { continue };
+            moved |= !new.servers.iter().map(identity).eq(service.servers.iter().map(identity));
+            checked |= new.check.is_some();
+            changed.push(new.index);
+            *service = new;
+        }
+        if moved {
+            self.follow_addresses();
+            self.index_servers();
+        }
+        changed.into_iter().for_each(|index| self.set_servers(index));
+        self.set_owners();
+        if checked {
+            self.health.configure(self.services.values().map(|(service, _)| service));
+        }
+        (self.confirmed, self.number) = (change.configuration.generation, Some(change.number));
+        Ok(())
+    }
+
+    /// Whether a change came that has nothing here to change: the next configuration must be whole.
+    pub fn lacks_configuration(&self) -> bool {
+        self.lacks_configuration
+    }
+
+    /// As it is in force, but for generation and keys, which every change brings.
+    fn configuration(&self) -> FleetConfiguration {
+        FleetConfiguration {
+            generation: self.confirmed,
+            keys: FleetKeys { keys: [CookieKey { k0: 0, k1: 0 }; 2], current: KeyIndex::First },
+            services: self.services.values().map(|(service, _)| service.clone()).collect(),
+            load_balancers: self.peers.clone(),
+            report_interval: self.report_interval,
+        }
+    }
+
+    fn count_traffic(&mut self) -> anyhow::Result<()> {
+        let wanted = self.services.values().map(|(service, _)| service.traffic).max().unwrap_or_default();
+        self.balancer.count_traffic(wanted == TrafficWanted::All)
+    }
+
+    /// Whose MAC addresses must be known.
+    fn follow_addresses(&mut self) {
+        let servers = self.services.values().flat_map(|(service, _)| &service.servers).map(|server| server.address);
+        let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
+        let followed: BTreeSet<Ipv4Addr> = servers.chain(peers).filter_map(ipv4).collect();
+        self.macs.retain(|address, _| followed.contains(address));
+        self.resolver.follow(followed.into_iter().collect());
+    }
+
+    fn index_servers(&mut self) {
+        self.at_address.clear();
+        for (index, (service, _)) in &self.services {
+            for (position, server) in service.servers.iter().enumerate() {
+                if let Some(address) = ipv4(server.address) {
+                    self.at_address.entry(address).or_default().push((*index, position));
+                }
+            }
+        }
+    }
+
+    /// Every server of the service as it is known now. A server whose MAC address this process does not know yet keeps
+    /// the one that a process before it left in the data plane, until ARP says otherwise.
+    fn set_servers(&mut self, service: ServiceIndex) {
+        let Some((service, index)) = self.services.get(&service) else { return };
+        let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
+        for server in &service.servers {
+            gone.remove(&server.id);
+            let before = self.balancer.server(*index, server.id);
+            let mac = ipv4(server.address).and_then(|address| self.macs.get(&address).copied());
+            let mac = mac.or_else(|| before.and_then(|before| before.mac));
+            let now = lb::Server { mac, eligible: server.eligible };
+            // Where answers are stamped, that may be new without the server being so.
+            if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
+                self.balancer.set_server(*index, server.id, now);
+            }
+        }
+        gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
+    }
+
+    /// The numbers of all load balancers with a connection table, and where they are. One whose MAC address this process does
+    /// not know yet keeps the one that a process before it left, as servers do.
+    fn set_owners(&mut self) {
+        let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
+        if self.balancer.owner() != own {
+            self.balancer.set_owner(own);
+        }
+        for owner in OwnerNumber::all() {
+            let peer = self.peers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.name);
+            match peer {
+                None => self.balancer.forget_owner(owner),
+                Some(peer) if !peer.alive => self.balancer.set_owner_mac(owner, None),
+                Some(peer) => {
+                    let mac = self.mac_of(peer).or_else(|| self.balancer.owner_mac(owner));
+                    self.balancer.set_owner_mac(owner, mac);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! What a core-aware policy keeps from one table to the next, so that a table costs what has changed and not all that there is:
+//! tables are made after every few reports, and one report is of one server.
+//!
+//! All of it follows from the pool: who begins with nothing makes the same table, only later (the test below).
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use super::groups::reached;
+use super::loads::{Class, LoadSpread, Loads};
+use super::{Pool, PoolServer};
+use crate::ServerId;
+use crate::load::CoreLoads;
+use crate::placement::{BucketCount, weighted_rendezvous};
+use crate::rss::{Rss, RssKey};
+
+/// At most so many loads are kept of a group: 32 MiB. Beyond, each is looked up when it is needed.
+const MOST_LOADS: usize = 4 << 20;
+
+/// What one policy keeps.
+#[derive(Debug, Default)]
+pub struct Kept {
+    /// By group.
+    pub(super) groups: Vec<ReachedLoads>,
+    spreads: Spreads,
+    consistent: Consistent,
+}
+
+impl Kept {
+    /// How the known loads of the eligible servers are spread, by class.
+    pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
+        self.spreads.follow(pool);
+        let mut passed_up = pool.racks.iter().flat_map(|rack| &rack.spreads).peekable();
+        if passed_up.peek().is_none() {
+            return Cow::Borrowed(&self.spreads.of_class);
+        }
+        let mut all = self.spreads.of_class.clone();
+        for (class, spread) in passed_up {
+            all.entry(*class).or_default().add_all(spread);
+        }
+        Cow::Owned(all)
+    }
+
+    /// The choice for connections without a cookie: it changes with the eligible servers and their weights alone.
+    pub(super) fn consistent(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
+        let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
+        if self.consistent.made_of.as_ref() != Some(&(weights.clone(), buckets)) {
+            self.consistent.choice = weighted_rendezvous(&weights, buckets);
+            self.consistent.made_of = Some((weights, buckets));
+        }
+        self.consistent.choice.clone()
+    }
+}
+
+/// See [`Kept::consistent`].
+#[derive(Debug, Default)]
+struct Consistent {
+    made_of: Option<(Vec<(ServerId, u32)>, BucketCount)>,
+    choice: Vec<ServerId>,
+}
+
+/// Of the eligible servers whose cores are known here: a spread of whole numbers, from which cores can be taken out again.
+#[derive(Debug, Default)]
+struct Spreads {
+    of_class: BTreeMap<Class, LoadSpread>,
+    /// What is in them, by id.
+    counted: Vec<Counted>,
+}
+
+#[derive(Debug)]
+struct Counted {
+    server: ServerId,
+    class: Class,
+    cores: CoreLoads,
+}
+
+impl Spreads {
+    fn follow(&mut self, pool: &Pool) {
+        let mut before = std::mem::take(&mut self.counted).into_iter().peekable();
+        for server in pool.eligible() {
+            let Some(cores) = server.loads.as_ref().and_then(Loads::cores) else { continue };
+            while let Some(gone) = before.next_if(|counted| counted.server < server.id) {
+                self.remove(&gone);
+            }
+            let now = Counted { server: server.id, class: server.class(), cores: cores.clone() };
+            match before.next_if(|counted| counted.server == server.id) {
+                Some(same) if same.class == now.class && same.cores == now.cores => {}
+                known => {
+                    known.iter().for_each(|known| self.remove(known));
+                    let spread = self.of_class.entry(now.class).or_default();
+                    now.cores.iter().for_each(|load| spread.add(*load));
+                }
+            }
+            self.counted.push(now);
+        }
+        before.for_each(|gone| self.remove(&gone));
+    }
+
+    fn remove(&mut self, counted: &Counted) {
+        if let Some(spread) = self.of_class.get_mut(&counted.class) {
+            counted.cores.iter().for_each(|load| spread.remove(*load));
+        }
+    }
+}
+
+/// The load that each bucket of a group reaches at each of its servers.
+#[derive(Debug, Default)]
+pub struct ReachedLoads {
+    buckets: u32,
+    columns: Vec<Column>,
+    /// By bucket, then by server as in `columns`; empty where they would be too many.
+    loads: Vec<f64>,
+}
+
+/// Of one server.
+#[derive(Debug)]
+struct Column {
+    server: ServerId,
+    /// What its loads were made of; `None`: not of the server alone.
+    made_of: Option<(CoreLoads, Option<Rss>)>,
+}
+
+impl ReachedLoads {
+    /// As it is now, for these servers of the group with that key.
+    pub fn follow(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64) {
+        let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
+        let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
+        if !all_known || self.buckets != buckets.get() {
+            self.buckets = buckets.get();
+            self.columns = servers.iter().map(|server| Column { server: server.id, made_of: None }).collect();
+            let count = servers.len() * buckets.get() as usize;
+            self.loads.clear();
+            self.loads.resize(if count <= MOST_LOADS { count } else { 0 }, neutral);
+        }
+        if self.loads.is_empty() {
+            return;
+        }
+        let stride = self.columns.len();
+        for (position, (column, server)) in self.columns.iter_mut().zip(servers).enumerate() {
+            let cores = server.loads.as_ref().and_then(Loads::cores).filter(|cores| !cores.is_empty());
+            let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
+            let is_same = |(known, known_rss): &(CoreLoads, Option<Rss>)| {
+                cores.is_some_and(|cores| cores == known) && known_rss.as_ref() == rss
+            };
+            if column.made_of.as_ref().is_some_and(is_same) {
+                continue;
+            }
+            let of_column = self.loads[position..].iter_mut().step_by(stride);
+            fill(of_column, server, rss, buckets, neutral);
+            column.made_of = cores.map(|cores| (cores.clone(), rss.cloned()));
+        }
+    }
+
+    /// The loads that the bucket reaches, by server; `None`: they are not kept.
+    pub fn of_bucket(&self, bucket: u32) -> Option<&[f64]> {
+        let start = bucket as usize * self.columns.len();
+        self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
+    }
+}
+
+/// The load that each bucket reaches at the server.
+fn fill<'a>(
+    loads: impl Iterator<Item = &'a mut f64>,
+    server: &PoolServer,
+    rss: Option<&Rss>,
+    buckets: BucketCount,
+    neutral: f64,
+) {
+    let queues = rss.map(|rss| rss.indirection_table.queues());
+    match (server.loads.as_ref().and_then(Loads::cores), queues) {
+        // Each bucket reaches one entry: what `core_of` says, in a loop without its divisions.
+        (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
+            let beyond = server.mean_load(neutral);
+            for (load, queue) in loads.zip(queues.iter().cycle()) {
+                *load = cores.get(usize::from(*queue)).copied().unwrap_or(beyond);
+            }
+        }
+        _ => (0..).zip(loads).for_each(|(bucket, load)| *load = core_of(server, rss, bucket, buckets, neutral).1),
+    }
+}
+
+/// The core of the server that a bucket's connections reach, and its load. Of a server that only shares the group's table
+/// (`rss`: none of that key) it is not known: all its cores count as one.
+pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+    match rss {
+        Some(rss) => reached(server, rss, bucket, buckets, neutral),
+        None => (0, server.mean_load(neutral)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::crossrss::CrossRss;
+    use super::super::{Capacity, CrossRssPlus, Policy, Weight};
+    use super::*;
+    use crate::rss::{IndirectionTable, seeded_rng};
+
+    prop_compose! {
+        /// Few values of everything, so that much stays the same from one table to the next.
+        fn server()(
+            eligible in prop::bool::weighted(0.9),
+            loads in prop::option::weighted(0.9, prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 0..4)),
+            rss in prop::option::weighted(0.9, (0u64..3, 0u64..2)),
+            weight in prop_oneof![5 => Just(1u64), 1 => Just(3)],
+            ramp in prop_oneof![5 => Just(1.0), 1 => Just(0.4)],
+            capacity in prop::option::weighted(0.2, Just(6.0)),
+            fresh: bool,
+        ) -> PoolServer {
+            let rss = rss.map(|(key, table)| Rss {
+                key: RssKey::random(&mut seeded_rng(key, 99)),
+                indirection_table: IndirectionTable::independent(table, 32, 3).unwrap(),
+            });
+            PoolServer {
+                eligible,
+                loads: loads.map(Loads::from),
+                rss,
+                weight: Weight::new(weight).unwrap(),
+                ramp,
+                capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
+                fresh,
+                ..PoolServer::new(ServerId::try_from(0).unwrap())
+            }
+        }
+    }
+
+    prop_compose! {
+        /// Which servers are other ones than in the table before, or are gone (`None`).
+        fn change()(
+            changed in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
+            bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],
+            opened in 0u64..500,
+        ) -> (Vec<(usize, Option<PoolServer>)>, BucketCount, u64) {
+            (changed, BucketCount::new(1 << bits).unwrap(), opened)
+        }
+    }
+
+    proptest! {
+        /// A table by what was kept is the one that is made without.
+        #[test]
+        fn what_is_kept_is_what_would_be_made_anew(
+            begin in prop::collection::vec(server(), 0..12),
+            changes in prop::collection::vec(change(), 1..8),
+        ) {
+            let mut servers: Vec<Option<PoolServer>> = begin.into_iter().map(Some).collect();
+            servers.resize(12, None);
+            let (mut plus, mut plus_anew) = (CrossRssPlus::new(7), CrossRssPlus::new(7));
+            let mut published = CrossRss::new(7);
+            for (generation, (changed, buckets, opened)) in (1..).zip(changes) {
+                changed.into_iter().for_each(|(position, server)| servers[position] = server);
+                let with_id = |(position, server): (usize, &Option<PoolServer>)| {
+                    Some(PoolServer { id: ServerId::try_from(position as u64 * 7).unwrap(), ..server.clone()? })
+                };
+                let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
+                let pool = pool.with_opened_connections(opened);
+                plus_anew.kept = Kept::default();
+                prop_assert_eq!(plus.place(&pool, buckets, generation), plus_anew.place(&pool, buckets, generation));
+                let anew = CrossRss::new(7).place(&pool, buckets, generation);
+                prop_assert_eq!(published.place(&pool, buckets, generation), anew);
+            }
+        }
+    }
+}

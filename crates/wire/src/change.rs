@@ -1,0 +1,80 @@
+//! A change of the fleet's configuration: a load balancer of ten thousand servers is told of the one that is another now, not of
+//! all of them.
+
+use std::collections::HashMap;
+
+use prost::Message as _;
+use prost::bytes::Bytes;
+
+use crate::configuration::{FleetConfiguration, Service, ServiceIndex};
+use crate::{Context as _, WireError, v1};
+
+/// What makes the configuration before on a stream the next one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FleetChange {
+    /// Number of the one before.
+    pub base: u64,
+    /// Number of the next one.
+    pub number: u64,
+    /// The next one, but of its services only those that are new or were other ones.
+    pub configuration: FleetConfiguration,
+    /// Services that are gone.
+    pub gone: Vec<ServiceIndex>,
+}
+
+impl FleetChange {
+    /// From one configuration, with its number, to another.
+    pub fn between((base, old): (u64, &FleetConfiguration), (number, new): (u64, &FleetConfiguration)) -> Self {
+        let mut before: HashMap<ServiceIndex, &Service> =
+            old.services.iter().map(|service| (service.index, service)).collect();
+        let changed = new.services.iter().filter(|service| before.remove(&service.index) != Some(service));
+        let services = changed.cloned().collect();
+        let mut gone: Vec<ServiceIndex> = before.into_keys().collect();
+        gone.sort();
+        let configuration = FleetConfiguration {
+            services,
+            generation: new.generation,
+            keys: new.keys,
+            load_balancers: new.load_balancers.clone(),
+            report_interval: new.report_interval,
+        };
+        Self { base, number, configuration, gone }
+    }
+
+    /// In the form that every load balancer's stream shares.
+    pub fn encode(&self) -> Bytes {
+        let configuration = v1::FleetConfiguration { number: self.number, ..(&self.configuration).into() };
+        let gone_service_index = self.gone.iter().map(|index| index.get().into()).collect();
+        let message = v1::FleetChange { base: self.base, configuration: Some(configuration), gone_service_index };
+        message.encode_to_vec().into()
+    }
+
+    /// # Errors
+    /// When `bytes` are no change, or one that contradicts itself.
+    pub fn decode(bytes: Bytes) -> Result<Self, WireError> {
+        let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
+        let configuration = message.configuration.as_ref().ok_or_else(|| WireError::missing("configuration"))?;
+        let gone = message.gone_service_index.iter().map(|index| ServiceIndex::parse("gone_service_index", *index));
+        Ok(Self {
+            base: message.base,
+            number: configuration.number,
+            configuration: configuration.try_into().within("configuration")?,
+            gone: gone.collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The next configuration, made of the one before.
+    pub fn applied_to(self, before: FleetConfiguration) -> FleetConfiguration {
+        let mut services = before.services;
+        services.retain(|service| !self.gone.contains(&service.index));
+        let mut places: HashMap<ServiceIndex, usize> =
+            services.iter().enumerate().map(|(place, service)| (service.index, place)).collect();
+        for changed in self.configuration.services {
+            match places.remove(&changed.index) {
+                Some(place) => services[place] = changed,
+                None => services.push(changed),
+            }
+        }
+        FleetConfiguration { services, ..self.configuration }
+    }
+}
