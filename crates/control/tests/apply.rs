@@ -5,7 +5,9 @@ mod support;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use coreward_control::config::Change;
+use coreward_api::Role;
+use coreward_api::client::Client;
+use coreward_api::tokens::token_file;
 use coreward_control::show::Format;
 use coreward_control::show::fleet::{self, Wanted};
 use coreward_wire::v1;
@@ -38,10 +40,14 @@ impl Home {
 }
 
 impl Running {
+    fn operator(&self, home: &Home) -> Client {
+        Client::new(self.api.into(), &token_file(home.directory.path(), Role::Operator)).unwrap()
+    }
+
     /// As `coreward apply` does it, whose runtime is its own.
     async fn wanted(&self, home: &Home, text: &str) -> Result<Wanted, String> {
-        let (address, file) = (self.address, home.file(text));
-        let wanted = tokio::task::spawn_blocking(move || Wanted::read(address, &file)).await.unwrap();
+        let (client, file) = (self.operator(home), home.file(text));
+        let wanted = tokio::task::spawn_blocking(move || Wanted::read(&client, &file)).await.unwrap();
         wanted.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
     }
 
@@ -49,9 +55,9 @@ impl Running {
         apply(self.wanted(home, text).await?).await
     }
 
-    async fn shown(&self, format: Format) -> String {
-        let address = self.address;
-        tokio::task::spawn_blocking(move || fleet::show(address, format)).await.unwrap().unwrap()
+    async fn shown(&self, home: &Home, format: Format) -> String {
+        let client = self.operator(home);
+        tokio::task::spawn_blocking(move || fleet::show(&client, format)).await.unwrap().unwrap()
     }
 
     async fn document(&self) -> v1::FleetDocument {
@@ -69,7 +75,8 @@ impl Running {
 }
 
 async fn apply(wanted: Wanted) -> Result<u64, String> {
-    tokio::task::spawn_blocking(move || wanted.apply()).await.unwrap().map_err(|error| format!("{error:#}"))
+    let applied = tokio::task::spawn_blocking(move || wanted.apply()).await.unwrap();
+    applied.map(|applied| applied.generation).map_err(|error| format!("{error:#}"))
 }
 
 #[tokio::test]
@@ -79,14 +86,8 @@ async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
     assert_eq!(controller.document().await, v1::FleetDocument::default());
     let first = document(&["s1", "s2"], "");
     let wanted = controller.wanted(&home, &first).await.unwrap();
-    let added: Vec<&str> = wanted
-        .changes
-        .iter()
-        .filter_map(|change| match change {
-            Change::Added { what, .. } => Some(what.as_str()),
-            _ => None,
-        })
-        .collect();
+    assert!(wanted.changes().iter().all(|change| change.message.starts_with("+ ")));
+    let added: Vec<&str> = wanted.changes().iter().map(|change| change.what.as_str()).collect();
     assert_eq!(added, ["server s1", "server s2", "service web"]);
     assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
     assert_eq!(apply(wanted).await, Ok(1));
@@ -94,13 +95,18 @@ async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
     assert_eq!(before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
     let again = controller.wanted(&home, &first).await.unwrap();
-    assert!(again.is_in_force && again.difference() == "generation 1 is the same: nothing changes\n");
+    assert!(
+        again.is_in_force() && again.difference(Format::Text).unwrap() == "generation 1 is the same: nothing changes\n"
+    );
     let drained = first.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
     let wanted = controller.wanted(&home, &drained).await.unwrap();
-    assert_eq!(wanted.difference(), "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n");
+    assert_eq!(
+        wanted.difference(Format::Text).unwrap(),
+        "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
+    );
     assert_eq!(apply(wanted).await, Ok(2));
-    assert_eq!(controller.shown(Format::Text).await, format!("# generation 2, applied\n{drained}"));
-    let shown: serde_json::Value = serde_json::from_str(&controller.shown(Format::Json).await).unwrap();
+    assert_eq!(controller.shown(&home, Format::Text).await, format!("# generation 2, applied\n{drained}"));
+    let shown: serde_json::Value = serde_json::from_str(&controller.shown(&home, Format::Json).await).unwrap();
     assert_eq!(
         (&shown["generation"], &shown["file"], &shown["text"]),
         (&2.into(), &().into(), &drained.as_str().into())
