@@ -7,6 +7,7 @@ use std::time::Duration;
 use coreward_daemon::Connection;
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
+use coreward_tls::Role;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
 use coreward_wire::v1::control_client::ControlClient;
@@ -48,7 +49,7 @@ pub async fn serve(agent: &mut Agent) -> anyhow::Result<std::convert::Infallible
 }
 
 fn connection(agent: &Agent) -> anyhow::Result<Connection> {
-    Connection::new(agent.controllers().clone(), agent.tls())
+    Connection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
 }
 
 /// What is to be done whether there is a controller or not.

@@ -155,7 +155,10 @@ impl Client {
         }
         let said: Vec<String> =
             said.into_iter().map(|(position, said)| format!("{}: {said}", self.controllers[position])).collect();
-        Err(anyhow!("no controller that was asked leads ({}): expected `--controller` with all of them", said.join("; ")))
+        Err(anyhow!(
+            "no controller that was asked leads ({}): expected `--controller` with all of them",
+            said.join("; ")
+        ))
     }
 
     async fn ask_one<T: DeserializeOwned>(&self, controller: &ControllerUrl, question: Question) -> anyhow::Result<T> {

@@ -266,7 +266,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
         }
         Command::Agent(args) => agent(args),
-        Command::Rack(args) => coreward_rack::daemon::run(&args.config),
+        Command::Rack(args) => {
+            Daemon::Rack.confine()?;
+            coreward_rack::daemon::run(&args.config)
+        }
         Command::Dispatch(args) => {
             rights::require("coreward dispatch")?;
             Daemon::Dispatch.confine()?;

@@ -16,6 +16,8 @@ pub enum Daemon {
     Agent,
     /// `coreward dispatch`
     Dispatch,
+    /// `coreward rack`
+    Rack,
 }
 
 impl Daemon {
@@ -24,8 +26,8 @@ impl Daemon {
     pub fn keeps(self) -> &'static [Capability] {
         use Capability::{CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE};
         match self {
-            // It decides and listens.
-            Self::Controller => &[],
+            // They decide, add up and listen.
+            Self::Controller | Self::Rack => &[],
             // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
             Self::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
             // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. SYS_PTRACE: other processes' listening sockets.

@@ -27,16 +27,18 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 pub struct Connection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
+    /// Who may be there.
+    expected: &'static [Role],
     turns: Turns,
 }
 
 impl Connection {
-    /// Nothing is tried yet. Without `tls` nobody knows who anybody is. Looks after the certificates from now on, on the
+    /// Nothing is tried yet. With `tls` one of the roles of `expected` must answer; without it nobody knows who anybody is. Looks after the certificates from now on, on the
     /// runtime that it is called from.
     ///
     /// # Errors
     /// When the certificates cannot be used.
-    pub fn new(controllers: Controllers, tls: Option<&Files>) -> anyhow::Result<Self> {
+    pub fn new(controllers: Controllers, tls: Option<&Files>, expected: &'static [Role]) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {
             Some(tls) => drop(tokio::spawn(tls.clone().look_after())),
@@ -45,7 +47,7 @@ impl Connection {
                 "no `[tls]`: whoever is on the way to {controllers} can read the cookie keys, and change what comes from there"
             ),
         }
-        Ok(Self { turns: Turns::new(controllers.addresses().len()), tls, controllers })
+        Ok(Self { turns: Turns::new(controllers.addresses().len()), tls, expected, controllers })
     }
 
     /// What an operator should know: certificates that end soon.
@@ -69,7 +71,7 @@ impl Connection {
     /// When it does not answer within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
         let address = self.controller();
-        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, Role::Controller)));
+        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected)));
         async move {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
                 .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)

@@ -12,6 +12,7 @@ use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
+use coreward_tls::Role;
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
@@ -106,7 +107,7 @@ async fn serve(
         Some(announce) => Some(Announcer::start(announce).await?),
         None => None,
     };
-    let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref())?;
+    let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer };
     let work = follow_for_ever(&config, &mut connection, &mut forwarder, &mut around);
     let outcome = coreward_daemon::until_told(work).await;

@@ -105,14 +105,14 @@ pub const METRICS: &[Metric] = &[
         "coreward_handshakes_refused_total",
         Counter,
         &["reason"],
-        &[Controller],
+        &[Controller, Rack],
         "Connections that did not come about, by reason",
     ),
     metric(
         "coreward_certificate_expiry_seconds",
         Extreme,
         &["certificate"],
-        &[Controller, Lb, Agent],
+        &[Controller, Lb, Agent, Rack],
         "When the part's own certificate (own), and the first of its authorities' (ca), ends: since 1970",
     ),
     metric(

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
+use coreward_control::server::security::{Security, Visitor};
+use coreward_tls::Role;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::Control;
@@ -131,6 +133,16 @@ impl Shared {
         }
     }
 
+    /// Whether the agent is who its certificate says; it is told when not.
+    fn may_speak_for(&self, stream: u64, visitor: &Visitor, server: &str) -> bool {
+        let Err(refused) = visitor.require_name(Role::Agent, server) else { return true };
+        tracing::warn!("the agent at {} was refused: {}", visitor.caller, refused.message());
+        if let Some(answers) = self.up().as_ref().and_then(|up| up.answers.get(&stream)) {
+            let _ = answers.try_send(Err(refused));
+        }
+        false
+    }
+
     /// Whether the stream goes on: it does not when the controller has ended it.
     fn report(&self, stream: u64, report: v1::Report) -> bool {
         let (now, mut up) = (self.now(), self.up());
@@ -164,6 +176,7 @@ fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
 /// Serves one agent until it, or the controller, goes.
 async fn serve(
     shared: Arc<Shared>,
+    visitor: Visitor,
     stream: u64,
     mut said: Streaming<v1::AgentMessage>,
     up: mpsc::Sender<v1::RackMessage>,
@@ -177,6 +190,8 @@ async fn serve(
         let Ok(Some(v1::AgentMessage { message: Some(message) })) = message else { break };
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
+            // The controller has only our word for who it is.
+            Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &hello.server) => false,
             other => hand_on(from_agent(stream, other)).await,
         };
         if !goes_on {
@@ -191,6 +206,8 @@ async fn serve(
 pub struct Service {
     /// With the connection to the controller.
     pub shared: Arc<Shared>,
+    /// Who may speak.
+    pub security: Arc<Security>,
 }
 
 /// For those that connect to the wrong address.
@@ -208,9 +225,10 @@ impl Control for Service {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
+        let visitor = Visitor::of(&request, &self.security)?;
         let (answers, updates) = mpsc::channel(QUEUED);
         let (stream, up) = self.shared.begin(answers)?;
-        tokio::spawn(serve(self.shared.clone(), stream, request.into_inner(), up));
+        tokio::spawn(serve(self.shared.clone(), visitor, stream, request.into_inner(), up));
         Ok(Response::new(ReceiverStream::new(updates)))
     }
 

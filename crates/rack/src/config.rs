@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use coreward_config::{MILLISECOND, MINUTE, Mistakes, Name, Number, Period, Source, table};
 use coreward_daemon::Controllers;
+use coreward_control::server::security::Door;
 use coreward_model::policy::MOST_CANDIDATES;
+use coreward_tls::Files;
+use coreward_tls::certificate::Fingerprint;
 
 /// What the daemon is told. Servers and services come from the controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +26,12 @@ pub struct Config {
     pub candidates: usize,
     /// Where metrics are served for Prometheus; `None`: nowhere.
     pub metrics: Option<SocketAddr>,
+    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    pub tls: Option<Files>,
+    /// Certificates that are refused though they are right.
+    pub denied_certificates: Vec<Fingerprint>,
+    /// That there is no `tls` is wanted.
+    pub allow_plaintext: bool,
 }
 
 /// Between 100 ms and a minute: `coreward status` should show what is, not what was.
@@ -43,19 +52,12 @@ table! {
         candidates: Number<1, { MOST_CANDIDATES as u64 }> = Number(MOST_CANDIDATES.into()),
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
-    }
-}
-
-impl From<File> for Config {
-    fn from(file: File) -> Self {
-        Self {
-            name: file.name.0,
-            listen: file.listen,
-            controllers: file.controllers,
-            detail_interval: file.detail_interval.0,
-            candidates: file.candidates.0 as usize,
-            metrics: file.metrics,
-        }
+        /// Who this rack is, and whom it believes.
+        tls: Option<coreward_tls::table::Table>,
+        /// Certificates that are refused though they are right, as their keys were lost.
+        denied_certificates: Vec<Fingerprint>,
+        /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
+        allow_plaintext: bool = false,
     }
 }
 
@@ -69,7 +71,25 @@ impl Config {
     /// # Errors
     /// All that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
-        source.read_as(|file: File, _| Some(file.into()))
+        source.read_as(|file: File, reader| {
+            Some(Self {
+                name: file.name.0,
+                listen: file.listen,
+                controllers: file.controllers,
+                detail_interval: file.detail_interval.0,
+                candidates: file.candidates.0 as usize,
+                metrics: file.metrics,
+                tls: file.tls.and_then(|table| table.check_within(reader)),
+                denied_certificates: file.denied_certificates,
+                allow_plaintext: file.allow_plaintext,
+            })
+        })
+    }
+
+    /// Who may come.
+    pub fn door(&self) -> Door<'_> {
+        let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;
+        Door { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
     }
 }
 

@@ -1,23 +1,26 @@
 //! The daemon: follows the controller, and serves agents while it does.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_control::server::raise_file_limit;
+use coreward_control::server::security::Security;
 use coreward_daemon::Connection;
 use coreward_metrics::endpoint;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
+use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::control_server::ControlServer;
 use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::server::TcpIncoming;
 
 use crate::agents::{Service, Shared};
 use crate::config::Config;
@@ -32,12 +35,39 @@ const QUEUED: usize = 64;
 /// When the file is wrong or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
-    let config = Config::load(config)?;
+    let path = config;
+    let config = Config::load(path)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-        let rack = Rack::bind(config).await?;
+        let hangup = signal(SignalKind::hangup())?;
+        let rack = Rack::bind(config.clone()).await?;
         tracing::info!("listening on {}", rack.address());
-        coreward_daemon::until_told(rack.serve()).await
+        let security = rack.security.clone();
+        coreward_daemon::until_told(async {
+            tokio::select! {
+                outcome = rack.serve() => outcome,
+                never = reload_when_told(hangup, path, config, &security) => match never {},
+            }
+        })
+        .await
     })
+}
+
+/// Whose certificates are refused may change; all else takes a restart, which costs agents a second.
+async fn reload_when_told(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
+    loop {
+        hangup.recv().await;
+        match Config::load(path) {
+            Ok(config) => {
+                security.denied.set(config.denied_certificates.iter().copied());
+                let unchanged = Config { denied_certificates: begun.denied_certificates.clone(), ..config } == begun;
+                match unchanged {
+                    true => tracing::info!("`denied_certificates` is in force"),
+                    false => tracing::warn!("`denied_certificates` is in force, other keys after a restart only"),
+                }
+            }
+            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+        }
+    }
 }
 
 /// A rack controller that listens.
@@ -45,20 +75,22 @@ pub struct Rack {
     config: Config,
     listener: TcpListener,
     address: SocketAddr,
+    security: Arc<Security>,
 }
 
 impl Rack {
     /// Listens; agents are refused until there is a controller.
     ///
     /// # Errors
-    /// When the address cannot be listened on.
+    /// When the address cannot be listened on, or certificates cannot be used.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
+        let security = Arc::new(Security::of(&config.door())?);
         let expected = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
             .await
             .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
         let address = listener.local_addr()?;
-        Ok(Self { config, listener, address })
+        Ok(Self { config, listener, address, security })
     }
 
     /// Where it listens (the port that the system chose where `listen` names port 0).
@@ -72,26 +104,28 @@ impl Rack {
     /// When the listening socket fails.
     pub async fn serve(self) -> anyhow::Result<()> {
         let shared = Arc::new(Shared::default());
-        let asked = shared.clone();
+        let (asked, protected) = (shared.clone(), self.security.clone());
         endpoint::serve(self.config.metrics, move || {
             let counts = asked.counts();
             let mut page = parts::begin(Part::Rack);
             page.add("coreward_rack_controller_connected", &[], f64::from(u8::from(counts.connected)));
             page.add("coreward_rack_agents", &[], counts.agents as f64);
+            protected.add_metrics(&mut page);
             page
         })?;
         let service = coreward_control::server::builder()
-            .add_service(ControlServer::new(Service { shared: shared.clone() }))
-            .serve_with_incoming(TcpIncoming::from(self.listener).with_nodelay(Some(true)));
+            .add_service(ControlServer::new(Service { shared: shared.clone(), security: self.security.clone() }))
+            .serve_with_incoming(self.security.gate(&[Role::Agent], Limits::default()).admit(self.listener));
         tokio::select! {
             outcome = service => outcome.context("the rack's socket failed"),
             never = follow_for_ever(&self.config, &shared) => match never? {},
+            never = self.security.look_after() => match never {},
         }
     }
 }
 
-async fn follow_for_ever(config: &Config, shared: &Shared) -> anyhow::Result<std::convert::Infallible> {
-    let mut connection = Connection::new(config.controllers.clone(), None)?;
+async fn follow_for_ever(config: &Config, shared: &Shared) -> anyhow::Result<Infallible> {
+    let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
         let outcome = follow(config, &mut connection, shared).await;
         shared.disconnected();

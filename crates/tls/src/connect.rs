@@ -27,12 +27,12 @@ const HTTP: &str = "http/1.1";
 #[derive(Debug, Clone)]
 pub struct Connector {
     address: SocketAddr,
-    tls: Option<(Arc<Tls>, Role)>,
+    tls: Option<(Arc<Tls>, &'static [Role])>,
 }
 
 impl Connector {
-    /// `tls`: with that certificate, to somebody of that role; otherwise nothing is encrypted, and anybody may be there.
-    pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, Role)>) -> Self {
+    /// `tls`: with that certificate, to somebody of one of those roles; otherwise nothing is encrypted, and anybody may be there.
+    pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, &'static [Role])>) -> Self {
         Self { address, tls }
     }
 
@@ -41,8 +41,8 @@ impl Connector {
     pub async fn connect(&self) -> io::Result<Io> {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
-        let Some((tls, role)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.material().client(&[*role], "h2").map_err(io::Error::other)?;
+        let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
+        let config = tls.material().client(roles, "h2").map_err(io::Error::other)?;
         shake_hands(Arc::new(config), self.address, stream).await
     }
 }

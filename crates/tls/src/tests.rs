@@ -89,7 +89,7 @@ impl Listening {
 
     /// What it says to `tls`, or the error.
     async fn meet(&self, tls: &Arc<Tls>) -> Result<String, String> {
-        let connector = Connector::new(self.address, Some((tls.clone(), Role::Controller)));
+        let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
         ask(&mut stream).await
     }
@@ -231,7 +231,7 @@ async fn one_certificate_opens_a_few_connections() {
     let limits = Limits { connections_per_identity: 2, ..Limits::default() };
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
-    let connector = Connector::new(listening.address, Some((agent.clone(), Role::Controller)));
+    let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut open = Vec::new();
     for _ in 0..2 {
         let mut stream = connector.connect().await.unwrap();
@@ -256,7 +256,7 @@ async fn a_denied_certificate_ends_what_it_opened() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
-    let connector = Connector::new(listening.address, Some((agent.clone(), Role::Controller)));
+    let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
     ask(&mut stream).await.unwrap();
     let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
@@ -273,7 +273,7 @@ async fn a_connection_does_not_outlive_its_certificate() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let files = fleet.write(Role::Agent, "s1", Validity::from_now(Duration::from_secs(3)));
-    let connector = Connector::new(listening.address, Some((Tls::load(files).unwrap(), Role::Controller)));
+    let connector = Connector::new(listening.address, Some((Tls::load(files).unwrap(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
     ask(&mut stream).await.unwrap();
     let ended = tokio::time::timeout(PATIENCE, stream.read_u8()).await.expect("an end in time");
@@ -287,7 +287,7 @@ async fn one_authority_takes_over_from_another() {
     let controller = fleet.issue(Role::Controller, "c1");
     let agent = fleet.issue(Role::Agent, "s1");
     let listening = Listening::start(Some(controller.clone()), Limits::default()).await;
-    let connector = Connector::new(listening.address, Some((agent.clone(), Role::Controller)));
+    let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut open = connector.connect().await.unwrap();
     let renew = |role, name, tls: &Arc<Tls>| {
         fleet.write(role, name, Validity::from_now(DAY));

@@ -96,7 +96,16 @@ mod tests {
             let url: ControllerUrl = text.parse().unwrap();
             assert_eq!((url.to_string().as_str(), url.is_https()), (shown, text.starts_with("https")));
         }
-        for text in ["", "127.0.0.1", "192.0.2.1:7401", "http://192.0.2.1:7401", "https://x", "https://x:0", "https://:1", "ftp://x:1"] {
+        for text in [
+            "",
+            "127.0.0.1",
+            "192.0.2.1:7401",
+            "http://192.0.2.1:7401",
+            "https://x",
+            "https://x:0",
+            "https://:1",
+            "ftp://x:1",
+        ] {
             let error = text.parse::<ControllerUrl>().unwrap_err().to_string();
             assert!(error.starts_with(&format!("{text:?}: expected")), "{error}");
         }

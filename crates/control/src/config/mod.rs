@@ -34,6 +34,8 @@ pub use difference::{Change, difference};
 use etcd::EtcdConfig;
 use file::{ControllerFile, FleetFile};
 
+use crate::server::security::Door;
+
 /// 10 Hz, as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -78,6 +80,12 @@ pub enum StorePlace {
 }
 
 impl ControllerConfig {
+    /// Who may come.
+    pub fn door(&self) -> Door<'_> {
+        let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;
+        Door { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
+    }
+
     /// # Errors
     /// When the file cannot be read; everything in it that is wrong.
     pub fn load(path: &Path) -> Result<Self, Mistakes> {

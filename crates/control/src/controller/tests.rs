@@ -550,7 +550,7 @@ fn reports_that_come_too_often_are_refused_and_counted() {
     let sessions = world.report_loads(&[&[0.5; 4], &[0.5; 4]]);
     let loads = world.status_of("s0", at(100)).core_load;
     let outcomes: Vec<bool> = (3..1003)
-        .map(|sequence| world.controller.report(&sessions[0], Ok(report(sequence, at(100), &[0; 4])), at(100)).is_ok())
+        .map(|sequence| world.controller.report(&sessions[0], Ok(report(sequence, at(100), &[50_000_000; 4])), at(100)).is_ok())
         .collect();
     assert!(outcomes.iter().filter(|taken| **taken).count() < 64);
     assert!(world.controller.status(false, at(100)).refused_reports["too_often"] > 900);

@@ -15,7 +15,7 @@ mod load_balancers;
 pub mod office;
 mod people;
 mod racks;
-mod security;
+pub mod security;
 pub(crate) mod shared;
 mod sockets;
 
@@ -187,31 +187,47 @@ impl Server {
     pub async fn serve(self) -> anyhow::Result<()> {
         let asked = self.office.clone();
         endpoint::serve(self.config.metrics, move || asked.metrics())?;
-        let _api =
-            api::serve(self.api, self.office.security.api_door(self.config.api), self.office.clone(), self.tokens)?;
+        // Before anybody can ask: who starts the only controller may ask it at once.
+        let work = match self.place {
+            Place::Own(keeper) => Work::Alone(Term::begin(*keeper, &self.office, None)),
+            Place::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
+        };
+        let api_door = self.office.security.api_door(self.config.api);
+        let _api = api::serve(self.api, api_door.clone(), self.office.clone(), self.tokens)?;
         let service = builder()
             .add_service(
                 ControlServer::new(Service { office: self.office.clone() }).max_decoding_message_size(MESSAGE_BYTES),
             )
             .serve_with_incoming(self.office.security.gate(PARTS, Limits::default()).admit(self.listener));
         let work = async {
-            match self.place {
-                Place::Own(keeper) => lead(*keeper, &self.office, None).await,
-                Place::Etcd(cluster, etcd) => take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await,
+            match work {
+                Work::Alone(term) => term.lead().await,
+                Work::Together(cluster, etcd) => {
+                    take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await
+                }
             }
         };
         tokio::select! {
             outcome = service => outcome.context("the controller's socket failed"),
             outcome = work => outcome,
             never = self.office.security.look_after() => match never {},
+            never = api_door.look_after() => match never {},
         }
     }
+}
+
+/// What a controller does beside answering.
+enum Work {
+    /// It leads for ever.
+    Alone(Term),
+    /// It leads when no other controller does.
+    Together(Arc<Cluster>, EtcdConfig),
 }
 
 /// The file, and what it says where the records are. Not to be called from asynchronous code.
 fn open(path: &Path) -> anyhow::Result<(ControllerConfig, Place, Security)> {
     let config = ControllerConfig::load(path)?;
-    let security = Security::of(&config)?;
+    let security = Security::of(&config.door())?;
     let place = match &config.store {
         StorePlace::Embedded(file) => {
             let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
@@ -249,7 +265,7 @@ async fn take_turns(
             Ok(keeper) => {
                 tracing::info!("this controller leads (term {term})");
                 tokio::select! {
-                    outcome = lead(keeper, office, Some(leadership.clone())) => return outcome,
+                    outcome = Term::begin(keeper, office, Some(leadership.clone())).lead() => return outcome,
                     reason = leadership.ended() => reason,
                 }
             }
@@ -265,16 +281,30 @@ async fn take_turns(
     }
 }
 
-/// Decides and serves, for ever.
-async fn lead(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> anyhow::Result<()> {
-    let restarted = keeper.restarted();
-    let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), leadership);
-    let shared = Arc::new(shared);
-    office.take(shared.clone());
-    tokio::select! {
-        () = tick(&shared, restarted) => Ok(()),
-        outcome = keep(keeper, &shared, changes) => outcome,
-        () = look(&shared) => Ok(()),
+/// A controller's time as the one that leads.
+struct Term {
+    keeper: Keeper,
+    shared: Arc<Shared>,
+    changes: mpsc::Receiver<WantedChange>,
+}
+
+impl Term {
+    /// From now on questions are answered.
+    fn begin(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> Self {
+        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), leadership);
+        let shared = Arc::new(shared);
+        office.take(shared.clone());
+        Self { keeper, shared, changes }
+    }
+
+    /// Decides and serves, for ever.
+    async fn lead(self) -> anyhow::Result<()> {
+        let Self { keeper, shared, changes } = self;
+        tokio::select! {
+            () = tick(&shared, keeper.restarted()) => Ok(()),
+            outcome = keep(keeper, &shared, changes) => outcome,
+            () = look(&shared) => Ok(()),
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Who is let in, and what is counted of those who are not.
+//! Who is let in, and what is counted of those who are not; racks have the same.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,15 +7,26 @@ use std::sync::Arc;
 use coreward_api::serve::Acceptor;
 use coreward_daemon::add_expiry;
 use coreward_metrics::page::Page;
+use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};
 use coreward_tls::verify::Denied;
-use coreward_tls::{Admitted, Caller, ClientCertificates, Gate, Limits, Role, Tls};
+use coreward_tls::{Admitted, Caller, ClientCertificates, Files, Gate, Limits, Role, Tls};
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
 
-use crate::config::ControllerConfig;
+/// What stands in the file of a daemon that parts connect to.
+pub struct Door<'a> {
+    /// Where they connect to.
+    pub listen: SocketAddr,
+    /// Who the daemon is.
+    pub tls: Option<&'a Files>,
+    /// Certificates that are refused though they are right.
+    pub denied_certificates: &'a [Fingerprint],
+    /// That there is no `tls` is wanted.
+    pub allow_plaintext: bool,
+}
 
-/// What protects this controller.
+/// What protects this controller, or rack.
 pub struct Security {
     /// Its certificates; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
@@ -26,11 +37,11 @@ pub struct Security {
 }
 
 impl Security {
-    /// What a controller's file says.
+    /// What a file says of who may come to `listen`.
     ///
     /// # Errors
     /// When certificates cannot be used.
-    pub fn of(config: &ControllerConfig) -> anyhow::Result<Self> {
+    pub fn of(config: &Door<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
                 "{} without TLS: whoever reaches it can read the cookie keys and speak for any server: expected `[tls]`, an \
@@ -40,7 +51,7 @@ impl Security {
         }
         let denied = Denied::default();
         denied.set(config.denied_certificates.iter().copied());
-        Ok(Self { tls: coreward_tls::table::load(config.tls.as_ref())?, failures: Arc::default(), denied })
+        Ok(Self { tls: coreward_tls::table::load(config.tls)?, failures: Arc::default(), denied })
     }
 
     /// For gRPC: without a certificate of one of these roles nobody comes in.
@@ -55,14 +66,14 @@ impl Security {
         }
     }
 
-    /// For the API: whoever has no certificate of an operator or a viewer has a token. An address of this host needs no
-    /// encryption.
+    /// For the API: whoever has no certificate of an operator or a viewer has a token; others are told so by HTTP. An
+    /// address of this host needs no encryption.
     pub fn api_door(&self, address: SocketAddr) -> ApiDoor {
         let failures = self.failures.clone();
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
                 let (accepted, denied) = (ClientCertificates::Accepted, self.denied.clone());
-                Gate::guarded(tls, PEOPLE, accepted, &["http/1.1"], denied, Limits::default(), failures)
+                Gate::guarded(tls, &Role::ALL, accepted, &["http/1.1"], denied, Limits::default(), failures)
             }
             None => Gate::open(Limits::default(), failures),
         };
@@ -92,6 +103,13 @@ pub const PEOPLE: &[Role] = &[Role::Operator, Role::Viewer];
 /// The API's.
 #[derive(Clone)]
 pub struct ApiDoor(Arc<Gate>);
+
+impl ApiDoor {
+    /// Ends connections whose certificate has expired since, or was denied, for ever.
+    pub async fn look_after(self) -> std::convert::Infallible {
+        self.0.look_after_always().await
+    }
+}
 
 impl Acceptor for ApiDoor {
     type Stream = Admitted;

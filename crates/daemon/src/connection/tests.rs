@@ -145,7 +145,7 @@ fn connection(addresses: &[SocketAddr]) -> Connection {
         }
     }
     let source = coreward_config::Source::from_text("lb.toml", &text);
-    Connection::new(source.read_as(|file: File, _| Some(file.controller)).unwrap(), None).unwrap()
+    Connection::new(source.read_as(|file: File, _| Some(file.controller)).unwrap(), None, &[Role::Controller]).unwrap()
 }
 
 #[tokio::test]

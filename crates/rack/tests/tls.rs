@@ -1,0 +1,154 @@
+//! A rack with certificates: its agents are who they say, and it is the rack that it says.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_control::server::Server;
+use coreward_rack::config::Config;
+use coreward_rack::daemon::Rack;
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::connect::Connector;
+use coreward_tls::{Files, Identity, Role, Tls};
+use coreward_wire::v1;
+use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::control_client::ControlClient;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Endpoint;
+use tonic::{Code, Status};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// An authority, and what it has signed.
+struct Certificates(tempfile::TempDir);
+
+impl Certificates {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        Authority::init(&directory.path().join("authority"), &"test".parse().unwrap(), 30 * DAY).unwrap();
+        Self(directory)
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// A new certificate of somebody.
+    fn issue(&self, role: Role, name: &str) -> Files {
+        let authority = Authority::open(&self.path().join("authority")).unwrap();
+        let identity = Identity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
+        let directory = self.path().join(format!("{role}-{name}"));
+        let issued = authority.issue(&identity, &[], Validity::from_now(DAY)).unwrap();
+        issued.write(&directory, &authority).unwrap();
+        let file = |name| directory.join(name);
+        Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    }
+
+    fn table(&self, role: Role, name: &str) -> String {
+        let Files { ca, certificate, key } = self.issue(role, name);
+        format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
+    }
+
+    /// A controller of servers s1 and s2.
+    async fn controller(&self) -> SocketAddr {
+        let file = |name: &str| self.path().join(name);
+        let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {n}\n");
+        std::fs::write(file("fleet.toml"), server(1) + &server(2)).unwrap();
+        let own = format!(
+            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {:?}\nfleet = \"fleet.toml\"\n{}",
+            file("store"),
+            self.table(Role::Controller, "c1")
+        );
+        std::fs::write(file("controller.toml"), own).unwrap();
+        let server = Server::bind(&file("controller.toml")).await.unwrap();
+        let address = server.address();
+        tokio::spawn(server.serve());
+        address
+    }
+
+    async fn rack(&self, controller: SocketAddr, table: &str) -> SocketAddr {
+        let text = format!("name = \"r1\"\nlisten = \"127.0.0.1:0\"\ncontroller = \"{controller}\"\n{table}");
+        let rack = Rack::bind(Config::parse(&Source::from_text("rack.toml", &text)).unwrap()).await.unwrap();
+        let address = rack.address();
+        tokio::spawn(rack.serve());
+        address
+    }
+}
+
+/// What somebody with this certificate, who says that it is the agent of `server`, is told first.
+async fn first_answer(
+    files: &Files,
+    expected: &'static [Role],
+    server: &str,
+    at: SocketAddr,
+) -> Result<Option<v1::AgentUpdate>, Status> {
+    let connector = Connector::new(at, Some((Tls::load(files.clone()).unwrap(), expected)));
+    let endpoint = Endpoint::from_shared(format!("http://{at}")).unwrap();
+    let channel = endpoint.connect_with_connector(connector).await.map_err(|error| Status::from_error(error.into()))?;
+    let (sender, receiver) = mpsc::channel(1);
+    let hello = v1::AgentHello { server: server.to_owned(), version: "test".into() };
+    sender.send(v1::AgentMessage { message: Some(Message::Hello(hello)) }).await.unwrap();
+    ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
+}
+
+/// As [`first_answer`], once the rack has its controller.
+async fn answer(
+    files: &Files,
+    expected: &'static [Role],
+    server: &str,
+    at: SocketAddr,
+) -> Result<Option<v1::AgentUpdate>, Status> {
+    let ask = async {
+        loop {
+            match first_answer(files, expected, server, at).await {
+                Err(status) if status.message().contains("no connection to its controller") => {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                other => return other,
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, ask).await.expect("an answer in time")
+}
+
+const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
+
+#[tokio::test]
+async fn an_agent_behind_a_rack_speaks_for_its_server_only() {
+    let certificates = Certificates::new();
+    let controller = certificates.controller().await;
+    let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
+    let s1 = certificates.issue(Role::Agent, "s1");
+    let told = answer(&s1, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap().and_then(|update| update.update);
+    let Some(v1::agent_update::Update::Configuration(configuration)) = told else { panic!("{told:?}") };
+    assert_eq!(configuration.server_id, 1);
+
+    let refused = answer(&s1, CONTROLLERS_AND_RACKS, "s2", rack).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
+    assert!(refused.message().contains("s1") && refused.message().contains("s2"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_rack_is_no_controller_and_takes_agents_only() {
+    let certificates = Certificates::new();
+    let controller = certificates.controller().await;
+    let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
+    let lb = certificates.issue(Role::Lb, "lb1");
+    // A load balancer does not take it for a controller, and is not taken where it would.
+    assert!(first_answer(&lb, &[Role::Controller], "s1", rack).await.is_err());
+    let refused = first_answer(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
+    assert_ne!(refused.code(), Code::Ok);
+    // An agent's key does not make a rack: the controller refuses it, so it takes nobody.
+    let impostor = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
+    let s1 = certificates.issue(Role::Agent, "s1");
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(first_answer(&s1, CONTROLLERS_AND_RACKS, "s1", impostor).await.is_err());
+    // Nobody without a certificate.
+    let plain = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
+    let mut client = ControlClient::new(plain.connect_lazy());
+    let refused = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;
+    assert!(refused.is_err());
+}
