@@ -67,6 +67,11 @@ impl Client {
         Ok(Self { controllers, token, https })
     }
 
+    /// What it does: whether it leads, and who does where it does not.
+    pub async fn health(&self) -> anyhow::Result<Health> {
+        self.get("health", &()).await
+    }
+
     /// Everything there is to see. `rss_keys`: with whole RSS keys (operators).
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use coreward_api::types::Reports;
 use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
 use coreward_model::statistics::median;
@@ -72,14 +73,14 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Rep
         windows.push(controller::window(controller, Duration::from_secs(args.controller.window_seconds)).await?);
     }
     let resident_mib = controller.resident_mib()?;
-    let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
+    let status = controller.status().await?;
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(
         behind == args.controller.agents as usize,
         "{behind} of {} agents are behind racks",
         args.controller.agents
     );
-    let reporting = status.servers.iter().filter(|server| server.state == "reporting").count();
+    let reporting = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
     ensure!(reporting == behind, "{reporting} of {behind} servers report");
     controller.process.kill()?;
     let (mut table_bytes, mut gaps) = (0, Vec::new());

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_bench::namespace::{self, ip};
-use coreward_wire::v1;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use tokio::time::{Instant, sleep};
@@ -171,12 +170,12 @@ struct Window {
 }
 
 async fn window(args: &Args, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
-    let mut client = controller.connect().await?;
+    let asking = controller.asking().await?;
     let before = scrape(controller.metrics)?;
-    let mut accepted = async || {
-        let status = client.status(v1::StatusRequest::default()).await?.into_inner();
+    let accepted = async || {
+        let status = asking.status(false).await?;
         let tables: u64 = status.services.iter().map(|service| service.table_generation).sum();
-        Ok::<_, tonic::Status>((status.accepted_reports as f64, tables as f64, Instant::now()))
+        anyhow::Ok((status.accepted_reports as f64, tables as f64, Instant::now()))
     };
     let (first, sent_before, cpu_before) = (accepted().await?, sent.load(Ordering::Relaxed), controller.cpu_seconds()?);
     let began = Instant::now();

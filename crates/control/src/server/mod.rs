@@ -6,14 +6,14 @@
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
 //! * [`security`]: who is let in
-//! * [`agents`], [`racks`], [`load_balancers`], [`people`]: one kind of caller each
+//! * [`agents`], [`racks`], [`load_balancers`], [`machines`]: one kind of caller each
 
 mod agents;
 mod board;
 pub(crate) mod keeper;
 mod load_balancers;
+mod machines;
 pub mod office;
-mod people;
 mod racks;
 pub mod security;
 pub(crate) mod shared;
@@ -51,7 +51,7 @@ use crate::store::etcd::EtcdStore;
 use agents::Speaker;
 use keeper::{Change, Keeper};
 use office::Office;
-use security::{PEOPLE, Security, Visitor};
+use security::{Security, Visitor};
 use shared::{Shared, WantedChange};
 
 /// How often a silent peer is pinged (HTTP/2).
@@ -61,12 +61,12 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a stream may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Who has something to say by gRPC.
-const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack, Role::Operator, Role::Viewer];
+const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// At a time on one connection: a part has one, and somebody who asks some.
 const STREAMS: u32 = 32;
 /// Of HTTP/2; the least that there can be.
 const FRAME_BYTES: u32 = 16 << 10;
-/// A message to the controller: a fleet's document of 16,384 servers, or the counts of all of them, are the largest.
+/// A message to the controller: the counts of 16,384 servers are the largest.
 const MESSAGE_BYTES: usize = 4 << 20;
 /// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
 /// are back; but no longer than this.
@@ -454,32 +454,8 @@ impl Control for Service {
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
-    async fn status(&self, request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
-        // A part may look, too: `coreward doctor` asks with its certificate.
-        self.visitor(&request, if request.get_ref().rss_keys { &[Role::Operator] } else { PARTS })?;
-        Ok(Response::new(people::status(&*self.office.shared()?, request.get_ref())))
-    }
-
-    async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
-        self.visitor(&request, PEOPLE)?;
-        people::explain(&*self.office.shared()?, request.get_ref()).map(Response::new)
-    }
-
-    async fn get_fleet(&self, request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
-        self.visitor(&request, PEOPLE)?;
-        Ok(Response::new(people::fleet(&*self.office.shared()?)))
-    }
-
-    async fn apply_fleet(
-        &self,
-        request: Request<v1::ApplyFleetRequest>,
-    ) -> Result<Response<v1::ApplyFleetReply>, Status> {
-        self.visitor(&request, &[Role::Operator])?;
-        people::apply(&*self.office.shared()?, request.into_inner()).await.map(Response::new)
-    }
-
-    async fn rotate_keys(&self, request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
-        self.visitor(&request, &[Role::Operator])?;
-        people::rotate_keys(&*self.office.shared()?, request.get_ref().force).await.map(Response::new)
+    async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
+        self.visitor(&request, PARTS)?;
+        Ok(Response::new(machines::fleet(&*self.office.shared()?)))
     }
 }

@@ -97,9 +97,6 @@ impl Security {
     }
 }
 
-/// Who may look.
-pub const PEOPLE: &[Role] = &[Role::Operator, Role::Viewer];
-
 /// The API's.
 #[derive(Clone)]
 pub struct ApiDoor(Arc<Gate>);

@@ -9,25 +9,13 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-use std::net::SocketAddr;
-use std::time::Duration;
-
-use anyhow::anyhow;
 use coreward_api::client::Client;
 use coreward_api::types::{Explain, Keys, RotateKeys};
-use coreward_wire::v1;
-use coreward_wire::v1::control_client::ControlClient;
 use serde::Serialize;
-use tonic::transport::Endpoint;
 
 use crate::clock::wall_now;
 
 pub use explain_pcap::explain_pcap;
-
-/// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// 16,384 servers of 64 cores: about 10 MB.
-const ANSWER_BYTES: usize = 256 << 20;
 
 /// How an answer is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,26 +24,6 @@ pub enum Format {
     Text,
     /// One object, for programs.
     Json,
-}
-
-/// What a controller says of its fleet to machines of the fleet, by gRPC.
-///
-/// # Errors
-/// When it cannot be reached.
-pub fn fetch_status(controller: SocketAddr) -> anyhow::Result<v1::StatusReply> {
-    let unreachable = |reason: &dyn std::fmt::Display| {
-        let expected = "expected a running `coreward controller` whose `listen` that is";
-        anyhow!("no controller answers at {controller} ({reason}): {expected}")
-    };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let endpoint =
-            Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(PATIENCE).timeout(PATIENCE);
-        let channel = endpoint.connect().await.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
-        let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
-        let reply = client.status(v1::StatusRequest::default()).await;
-        reply.map(tonic::Response::into_inner).map_err(|status| unreachable(&status.message()))
-    })
 }
 
 /// What `coreward status` prints. `rss_keys`: as JSON, with whole RSS keys.
