@@ -7,7 +7,7 @@ FUZZ := target/release/coreward-fuzz
 
 FIGURES ?= out/figures
 
-.PHONY: help install build deb demo figures test test-nic test-upgrade conformity api-test soak chaos fuzz consistency lint bench clean
+.PHONY: help install build deb demo figures screenshot test test-nic test-upgrade conformity api-test soak chaos fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,10 @@ figures: build ## every figure of the papers, simulated, as CSV, SVG and one pag
 
 test: ## all tests; what needs missing rights is skipped by name
 	@scripts/test
+
+screenshot: build ## the dashboard in a browser, with a fleet behind it: docs/dashboard.png
+	@scripts/install run
+	@COREWARD_SCREENSHOT=$(CURDIR)/docs/dashboard.png $(CARGO) test --release --locked --workspace --test dashboard
 
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic

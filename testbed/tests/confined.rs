@@ -5,11 +5,11 @@ mod support;
 use std::time::Duration;
 
 use coreward_daemon::confine::Daemon;
-use coreward_testbed::fleet::{Fleet, FleetOptions, unit_capabilities};
+use coreward_testbed::fleet::{Fleet, FleetOptions, Standing, unit_capabilities};
 use coreward_testbed::http::Connection;
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
-use support::eventually;
+use support::{eventually, eventually_in_force};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -38,7 +38,7 @@ fn daemons_need_no_more_than_their_units_leave_them() {
     if skip_without_privilege("daemons_need_no_more_than_their_units_leave_them") {
         return;
     }
-    let options = TestbedOptions { instance: "confined".to_owned(), servers: 1, ..Default::default() };
+    let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx: Vec<_> = testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
     let _key_value = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
@@ -62,7 +62,10 @@ fn daemons_need_no_more_than_their_units_leave_them() {
         assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
     }
     // Workers' sockets are found and steered to, those of the UDP service dispatched to; nothing is complained of.
-    let server = |fleet: &Fleet| fleet.status(&testbed).unwrap()["servers"][0].clone();
+    let server = |fleet: &Fleet| {
+        let status = fleet.status(&testbed).unwrap();
+        status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
+    };
     eventually(LIMIT, "the agent dispatches to both workers", || {
         let workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
         workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
@@ -74,6 +77,12 @@ fn daemons_need_no_more_than_their_units_leave_them() {
     };
     eventually(LIMIT, "the agent complains of nothing", || complaints(&fleet).is_empty());
     eventually(LIMIT, "connections were steered", || server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0);
+    // Who may have to hand packets on to a server that drains finds it by ARP.
+    let mut pool = fleet.pool().clone();
+    pool.insert(2, Standing::Draining);
+    fleet.set_pool(&testbed, pool).unwrap();
+    eventually_in_force(&fleet, &testbed);
+    eventually(LIMIT, "the agent has found the other server", || complaints(&fleet).is_empty());
     // What is pinned is taken over, and taken off.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade(&testbed, name).unwrap();

@@ -21,6 +21,7 @@ use coreward_wire::{AgentConfiguration, Report, ReportedRss, SocketAnswer, Socke
 
 use crate::chain::Chain;
 use crate::config::{self, Config};
+use crate::counting::Counting;
 use crate::hazards::Hazards;
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
@@ -65,6 +66,7 @@ pub struct Agent {
     hazards: Vec<String>,
     hazards_at: Option<Instant>,
     dispatcher: Option<Dispatcher>,
+    counting: Counting,
 }
 
 /// Index of the device, and that it is one on which the programs can work.
@@ -120,6 +122,7 @@ impl Agent {
             hazards: vec![],
             hazards_at: None,
             dispatcher,
+            counting: Counting::default(),
         };
         agent.rss_changed();
         agent.look_after();
@@ -160,6 +163,7 @@ impl Agent {
     /// may be another controller's.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
+        self.counting.begin_stream();
     }
 
     /// A configuration is confirmed when its keys are in force, and no sooner: until then packets are stamped with the other
@@ -230,6 +234,7 @@ impl Agent {
         self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(not_in_force);
+        self.warnings.extend(self.counting.warning());
         self.warnings.extend(self.load.warnings());
         self.warnings.extend(self.steering.look(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
@@ -302,6 +307,7 @@ impl Agent {
         self.sequence += 1;
         // Sooner than the next look: until then packets for a server that is new are kept.
         self.chain.follow(&mut self.programs);
+        self.counting.follow(self.configuration.as_ref());
         let generation = self.rss.generation();
         let rss = (generation != rss_generation_told)
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
@@ -319,6 +325,7 @@ impl Agent {
             warnings: self.warnings.clone(),
             dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
             configuration_generation: self.confirmed(),
+            connections: self.counting.newest(),
         };
         Some(report.into())
     }

@@ -12,6 +12,7 @@
 //! * [`stall`]: whether stamped connections get on
 //! * [`hazards`]: what on this host overrides RSS
 //! * [`rss_command`]: `coreward agent rss`
+//! * [`counting`]: how many connections each service has
 //! * [`sysfs`]: a device's directory in /sys
 //! * [`remembered`]: original settings, to be put back
 
@@ -19,6 +20,7 @@ pub mod agent;
 pub mod chain;
 pub mod config;
 pub mod connections;
+pub mod counting;
 pub mod daemon;
 pub mod dispatch;
 pub mod hazards;

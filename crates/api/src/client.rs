@@ -11,20 +11,25 @@ use anyhow::{Context as _, anyhow, ensure};
 use coreward_config::{Secret, read_secret};
 use coreward_tls::connect::HttpsConnector;
 use hyper::Method;
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::Problem;
 use crate::types::{
-    Check, Checked, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied, Health, HealthState, Keys,
-    NewFleet, RotateKeys, Status,
+    Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied,
+    Health, HealthState, Keys, Loads, NewFleet, RotateKeys, Status,
 };
 pub use contact::{ControllerUrl, NoControllerUrl, Proof};
 use exchange::{Question, exchange};
 
 /// How long each of several controllers may take to say whether it leads.
 const LOOK_PATIENCE: Duration = Duration::from_secs(5);
+
+fn drain_path(server: &str) -> String {
+    format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
+}
 
 /// The controllers of a fleet, and what proves to them who asks. Of several the one that leads answers.
 #[derive(Debug, Clone)]
@@ -113,6 +118,26 @@ impl Client {
     /// Whether a document could be the fleet's.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
         self.send(Method::POST, "check", check).await
+    }
+
+    /// The load of every core of every server, and counts to make rates of.
+    pub async fn loads(&self) -> anyhow::Result<Loads> {
+        self.get("loads", &()).await
+    }
+
+    /// Whether a server is drained, and what remains there.
+    pub async fn drain_status(&self, server: &str) -> anyhow::Result<DrainStatus> {
+        self.get(&drain_path(server), &()).await
+    }
+
+    /// Lets a server take no new connections from now on.
+    pub async fn drain(&self, server: &str, drain: &DrainServer) -> anyhow::Result<DrainStatus> {
+        self.send(Method::POST, &drain_path(server), drain).await
+    }
+
+    /// Ends that.
+    pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
+        self.ask(Question { method: Method::DELETE, path: drain_path(server), body: None }).await
     }
 
     async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {

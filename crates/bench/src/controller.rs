@@ -416,6 +416,7 @@ impl PretendedServer {
             counters,
             warnings: Vec::new(),
             dispatch: Vec::new(),
+            connections: None,
             configuration_generation: 1,
         }
     }

@@ -2,6 +2,7 @@
 
 mod agent;
 mod controller;
+mod counting;
 mod dispatch;
 mod placement;
 mod racks;
@@ -40,6 +41,8 @@ enum Command {
     Dispatch(dispatch::Args),
     /// What the agent costs (needs root)
     Agent(agent::Args),
+    /// What it costs an agent to count its services' connections (needs root)
+    Counting(counting::Args),
     /// What the controller costs, with agents that only pretend
     Controller(controller::Args),
     /// What the controller costs behind rack controllers that pass up what servers report that only pretend
@@ -69,6 +72,7 @@ fn main() -> anyhow::Result<()> {
         Command::Flood(args) => arguments.show(&flood::run(args)?),
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
+        Command::Counting(args) => arguments.show(&counting::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::Racks(args) => arguments.show(&racks::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
@@ -81,6 +85,7 @@ fn main() -> anyhow::Result<()> {
             arguments.show(&flood::run(&flood::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
+            arguments.show(&counting::run(&counting::Args::default())?)?;
             arguments.show(&controller::run(&controller::Args::default())?)?;
             arguments.show(&sim::run(&sim::Args::default())?)
         }

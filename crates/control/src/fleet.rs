@@ -21,6 +21,7 @@ use coreward_wire::{
 };
 
 use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
+use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord};
 
@@ -69,6 +70,15 @@ pub struct FleetServer {
     pub weight: Weight,
     /// How much it can do; `None`: by its cores.
     pub capacity: Option<Capacity>,
+    /// Whether somebody drains it, whatever the document says.
+    pub drain: Option<DrainRecord>,
+}
+
+impl FleetServer {
+    /// Whether somebody drains it there.
+    pub fn is_drained_in(&self, service: &str) -> bool {
+        self.drain.as_ref().is_some_and(|drain| drain.covers(service))
+    }
 }
 
 /// Whether a server takes new connections, as far as the operator decides.
@@ -189,6 +199,15 @@ impl Fleet {
         service.members.get(&id) == Some(&Membership::Present)
             && server.standing == Standing::Active
             && server.weight.get() > 0
+            && !server.is_drained_in(&service.name)
+    }
+
+    /// Whether the server takes no new connections of any service, or of one out of which somebody drains it; people may wait for
+    /// those that remain.
+    pub fn drains(&self, id: ServerId) -> bool {
+        let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
+        self.servers[&id].drain.is_some()
+            || services.peek().is_some() && !services.any(|service| self.eligible(service, id))
     }
 
     /// Whether the server is in the service, or in the fleet, no more.
@@ -264,6 +283,7 @@ impl Fleet {
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
             servers_before: before.iter().filter_map(server_before).chain(others).collect(),
+            draining: self.drains(id),
         }
     }
 }
@@ -280,6 +300,7 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
         },
         weight: listed.map_or(Weight::ONE, |server| server.weight),
         capacity: listed.and_then(|server| server.capacity),
+        drain: record.drain.clone().filter(|_| listed.is_some()),
     }
 }
 

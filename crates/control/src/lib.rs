@@ -3,6 +3,7 @@
 //! * [`config`]: what the operator wrote
 //! * [`key_ring`]: the cookie keys and their rotation
 //! * [`records`]: what must survive, and [`store`]: where it does; [`clock`]: by which it ages
+//! * [`drains`]: who takes no new connections because an operator said so
 //! * [`fleet`]: the two put together, the configuration in force
 //! * [`controller`]: what is known and decided; pure
 //! * [`server`]: the daemon around it, and [`api`]: what it answers to people and their programs
@@ -12,6 +13,7 @@ mod api;
 pub mod clock;
 pub mod config;
 pub mod controller;
+pub mod drains;
 pub mod fleet;
 pub mod key_ring;
 pub mod records;

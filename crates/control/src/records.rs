@@ -19,6 +19,7 @@ use coreward_wire::ServiceIndex;
 use rand::Rng;
 
 use crate::config::FleetConfig;
+use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
 
 /// Everything on record.
@@ -89,6 +90,8 @@ pub struct ServerRecord {
     pub in_file: bool,
     /// The services whose cookies may carry its id.
     pub services: BTreeMap<String, Membership>,
+    /// Whether somebody drains it.
+    pub drain: Option<DrainRecord>,
 }
 
 /// Whether a server is in a service's pool.
@@ -252,15 +255,23 @@ impl Records {
 
     /// Writes down who is in which pool; `ids` are those of `config.servers`.
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
+        let mut drains = self.drains_that_go_on(config);
         for server in self.servers.values_mut() {
             server.in_file = false;
+            server.drain = None;
             for membership in server.services.values_mut().filter(|membership| **membership == Membership::Present) {
                 *membership = Membership::LeftAt(whole_seconds(now));
             }
         }
         for (server, id) in config.servers.iter().zip(ids) {
             let services = self.servers.remove(id).map_or_else(BTreeMap::new, |record| record.services);
-            let record = ServerRecord { name: server.name.clone(), address: server.address, in_file: true, services };
+            let record = ServerRecord {
+                name: server.name.clone(),
+                address: server.address,
+                in_file: true,
+                services,
+                drain: drains.remove(&server.name),
+            };
             self.servers.insert(*id, record);
         }
         for service in &config.services {
@@ -424,7 +435,13 @@ mod tests {
         let mut records = Records::draw(at(0), random);
         for id in 0..ServerId::COUNT as u64 {
             let services = BTreeMap::from([("web".to_owned(), Membership::LeftAt(at(0)))]);
-            let gone = ServerRecord { name: format!("g{id}"), address: [10, 0, 0, 1].into(), in_file: false, services };
+            let gone = ServerRecord {
+                name: format!("g{id}"),
+                address: [10, 0, 0, 1].into(),
+                in_file: false,
+                services,
+                drain: None,
+            };
             records.servers.insert(id.try_into().unwrap(), gone);
         }
         let error = records.apply(&config(&["s1"], &[]), at(1), random).unwrap_err().to_string();

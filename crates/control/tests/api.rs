@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use coreward_api::client::Client;
 use coreward_api::tokens::token_file;
-use coreward_api::types::{Check, NewFleet};
+use coreward_api::types::{Check, DrainServer, DrainedBy, NewFleet, ServerState};
 use coreward_api::{Problem, ProblemKind, Role};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
@@ -181,6 +181,67 @@ async fn a_document_is_applied_whole_or_not_at_all() {
     let moved = client.put_fleet(&wanted(&text, 0, false)).await.unwrap_err();
     assert_eq!(moved.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
+}
+
+/// What is acknowledged is there after a crash and after another document, until somebody ends it.
+#[tokio::test]
+async fn a_server_is_drained_until_somebody_ends_that() {
+    let mut site = Site::start(Home::new(&["s1", "s2"], SERVICE)).await;
+    let path = "/v1/servers/s1/drain";
+    let token = site.token(Role::Operator);
+    for (method, path, body, status, says) in [
+        ("POST", "/v1/servers/s9/drain", "{}", 404, "server \"s9\" does not exist"),
+        ("DELETE", "/v1/servers/s9/drain", "", 404, "server \"s9\" does not exist"),
+        ("GET", "/v1/servers/s%2F9/drain", "", 404, "server \"s/9\" does not exist"),
+        ("POST", path, "{\"services\": [\"web\", \"api\"]}", 404, "not in service \"api\": expected web"),
+        ("POST", path, "{\"service\": \"web\"}", 400, "unknown field `service`"),
+    ] {
+        let (found, problem) = site.send(method, path, Some(&token), (!body.is_empty()).then_some(body)).await;
+        assert_eq!(found.as_u16(), status, "{method} {path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(says), "{method} {path}: {problem}");
+    }
+    let client = site.client(Role::Operator);
+    let (all, forced) = (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
+    let first = client.drain("s1", &all).await.unwrap();
+    let drained = first.drained.clone().unwrap();
+    assert_eq!((first.state, drained.by, drained.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
+    assert_eq!((first.state_reason.as_str(), first.remaining), ("`coreward drain` says so", None));
+    assert_eq!(
+        first.waits_for,
+        ["its agent, which does not report", "a load balancer: none is connected"],
+        "nobody says what remains"
+    );
+    let generation = client.status(false).await.unwrap().configuration_generation;
+    let again = client.drain("s1", &all).await.unwrap();
+    assert_eq!(again.drained.unwrap().services, drained.services);
+    assert_eq!(client.status(false).await.unwrap().configuration_generation, generation, "nothing has changed");
+    let last = client.drain("s2", &all).await.unwrap_err();
+    let problem = last.downcast_ref::<Problem>().unwrap();
+    assert_eq!(problem.kind, ProblemKind::Conflict);
+    assert_eq!(problem.detail, "no other server of web takes new connections: expected one, or `force`");
+    assert_eq!(client.drain("s2", &forced).await.unwrap().state, ServerState::Draining);
+    assert_eq!(client.undrain("s2").await.unwrap().drained, None);
+
+    site.running.kill().await;
+    // Another document, in which the server is active.
+    site.home.write(&["s1", "s2", "s3"], SERVICE);
+    site.running = site.home.start().await;
+    let client = site.client(Role::Operator);
+    let after = client.drain_status("s1").await.unwrap().drained.unwrap();
+    assert_eq!(after.by, DrainedBy::Command);
+    assert!(after.since_unix_ms.unwrap().abs_diff(drained.since_unix_ms.unwrap()) <= 2_000, "{after:?}, {drained:?}");
+    let status = client.status(false).await.unwrap();
+    let states: Vec<_> = status.servers.iter().map(|server| (server.name.as_str(), server.state)).collect();
+    assert!(
+        states.contains(&("s1", ServerState::Draining)) && states.contains(&("s2", ServerState::Active)),
+        "{states:?}"
+    );
+    for _ in 0..2 {
+        let ended = client.undrain("s1").await.unwrap();
+        assert_eq!((ended.state, ended.drained), (ServerState::Active, None));
+    }
+    let (_, events) = site.send("GET", "/v1/events", Some(&token), None).await;
+    assert!(events.to_string().contains(": undrained"), "{events}");
 }
 
 /// Browsers log in with a token and go on with a cookie, that of a viewer, whoever logged in.

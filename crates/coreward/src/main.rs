@@ -5,8 +5,10 @@ mod check;
 mod contact;
 #[cfg(test)]
 mod documents;
+mod drain;
 mod live;
 mod shell;
+mod top;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -63,6 +65,12 @@ enum Command {
     Apply(apply::ApplyArgs),
     /// The fleet's document that is in force
     Fleet(FleetArgs),
+    /// Let a server take no new connections, whatever the fleet's document says, and see how many remain
+    Drain(drain::DrainArgs),
+    /// Let it take new connections again, as far as the fleet's document lets it
+    Undrain(drain::UndrainArgs),
+    /// Services, servers, cores and load balancers on a page that follows them, in the terminal
+    Top(top::TopArgs),
     /// Where the controller keeps what must survive
     Store(StoreArgs),
     /// The fleet's own certificate authority, and certificates that say what each part is
@@ -284,6 +292,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
             print(&show::fleet::show(&ask.contact.client()?, ask.format.into())?)
         }
+        Command::Drain(args) => drain::drain(&args),
+        Command::Undrain(args) => drain::undrain(&args),
+        Command::Top(args) => top::run(&args),
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
             print(&coreward_control::store::copy::copy(&from, &to, replace)?)
         }

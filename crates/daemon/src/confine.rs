@@ -30,8 +30,10 @@ impl Daemon {
             Self::Controller | Self::Rack => &[],
             // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
             Self::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
-            // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. SYS_PTRACE: other processes' listening sockets.
-            Self::Agent | Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE],
+            // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are handed
+            // on to. SYS_PTRACE: other processes' listening sockets.
+            Self::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE],
+            Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE],
         }
     }
 

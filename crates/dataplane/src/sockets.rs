@@ -1,5 +1,7 @@
 //! Which connections have a socket in this network namespace, by the kernel's sock_diag(7).
 
+pub mod counts;
+
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 

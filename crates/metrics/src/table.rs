@@ -197,6 +197,20 @@ pub const METRICS: &[Metric] = &[
     ),
     metric("coreward_server_open_connections", Gauge, &["server"], &[Controller], "Open TCP connections"),
     metric(
+        "coreward_server_service_connections",
+        Gauge,
+        &["server", "service"],
+        &[Controller],
+        "TCP connections of a service at a server, as its agent last counted them; absent: not known",
+    ),
+    metric(
+        "coreward_server_drained",
+        Gauge,
+        &["server"],
+        &[Controller],
+        "1: drained by `coreward drain`; 0: not, or by the fleet's document",
+    ),
+    metric(
         "coreward_server_syns_total",
         Counter,
         &["server", "queue"],

@@ -138,6 +138,8 @@ pub struct AgentConfiguration {
     /// To whom this server may have to hand packets of connections that are not its own: servers that had its buckets
     /// before it. May change without a new generation.
     pub servers_before: Vec<ServerBefore>,
+    /// Somebody waits for the connections that remain: they are to be counted more often.
+    pub draining: bool,
 }
 
 /// A server that packets may be handed to.
@@ -233,6 +235,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
             server_id: configuration.server_id.get().into(),
             servers_before: configuration.servers_before.iter().map(before).collect(),
+            draining: configuration.draining,
         }
     }
 }
@@ -413,6 +416,7 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
                 .map_err(|error| WireError::new("fleet_rss_key", error))?,
             server_id: parse_server_id("server_id", message.server_id)?,
             servers_before: parse_each("servers_before", &message.servers_before)?,
+            draining: message.draining,
         })
     }
 }
@@ -489,6 +493,7 @@ mod tests {
             fleet_rss_key: RssKey::microsoft(),
             server_id: 7.try_into().unwrap(),
             servers_before: vec![ServerBefore { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
+            draining: true,
         };
         assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
     }

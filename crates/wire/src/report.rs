@@ -1,5 +1,6 @@
 //! What an agent says of its server, ten times a second.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use coreward_model::load::CoreReadings;
@@ -33,6 +34,39 @@ pub struct Report {
     pub dispatch: Vec<v1::DispatchedService>,
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     pub configuration_generation: u64,
+    /// The newest count of connections; `None`: there is none yet, or the agent does not count.
+    pub connections: Option<CountedConnections>,
+}
+
+/// TCP connections that have a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CountedConnections {
+    /// How long ago the count began, when the report was sent (whole ms, up to 49 days).
+    pub age: Duration,
+    /// Generation of the agent's configuration that was in force when the count began.
+    pub configuration_generation: u64,
+    /// By the name of the service: all of TCP in that configuration, also those without connections.
+    pub services: BTreeMap<String, u32>,
+}
+
+impl From<v1::CountedConnections> for CountedConnections {
+    fn from(message: v1::CountedConnections) -> Self {
+        Self {
+            age: Duration::from_millis(message.age_ms.into()),
+            configuration_generation: message.configuration_generation,
+            services: message.services.into_iter().collect(),
+        }
+    }
+}
+
+impl From<CountedConnections> for v1::CountedConnections {
+    fn from(counted: CountedConnections) -> Self {
+        Self {
+            age_ms: u32::try_from(counted.age.as_millis()).unwrap_or(u32::MAX),
+            configuration_generation: counted.configuration_generation,
+            services: counted.services.into_iter().collect(),
+        }
+    }
 }
 
 /// A report that cannot be understood.
@@ -63,6 +97,8 @@ const MOST_CORES: usize = 4096;
 const MOST_COUNTERS: usize = 256;
 const MOST_WARNINGS: usize = 64;
 const MOST_DISPATCHED: usize = 1024;
+/// As many as there are indexes of services.
+const MOST_COUNTED: usize = 1024;
 /// Characters.
 const LONGEST_WARNING: usize = 512;
 
@@ -78,6 +114,7 @@ impl TryFrom<v1::Report> for Report {
             ("counters", message.counters.len(), MOST_COUNTERS),
             ("warnings", message.warnings.len(), MOST_WARNINGS),
             ("dispatch", message.dispatch.len(), MOST_DISPATCHED),
+            ("connections", message.connections.as_ref().map_or(0, |counted| counted.services.len()), MOST_COUNTED),
         ] {
             if count > most {
                 return Err(ReportError::TooLarge { what, count, most });
@@ -102,6 +139,7 @@ impl TryFrom<v1::Report> for Report {
             warnings: message.warnings.iter().map(|warning| readable(warning)).collect(),
             dispatch: message.dispatch,
             configuration_generation: message.configuration_generation,
+            connections: message.connections.map(CountedConnections::from),
         })
     }
 }
@@ -128,6 +166,7 @@ impl From<Report> for v1::Report {
             warnings: report.warnings,
             dispatch: report.dispatch,
             configuration_generation: report.configuration_generation,
+            connections: report.connections.map(v1::CountedConnections::from),
         }
     }
 }
@@ -152,11 +191,18 @@ mod tests {
             warnings: vec!["aRFS is on".into()],
             dispatch: vec![v1::DispatchedService { listen: "0.0.0.0:53".into(), ..Default::default() }],
             configuration_generation: 3,
+            connections: Some(v1::CountedConnections {
+                age_ms: 17,
+                configuration_generation: 2,
+                services: [("web".to_owned(), 5)].into(),
+            }),
         }
     }
 
     #[test]
     fn reports_come_back() {
+        let older = v1::Report { connections: None, ..message() };
+        assert_eq!(v1::Report::from(Report::try_from(older.clone()).unwrap()), older);
         let report = Report::try_from(message()).unwrap();
         assert_eq!(v1::Report::from(report), message());
     }

@@ -76,6 +76,7 @@ pub fn configuration() -> AgentConfiguration {
         fleet_rss_key: RssKey::microsoft(),
         server_id: server_id(),
         servers_before: Vec::new(),
+        draining: false,
     }
 }
 

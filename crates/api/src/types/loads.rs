@@ -7,7 +7,7 @@ use coreward_model::ServiceAddress;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Keys, ServerState, serde_text};
+use super::{Drained, Keys, Reports, ServerState, serde_text};
 
 /// The load of every core, and counts to make rates of.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -31,6 +31,9 @@ pub struct ServerLoads {
     pub cores: Vec<f64>,
     /// Open TCP connections.
     pub open_connections: u32,
+    /// Connections of its services, as its agent last counted them (for up to 5 s, and while it drains 1 s); null: not known.
+    #[serde(default)]
+    pub service_connections: Option<u64>,
     /// First packets of connections (SYN) that have arrived there (absolute).
     pub new_connections: u64,
 }
@@ -96,8 +99,13 @@ pub struct OverviewServer {
     pub state: ServerState,
     /// Why, in words; empty: nothing is to be said.
     pub state_reason: String,
+    /// What its agent says.
+    pub reports: Reports,
     /// Its part of new connections.
     pub weight: u32,
+    /// Who says that it takes no new connections; null: nobody.
+    #[serde(default)]
+    pub drained: Option<Drained>,
     /// What the operator should know, in words.
     pub warnings: Vec<String>,
 }

@@ -1,5 +1,6 @@
 //! The API's documents. Addresses and keys are written as people write them.
 
+mod drain;
 mod events;
 mod explain;
 mod fleet;
@@ -11,6 +12,7 @@ mod status;
 mod tables;
 mod wire;
 
+pub use drain::{CountedConnections, DrainServer, DrainStatus, Drained, DrainedBy};
 pub use events::{Event, EventKind, Events, EventsQuery, Severity};
 pub use explain::{
     Explain, ExplainPackets, ExplainedServer, Explanation, Explanations, MAX_EXPLAINED, PacketExplanation, PacketKind,

@@ -8,7 +8,7 @@ use coreward_model::ServiceAddress;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::{Keys, serde_text};
+use super::{CountedConnections, Drained, Keys, serde_text};
 
 /// How much is to be seen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
@@ -203,6 +203,12 @@ pub struct Server {
     pub counters: BTreeMap<String, u64>,
     /// UDP services whose requests are dispatched there.
     pub dispatch: Vec<DispatchedService>,
+    /// Who says that it takes no new connections; null: nobody.
+    #[serde(default)]
+    pub drained: Option<Drained>,
+    /// Its connections by service, as its agent last counted them; null: not known.
+    #[serde(default)]
+    pub connections: Option<CountedConnections>,
 }
 
 /// Where a server stands in its life, the best first.

@@ -7,6 +7,7 @@
 mod answers;
 mod dashboard;
 mod documents;
+mod drains;
 mod events;
 mod explain;
 mod feed;
@@ -89,6 +90,8 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(answers::service))
         .add(viewer, routes!(answers::servers))
         .add(viewer, routes!(answers::server))
+        .add(viewer, routes!(drains::drain_status))
+        .add(Role::Operator, routes!(drains::drain, drains::undrain))
         .add(viewer, routes!(answers::load_balancers))
         .add(viewer, routes!(answers::load_balancer))
         .add(viewer, routes!(answers::loads))

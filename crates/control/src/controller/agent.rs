@@ -1,10 +1,11 @@
 //! One server as its agent's reports show it.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use coreward_model::load::{Alpha, LoadTracker};
 use coreward_model::rss::Rss;
-use coreward_wire::{Report, ReportError, ReportedRss, v1};
+use coreward_wire::{CountedConnections, Report, ReportError, ReportedRss, v1};
 
 use super::Now;
 use super::racks::Behind;
@@ -65,6 +66,36 @@ pub struct Newest {
     pub warnings: Vec<String>,
     /// As reported.
     pub dispatch: Vec<v1::DispatchedService>,
+    /// The newest count of connections, as reported.
+    pub connections: Option<Counted>,
+}
+
+/// A count of connections.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Counted {
+    /// When it began (since the controller's start).
+    pub at: Duration,
+    /// Of the agent's configuration that was in force then.
+    pub configuration_generation: u64,
+    /// By the name of the service.
+    pub services: BTreeMap<String, u32>,
+}
+
+impl Counted {
+    fn reported(counted: CountedConnections, now: Now) -> Self {
+        let CountedConnections { age, configuration_generation, services } = counted;
+        Self { at: now.monotonic.saturating_sub(age), configuration_generation, services }
+    }
+
+    /// Of all services together.
+    pub fn sum(&self) -> u64 {
+        self.services.values().copied().map(u64::from).sum()
+    }
+
+    /// How long ago it began.
+    pub fn age(&self, now: Now) -> Duration {
+        now.monotonic.saturating_sub(self.at)
+    }
 }
 
 /// A server's RSS, as far as the reports tell.
@@ -91,6 +122,11 @@ impl Agent {
     /// Whether its newest report still holds.
     pub fn is_fresh(&self, now: Now) -> bool {
         self.newest.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
+    }
+
+    /// Its newest count of connections; `None`: not known, or too old.
+    pub fn connections(&self, now: Now) -> Option<&Counted> {
+        self.newest.as_ref().filter(|_| self.is_fresh(now))?.connections.as_ref()
     }
 
     /// Its NIC's key and table.
@@ -150,6 +186,7 @@ impl Agent {
             counters: report.counters,
             warnings: report.warnings,
             dispatch: report.dispatch,
+            connections: report.connections.map(|counted| Counted::reported(counted, now)),
         });
         Ok(())
     }

@@ -10,6 +10,8 @@ use super::service::{Condition, Life, Service};
 use super::{Controller, Now};
 use crate::fleet::{FleetServer, FleetService, Standing};
 
+const BY_COMMAND: &str = "`coreward drain` says so";
+
 /// A state, and what is to be said of it.
 pub(super) struct Told {
     pub state: ServerState,
@@ -74,6 +76,9 @@ impl Controller {
                 Told { reason: reasons.join("; "), ..*best }
             }
             None => match server.standing {
+                Standing::Active if server.drain.is_some() => {
+                    Told::since(ServerState::Draining, BY_COMMAND.to_owned(), None, now)
+                }
                 Standing::Active => Told::since(ServerState::Active, "in no service".to_owned(), None, now),
                 Standing::Draining => Told::since(ServerState::Draining, "in no service".to_owned(), None, now),
                 Standing::Left => Told::since(ServerState::Gone, "has left the fleet".to_owned(), None, now),
@@ -91,7 +96,7 @@ impl Controller {
         };
         let reason = match condition {
             Condition::Left => "has left".to_owned(),
-            Condition::Drained => self.why_drained(id),
+            Condition::Drained => self.why_drained(fleet, id),
             Condition::Unreachable => "no load balancer can find its MAC address".to_owned(),
             Condition::Unfit => self.why_unfit(fleet, id, now),
             Condition::Fit if state == ServerState::Joining => {
@@ -102,8 +107,12 @@ impl Controller {
         Told::since(state, reason, since, now)
     }
 
-    fn why_drained(&self, id: ServerId) -> String {
-        match self.fleet.servers[&id].standing {
+    fn why_drained(&self, service: &FleetService, id: ServerId) -> String {
+        let server = &self.fleet.servers[&id];
+        if server.is_drained_in(&service.name) {
+            return BY_COMMAND.to_owned();
+        }
+        match server.standing {
             Standing::Draining => "the fleet's document says so".to_owned(),
             Standing::Active | Standing::Left => "its weight is 0".to_owned(),
         }

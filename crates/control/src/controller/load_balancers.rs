@@ -42,6 +42,8 @@ pub struct LoadBalancer {
     pub state: Option<(v1::LoadBalancerState, Duration)>,
     /// The newest configuration that it has said to be in force. Its data plane keeps what it has when the stream ends.
     pub confirmed: u64,
+    /// When it first said that (since the controller's start).
+    pub confirmed_at: Duration,
     /// Since when it has not known a server's MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
     /// What it sends to servers.
@@ -120,8 +122,8 @@ impl LoadBalancers {
             let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
             balancer.unresolved_since =
                 state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
-            if state.configuration_generation <= newest {
-                balancer.confirmed = balancer.confirmed.max(state.configuration_generation);
+            if (balancer.confirmed + 1..=newest).contains(&state.configuration_generation) {
+                (balancer.confirmed, balancer.confirmed_at) = (state.configuration_generation, now.monotonic);
             }
             let warnings = state.warnings.iter().map(|warning| readable(warning)).collect();
             balancer.state = Some((v1::LoadBalancerState { warnings, ..state }, now.monotonic));
@@ -154,6 +156,17 @@ impl LoadBalancers {
             said.extend(health.checked.get(&target).map(|checked| (name.as_str(), checked, age)));
         }
         said
+    }
+
+    /// Since when all that are alive have had this configuration, or a newer one, in force (since the controller's start).
+    ///
+    /// # Errors
+    /// The names of those that have not said so; none: nobody is alive.
+    pub fn all_confirmed(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
+        let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed < generation);
+        let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
+        let since = self.alive(now).map(|(_, balancer)| balancer.confirmed_at).max();
+        since.filter(|_| lacking.is_empty()).ok_or(lacking)
     }
 
     fn alive(&self, now: Now) -> impl Iterator<Item = (&String, &LoadBalancer)> {

@@ -1,6 +1,6 @@
 //! What Prometheus is told.
 
-use coreward_api::types::{Reports, Server, ServerState};
+use coreward_api::types::{DrainedBy, Reports, Server, ServerState};
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 
@@ -63,6 +63,13 @@ fn add_server(page: &mut Page, server: &Server) {
         }
     }
     page.add("coreward_server_open_connections", &[name], server.open_connections.into());
+    if let Some(counted) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {
+        for (service, count) in &counted.services {
+            page.add("coreward_server_service_connections", &[name, service], (*count).into());
+        }
+    }
+    let is_drained = server.drained.as_ref().is_some_and(|drained| drained.by == DrainedBy::Command);
+    page.add("coreward_server_drained", &[name], f64::from(u8::from(is_drained)));
     parts::server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
     page.add("coreward_server_warnings", &[name], server.warnings.len() as f64);
 }

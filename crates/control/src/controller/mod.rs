@@ -11,10 +11,14 @@
 //! * [`rotation`]: whether the cookie keys may be rotated now
 //! * [`health`]: which servers are fit for new connections
 //! * `lives`: what people are told of that
+//! * `drains`: what remains at servers that take no new connections
 //! * [`traffic`]: what load balancers count
 //! * [`status`], [`explain`]: answers to people
 
 pub mod agent;
+mod drains;
+#[cfg(test)]
+mod drains_tests;
 pub mod explain;
 pub mod health;
 #[cfg(test)]

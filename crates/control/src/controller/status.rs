@@ -12,7 +12,8 @@ use coreward_model::ServerId;
 use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups};
 use coreward_model::rss::{Rss, RssKey};
 
-use super::agent::Agent;
+use super::agent::{Agent, Counted};
+use super::drains::counted_connections;
 use super::service::Service;
 use super::{Controller, Now};
 use crate::fleet::FleetServer;
@@ -54,6 +55,7 @@ impl Controller {
                     .map(|load| (load * 1000.0).round() / 1000.0)
                     .collect(),
                 open_connections: newest.map_or(0, |newest| newest.open_connections),
+                service_connections: agent.connections(now).map(Counted::sum),
                 new_connections: newest.map_or(0, |newest| newest.rss_matched + newest.rss_mismatched),
             }
         };
@@ -89,7 +91,9 @@ impl Controller {
                 address: server.address,
                 state: life.state,
                 state_reason: life.reason,
+                reports: reports(agent, now),
                 weight: server.weight.get(),
+                drained: self.drained(*id, now),
                 warnings: self.server_warnings(server, agent, now),
             }
         };
@@ -255,6 +259,8 @@ impl Controller {
             configuration_generation: agent.confirmed,
             counters: newest.iter().flat_map(|newest| newest.counters.iter().cloned()).collect(),
             dispatch: newest.iter().flat_map(|newest| &newest.dispatch).map(DispatchedService::from).collect(),
+            drained: self.drained(id, now),
+            connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
         }
     }
 

@@ -128,6 +128,7 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
         warnings: Vec::new(),
         dispatch: Vec::new(),
         configuration_generation: 0,
+        connections: None,
     }
 }
 

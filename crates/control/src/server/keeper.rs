@@ -13,6 +13,7 @@ use rand::rngs::SysRng;
 use crate::clock::RecordClock;
 use crate::config::{ControllerConfig, FleetConfig};
 use crate::controller::rotation::KeyStep;
+use crate::drains::{self, WantedDrain};
 use crate::fleet::Fleet;
 use crate::records::{Document, Records, whole_seconds};
 use crate::store::{Store, StoreError};
@@ -49,6 +50,10 @@ pub enum Change {
         /// Its name.
         name: String,
     },
+    /// A server is to take no new connections.
+    Drain(WantedDrain),
+    /// That of this name may take them again.
+    Undrain(String),
     /// The cookie keys.
     Keys(KeyStep),
     /// Buckets of these services have changed hands.
@@ -172,6 +177,15 @@ impl Keeper {
                 records.departed(&name, now);
                 false
             }),
+            Change::Drain(wanted) => {
+                let fleet = self.fleet();
+                wanted.check(&fleet, |service, id| fleet.eligible(service, id))?;
+                self.change(|records| records.drain(&wanted, records.generation + 1, now))
+            }
+            Change::Undrain(server) => {
+                drains::present(&self.fleet(), &server)?;
+                self.change(|records| records.undrain(&server))
+            }
             Change::Keys(step) => self.change(|records| {
                 let generation = records.generation + 1;
                 match step {

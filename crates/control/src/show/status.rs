@@ -134,6 +134,7 @@ fn servers_text(servers: &[Server]) -> String {
     for server in servers.iter().filter(is_told) {
         let _ = writeln!(text, "  {}", state_text(server));
     }
+    servers.iter().filter(|server| server.drained.is_some()).for_each(|server| text += &remaining_text(server));
     for server in servers {
         let named: Vec<String> = server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
         warnings(&mut text, &named);
@@ -148,6 +149,17 @@ fn state_text(server: &Server) -> String {
         state_for_ms.map_or_else(String::new, |ms| format!(" for {}", keys::duration(Duration::from_millis(ms))));
     let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };
     format!("{name}: {state}{lasts}{reason}")
+}
+
+/// "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
+fn remaining_text(server: &Server) -> String {
+    let Some(counted) = &server.connections else {
+        return format!("  {}: how many connections remain is not known\n", server.name);
+    };
+    let sum: u64 = counted.services.values().copied().map(u64::from).sum();
+    let services: Vec<String> = counted.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
+    let age = counted.age_ms as f64 / 1000.0;
+    format!("  {}: {sum} connections as counted {age:.1} s ago ({})\n", server.name, services.join(", "))
 }
 
 fn server_row(server: &Server) -> Vec<String> {

@@ -5,9 +5,9 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use coreward_api::types::{
-    DispatchedService, DispatchedWorker, Explain, ExplainedServer, Explanation, KeyPhase, Keys, LoadBalancer,
-    LoadBalancerState, PacketKind, Rack, Reports, RssGroup, Server, ServerClock, ServerState, Service, ServiceMember,
-    Status,
+    CountedConnections, DispatchedService, DispatchedWorker, Drained, DrainedBy, Explain, ExplainedServer, Explanation,
+    KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, Reports, RssGroup, Server, ServerClock,
+    ServerState, Service, ServiceMember, Status,
 };
 use coreward_model::tuple::Protocol;
 
@@ -68,6 +68,8 @@ fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
         configuration_generation: 0,
         counters: BTreeMap::new(),
         dispatch: Vec::new(),
+        drained: None,
+        connections: None,
     }
 }
 
@@ -296,4 +298,16 @@ fn nobody_there() {
              controller` whose `api` that is"
         )
     );
+}
+
+#[test]
+fn what_remains_at_a_server_that_drains_is_said() {
+    let services = BTreeMap::from([("web".to_owned(), 10), ("api".to_owned(), 2)]);
+    let mut reply = reply();
+    reply.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });
+    let text = status::text(&reply, Duration::from_secs(1));
+    assert!(text.contains("  s1: how many connections remain is not known\n"), "{text}");
+    reply.servers[0].connections = Some(CountedConnections { age_ms: 700, services });
+    let text = status::text(&reply, Duration::from_secs(1));
+    assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
 }

@@ -85,6 +85,7 @@ mod tests {
     use coreward_model::rss::seeded_rng;
     use coreward_wire::ServiceIndex;
 
+    use crate::drains::DrainRecord;
     use crate::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
     /// Something in every row.
@@ -109,6 +110,11 @@ mod tests {
                 address: [10, 2, 0, 11].into(),
                 in_file: left.is_none(),
                 services: [("web".to_owned(), membership)].into(),
+                drain: left.is_none().then(|| DrainRecord {
+                    since: Duration::from_secs(1_700_000_000),
+                    generation: 16,
+                    services: Some(["web".to_owned()].into()),
+                }),
             };
             records.servers.insert(id.try_into().unwrap(), server);
         }

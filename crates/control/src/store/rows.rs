@@ -1,7 +1,7 @@
 //! The logical form of [`Records`] in every store: rows, each a JSON object. A row that another version wrote has what that
 //! version knew; keys that are not there have their defaults.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -13,13 +13,17 @@ use coreward_model::rss::RssKey;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
+use crate::drains::DrainRecord;
 use crate::key_ring::{KeyPhase, KeyRing};
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 /// Of the rows' layout. Rows of another version are refused, not guessed at; but for those before, to which this one only
 /// adds.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
 const FIRST_FORMAT: u32 = 1;
+/// What a store without drains says. A version that knows none would put the servers back in, so it must not read them; where there
+/// are none it can go on.
+const FORMAT_WITHOUT_DRAINS: u32 = 3;
 
 /// All rows.
 #[derive(Debug)]
@@ -115,12 +119,27 @@ pub struct ServerRow {
     in_file: bool,
     /// By service; a number: left at this second since 1970.
     services: BTreeMap<String, Option<u64>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    drain: Option<DrainRow>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct DrainRow {
+    /// Seconds since 1970.
+    since: u64,
+    generation: u64,
+    /// Absent: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    services: Option<BTreeSet<String>>,
 }
 
 impl From<&Records> for FleetRow {
     fn from(records: &Records) -> Self {
         Self {
-            format: FORMAT,
+            format: match records.servers.values().any(|server| server.drain.is_some()) {
+                true => FORMAT,
+                false => FORMAT_WITHOUT_DRAINS,
+            },
             generation: records.generation,
             cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
             current_key: records.key_ring.keys.current.get() as u8,
@@ -211,6 +230,11 @@ impl From<&ServerRecord> for ServerRow {
             address: server.address,
             in_file: server.in_file,
             services: server.services.iter().map(|(name, membership)| (name.clone(), left_at(membership))).collect(),
+            drain: server.drain.as_ref().map(|drain| DrainRow {
+                since: drain.since.as_secs(),
+                generation: drain.generation,
+                services: drain.services.clone(),
+            }),
         }
     }
 }
@@ -225,6 +249,11 @@ impl ServerRow {
             address: self.address,
             in_file: self.in_file,
             services: self.services.into_iter().map(|(name, left)| (name, membership(left))).collect(),
+            drain: self.drain.map(|drain| DrainRecord {
+                since: Duration::from_secs(drain.since),
+                generation: drain.generation,
+                services: drain.services,
+            }),
         }
     }
 }

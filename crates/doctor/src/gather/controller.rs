@@ -68,6 +68,8 @@ fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetRep
 /// Whether the controller of this file is at work: by its API, beside which the doctor is.
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let asked = || -> anyhow::Result<()> {
+        // Another address than the one in the file is no controller of this file.
+        drop(std::net::TcpStream::connect_timeout(&config.listen, PATIENCE)?);
         let (scheme, ca) = match &config.tls {
             Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
             _ => ("http", None),

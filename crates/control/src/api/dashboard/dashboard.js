@@ -14,6 +14,7 @@ const INTERVAL_MS = 500;
 const COLUMN_PX = 3; // of one look at the loads
 const FLOW_POINTS = 240;
 const EVENTS_SHOWN = 100;
+const SERVERS_SHOWN = 100;
 // Load 0 to 1 and more, from calm to alarming; readable for the colour-blind (after matplotlib's "inferno", turned to blue).
 const STOPS = { dark: ["#131c2b", "#16497e", "#1f8fa8", "#7cc36a", "#f4c440", "#e4572e"],
   light: ["#eef3f9", "#a9d0ec", "#4fa8c9", "#74b74a", "#e9ac1e", "#cc3a1e"] };
@@ -172,7 +173,11 @@ function tile(value, words, kind) {
 
 function rate(now, then, seconds) { return Math.max(0, (now - (then === undefined ? now : then)) / seconds); }
 
+// As people count: s2 before s10.
+const byName = (one, other) => one.name.localeCompare(other.name, undefined, { numeric: true });
+
 function takeLoads(loads) {
+  loads.servers.sort(byName);
   const seconds = before ? (loads.uptime_ms - before.uptime_ms) / 1000 : 0;
   if (before && seconds > 0) {
     const old = new Map(before.servers.map((server) => [server.name, server.new_connections]));
@@ -183,6 +188,7 @@ function takeLoads(loads) {
   }
   drawHeat(loads.servers);
   showTiles(loads);
+  showServers(loads);
   before = loads;
 }
 
@@ -224,6 +230,25 @@ function showBalancers(loads, seconds) {
   $("balancers").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("none is connected", 6)]));
 }
 showBalancers.last = {};
+
+// Those of which there is something to know come first: of thousands that are well nobody reads the rows.
+function showServers(loads) {
+  const open = new Map(loads.servers.map((server) => [server.name, server.service_connections ?? server.open_connections]));
+  const since = ({ drained }) => (drained && drained.since_unix_ms ? `since ${new Date(drained.since_unix_ms).toLocaleString()}` : "");
+  const well = (server) => server.state === "active" && server.reports === "fresh" && !server.warnings.length;
+  const sorted = [...(overview ? overview.servers : [])].sort((one, other) => well(one) - well(other) || byName(one, other));
+  const lines = sorted.slice(0, SERVERS_SHOWN).map((server) => {
+    const line = node("tr");
+    const know = node("td");
+    [[server.state_reason, since(server)].filter(Boolean).join(", "), ...server.warnings].filter(Boolean).forEach((words, n) => know.append(node("div", words, n || !server.state_reason ? "warn" : "muted")));
+    const kind = { active: "good", down: "bad", gone: "muted" }[server.state] || "warn";
+    line.append(node("td", server.name), node("td", server.address), node("td", server.state, kind), node("td", server.reports, server.reports === "fresh" ? "good" : "warn"),
+      node("td", String(server.weight), "n"), node("td", String(open.get(server.name) ?? "–"), "n"), know);
+    return line;
+  });
+  $("more-servers").textContent = sorted.length > lines.length ? `${lines.length} of ${sorted.length}, those first of which there is something to know` : "";
+  $("servers").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("none", 7)]));
+}
 
 function emptyLine(words, columns) {
   const line = node("tr");

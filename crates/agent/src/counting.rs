@@ -1,0 +1,103 @@
+//! The services' connections, counted now and then in a thread of its own: of 100,000 sockets the kernel talks for so long that
+//! reports would be late.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::anyhow;
+use coreward_dataplane::sockets::counts::connections_of;
+use coreward_model::tuple::Protocol;
+use coreward_wire::{AgentConfiguration, CountedConnections};
+
+/// From the beginning of one count to that of the next.
+const INTERVAL: Duration = Duration::from_secs(5);
+/// The same while people wait for connections to end.
+const INTERVAL_DRAINING: Duration = Duration::from_secs(1);
+/// And at least so many times as long as the last one took: counting takes at most a twentieth of one CPU.
+const REST: u32 = 20;
+
+/// The newest count, and the next.
+#[derive(Default)]
+pub struct Counting {
+    newest: Option<Counted>,
+    under_way: Option<JoinHandle<anyhow::Result<Counted>>>,
+    problem: Option<String>,
+    /// When the last one began, and how long it took.
+    last: Option<(Instant, Duration)>,
+}
+
+struct Counted {
+    began: Instant,
+    took: Duration,
+    configuration_generation: u64,
+    services: BTreeMap<String, u32>,
+}
+
+impl Counting {
+    /// Takes in what was counted, and begins anew when that is due.
+    pub fn follow(&mut self, configuration: Option<&AgentConfiguration>) {
+        if let Some(ended) = self.under_way.take_if(|thread| thread.is_finished()) {
+            let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
+            self.take(outcome);
+        }
+        let Some(configuration) = configuration else { return };
+        if self.under_way.is_none() && self.is_due(configuration.draining) {
+            self.begin(configuration);
+        }
+    }
+
+    fn is_due(&self, draining: bool) -> bool {
+        let interval = if draining { INTERVAL_DRAINING } else { INTERVAL };
+        self.last.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * REST))
+    }
+
+    fn begin(&mut self, configuration: &AgentConfiguration) {
+        let began = Instant::now();
+        self.last = Some((began, Duration::ZERO));
+        let configuration_generation = configuration.generation;
+        let of_tcp = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+        let (names, addresses): (Vec<String>, Vec<SocketAddr>) =
+            of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
+        let count = move || {
+            let services = names.into_iter().zip(connections_of(&addresses)?).collect();
+            Ok(Counted { began, took: began.elapsed(), configuration_generation, services })
+        };
+        match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {
+            Ok(thread) => self.under_way = Some(thread),
+            Err(error) => self.take(Err(error.into())),
+        }
+    }
+
+    fn take(&mut self, outcome: anyhow::Result<Counted>) {
+        if let (Some((_, took)), Ok(counted)) = (&mut self.last, &outcome) {
+            *took = counted.took;
+        }
+        let problem = outcome.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
+        if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(*problem)) {
+            tracing::warn!("{problem}");
+        }
+        self.problem = problem;
+        self.newest = outcome.ok();
+    }
+
+    /// A stream to a controller has begun: what was counted names a configuration of the one before.
+    pub fn begin_stream(&mut self) {
+        *self = Self { problem: self.problem.take(), ..Self::default() };
+    }
+
+    /// What a report says.
+    pub fn newest(&self) -> Option<CountedConnections> {
+        self.newest.as_ref().map(|counted| CountedConnections {
+            age: counted.began.elapsed(),
+            configuration_generation: counted.configuration_generation,
+            services: counted.services.clone(),
+        })
+    }
+
+    /// Why there is no count, for `coreward status`.
+    pub fn warning(&self) -> Option<String> {
+        self.problem.clone()
+    }
+}

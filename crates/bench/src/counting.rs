@@ -1,0 +1,123 @@
+//! What it costs the agent to count connections: real sockets in a network namespace of this process's, which goes with it.
+
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_bench::namespace::{self, ip};
+use coreward_control::server::raise_file_limit;
+use coreward_dataplane::sockets::counts::connections_of;
+use coreward_model::statistics::median;
+use nix::time::{ClockId, clock_gettime};
+
+use crate::report::{Report, Table};
+
+/// Options of `coreward-bench counting`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Connections at the server
+    #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000")]
+    connections: Vec<u32>,
+    /// How often is counted
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        use clap::FromArgMatches as _;
+        let command = <Self as clap::Args>::augment_args(clap::Command::new("counting"));
+        Self::from_arg_matches(&command.get_matches_from(["counting"])).expect("every option has a default")
+    }
+}
+
+/// As many from one address as there are ports for connections, with some left over.
+const PER_CLIENT: u32 = 20_000;
+
+/// Measures, in a thread of its own: the namespace is the thread's.
+///
+/// # Errors
+/// Without root; when there can be no more sockets.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench counting makes a network namespace: run it as root");
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    namespace::enter_new()?;
+    ip("link set lo up")?;
+    raise_file_limit();
+    let mut table =
+        Table::new(&["connections", "one port, ms", "CPU of it, ms", "of 4 services, ms", "CPU of these, ms"]);
+    let mut server = Server::start()?;
+    for connections in &args.connections {
+        server.open(*connections)?;
+        let one = server.rounds(args.rounds, &[server.address])?;
+        let other = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let four = server.rounds(args.rounds, &[server.address, other(1), other(2), other(3)])?;
+        table.row([(*connections).into(), one.0.into(), one.1.into(), four.0.into(), four.1.into()]);
+    }
+    Ok(Report {
+        name: "counting",
+        title: "Counting connections",
+        about: format!(
+            "How long the agent's count of its services' connections takes, by the kernel's sock_diag(7), in a thread of its own: \
+             medians of {} counts of real sockets (CLOSE-WAIT: their clients have closed). Of services with one port the kernel \
+             passes over all other sockets. The agent counts every 5 s, while its server drains every second, and never more than a \
+             twentieth of the time.",
+            args.rounds
+        ),
+        tables: vec![table],
+    })
+}
+
+/// A service, and its connections.
+struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    open: Vec<TcpStream>,
+}
+
+impl Server {
+    fn start() -> anyhow::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").context("a listening socket")?;
+        let address = listener.local_addr()?;
+        Ok(Self { listener, address, open: Vec::new() })
+    }
+
+    /// Opens connections until there are so many.
+    fn open(&mut self, connections: u32) -> anyhow::Result<()> {
+        for number in self.open.len() as u32..connections {
+            let client = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
+            let from = Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / PER_CLIENT);
+            client.bind(&SocketAddr::from(SocketAddrV4::new(from, 0)).into())?;
+            client.connect(&self.address.into()).with_context(|| format!("connection {number}"))?;
+            self.open.push(self.listener.accept()?.0);
+        }
+        Ok(())
+    }
+
+    /// The time, and the CPU time, of a count (ms).
+    fn rounds(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
+        let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            let (start, cpu) = (Instant::now(), cpu_time());
+            let counted = connections_of(services)?;
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+            cpu_times.push((cpu_time() - cpu).as_secs_f64() * 1e3);
+            ensure!(
+                counted[0] as usize == self.open.len(),
+                "{} were counted: expected {}",
+                counted[0],
+                self.open.len()
+            );
+        }
+        Ok((median(&times).unwrap_or(0.0), median(&cpu_times).unwrap_or(0.0)))
+    }
+}
+
+/// Of this thread, which counts.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
+}

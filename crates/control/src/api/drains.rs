@@ -1,0 +1,108 @@
+//! Servers that are to take no new connections.
+
+use axum::Extension;
+use axum::extract::State;
+use coreward_api::extract::{Json, Path};
+use coreward_api::types::{DrainServer, DrainStatus, EventKind};
+use coreward_api::{Caller, Problem, ProblemKind};
+
+use super::Api;
+use crate::drains::{NotDrained, WantedDrain};
+use crate::server::keeper::Change;
+use crate::server::shared::Shared;
+
+/// Whether a server is drained, and what remains there
+#[utoipa::path(
+    get, path = "/v1/servers/{server}/drain",
+    params(("server" = String, Path, description = "Its name")),
+    responses(
+        (status = 200, description = "Whether it is, and what remains", body = DrainStatus),
+        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
+    status(&*api.shared()?, &name).map(Json)
+}
+
+fn status(shared: &Shared, server: &str) -> Result<DrainStatus, Problem> {
+    let now = shared.now();
+    shared.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
+}
+
+/// Let a server take no new connections, until this is deleted: restarts and other documents do not end it
+#[utoipa::path(
+    post, path = "/v1/servers/{server}/drain", request_body = DrainServer,
+    params(("server" = String, Path, description = "Its name")),
+    responses(
+        (status = 200, description = "It is on record, and in force here; what remains there", body = DrainStatus),
+        (status = 404, description = "There is none of that name, or it is not in a service that is named", body = Problem,
+         content_type = "application/problem+json"),
+        (status = 409, description = "No other server of a service takes new connections, and `force` is not set", body = Problem,
+         content_type = "application/problem+json"),
+    )
+)]
+pub async fn drain(
+    State(api): State<Api>,
+    Extension(caller): Extension<Caller>,
+    Path(server): Path<String>,
+    Json(body): Json<DrainServer>,
+) -> Result<Json<DrainStatus>, Problem> {
+    let shared = api.shared()?;
+    let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
+    let wanted = WantedDrain { server: server.clone(), services, force: body.force };
+    let now = shared.now();
+    let can = shared.controller().can_drain(&wanted, now);
+    can.map_err(|refused| not_drained(&refused))?;
+    let place = match &wanted.services {
+        Some(_) => format!(" in {}", body.services.join(", ")),
+        None => String::new(),
+    };
+    change(&api, &shared, &server, Change::Drain(wanted), &format!("{caller}: drained{place}")).await
+}
+
+/// Let a server take new connections again, as far as the fleet's document lets it
+#[utoipa::path(
+    delete, path = "/v1/servers/{server}/drain",
+    params(("server" = String, Path, description = "Its name")),
+    responses(
+        (status = 200, description = "It is so", body = DrainStatus),
+        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+pub async fn undrain(
+    State(api): State<Api>,
+    Extension(caller): Extension<Caller>,
+    Path(server): Path<String>,
+) -> Result<Json<DrainStatus>, Problem> {
+    let shared = api.shared()?;
+    change(&api, &shared, &server, Change::Undrain(server.clone()), &format!("{caller}: undrained")).await
+}
+
+/// Makes the change, and tells of it where it changes anything.
+async fn change(
+    api: &Api,
+    shared: &Shared,
+    server: &str,
+    change: Change,
+    event: &str,
+) -> Result<Json<DrainStatus>, Problem> {
+    let generation = || shared.controller().fleet().generation;
+    let before = generation();
+    shared.change(change).await.map_err(|error| match error.downcast_ref::<NotDrained>() {
+        Some(refused) => not_drained(refused),
+        None => api.not_changed(&error),
+    })?;
+    if generation() != before {
+        tracing::info!("server {server}: {event}");
+        api.events.add(EventKind::Server, server, event.to_owned(), shared.now().wall);
+    }
+    status(shared, server).map(Json)
+}
+
+fn not_drained(refused: &NotDrained) -> Problem {
+    let kind = match refused {
+        NotDrained::UnknownServer(_) | NotDrained::NotInService { .. } => ProblemKind::NotFound,
+        NotDrained::LastOne { .. } => ProblemKind::Conflict,
+    };
+    Problem::new(kind, refused.to_string())
+}

@@ -1,0 +1,133 @@
+//! What remains at a server that takes no new connections. A count is believed when it began after the last load balancer has said
+//! that it sends nothing new there: of an older one, 0 might be followed by 1.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use coreward_api::types::{CountedConnections, DrainStatus, Drained, DrainedBy, Reports};
+use coreward_model::ServerId;
+use coreward_model::tuple::Protocol;
+
+use super::agent::{Agent, Counted};
+use super::service::Condition;
+use super::status::reports;
+use super::{Controller, Now};
+use crate::drains::{NotDrained, WantedDrain};
+use crate::fleet::{FleetServer, FleetService, Standing};
+
+/// When a count began is told from when its report came: a report that was longer under way than this looks newer than it is.
+const LONGEST_WAY: Duration = Duration::from_secs(1);
+
+impl Controller {
+    /// Whether the server can be drained, as far as the health of the others is concerned.
+    ///
+    /// # Errors
+    /// As [`WantedDrain::check`].
+    pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), NotDrained> {
+        wanted.check(&self.fleet, |service, id| self.condition(service, id, now) == Condition::Fit)
+    }
+
+    /// Whether the server of that name is drained, and what remains there; `None`: there is no such server.
+    pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
+        let id = self.fleet.id(server)?;
+        let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
+        let agent = self.agent(id).unwrap_or(&nobody);
+        let life = self.life(id, server, now);
+        let drained = self.drained(id, now);
+        let covered: Vec<&FleetService> = self.drained_services(id).collect();
+        let takes_none = drained.is_some() || server.standing == Standing::Left;
+        let remaining = takes_none.then(|| self.remaining(server, agent, &covered, now));
+        let (remaining, waits_for) = match remaining {
+            None => (None, Vec::new()),
+            Some(Ok(remaining)) => (Some(remaining), Vec::new()),
+            Some(Err(waits_for)) => (None, waits_for),
+        };
+        Some(DrainStatus {
+            server: server.name.clone(),
+            state: life.state,
+            state_reason: life.reason,
+            reports: reports(agent, now),
+            drained,
+            remaining,
+            waits_for,
+            connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
+            not_counted: covered
+                .iter()
+                .filter(|service| !is_counted(service))
+                .map(|service| service.name.clone())
+                .collect(),
+        })
+    }
+
+    /// Who says that the server takes no new connections.
+    pub(super) fn drained(&self, id: ServerId, now: Now) -> Option<Drained> {
+        let server = &self.fleet.servers[&id];
+        if server.standing == Standing::Left {
+            return None;
+        }
+        if let Some(drain) = &server.drain {
+            let lasts = now.record.saturating_sub(drain.since);
+            return Some(Drained {
+                by: DrainedBy::Command,
+                since_unix_ms: Some(now.wall.saturating_sub(lasts).as_millis() as u64),
+                services: drain.services.iter().flatten().cloned().collect(),
+            });
+        }
+        let by_document = server.standing == Standing::Draining || server.weight.get() == 0;
+        by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
+    }
+
+    /// The services that the server is, or was, in, and of which it takes no new connections.
+    fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
+        let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
+        services.filter(move |service| !self.fleet.eligible(service, id))
+    }
+
+    /// Connections of these services, or what has to come before that is known.
+    fn remaining(
+        &self,
+        server: &FleetServer,
+        agent: &Agent,
+        services: &[&FleetService],
+        now: Now,
+    ) -> Result<u64, Vec<String>> {
+        let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
+        let confirmed = self.load_balancers.all_confirmed(generation, now);
+        let counted = match (reports(agent, now), agent.connections(now)) {
+            (Reports::None | Reports::Stale, _) => Err("its agent, which does not report".to_owned()),
+            (Reports::Fresh, None) => {
+                Err("its agent's first count of connections (those before this version do not count)".to_owned())
+            }
+            (Reports::Fresh, Some(counted)) => Ok(counted),
+        };
+        let is_new = |counted: &Counted| {
+            counted.configuration_generation >= generation
+                && confirmed.as_ref().is_ok_and(|since| counted.at >= *since + LONGEST_WAY)
+        };
+        match (counted, &confirmed) {
+            (Ok(counted), Ok(_)) if is_new(counted) => {
+                let names = services.iter().filter(|service| is_counted(service)).map(|service| service.name.as_str());
+                Ok(names.map(|name| counted.services.get(name).copied().map_or(0, u64::from)).sum())
+            }
+            (Ok(_), Ok(_)) => Err(vec!["a count that begins now".to_owned()]),
+            (counted, Ok(_)) => Err(counted.err().into_iter().collect()),
+            (counted, Err(lacking)) => {
+                let balancers = match lacking.as_slice() {
+                    [] => "a load balancer: none is connected".to_owned(),
+                    names => format!("load balancer {}, which may send new connections still", names.join(", ")),
+                };
+                Err(counted.err().into_iter().chain([balancers]).collect())
+            }
+        }
+    }
+}
+
+fn is_counted(service: &FleetService) -> bool {
+    service.address.protocol == Protocol::Tcp
+}
+
+/// A count as people are told of it.
+pub(super) fn counted_connections(counted: &Counted, now: Now) -> CountedConnections {
+    let services: BTreeMap<String, u32> = counted.services.clone();
+    CountedConnections { age_ms: counted.age(now).as_millis() as u64, services }
+}

@@ -1,0 +1,133 @@
+//! What remains at a server that drains, in virtual time.
+
+use std::time::Duration;
+
+use coreward_api::types::DrainStatus;
+use coreward_config::Source;
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{CountedConnections, Report, v1};
+
+use super::tests::plain_report;
+use super::{Controller, Now, Session};
+use crate::config::FleetConfig;
+use crate::drains::WantedDrain;
+use crate::fleet::Fleet;
+use crate::records::Records;
+
+fn at(seconds: u64) -> Now {
+    let monotonic = Duration::from_secs(seconds);
+    let wall = Duration::from_secs(1_700_000_000) + monotonic;
+    Now { monotonic, wall, record: wall }
+}
+
+const FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.2.0.2\"\n\
+                     [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\n\
+                     [[service]]\nname = \"dns\"\nvip = \"10.200.0.1:53\"\nprotocol = \"udp\"\n";
+
+struct World {
+    config: FleetConfig,
+    records: Records,
+    controller: Controller,
+    sequence: u64,
+}
+
+impl World {
+    fn new() -> Self {
+        let config = FleetConfig::parse(&Source::from_text("fleet.toml", FLEET)).unwrap();
+        let random = &mut seeded_rng(5, 0);
+        let mut records = Records::draw(at(0).wall, random);
+        records.apply(&config, at(0).wall, random).unwrap();
+        let controller = Controller::new(Fleet::new(&config, &records));
+        Self { config, records, controller, sequence: 0 }
+    }
+
+    fn drain(&mut self, services: &[&str], now: Now) -> u64 {
+        let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
+        let wanted = WantedDrain { server: "s1".into(), services, force: false };
+        self.controller.can_drain(&wanted, now).unwrap();
+        assert!(self.records.drain(&wanted, self.records.generation + 1, now.record));
+        self.records.generation += 1;
+        self.controller.configure(Fleet::new(&self.config, &self.records));
+        self.records.generation
+    }
+
+    /// A report with a count that began so long ago.
+    fn report(&mut self, session: &Session, counted: Option<(u64, u64, u32)>, now: Now) {
+        self.sequence += 1;
+        let connections = counted.map(|(age, configuration_generation, connections)| CountedConnections {
+            age: Duration::from_secs(age),
+            configuration_generation,
+            services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
+        });
+        let report = Report { connections, ..plain_report(self.sequence, now, &[0]) };
+        self.controller.report(session, Ok(report), now).unwrap();
+    }
+
+    fn confirm(&mut self, session: u64, configuration_generation: u64, now: Now) {
+        let state = v1::LoadBalancerState { configuration_generation, ..Default::default() };
+        self.controller.load_balancer_state(session, state, now);
+    }
+
+    fn status(&self, now: Now) -> DrainStatus {
+        self.controller.drain_status("s1", now).unwrap()
+    }
+
+    fn waits_for(&self, now: Now) -> Vec<String> {
+        let status = self.status(now);
+        assert_eq!(status.remaining, None);
+        status.waits_for
+    }
+}
+
+#[test]
+fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
+    let mut world = World::new();
+    let balancers = ["lb1", "lb2"].map(|name| world.controller.load_balancer_hello(name, at(10)).unwrap());
+    let session = world.controller.hello("s1", "test", at(10)).unwrap();
+    let before = world.records.generation;
+    world.report(&session, Some((0, before, 7)), at(10));
+    assert_eq!((world.status(at(10)).remaining, world.status(at(10)).waits_for.len()), (None, 0), "it is not drained");
+    let generation = world.drain(&["web"], at(10));
+    world.confirm(balancers[0], generation, at(11));
+    world.confirm(balancers[1], before, at(11));
+    let lb2 = "load balancer lb2, which may send new connections still";
+    assert_eq!(world.waits_for(at(11)), [lb2]);
+    world.report(&session, Some((0, generation, 0)), at(11));
+    assert_eq!(world.waits_for(at(11)), [lb2], "nothing remains, as yet");
+    world.confirm(balancers[0], generation, at(12));
+    world.confirm(balancers[1], generation, at(12));
+    let newer = "a count that begins now";
+    assert_eq!(world.waits_for(at(12)), [newer]);
+    world.report(&session, Some((1, generation, 1)), at(13));
+    assert_eq!(world.waits_for(at(13)), [newer], "it began when the last one confirmed");
+    world.report(&session, Some((0, before, 0)), at(13));
+    assert_eq!(world.waits_for(at(13)), [newer], "it began before the agent knew");
+    world.report(&session, Some((0, generation, 3)), at(13));
+    assert_eq!(world.status(at(13)).remaining, Some(3), "of the service in which it is drained");
+    // The other services' too, from the next count on.
+    let generation = world.drain(&[], at(13));
+    balancers.map(|session| world.confirm(session, generation, at(13)));
+    world.report(&session, Some((0, generation, 3)), at(14));
+    let status = world.status(at(14));
+    assert_eq!((status.remaining, status.not_counted), (Some(103), vec!["dns".to_owned()]));
+}
+
+#[test]
+fn what_nobody_says_is_not_known() {
+    let mut world = World::new();
+    world.drain(&[], at(10));
+    assert_eq!(world.waits_for(at(10)), ["its agent, which does not report", "a load balancer: none is connected"]);
+    let balancer = world.controller.load_balancer_hello("lb1", at(10)).unwrap();
+    world.confirm(balancer, world.records.generation, at(10));
+    assert_eq!(world.waits_for(at(10)), ["its agent, which does not report"]);
+    let session = world.controller.hello("s1", "test", at(10)).unwrap();
+    world.report(&session, None, at(11));
+    let older = "its agent's first count of connections (those before this version do not count)";
+    assert_eq!(world.waits_for(at(11)), [older]);
+    let generation = world.records.generation;
+    world.report(&session, Some((0, generation, 0)), at(11));
+    assert_eq!(world.status(at(11)).remaining, Some(100));
+    // Its agent is gone: what it said holds no longer than its report does.
+    world.confirm(balancer, generation, at(80));
+    assert_eq!(world.waits_for(at(80)), ["its agent, which does not report"]);
+}

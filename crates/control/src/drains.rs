@@ -1,0 +1,261 @@
+//! Servers that take no new connections because an operator said so, until an operator says otherwise: beside the fleet's document, so
+//! that neither a restart nor another document puts a server back in while somebody works on it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use coreward_model::ServerId;
+
+use crate::config::FleetConfig;
+use crate::fleet::{Fleet, FleetService, Standing};
+use crate::records::{Membership, Records, whole_seconds};
+
+/// That somebody drains a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DrainRecord {
+    /// Since when it is as it is (whole seconds since 1970, by the records' clock).
+    pub since: Duration,
+    /// Of the configuration that began it: a load balancer that has confirmed this one sends nothing new there.
+    pub generation: u64,
+    /// In which services; `None`: in all of them, also those that it is put into later.
+    pub services: Option<BTreeSet<String>>,
+}
+
+impl DrainRecord {
+    /// Whether it is drained in the service of that name.
+    pub fn covers(&self, service: &str) -> bool {
+        self.services.as_ref().is_none_or(|services| services.contains(service))
+    }
+}
+
+/// What an operator wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WantedDrain {
+    /// Name of the server.
+    pub server: String,
+    /// In which services; `None`: in all of them.
+    pub services: Option<BTreeSet<String>>,
+    /// Also where no other server takes new connections.
+    pub force: bool,
+}
+
+/// Why a server is not drained, or not undrained.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotDrained {
+    /// Nobody of that name is in the fleet's document.
+    #[error("server {0:?} does not exist in the fleet's document")]
+    UnknownServer(String),
+    /// It is in others.
+    #[error("server {server:?} is not in service {service:?}: expected {expected}")]
+    NotInService {
+        /// Which server.
+        server: String,
+        /// The service in which it is not.
+        service: String,
+        /// Those in which it is, in words.
+        expected: String,
+    },
+    /// Nobody could connect any more.
+    #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
+    LastOne {
+        /// Names of the services.
+        services: Vec<String>,
+    },
+}
+
+impl WantedDrain {
+    /// Whether the server can be drained. `takes`: whether a server takes a service's new connections now.
+    ///
+    /// # Errors
+    /// When it does not exist, is not in a service, or is the last one there and not `force`.
+    pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), NotDrained> {
+        let id = present(fleet, &self.server)?;
+        let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
+        let services: Vec<&FleetService> = fleet.services.iter().filter(member).collect();
+        for wanted in self.services.iter().flatten() {
+            if !services.iter().any(|service| service.name == *wanted) {
+                let names: Vec<&str> = services.iter().map(|service| service.name.as_str()).collect();
+                let expected = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+                return Err(NotDrained::NotInService {
+                    server: self.server.clone(),
+                    service: wanted.clone(),
+                    expected,
+                });
+            }
+        }
+        if self.force {
+            return Ok(());
+        }
+        let covered =
+            |service: &&&FleetService| self.services.as_ref().is_none_or(|services| services.contains(&service.name));
+        let is_last = |service: &&&FleetService| {
+            takes(service, id) && !service.members.keys().any(|other| *other != id && takes(service, *other))
+        };
+        let last: Vec<String> =
+            services.iter().filter(covered).filter(is_last).map(|service| service.name.clone()).collect();
+        if last.is_empty() { Ok(()) } else { Err(NotDrained::LastOne { services: last }) }
+    }
+}
+
+/// The id of a server that is in the fleet's document.
+///
+/// # Errors
+/// When there is none of that name.
+pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, NotDrained> {
+    let id = fleet.id(server).filter(|id| fleet.servers[id].standing != Standing::Left);
+    id.ok_or_else(|| NotDrained::UnknownServer(server.to_owned()))
+}
+
+impl Records {
+    /// Somebody drains the server, also in these services if he does so in others already. `generation`: of the configuration in
+    /// which that is so. True when it was otherwise.
+    pub fn drain(&mut self, wanted: &WantedDrain, generation: u64, now: Duration) -> bool {
+        let named = |server: &&mut crate::records::ServerRecord| server.in_file && server.name == wanted.server;
+        let Some(server) = self.servers.values_mut().find(named) else { return false };
+        let services = match (&server.drain, &wanted.services) {
+            (None, services) => services.clone(),
+            (Some(DrainRecord { services: Some(before), .. }), Some(services)) => Some(before | services),
+            (Some(_), _) => None,
+        };
+        if server.drain.as_ref().is_some_and(|drain| drain.services == services) {
+            return false;
+        }
+        server.drain = Some(DrainRecord { since: whole_seconds(now), generation, services });
+        true
+    }
+
+    /// Nobody drains the server any more. True when somebody did.
+    pub fn undrain(&mut self, server: &str) -> bool {
+        let named = self.servers.values_mut().filter(|record| record.name == server);
+        named.fold(false, |drained, record| record.drain.take().is_some() || drained)
+    }
+
+    /// By server, of those that this document has: without services that it has no more. A server that was drained in those alone is
+    /// drained no more.
+    pub(crate) fn drains_that_go_on(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
+        let listed: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
+        let goes_on = |drain: &DrainRecord| {
+            let mut drain = drain.clone();
+            if let Some(services) = &mut drain.services {
+                services.retain(|service| listed.contains(service.as_str()));
+            }
+            drain.services.as_ref().is_none_or(|services| !services.is_empty()).then_some(drain)
+        };
+        let servers = self.servers.values().filter(|server| server.in_file);
+        servers.filter_map(|server| Some((server.name.clone(), goes_on(server.drain.as_ref()?)?))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_config::Source;
+    use coreward_model::rss::seeded_rng;
+
+    use super::*;
+
+    fn config(servers: &[&str], more: &str) -> FleetConfig {
+        let mut text = String::new();
+        for server in servers {
+            text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
+        }
+        text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+        FleetConfig::parse(&Source::from_text("fleet.toml", &format!("{text}{more}"))).unwrap()
+    }
+
+    const API: &str = "[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = [\"s1\"]\n";
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn wanted(server: &str, services: &[&str]) -> WantedDrain {
+        let services: BTreeSet<String> = services.iter().map(|service| (*service).to_owned()).collect();
+        WantedDrain { server: server.into(), services: (!services.is_empty()).then_some(services), force: false }
+    }
+
+    fn drain<'a>(records: &'a Records, server: &str) -> Option<&'a DrainRecord> {
+        records.servers.values().find(|record| record.name == server && record.in_file)?.drain.as_ref()
+    }
+
+    /// Records that have taken in a document.
+    fn records(config: &FleetConfig) -> Records {
+        let random = &mut seeded_rng(1, 0);
+        let mut records = Records::draw(at(0), random);
+        records.apply(config, at(0), random).unwrap();
+        records
+    }
+
+    #[test]
+    fn a_drain_outlives_documents_that_name_the_server() {
+        let (both, first) = (config(&["s1", "s2"], API), config(&["s1"], ""));
+        let mut records = records(&both);
+        assert!(records.drain(&wanted("s1", &[]), 7, at(10)));
+        assert!(!records.drain(&wanted("s1", &[]), 8, at(20)), "it is so already");
+        assert_eq!(drain(&records, "s1"), Some(&DrainRecord { since: at(10), generation: 7, services: None }));
+        let random = &mut seeded_rng(2, 0);
+        records.apply(&first, at(30), random).unwrap();
+        assert_eq!(drain(&records, "s1").map(|drain| drain.since), Some(at(10)));
+        // Who leaves and comes back is drained no more.
+        records.apply(&config(&["s2"], ""), at(40), random).unwrap();
+        records.apply(&first, at(50), random).unwrap();
+        assert_eq!(drain(&records, "s1"), None);
+        assert!(!records.undrain("s1"));
+    }
+
+    #[test]
+    fn a_drain_may_be_of_some_services() {
+        let both = config(&["s1", "s2"], API);
+        let mut records = records(&both);
+        assert!(records.drain(&wanted("s1", &["api"]), 2, at(10)));
+        let fleet = Fleet::new(&both, &records);
+        let id = fleet.id("s1").unwrap();
+        let eligible: Vec<bool> = fleet.services.iter().map(|service| fleet.eligible(service, id)).collect();
+        assert_eq!(eligible, [true, false]);
+        assert!(fleet.drains(id) && !fleet.drains(fleet.id("s2").unwrap()));
+        assert!(!records.drain(&wanted("s1", &["api"]), 3, at(20)));
+        assert!(records.drain(&wanted("s1", &["web"]), 3, at(20)));
+        let services = drain(&records, "s1").unwrap().services.clone();
+        assert_eq!(services, wanted("", &["api", "web"]).services);
+        // The service goes, and what is left of the drain with the last of them.
+        let random = &mut seeded_rng(2, 0);
+        records.apply(&config(&["s1", "s2"], ""), at(30), random).unwrap();
+        assert_eq!(drain(&records, "s1").unwrap().services, wanted("", &["web"]).services);
+        assert!(records.drain(&wanted("s1", &[]), 9, at(40)));
+        assert_eq!(drain(&records, "s1"), Some(&DrainRecord { since: at(40), generation: 9, services: None }));
+        assert!(records.undrain("s1"));
+        assert!(records.drain(&wanted("s1", &["web"]), 10, at(50)));
+        let other =
+            "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[service]]\nname = \"new\"\nvip = \"10.200.0.1:82\"\n";
+        let other = FleetConfig::parse(&Source::from_text("fleet.toml", other)).unwrap();
+        records.apply(&other, at(60), random).unwrap();
+        assert_eq!(drain(&records, "s1"), None);
+    }
+
+    #[test]
+    fn nobody_is_drained_who_is_not_there_or_the_last_one() {
+        let both = config(&["s1", "s2"], API);
+        let mut records = records(&both);
+        let check = |records: &Records, wanted: WantedDrain| {
+            let fleet = Fleet::new(&both, records);
+            let outcome = wanted.check(&fleet, |service, id| fleet.eligible(service, id));
+            outcome.map_err(|refused| refused.to_string())
+        };
+        assert_eq!(
+            check(&records, wanted("s3", &[])).unwrap_err(),
+            "server \"s3\" does not exist in the fleet's document"
+        );
+        assert_eq!(
+            check(&records, wanted("s2", &["api"])).unwrap_err(),
+            "server \"s2\" is not in service \"api\": expected web"
+        );
+        let last = "no other server of api takes new connections: expected one, or `force`";
+        assert_eq!(check(&records, wanted("s1", &[])).unwrap_err(), last);
+        assert_eq!(check(&records, wanted("s1", &["web"])), Ok(()));
+        assert_eq!(check(&records, WantedDrain { force: true, ..wanted("s1", &[]) }), Ok(()));
+        records.drain(&wanted("s1", &[]), 2, at(1));
+        // It takes none any more: to say it again takes nothing away.
+        assert_eq!(check(&records, wanted("s1", &[])), Ok(()));
+        let last = "no other server of web takes new connections: expected one, or `force`";
+        assert_eq!(check(&records, wanted("s2", &[])).unwrap_err(), last);
+    }
+}

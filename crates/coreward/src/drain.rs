@@ -1,0 +1,231 @@
+//! `coreward drain` and `coreward undrain`: a server takes no new connections from now on, and how many remain.
+
+use std::time::Duration;
+
+use anyhow::{anyhow, bail};
+use coreward_api::Problem;
+use coreward_api::client::Client;
+use coreward_api::types::{DrainServer, DrainStatus, Drained, DrainedBy, ServerState};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::contact::ContactArgs;
+use crate::print;
+
+/// How often the controller is asked while somebody waits. Agents count each second.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Nobody waits longer.
+const LONGEST: Duration = Duration::from_secs(365 * 86_400);
+
+#[derive(clap::Args)]
+pub struct DrainArgs {
+    /// Name of the server in the fleet's document
+    server: String,
+    #[command(flatten)]
+    contact: ContactArgs,
+    /// Only in this service; several times for several (default: in all, also in those that it is put into later)
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    service: Vec<String>,
+    /// Also where no other server of a service takes new connections: nobody can connect there then
+    #[arg(long)]
+    force: bool,
+    /// Wait until no connection is left, and say how many are whenever that changes
+    #[arg(long)]
+    wait: bool,
+    /// How long to wait; then this command fails, and the server stays drained
+    #[arg(long, value_name = "TIME", default_value = "10m", requires = "wait")]
+    timeout: humantime::Duration,
+}
+
+#[derive(clap::Args)]
+pub struct UndrainArgs {
+    /// Name of the server in the fleet's document
+    server: String,
+    #[command(flatten)]
+    contact: ContactArgs,
+}
+
+fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()
+}
+
+/// Drains the server, and waits where that is wanted.
+///
+/// # Errors
+/// When the controller says no, or connections are left at the end of the time.
+pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
+    let client = args.contact.client()?;
+    runtime()?.block_on(async {
+        let wanted = DrainServer { services: args.service.clone(), force: args.force };
+        let status = client.drain(&args.server, &wanted).await?;
+        print(&words(&status))?;
+        if !args.wait {
+            return Ok(());
+        }
+        let stays = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
+        tokio::select! {
+            outcome = wait(&client, status, args.timeout.into()) => match outcome? {
+                Left::None => Ok(()),
+                Left::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
+            },
+            _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays}")),
+        }
+    })
+}
+
+/// Lets it take new connections again.
+///
+/// # Errors
+/// When the controller says no.
+pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
+    let client = args.contact.client()?;
+    print(&words(&runtime()?.block_on(client.undrain(&args.server))?))
+}
+
+/// What is left when the waiting is over.
+enum Left {
+    None,
+    Some(String),
+}
+
+/// Until no connection is left, or the time is over. A controller that is away may come back, and what it was told is on record.
+async fn wait(client: &Client, mut status: DrainStatus, patience: Duration) -> anyhow::Result<Left> {
+    let end = Instant::now() + patience.min(LONGEST);
+    let (server, mut said, mut away) = (status.server.clone(), words(&status), false);
+    loop {
+        if status.drained.is_none() && status.state != ServerState::Gone {
+            bail!("{server} is drained no more: somebody else has ended that");
+        }
+        if status.remaining == Some(0) {
+            return Ok(Left::None);
+        }
+        sleep(LOOK_INTERVAL.min(end - Instant::now())).await;
+        let answer = match timeout_at(end, client.drain_status(&server)).await {
+            Ok(answer) => answer,
+            Err(_) => return Ok(Left::Some(left(&status, away))),
+        };
+        match answer {
+            Ok(newest) => (status, away) = (newest, false),
+            Err(error) if is_final(&error) => return Err(error),
+            Err(error) => {
+                if !std::mem::replace(&mut away, true) {
+                    print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
+                    said.clear();
+                }
+            }
+        }
+        let now = words(&status);
+        if !away && now != said {
+            print(&now)?;
+            said = now;
+        }
+        if Instant::now() >= end && status.remaining != Some(0) {
+            return Ok(Left::Some(left(&status, away)));
+        }
+    }
+}
+
+/// Whether the controller has answered, and will not say anything else.
+fn is_final(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
+}
+
+fn left(status: &DrainStatus, away: bool) -> String {
+    match status.remaining {
+        _ if away => "what remains is not known (the controller does not answer)".to_owned(),
+        Some(1) => "1 connection remains".to_owned(),
+        Some(remaining) => format!("{remaining} connections remain"),
+        None => format!("what remains is not known (waiting for {})", status.waits_for.join("; ")),
+    }
+}
+
+/// "s1 is drained by command: 12 connections remain (api 2, web 10)".
+fn words(status: &DrainStatus) -> String {
+    let DrainStatus { server, .. } = status;
+    let Some(drained) = &status.drained else {
+        if status.state == ServerState::Gone {
+            return format!("{server} has left the fleet's document: {}", left(status, false));
+        }
+        let reason = if status.state_reason.is_empty() { String::new() } else { format!(" ({})", status.state_reason) };
+        return format!("{server} is {}{reason}", status.state);
+    };
+    let remains = match status.remaining {
+        Some(0) => "no connection remains".to_owned(),
+        _ => left(status, false),
+    };
+    let by_service: Vec<String> = match (&status.connections, status.remaining) {
+        (Some(counted), Some(1..)) => {
+            let covered = |service: &String| drained.services.is_empty() || drained.services.contains(service);
+            let some = counted.services.iter().filter(|(service, count)| **count > 0 && covered(service));
+            some.map(|(service, count)| format!("{service} {count}")).collect()
+        }
+        _ => Vec::new(),
+    };
+    let by_service = if by_service.len() < 2 { String::new() } else { format!(" ({})", by_service.join(", ")) };
+    let not_counted = match status.not_counted.as_slice() {
+        [] => String::new(),
+        services => format!("; flows of UDP are not counted ({})", services.join(", ")),
+    };
+    format!("{server} is drained{}: {remains}{by_service}{not_counted}", place(drained))
+}
+
+fn place(drained: &Drained) -> String {
+    let by = match drained.by {
+        DrainedBy::Command => "",
+        DrainedBy::Document => " by the fleet's document",
+    };
+    let place =
+        if drained.services.is_empty() { String::new() } else { format!(" in {}", drained.services.join(", ")) };
+    format!("{by}{place}")
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_api::types::{CountedConnections, Reports};
+
+    use super::*;
+
+    fn status(remaining: Option<u64>) -> DrainStatus {
+        DrainStatus {
+            server: "s1".into(),
+            state: ServerState::Draining,
+            state_reason: "`coreward drain` says so".into(),
+            reports: Reports::Fresh,
+            drained: Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: Vec::new() }),
+            remaining,
+            waits_for: if remaining.is_none() { vec!["a count that begins now".into()] } else { Vec::new() },
+            connections: Some(CountedConnections {
+                age_ms: 5,
+                services: [("api".to_owned(), 2), ("web".to_owned(), 10)].into(),
+            }),
+            not_counted: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn what_remains_is_said_in_words() {
+        assert_eq!(words(&status(Some(12))), "s1 is drained: 12 connections remain (api 2, web 10)");
+        assert_eq!(words(&status(Some(0))), "s1 is drained: no connection remains");
+        let in_web = Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
+        let some = DrainStatus { drained: in_web, remaining: Some(1), ..status(Some(1)) };
+        assert_eq!(words(&some), "s1 is drained in web: 1 connection remains");
+        let of_udp = DrainStatus { not_counted: vec!["dns".into()], ..status(Some(0)) };
+        assert_eq!(words(&of_udp), "s1 is drained: no connection remains; flows of UDP are not counted (dns)");
+        assert_eq!(
+            words(&status(None)),
+            "s1 is drained: what remains is not known (waiting for a count that begins now)"
+        );
+        let active =
+            DrainStatus { drained: None, state: ServerState::Active, state_reason: String::new(), ..status(None) };
+        assert_eq!(words(&active), "s1 is active");
+    }
+
+    #[test]
+    fn a_controller_that_says_no_is_not_asked_again() {
+        use coreward_api::ProblemKind;
+        let of = |kind| is_final(&Problem::new(kind, "").into());
+        assert!(of(ProblemKind::NotFound) && of(ProblemKind::Forbidden));
+        assert!(!of(ProblemKind::NotLeading) && !of(ProblemKind::Internal) && !of(ProblemKind::TooManyRequests));
+        assert!(!is_final(&anyhow!("no controller answers")));
+    }
+}

@@ -1,0 +1,21 @@
+//! `coreward top`.
+
+use crate::contact::ContactArgs;
+
+#[derive(clap::Args)]
+pub struct TopArgs {
+    #[command(flatten)]
+    contact: ContactArgs,
+    /// Print one page as text and end; so without it where standard output is no terminal
+    #[arg(long)]
+    once: bool,
+}
+
+/// Shows the page.
+///
+/// # Errors
+/// When the controller does not answer to begin with, or the terminal cannot be used.
+pub fn run(args: &TopArgs) -> anyhow::Result<()> {
+    let page = coreward_top::terminal::run(&args.contact.client()?, args.once)?;
+    page.map_or(Ok(()), |page| crate::print(&page))
+}

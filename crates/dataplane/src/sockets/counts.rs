@@ -1,0 +1,168 @@
+//! How many connections services have in this network namespace: the kernel's list of all sockets, looked through.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+
+use anyhow::{Context as _, bail};
+use nix::errno::Errno;
+use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
+
+use super::{MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
+
+/// struct inet_diag_msg behind its header, as far as it is read here.
+#[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Listed {
+    header: MessageHeader,
+    family: u8,
+    state: u8,
+    timer: u8,
+    retransmissions: u8,
+    id: SocketId,
+}
+
+/// include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED, FIN-WAIT-1 and 2, CLOSE-WAIT, LAST-ACK, CLOSING. With SYN-RECEIVED the kernel
+/// lists half-open ones, too.
+const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
+/// The kernel fills at most 32 KiB at a time, and less where it has not seen a larger buffer.
+const BUFFER: usize = 32 << 10;
+
+/// How many TCP connections each of these addresses has here, in the order asked: from half-open to the last FIN; neither
+/// listening nor in TIME-WAIT. Takes about 0.5 us for every socket of these ports, and a look at each of the others.
+///
+/// # Errors
+/// When the kernel has no sock_diag(7) for TCP, or does not answer.
+pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
+    let mut counts = vec![0; services.len()];
+    if services.is_empty() {
+        return Ok(counts);
+    }
+    let places: HashMap<SocketAddr, usize> = services.iter().copied().zip(0..).collect();
+    let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        let request = list(family as u8, only_port(services).unwrap_or(0));
+        nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
+        while read_list(&socket, &mut buffer, |address| {
+            if let Some(place) = places.get(&address) {
+                counts[*place] += 1;
+            }
+        })? {}
+    }
+    Ok(counts)
+}
+
+/// The port that all of them have: the kernel then passes over all others.
+fn only_port(services: &[SocketAddr]) -> Option<u16> {
+    let port = services.first()?.port();
+    services.iter().all(|service| service.port() == port).then_some(port)
+}
+
+/// `port`: 0 stands for all.
+fn list(family: u8, port: u16) -> Request {
+    Request {
+        header: MessageHeader {
+            length: size_of::<Request>() as u32,
+            kind: SOCK_DIAG_BY_FAMILY,
+            flags: (libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16,
+            sequence: 0,
+            port: 0,
+        },
+        family,
+        protocol: libc::IPPROTO_TCP as u8,
+        extensions: 0,
+        padding: 0,
+        states: CONNECTED,
+        id: SocketId {
+            source_port: port.to_be_bytes(),
+            destination_port: [0; 2],
+            source: [0; 16],
+            destination: [0; 16],
+            interface: 0,
+            cookie: [u32::MAX; 2],
+        },
+    }
+}
+
+/// Whether more is to come.
+fn read_list(socket: &OwnedFd, buffer: &mut [u8], mut found: impl FnMut(SocketAddr)) -> anyhow::Result<bool> {
+    let length = nix::unistd::read(socket, buffer).context("no list from sock_diag")?;
+    let mut bytes = &buffer[..length];
+    while let Ok((header, _)) = MessageHeader::read_from_prefix(bytes) {
+        let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
+        match header.kind {
+            SOCK_DIAG_BY_FAMILY => {
+                let (listed, _) = Listed::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
+                found(local_address(&listed));
+            }
+            kind if i32::from(kind) == libc::NLMSG_DONE => return Ok(false),
+            kind if i32::from(kind) == libc::NLMSG_ERROR => {
+                let code = message.get(size_of::<MessageHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
+                match code.map(|(code, _)| Errno::from_raw(-code)) {
+                    // A kernel without IPv6.
+                    Some(Errno::ENOENT) => return Ok(false),
+                    Some(error) => bail!("sock_diag: {error}"),
+                    None => bail!("sock_diag: an error without a number"),
+                }
+            }
+            other => bail!("sock_diag: a message of type {other}"),
+        }
+        bytes = bytes.get((header.length as usize).next_multiple_of(4)..).unwrap_or_default();
+    }
+    Ok(true)
+}
+
+/// Sockets of IPv6 that listen on `[::]` have connections of IPv4, too.
+fn local_address(listed: &Listed) -> SocketAddr {
+    let (port, source) = (u16::from_be_bytes(listed.id.source_port), listed.id.source);
+    let ip = match i32::from(listed.family) {
+        libc::AF_INET => Ipv4Addr::new(source[0], source[1], source[2], source[3]).into(),
+        _ => Ipv6Addr::from(source).to_canonical(),
+    };
+    SocketAddr::new(ip, port)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::net::{Shutdown, TcpListener, TcpStream};
+
+    use super::*;
+
+    fn pair(listener: &TcpListener, to: SocketAddr) -> (TcpStream, TcpStream) {
+        let client = TcpStream::connect(to).unwrap();
+        (client, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn connections_count_from_the_handshake_to_the_last_fin() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let other = TcpListener::bind("[::]:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let of_both = SocketAddr::from(([127, 0, 0, 1], other.local_addr().unwrap().port()));
+        let count = || connections_of(&[address, of_both]).unwrap();
+        assert_eq!(count(), [0, 0], "nobody is connected to a socket that listens");
+        let mut pairs: Vec<_> = (0..300).map(|_| pair(&listener, address)).collect();
+        // Nobody has accepted this one.
+        let _waiting = TcpStream::connect(address).unwrap();
+        let _of_both = pair(&other, of_both);
+        assert_eq!(count(), [301, 1]);
+        assert_eq!(connections_of(&[of_both]).unwrap(), [1], "one port");
+        assert_eq!(connections_of(&[]).unwrap(), [0; 0]);
+        // Half-closed by the server: FIN-WAIT-2, what the client says is still heard.
+        let (mut client, server) = pairs.pop().unwrap();
+        server.shutdown(Shutdown::Write).unwrap();
+        client.write_all(b"x").unwrap();
+        assert_eq!(count(), [301, 1]);
+        // Closed by the clients first: the server's sockets are in CLOSE-WAIT, and then no more.
+        let (clients, servers): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        drop(clients);
+        assert_eq!(count(), [301, 1]);
+        drop(servers);
+        assert_eq!(count(), [2, 1]);
+        // Closed by the server first: it is in TIME-WAIT.
+        drop(server);
+        drop(client);
+        assert_eq!(count(), [1, 1]);
+    }
+}

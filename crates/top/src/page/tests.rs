@@ -1,0 +1,134 @@
+use coreward_api::types::{Loads, Status};
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::seen::Heard;
+use crate::terminal::page_text;
+
+fn server(number: usize, state: &str) -> Value {
+    json!({
+        "name": format!("s{number}"), "id": number, "address": "10.2.0.1", "state": state,
+        "state_reason": if state == "draining" { "`coreward drain` says so" } else { "" }, "state_for_ms": 17,
+        "reports": "fresh", "core_load": [], "report_age_ms": 40, "open_connections": 9, "rss": null, "rss_matched": 0,
+        "rss_mismatched": 0, "warnings": if number == 2 { vec!["aRFS is on"] } else { vec![] }, "weight": 1, "capacity": 4.0,
+        "configuration_generation": 3, "counters": {}, "dispatch": [],
+    })
+}
+
+fn status(servers: usize) -> Status {
+    let state = |number: usize| if number == 3 { "draining" } else { "active" };
+    let servers: Vec<Value> = (1..=servers).map(|number| server(number, state(number))).collect();
+    let member = json!({"server": "s1", "state": "active", "reason": "", "state_for_ms": null, "checks": []});
+    serde_json::from_value(json!({
+        "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "refused_reports": {},
+        "services": [{
+            "name": "web", "address": "10.200.0.1:80/tcp", "policy": "crossrss", "consistency": "stateless", "timestamps": "server",
+            "bucket_count": 1024, "table_generation": 77, "table_age_ms": 5, "servers": ["s1"], "members": [member], "check": null,
+            "when_all_down": "fail-open", "failing_open": false, "rss_groups": [], "warnings": [],
+        }],
+        "servers": servers,
+        "load_balancers": [{
+            "name": "lb1", "state": null, "state_age_ms": 5, "connected": true, "alive": true, "owner": 0, "address": null,
+        }],
+        "keys": {
+            "current": 0, "current_since_unix_s": 1, "phase": "steady", "generation": 1, "waiting_for": [], "shortest_life_s": 1,
+            "rotation_interval_s": 0,
+        },
+    }))
+    .unwrap()
+}
+
+fn loads(uptime_ms: u64, servers: usize) -> Loads {
+    let server = |number: usize| {
+        json!({
+            "name": format!("s{number}"), "cores": [0.1 * number as f64 / servers as f64, 0.95], "open_connections": 9,
+            "service_connections": 7, "new_connections": uptime_ms * number as u64 / 100,
+        })
+    };
+    let servers: Vec<Value> = (1..=servers).map(server).collect();
+    let counters = json!({"first": uptime_ms, "existing": 3 * uptime_ms, "drop_no_server": uptime_ms / 10});
+    serde_json::from_value(json!({
+        "at_unix_ms": 1, "uptime_ms": uptime_ms, "servers": servers, "load_balancers": [{"name": "lb1", "counters": counters}],
+    }))
+    .unwrap()
+}
+
+fn seen(servers: usize) -> Seen {
+    let mut seen = Seen::default();
+    seen.take(Heard::Status(Box::new(status(servers))));
+    seen.take(Heard::Loads(loads(1000, servers)));
+    seen.take(Heard::Loads(loads(2000, servers)));
+    seen
+}
+
+fn page(seen: &Seen, view: &mut View, width: u16, height: u16) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| draw(frame, seen, view)).unwrap();
+    page_text(terminal.backend())
+}
+
+fn line<'a>(page: &'a str, begins: &str) -> Vec<&'a str> {
+    let found = page.lines().find(|line| line.starts_with(begins));
+    found.unwrap_or_else(|| panic!("no line {begins:?} in\n{page}")).split_whitespace().collect()
+}
+
+#[test]
+fn a_small_page_has_all_that_matters() {
+    let page = page(&seen(3), &mut View::default(), 80, 24);
+    assert_eq!(line(&page, "web"), ["web", "10.200.0.1:80/tcp", "crossrss", "stateless", "1", "of", "1", "77"]);
+    assert_eq!(line(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
+    assert_eq!(line(&page, "s1 "), ["s1", "active", "7", "10", "40", "ms", "49", "%", "95", "%", "▁█"]);
+    assert_eq!(line(&page, "s3 ")[..4], ["s3", "draining", "7", "30"]);
+    assert!(page.contains("! s3: draining: `coreward drain` says so") && page.contains("! s2: aRFS is on"), "{page}");
+    assert!(page.contains("6 cores, mean 51 %, highest 95 %; 60 new connections/s, 27 open"), "{page}");
+    assert!(page.lines().last().unwrap().starts_with("servers 1 to 3 of 3; q quit"), "{page}");
+    assert_eq!(page.lines().count(), 24);
+}
+
+#[test]
+fn a_large_page_has_more_servers() {
+    let seen = seen(100);
+    let mut view = View { order: Order::Load, ..View::default() };
+    let large = page(&seen, &mut view, 200, 60);
+    assert_eq!(view.room, 60 - 3 - 2 - 2 - 2 - 1);
+    let shown: Vec<&str> =
+        large.lines().filter(|line| line.starts_with('s')).filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!((shown[2], shown[3]), ("s100", "s99"), "after the headings: {large}");
+    view.skipped = 1000;
+    let small = page(&seen, &mut view, 80, 24);
+    assert!(small.contains(" to 100 of 100; "), "{small}");
+    view.order = Order::NewConnections;
+    view.skipped = 0;
+    assert_eq!(line(&page(&seen, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
+}
+
+#[test]
+fn no_page_is_too_small() {
+    for seen in [Seen::default(), seen(0), seen(1), seen(300)] {
+        for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
+            page(&seen, &mut View { skipped: 5, ..View::default() }, width, height);
+        }
+    }
+}
+
+#[test]
+fn many_cores_share_their_room() {
+    let cores: Vec<f64> = (0..64).map(|core| if core == 63 { 1.0 } else { 0.0 }).collect();
+    let words = |room| bars(&cores, room).to_string();
+    assert_eq!(words(64).chars().count(), 64);
+    assert_eq!(words(16), format!("{}█", "▁".repeat(15)));
+    assert_eq!(words(1), "█");
+    assert_eq!(words(0), "");
+}
+
+#[test]
+fn counts_of_another_start_are_no_rates() {
+    let mut seen = seen(2);
+    seen.take(Heard::Loads(loads(500, 2)));
+    assert!(seen.new_connections().is_empty());
+    assert!(page(&seen, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
+    seen.take(Heard::Problem("no controller answers".into()));
+    assert!(page(&seen, &mut View::default(), 80, 24).contains("no controller answers"));
+}

@@ -1,0 +1,92 @@
+//! What the controller has said, and the rates that come of it.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use coreward_api::types::{Loads, ServerLoads, Status};
+
+/// Rates are those between the newest counts and the oldest of so many: load balancers say theirs once a second only.
+const SAMPLES: usize = 6;
+
+/// What was heard last.
+#[derive(Debug, Default)]
+pub struct Seen {
+    /// Everything but loads.
+    pub status: Option<Status>,
+    /// The oldest first; all of one start of the controller.
+    loads: VecDeque<Loads>,
+    /// Why nothing newer was heard.
+    pub problem: Option<String>,
+}
+
+/// What is heard.
+#[derive(Debug)]
+pub enum Heard {
+    /// Everything but loads.
+    Status(Box<Status>),
+    /// What changes all the time.
+    Loads(Loads),
+    /// Why nothing was heard.
+    Problem(String),
+}
+
+impl Seen {
+    /// Takes in what was heard.
+    pub fn take(&mut self, heard: Heard) {
+        match heard {
+            Heard::Problem(problem) => self.problem = Some(problem),
+            Heard::Status(status) => {
+                self.problem = None;
+                self.status = Some(*status);
+            }
+            Heard::Loads(loads) => {
+                self.problem = None;
+                // Another start of the controller, or another controller: its counts are of another time.
+                if self.loads.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
+                    self.loads.clear();
+                }
+                self.loads.push_back(loads);
+                while self.loads.len() > SAMPLES {
+                    self.loads.pop_front();
+                }
+            }
+        }
+    }
+
+    /// The newest loads.
+    pub fn loads(&self) -> Option<&Loads> {
+        self.loads.back()
+    }
+
+    /// The newest loads of each server.
+    pub fn servers(&self) -> BTreeMap<&str, &ServerLoads> {
+        self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
+    }
+
+    /// By server: new connections per second.
+    pub fn new_connections(&self) -> BTreeMap<&str, f64> {
+        let of = |loads: &'_ ServerLoads| loads.new_connections;
+        let Some((oldest, newest, seconds)) = self.ends() else { return BTreeMap::new() };
+        let before: BTreeMap<&str, u64> = oldest.servers.iter().map(|server| (&*server.name, of(server))).collect();
+        let rate = |server: &ServerLoads| Some(of(server).saturating_sub(*before.get(&*server.name)?) as f64 / seconds);
+        newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
+    }
+
+    /// Of a load balancer: packets per second of each counter.
+    pub fn packets(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
+        let Some((oldest, newest, seconds)) = self.ends() else { return BTreeMap::new() };
+        let find = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
+        let (Some(before), Some(now)) = (find(oldest), find(newest)) else { return BTreeMap::new() };
+        let before = &oldest.load_balancers[before].counters;
+        let rate = |name: &str, count: &u64| {
+            count.saturating_sub(before.get(name).copied().unwrap_or(*count)) as f64 / seconds
+        };
+        newest.load_balancers[now].counters.iter().map(|(name, count)| (name.as_str(), rate(name, count))).collect()
+    }
+
+    /// The oldest counts, the newest, and the time between them (s).
+    fn ends(&self) -> Option<(&Loads, &Loads, f64)> {
+        let (oldest, newest) = (self.loads.front()?, self.loads.back()?);
+        let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;
+        (seconds > 0.0).then_some((oldest, newest, seconds))
+    }
+}

@@ -1,0 +1,86 @@
+//! In which order servers stand, and from which one on.
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+/// Which servers stand first.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Order {
+    /// Those with the highest mean load.
+    Load,
+    /// By name.
+    #[default]
+    Name,
+    /// Those with the most new connections.
+    NewConnections,
+}
+
+impl Order {
+    /// As it is shown.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Name => "name",
+            Self::NewConnections => "new connections",
+        }
+    }
+}
+
+/// What the one who looks has chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct View {
+    /// Which servers stand first.
+    pub order: Order,
+    /// How many of them are above the page.
+    pub skipped: usize,
+    /// How many the newest page had room for.
+    pub room: usize,
+}
+
+impl View {
+    /// Does what the key says; `servers`: how many there are. False: it is over.
+    pub fn press(&mut self, key: KeyEvent, servers: usize) -> bool {
+        let page = self.room.max(1);
+        match key.code {
+            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
+            KeyCode::Char('q') | KeyCode::Esc => return false,
+            KeyCode::Char('l') => self.order = Order::Load,
+            KeyCode::Char('n') => self.order = Order::Name,
+            KeyCode::Char('c') => self.order = Order::NewConnections,
+            KeyCode::Up => self.skipped = self.skipped.saturating_sub(1),
+            KeyCode::Down => self.skipped += 1,
+            KeyCode::PageUp => self.skipped = self.skipped.saturating_sub(page),
+            KeyCode::PageDown => self.skipped += page,
+            KeyCode::Home => self.skipped = 0,
+            KeyCode::End => self.skipped = servers,
+            _ => {}
+        }
+        self.skipped = self.skipped.min(servers.saturating_sub(page));
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_move_within_the_servers() {
+        let mut view = View { room: 10, ..View::default() };
+        let mut press = |code: KeyCode| {
+            let goes_on = view.press(code.into(), 25);
+            (goes_on, view.order, view.skipped)
+        };
+        assert_eq!(press(KeyCode::Up), (true, Order::Name, 0));
+        assert_eq!(press(KeyCode::Down).2, 1);
+        assert_eq!(press(KeyCode::PageDown).2, 11);
+        assert_eq!(press(KeyCode::PageDown).2, 15, "the last page is full");
+        assert_eq!(press(KeyCode::PageUp).2, 5);
+        assert_eq!(press(KeyCode::End).2, 15);
+        assert_eq!(press(KeyCode::Home).2, 0);
+        assert_eq!(press(KeyCode::Char('c')), (true, Order::NewConnections, 0));
+        assert_eq!(press(KeyCode::Char('l')).1, Order::Load);
+        assert_eq!(press(KeyCode::Char('n')).1, Order::Name);
+        assert!(!press(KeyCode::Char('q')).0);
+        assert!(!view.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 25));
+    }
+}
