@@ -2,10 +2,9 @@
 
 mod support;
 
-use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
+use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Testbed, skip_without_privilege};
 use nix::sys::signal::Signal;
@@ -60,8 +59,7 @@ fn the_agent_dispatches_as_its_file_says() -> anyhow::Result<()> {
     let pids: Vec<_> = server.worker_pids();
     let workers = told[0]["workers"].as_array().unwrap();
     assert!(workers.iter().all(|worker| pids.contains(&(worker["pid"].as_u64().unwrap() as u32))), "{told} {pids:?}");
-    let mut text = Command::new(coreward_command()?);
-    text.args(["status", "--controller", &coreward_testbed::fleet::controller_address()]);
+    let text = asking(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE} at s1: jsq\n")), "{text}");
 

@@ -9,7 +9,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use coreward_etcd::local::Member;
-use coreward_testbed::fleet::{CONTROLLER_PORT, Fleet, FleetOptions, LoadSource, coreward_command};
+use coreward_testbed::fleet::{
+    Fleet, FleetOptions, LoadSource, api_address_of, asking_of, controller_address_of, coreward_command,
+};
 use coreward_testbed::process::Process;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
@@ -34,10 +36,6 @@ struct Datacentre {
     changes: u32,
 }
 
-fn address(number: u16) -> String {
-    format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
-}
-
 fn store(members: &[Member]) -> String {
     let endpoints: Vec<String> = members.iter().map(Member::endpoint).collect();
     format!("[etcd]\nendpoints = {endpoints:?}\nlease = \"2s\"\n")
@@ -45,8 +43,8 @@ fn store(members: &[Member]) -> String {
 
 fn start_controller(testbed: &Testbed, members: &[Member], number: u16) -> Process {
     let file = testbed.directory().join(format!("controller{number}.toml"));
-    let api = format!("127.0.0.1:{}", CONTROLLER_PORT + 100 + number);
-    fs::write(&file, format!("listen = \"{}\"\napi = \"{api}\"\n{}", address(number), store(members))).unwrap();
+    let (listen, api) = (controller_address_of(number), api_address_of(number));
+    fs::write(&file, format!("listen = \"{listen}\"\napi = \"{api}\"\n{}", store(members))).unwrap();
     let log = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
     let mut command = Command::new(coreward_command().unwrap());
     command.arg("controller").arg("--config").arg(file);
@@ -59,9 +57,13 @@ fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Proce
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-fn coreward(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<String> {
-    let mut command = Command::new(coreward_command()?);
-    command.args(arguments);
+/// `coreward ARGUMENTS`, of whichever of these controllers leads.
+fn coreward(
+    testbed: &Testbed,
+    controllers: impl IntoIterator<Item = u16>,
+    arguments: &[&str],
+) -> anyhow::Result<String> {
+    let command = asking_of(testbed, controllers, arguments)?;
     Ok(String::from_utf8(testbed.run(testbed.controller(), command)?.stdout)?)
 }
 
@@ -91,25 +93,19 @@ impl Datacentre {
         let mut first = start_controller(&testbed, &members, 1);
         let file = testbed.directory().join("applied.toml");
         fs::write(&file, &document).unwrap();
-        let applied =
-            || coreward(&testbed, &["apply", "--yes", &file.display().to_string(), "--controller", &address(1)]);
+        let applied = || coreward(&testbed, [1], &["apply", "--yes", &file.display().to_string()]);
         eventually(Duration::from_secs(20), "the first document is in force", || applied().is_ok());
         first.terminate(Duration::from_secs(5)).unwrap();
         let options = FleetOptions {
             load: LoadSource::PacedServer,
             steer: false,
             shared_store: Some(store(&members)),
-            other_controllers: vec![address(2), address(3)],
+            other_controllers: [2, 3].map(controller_address_of).into(),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
         let others = [2, 3].map(|number| Some(start_controller(&testbed, &members, number))).into();
         Self { fleet, others, etcd, members, _servers: servers, testbed, document, changes: 1 }
-    }
-
-    /// The controller that answers; `None`: none does.
-    fn leader(&self) -> Option<u16> {
-        (1..=3).find(|number| coreward(&self.testbed, &["fleet", "show", "--controller", &address(*number)]).is_ok())
     }
 
     /// Another document, tried until a controller has acknowledged it. Returns which one.
@@ -123,8 +119,7 @@ impl Datacentre {
         let mut refusals = Vec::new();
         while Instant::now() < end {
             for number in 1..=3 {
-                let arguments = ["apply", "--yes", &file.display().to_string(), "--controller", &address(number)];
-                match coreward(&self.testbed, &arguments) {
+                match coreward(&self.testbed, [number], &["apply", "--yes", &file.display().to_string()]) {
                     Ok(_) => {
                         self.document = document;
                         return number;
@@ -152,8 +147,7 @@ impl Datacentre {
     }
 
     fn status(&self) -> Option<serde_json::Value> {
-        let leader = address(self.leader()?);
-        let text = coreward(&self.testbed, &["status", "--format", "json", "--controller", &leader]).ok()?;
+        let text = coreward(&self.testbed, 1..=3, &["status", "--format", "json"]).ok()?;
         serde_json::from_str(&text).ok()
     }
 
@@ -201,9 +195,9 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     let third = site.apply();
     assert_ne!(third, second);
     site.signal(second, Signal::SIGCONT);
-    let woken = address(second);
     for _ in 0..20 {
-        assert!(coreward(&site.testbed, &["fleet", "show", "--controller", &woken]).is_err(), "{woken} leads no more");
+        let woken = coreward(&site.testbed, [second], &["fleet", "show"]);
+        assert!(woken.is_err(), "controller {second} leads no more");
         pause(20);
     }
 
@@ -216,8 +210,7 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
 
     eventually(Duration::from_secs(15), "agents and load balancers are back", || site.everybody_is_back());
-    let leader = address(site.leader().unwrap());
-    let shown = coreward(&site.testbed, &["fleet", "show", "--controller", &leader]).unwrap();
+    let shown = coreward(&site.testbed, 1..=3, &["fleet", "show"]).unwrap();
     // After a line that says which generation it is.
     assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
     assert_eq!(site.ids().unwrap(), ids);

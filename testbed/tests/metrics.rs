@@ -68,8 +68,14 @@ fn complete(part: Part, values: &Values) {
         })
         .collect();
     let optional = |name: &str| {
-        let only_where_used =
-            ["coreward_dispatch_", "coreward_health_", "coreward_lb_announced_", "coreward_leader", "coreward_etcd_"];
+        let only_where_used = [
+            "coreward_dispatch_",
+            "coreward_health_",
+            "coreward_lb_announced_",
+            "coreward_leader",
+            "coreward_etcd_",
+            "coreward_certificate_",
+        ];
         only_where_used.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
     };
     for metric in METRICS.iter().filter(|metric| metric.parts.contains(&part) && !optional(metric.name)) {

@@ -44,9 +44,9 @@ impl Site {
     }
 
     fn explain(&self, source: SocketAddrV4) -> serde_json::Value {
-        let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
-        command.args(["explain", "--format", "json", "--vip", &SERVICE.to_string(), "--client", &source.to_string()]);
-        command.args(["--controller", &coreward_testbed::fleet::controller_address()]);
+        let (vip, client) = (SERVICE.to_string(), source.to_string());
+        let arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
+        let command = coreward_testbed::fleet::asking(&self.testbed, &arguments).unwrap();
         let output = self.testbed.run(self.testbed.controller(), command).unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     }

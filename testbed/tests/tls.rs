@@ -90,8 +90,8 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     let cases = [
         (
             ours(Role::Viewer, "s1", "testbed", good),
-            "(wrong_role): the certificate is for viewer s1: expected agent",
-            "refuses this daemon: the certificate is for viewer s1: expected agent",
+            "(wrong_role): its certificate is for viewer s1: expected agent or lb",
+            "the peer refuses our certificate: wrong fleet, role or name",
         ),
         (
             ours(Role::Agent, "s2", "testbed", good),

@@ -68,23 +68,7 @@ impl Control for Listener {
         Err(Status::unimplemented("not here"))
     }
 
-    async fn status(&self, _: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn explain(&self, _: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn rotate_keys(&self, _: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn get_fleet(&self, _: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn apply_fleet(&self, _: Request<v1::ApplyFleetRequest>) -> Result<Response<v1::ApplyFleetReply>, Status> {
+    async fn fleet(&self, _: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         Err(Status::unimplemented("not here"))
     }
 }

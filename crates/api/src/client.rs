@@ -1,83 +1,80 @@
 //! The side that asks: commands.
 
-use std::fmt;
-use std::net::SocketAddr;
+mod contact;
+mod exchange;
+
+use std::collections::BTreeMap;
 use std::path::Path;
-use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, ensure};
 use coreward_config::{Secret, read_secret};
+use coreward_tls::connect::HttpsConnector;
+use hyper::Method;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
-use reqwest::{Method, RequestBuilder, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::task::JoinSet;
 
 use crate::Problem;
 use crate::types::{
     Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied,
-    Keys, Loads, NewFleet, RotateKeys, Status,
+    Health, HealthState, Keys, Loads, NewFleet, RotateKeys, Status,
 };
+pub use contact::{ControllerUrl, NoControllerUrl, Proof};
+use exchange::{Question, exchange};
 
-/// How long it may take to connect.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
-/// How long an answer may take: 16,384 servers of 64 cores are about 10 MB.
-const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Where a controller's API is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ControllerUrl(SocketAddr);
-
-/// What is no place of an API.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?}: expected the address and port of a controller's API, as \"127.0.0.1:7401\"")]
-pub struct NoControllerUrl(String);
-
-impl FromStr for ControllerUrl {
-    type Err = NoControllerUrl;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let bare = text.strip_prefix("http://").unwrap_or(text);
-        bare.trim_end_matches('/').parse().map(Self).map_err(|_| NoControllerUrl(text.to_owned()))
-    }
-}
-
-impl From<SocketAddr> for ControllerUrl {
-    fn from(address: SocketAddr) -> Self {
-        Self(address)
-    }
-}
-
-impl fmt::Display for ControllerUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
+/// How long each of several controllers may take to say whether it leads.
+const LOOK_PATIENCE: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
-/// One controller, and what proves to it who asks.
+/// The controllers of a fleet, and what proves to them who asks. Of several the one that leads answers.
 #[derive(Debug, Clone)]
 pub struct Client {
-    controller: ControllerUrl,
-    token: Secret<String>,
-    http: reqwest::Client,
+    controllers: Vec<ControllerUrl>,
+    token: Option<Secret<String>>,
+    https: Option<HttpsConnector>,
 }
 
 impl Client {
+    /// One controller on this host.
+    ///
     /// # Errors
     /// When the file with the token cannot be read, or others than its owner can read it.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
-        let token = read_secret(token_file).map_err(|problem| {
-            anyhow!(
-                "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file or \
-                     COREWARD_TOKEN_FILE names one)"
-            )
-        })?;
-        let http = reqwest::Client::builder().no_proxy().connect_timeout(CONNECT_PATIENCE).build()?;
-        Ok(Self { controller, token: Secret::new(token), http })
+        Self::of_several(vec![controller], &Proof::Token { file: token_file.to_owned(), ca: None })
+    }
+
+    /// All controllers of a fleet.
+    ///
+    /// # Errors
+    /// When a file cannot be read, others than its owner can read a secret, or `https://` is asked for without a `ca`.
+    pub fn of_several(controllers: Vec<ControllerUrl>, proof: &Proof) -> anyhow::Result<Self> {
+        let (token, https) = match proof {
+            Proof::Token { file, ca } => {
+                (Some(token(file)?), ca.as_deref().map(HttpsConnector::without_certificate).transpose()?)
+            }
+            Proof::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files)?)),
+        };
+        for controller in &controllers {
+            let is_possible = if controller.is_https() { https.is_some() } else { token.is_some() };
+            let expected = if controller.is_https() {
+                "https:// and no `--ca`: expected the file with the fleet's authorities"
+            } else {
+                "a certificate proves nothing without TLS: expected https://HOST:PORT, or a token"
+            };
+            ensure!(is_possible, "{controller}: {expected}");
+        }
+        ensure!(!controllers.is_empty(), "no controller: expected at least one");
+        Ok(Self { controllers, token, https })
+    }
+
+    /// What it does: whether it leads, and who does where it does not.
+    pub async fn health(&self) -> anyhow::Result<Health> {
+        self.get("health", &()).await
     }
 
     /// Everything there is to see. `rss_keys`: with whole RSS keys (operators).
@@ -140,44 +137,82 @@ impl Client {
 
     /// Ends that.
     pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
-        self.ask(self.request(Method::DELETE, &drain_path(server))).await
+        self.ask(Question { method: Method::DELETE, path: drain_path(server), body: None }).await
     }
 
     async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {
-        self.ask(self.request(Method::GET, path).query(query)).await
+        let query = serde_urlencoded::to_string(query).context("a question that cannot be written")?;
+        let path = if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") };
+        self.ask(Question { method: Method::GET, path, body: None }).await
     }
 
     async fn send<T: DeserializeOwned>(&self, method: Method, path: &str, body: &impl Serialize) -> anyhow::Result<T> {
-        self.ask(self.request(method, path).json(body)).await
+        let body = serde_json::to_vec(body).context("a question that cannot be written")?;
+        self.ask(Question { method, path: path.to_owned(), body: Some(body) }).await
     }
 
-    fn request(&self, method: Method, path: &str) -> RequestBuilder {
-        self.http.request(method, format!("http://{}/v1/{path}", self.controller.0)).bearer_auth(self.token.expose())
+    async fn ask<T: DeserializeOwned>(&self, question: Question) -> anyhow::Result<T> {
+        let controller = match &self.controllers[..] {
+            [only] => only,
+            _ => self.leader().await?,
+        };
+        self.ask_one(controller, question).await
     }
 
-    async fn ask<T: DeserializeOwned>(&self, request: RequestBuilder) -> anyhow::Result<T> {
-        let response = request.timeout(PATIENCE).send().await.map_err(|error| self.unreachable(error))?;
-        let response = self.accepted(response).await?;
-        let body = response.bytes().await.map_err(|error| self.unreachable(error))?;
-        serde_json::from_slice(&body)
-            .with_context(|| format!("{} answers something else: expected the API of a controller", self.controller))
-    }
-
-    async fn accepted(&self, response: Response) -> anyhow::Result<Response> {
-        let status = response.status();
-        if status.is_success() {
-            return Ok(response);
+    /// Of several controllers the one that leads: all are asked at once, as one may stand still. What is to be changed is
+    /// told to that one only, so that it is not done twice.
+    async fn leader(&self) -> anyhow::Result<&ControllerUrl> {
+        let mut looks = JoinSet::new();
+        for (position, controller) in self.controllers.iter().enumerate() {
+            let (client, controller) = (self.clone(), controller.clone());
+            looks.spawn(async move {
+                let question = Question { method: Method::GET, path: "health".to_owned(), body: None };
+                let health = tokio::time::timeout(LOOK_PATIENCE, client.ask_one::<Health>(&controller, question)).await;
+                let late = || anyhow!("no answer within {} s", LOOK_PATIENCE.as_secs());
+                (position, health.unwrap_or_else(|_| Err(late())))
+            });
         }
-        let body = response.bytes().await.map_err(|error| self.unreachable(error))?;
-        Err(match serde_json::from_slice::<Problem>(&body) {
-            Ok(problem) => problem.into(),
-            Err(_) => anyhow!("{} answers {status}: expected the API of a controller", self.controller),
-        })
+        let mut said = BTreeMap::new();
+        while let Some(look) = looks.join_next().await {
+            match look? {
+                (position, Ok(Health { state: HealthState::Ready | HealthState::Settling, .. })) => {
+                    return Ok(&self.controllers[position]);
+                }
+                (position, Ok(Health { leader: Some(leader), .. })) => said.insert(position, format!("{leader} leads")),
+                (position, Ok(_)) => said.insert(position, "no controller leads".to_owned()),
+                (position, Err(error)) => said.insert(position, format!("{error:#}")),
+            };
+        }
+        let said: Vec<String> =
+            said.into_iter().map(|(position, said)| format!("{}: {said}", self.controllers[position])).collect();
+        Err(anyhow!(
+            "no controller that was asked leads ({}): expected `--controller` with all of them",
+            said.join("; ")
+        ))
     }
 
-    fn unreachable(&self, error: reqwest::Error) -> anyhow::Error {
-        let error = anyhow!(error.without_url());
-        let expected = "expected a running `coreward controller` whose `api` that is";
-        anyhow!("no controller answers at {} ({}): {expected}", self.controller, error.root_cause())
+    async fn ask_one<T: DeserializeOwned>(&self, controller: &ControllerUrl, question: Question) -> anyhow::Result<T> {
+        let https = self.https.as_ref().filter(|_| controller.is_https());
+        let token = self.token.as_ref().map(|token| token.expose().as_str());
+        let unreachable = |error: anyhow::Error| {
+            let expected = "expected a running `coreward controller` whose `api` that is";
+            anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
+        };
+        let (status, body) = exchange(controller, https, token, question).await.map_err(unreachable)?;
+        let something_else = || format!("{controller} answers {status}: expected the API of a controller");
+        if status.is_success() {
+            return serde_json::from_slice(&body).with_context(something_else);
+        }
+        Err(serde_json::from_slice::<Problem>(&body).map_or_else(|_| anyhow!(something_else()), anyhow::Error::from))
     }
+}
+
+fn token(file: &Path) -> anyhow::Result<Secret<String>> {
+    let token = read_secret(file).map_err(|problem| {
+        anyhow!(
+            "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file or \
+             COREWARD_TOKEN_FILE names one)"
+        )
+    })?;
+    Ok(Secret::new(token))
 }

@@ -61,7 +61,7 @@ impl Guard {
             None => {
                 self.limits.refused(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or operator.token \
-                                in the controller's folder)";
+                                in the controller's folder), or by TLS the certificate of an operator or a viewer";
                 Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected}")))
             }
         }
@@ -85,7 +85,8 @@ async fn pass(State(gate): State<Gate>, mut request: Request, next: Next) -> Res
     let admitted = gate.guard.authenticate(&request).and_then(|caller| {
         gate.guard.limits.asks(caller, gate.needed == Role::Operator)?;
         if caller.role < gate.needed {
-            let detail = format!("the token is that of a {}: expected that of an {}", caller.role, gate.needed);
+            let detail =
+                format!("the token or certificate is that of a {}: expected that of an {}", caller.role, gate.needed);
             return Err(Problem::new(ProblemKind::Forbidden, detail));
         }
         Ok(caller)

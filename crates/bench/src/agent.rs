@@ -11,7 +11,6 @@ use coreward_agent::config::{self, Config, Steer};
 use coreward_agent::daemon;
 use coreward_bench::namespace::{self, ip};
 use coreward_intf as intf;
-use coreward_wire::v1;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::time::{ClockId, clock_gettime};
 
@@ -123,7 +122,7 @@ struct Window {
 }
 
 async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
-    Ok(controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner().accepted_reports)
+    Ok(controller.status().await?.accepted_reports)
 }
 
 async fn windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {

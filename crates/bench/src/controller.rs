@@ -3,13 +3,17 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, ensure};
+use coreward_api::Role;
+use coreward_api::client::Client;
+use coreward_api::tokens::token_file;
+use coreward_api::types::{Reports, Status};
 use coreward_intf::{SERVER_COUNTER_NAMES, STEER_COUNTER_NAMES};
 use coreward_model::rss::{IndirectionTable, seeded_rng, uniform_below};
 use coreward_wire::v1::control_client::ControlClient;
@@ -110,6 +114,10 @@ impl Drop for Scratch {
 pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
+    /// Where its HTTP API is.
+    api: SocketAddr,
+    /// Of an operator.
+    token_file: PathBuf,
     /// Where it serves metrics.
     pub(crate) metrics: SocketAddr,
 }
@@ -135,18 +143,17 @@ impl Controller {
     fn spawn(keys: &str, directory: &Path) -> anyhow::Result<Self> {
         // A port that is free now; the controller takes it next.
         let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
-        let (address, metrics) = (free()?, free()?);
+        let (address, api, metrics) = (free()?, free()?, free()?);
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
         std::fs::write(
             &config,
-            format!(
-                "listen = \"{address}\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}"
-            ),
+            format!("listen = \"{address}\"\napi = \"{api}\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}"),
         )?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.arg("controller-process").arg("--config").arg(config).spawn()?;
-        Ok(Self { process, address, metrics })
+        let token_file = token_file(directory, Role::Operator);
+        Ok(Self { process, address, api, token_file, metrics })
     }
 
     pub(crate) async fn connect(&mut self) -> anyhow::Result<ControlClient<Channel>> {
@@ -161,6 +168,17 @@ impl Controller {
             sleep(Duration::from_millis(50)).await;
         }
         anyhow::bail!("no connection to the controller at {}", self.address)
+    }
+
+    /// An operator, once it answers.
+    pub(crate) async fn asking(&mut self) -> anyhow::Result<Client> {
+        self.connect().await?;
+        Client::new(self.api.into(), &self.token_file)
+    }
+
+    /// Everything there is to see.
+    pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
+        self.asking().await?.status(false).await
     }
 
     /// CPU time of all its threads so far, in user and in kernel mode (proc(5): fields 14 and 15, in clock ticks).
@@ -257,8 +275,8 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
         windows.push(window(controller, Duration::from_secs(args.window_seconds)).await?);
     }
     let resident_mib = controller.resident_mib()?;
-    let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
-    let reporting = status.servers.iter().filter(|server| server.reports == "fresh").count();
+    let status = controller.status().await?;
+    let reporting = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
     ensure!(reporting == args.agents as usize, "{reporting} of {} agents report", args.agents);
     let refused: u64 = status.refused_reports.values().sum();
     ensure!(refused == 0, "{refused} reports were refused: {:?}", status.refused_reports);
@@ -276,11 +294,8 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
 }
 
 pub(crate) async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result<Window> {
-    let mut client = controller.connect().await?;
-    let mut accepted = async || {
-        let status = client.status(v1::StatusRequest::default()).await?.into_inner();
-        Ok::<_, tonic::Status>((status.accepted_reports as f64, Instant::now()))
-    };
+    let asking = controller.asking().await?;
+    let accepted = async || anyhow::Ok((asking.status(false).await?.accepted_reports as f64, Instant::now()));
     let (reports_before, first) = accepted().await?;
     let (before, start) = (controller.cpu_seconds()?, Instant::now());
     sleep(length).await;

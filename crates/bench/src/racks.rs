@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use coreward_api::types::Reports;
 use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
 use coreward_model::statistics::median;
@@ -103,10 +104,10 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     for _ in 0..args.windows {
         windows.push(window(Duration::from_secs(args.window_seconds), controller, &sent).await?);
     }
-    let status = controller.connect().await?.status(v1::StatusRequest::default()).await?.into_inner();
+    let status = controller.status().await?;
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
-    let reporting = status.servers.iter().filter(|server| server.reports == "fresh").count();
+    let reporting = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
     ensure!(reporting == behind, "{reporting} of {behind} servers report");
     Ok(report(args, &windows, costs_us, bytes))
 }

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_bench::namespace::{self, ip};
-use coreward_wire::v1;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use tokio::time::{Instant, sleep};
@@ -196,11 +195,11 @@ pub struct Window {
 /// # Errors
 /// When it does not answer.
 pub async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
-    let mut client = controller.connect().await?;
-    let mut accepted = async || {
-        let status = client.status(v1::StatusRequest::default()).await?.into_inner();
+    let asking = controller.asking().await?;
+    let accepted = async || {
+        let status = asking.status(false).await?;
         let tables: u64 = status.services.iter().map(|service| service.table_generation).sum();
-        Ok::<_, tonic::Status>((status.accepted_reports as f64, tables as f64, Instant::now()))
+        anyhow::Ok((status.accepted_reports as f64, tables as f64, Instant::now()))
     };
     let first = accepted().await?;
     // Answers about thousands of servers take a while, and what comes meanwhile waits: that is none of what is measured.

@@ -8,9 +8,9 @@ use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use coreward_api::types::NewFleet;
 use coreward_dataplane::lb::PinnedServers;
 use coreward_model::{ServerId, ServiceAddress, tuple::Protocol};
-use coreward_wire::v1;
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
@@ -80,8 +80,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 
 /// Puts the document in force; its generation.
 async fn apply(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
-    let request = v1::ApplyFleetRequest { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
-    Ok(controller.connect().await?.apply_fleet(request).await?.into_inner().generation)
+    let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
+    Ok(controller.asking().await?.put_fleet(&document).await?.generation)
 }
 
 /// When the first packet of any service was forwarded, and the first one of the last service.
@@ -195,8 +195,8 @@ async fn change_server(
     server: u32,
     args: &Args,
 ) -> anyhow::Result<Change> {
-    let mut client = controller.connect().await?;
-    let status = client.status(v1::StatusRequest::default()).await?.into_inner();
+    let client = controller.asking().await?;
+    let status = client.status(false).await?;
     let name = controller::name(server);
     let known = status.servers.iter().find(|known| known.name == name).context("the server is not known")?;
     let id = ServerId::try_from(u64::from(known.id))?;
@@ -205,7 +205,7 @@ async fn change_server(
     let service = servers.service(&service).context("the service is not known")?;
     let line = format!("name = \"{name}\"\n");
     *document = document.replacen(&line, &format!("{line}state = \"draining\"\n"), 1);
-    let request = v1::ApplyFleetRequest { name: "bench".into(), text: document.clone(), generation, dry_run: false };
+    let request = NewFleet { name: "bench".into(), text: document.clone(), generation, dry_run: false };
     let began = Instant::now();
     let watching = std::thread::spawn(move || {
         while began.elapsed() < PATIENCE {
@@ -216,7 +216,7 @@ async fn change_server(
         }
         None
     });
-    client.apply_fleet(request).await?;
+    client.put_fleet(&request).await?;
     let acknowledged = began.elapsed();
     let in_kernel = tokio::task::spawn_blocking(move || watching.join()).await?;
     let in_kernel = in_kernel.ok().flatten().context("the change never came")?;

@@ -127,7 +127,8 @@ impl Records {
     /// Nobody drains the server any more. True when somebody did.
     pub fn undrain(&mut self, server: &str) -> bool {
         let named = self.servers.values_mut().filter(|record| record.name == server);
-        named.fold(false, |drained, record| record.drain.take().is_some() || drained)
+        // One server has the name, or none.
+        named.filter_map(|record| record.drain.take()).count() > 0
     }
 
     /// By server, of those that this document has: without services that it has no more. A server that was drained in those alone is

@@ -1,16 +1,14 @@
-//! `coreward apply` and `coreward fleet` against a controller, by real gRPC.
+//! `coreward apply` and `coreward fleet` against a controller, by its API.
 
 mod support;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use coreward_control::config::Change;
+use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, Service};
 use coreward_control::show::Format;
 use coreward_control::show::fleet::{self, Wanted};
-use coreward_wire::v1;
 use proptest::prelude::*;
-use tonic::Code;
 
 use support::{Home, Running};
 
@@ -40,8 +38,8 @@ impl Home {
 impl Running {
     /// As `coreward apply` does it, whose runtime is its own.
     async fn wanted(&self, home: &Home, text: &str) -> Result<Wanted, String> {
-        let (address, file) = (self.address, home.file(text));
-        let wanted = tokio::task::spawn_blocking(move || Wanted::read(address, &file)).await.unwrap();
+        let (client, file) = (self.asking.clone(), home.file(text));
+        let wanted = tokio::task::spawn_blocking(move || Wanted::read(&client, &file)).await.unwrap();
         wanted.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
     }
 
@@ -50,43 +48,37 @@ impl Running {
     }
 
     async fn shown(&self, format: Format) -> String {
-        let address = self.address;
-        tokio::task::spawn_blocking(move || fleet::show(address, format)).await.unwrap().unwrap()
+        let client = self.asking.clone();
+        tokio::task::spawn_blocking(move || fleet::show(&client, format)).await.unwrap().unwrap()
     }
 
-    async fn document(&self) -> v1::FleetDocument {
-        self.client().await.get_fleet(v1::GetFleetRequest {}).await.unwrap().into_inner()
+    async fn document(&self) -> Fleet {
+        self.asking.fleet().await.unwrap()
     }
 
     /// What the configuration is made of, as far as people see it: server ids and states, services and their servers.
     async fn in_force(&self) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
         let status = self.status().await;
-        let server = |server: v1::ServerStatus| (server.name, (server.id, server.state, server.weight));
-        let service =
-            |service: v1::ServiceStatus| (service.name, (service.policy, service.bucket_count, service.servers));
+        let server = |server: Server| (server.name, (server.id, server.state.to_string(), server.weight));
+        let service = |service: Service| (service.name, (service.policy, service.bucket_count, service.servers));
         (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(service).collect())
     }
 }
 
 async fn apply(wanted: Wanted) -> Result<u64, String> {
-    tokio::task::spawn_blocking(move || wanted.apply()).await.unwrap().map_err(|error| format!("{error:#}"))
+    let applied = tokio::task::spawn_blocking(move || wanted.apply()).await.unwrap();
+    applied.map(|applied| applied.generation).map_err(|error| format!("{error:#}"))
 }
 
 #[tokio::test]
 async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
     let home = home();
     let controller = home.start().await;
-    assert_eq!(controller.document().await, v1::FleetDocument::default());
+    assert_eq!(controller.document().await, Fleet { generation: 0, text: String::new(), file: None });
     let first = document(&["s1", "s2"], "");
     let wanted = controller.wanted(&home, &first).await.unwrap();
-    let added: Vec<&str> = wanted
-        .changes
-        .iter()
-        .filter_map(|change| match change {
-            Change::Added { what, .. } => Some(what.as_str()),
-            _ => None,
-        })
-        .collect();
+    let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
+    let added: Vec<&str> = wanted.changes().iter().filter(is_added).map(|change| change.what.as_str()).collect();
     assert_eq!(added, ["server s1", "server s2", "service web"]);
     assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
     assert_eq!(apply(wanted).await, Ok(1));
@@ -94,10 +86,15 @@ async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
     assert_eq!(before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
     let again = controller.wanted(&home, &first).await.unwrap();
-    assert!(again.is_in_force && again.difference() == "generation 1 is the same: nothing changes\n");
+    assert!(
+        again.is_in_force() && again.difference(Format::Text).unwrap() == "generation 1 is the same: nothing changes\n"
+    );
     let drained = first.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
     let wanted = controller.wanted(&home, &drained).await.unwrap();
-    assert_eq!(wanted.difference(), "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n");
+    assert_eq!(
+        wanted.difference(Format::Text).unwrap(),
+        "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
+    );
     assert_eq!(apply(wanted).await, Ok(2));
     assert_eq!(controller.shown(Format::Text).await, format!("# generation 2, applied\n{drained}"));
     let shown: serde_json::Value = serde_json::from_str(&controller.shown(Format::Json).await).unwrap();
@@ -108,7 +105,7 @@ async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
 
     controller.kill().await;
     let controller = home.start().await;
-    assert_eq!(controller.document().await, v1::FleetDocument { generation: 2, text: drained, file: String::new() });
+    assert_eq!(controller.document().await, Fleet { generation: 2, text: drained, file: None });
     let after = controller.in_force().await;
     assert_eq!(after.0["s1"], (before.0["s1"].0, "draining".to_owned(), 1));
     assert_eq!((&after.0["s2"], &after.1), (&before.0["s2"], &before.1));
@@ -126,7 +123,7 @@ async fn who_is_late_is_refused() {
         apply(late).await.unwrap_err(),
         "generation 2 is in force, not 1, with which this was compared: expected a new look at the difference"
     );
-    assert_eq!(controller.document().await, v1::FleetDocument { generation: 2, text: early, file: String::new() });
+    assert_eq!(controller.document().await, Fleet { generation: 2, text: early, file: None });
 }
 
 #[tokio::test]
@@ -157,13 +154,10 @@ async fn what_is_wrong_changes_nothing() {
          expected one that is free, or none to have one drawn"
     );
     // Who does not check first is told as well.
-    let request = v1::ApplyFleetRequest { name: "w".into(), text: "alpha = 2\n".into(), generation: 1, dry_run: false };
-    let refused = controller.client().await.apply_fleet(request).await.unwrap_err();
-    assert_eq!(
-        (refused.code(), refused.message()),
-        (Code::InvalidArgument, "w:1:9: key `alpha`: alpha 2: expected a number above 0, at most 1")
-    );
-    assert_eq!(controller.document().await, v1::FleetDocument { generation: 1, text: first, file: String::new() });
+    let document = NewFleet { name: "w".into(), text: "alpha = 2\n".into(), generation: 1, dry_run: false };
+    let refused = controller.asking.put_fleet(&document).await.unwrap_err();
+    assert_eq!(refused.to_string(), "w:1:9: key `alpha`: alpha 2: expected a number above 0, at most 1");
+    assert_eq!(controller.document().await, Fleet { generation: 1, text: first, file: None });
     assert_eq!(controller.in_force().await, before);
 }
 
@@ -175,7 +169,7 @@ async fn a_fleet_in_a_file_is_changed_there() {
     let controller = home.start().await;
     let shown = controller.document().await;
     assert_eq!((shown.generation, shown.text), (1, std::fs::read_to_string(&file).unwrap()));
-    assert_eq!(shown.file, file.display().to_string());
+    assert_eq!(shown.file, Some(file.display().to_string()));
     assert_eq!(
         controller.apply(&home, &document(&["s2"], "")).await.unwrap_err(),
         "the fleet of this controller is what stands in /fleet.toml (`fleet` in /controller.toml): expected changes there, \

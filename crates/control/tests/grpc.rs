@@ -2,9 +2,13 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use coreward_api::types::{Explain, KeyPhase, PacketKind, Reports, RotateKeys};
+use coreward_api::{Problem, ProblemKind};
 use coreward_model::placement::PlacementTable;
+use coreward_model::tuple::Protocol;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
 use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketQuery, table, v1};
@@ -190,21 +194,26 @@ async fn tables_follow_loads() {
     })
     .await;
     assert_eq!(status.accepted_reports, 16);
-    assert!(status.servers.iter().all(|server| server.reports == "fresh" && server.core_load.len() == 2));
+    assert!(status.servers.iter().all(|server| server.reports == Reports::Fresh && server.core_load.len() == 2));
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
-    let request = v1::ExplainRequest {
-        service: Some(v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() }),
-        client_address: vec![10, 1, 0, 7],
-        client_port: 40_312,
-        established: None,
+    let question = Explain {
+        vip: "10.200.0.1:80".parse().unwrap(),
+        protocol: Protocol::Tcp,
+        client: "10.1.0.7:40312".parse().unwrap(),
+        packet: PacketKind::First,
+        echo: None,
     };
-    let mut client = running.client().await;
-    let explained = client.explain(request.clone()).await.unwrap().into_inner();
+    let explained = running.asking.explain(&question).await.unwrap();
     assert!(explained.reason.contains(" is the least loaded"), "{}", explained.reason);
     assert_eq!(explained.servers.len(), 2);
-    let refused = client.explain(v1::ExplainRequest { client_port: 0, ..request }).await.unwrap_err();
-    assert_eq!(refused.message(), "client_port: port 0: expected 1 to 65535");
+
+    // What `coreward doctor` is told on machines of the fleet.
+    let fleet = running.client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
+    assert_eq!((fleet.services[0].name.as_str(), fleet.services[0].timestamps.as_str()), ("web", "server"));
+    assert_eq!(BTreeSet::from_iter(&fleet.services[0].servers), BTreeSet::from([&"s1".to_owned(), &"s2".to_owned()]));
+    let addresses: BTreeSet<&[u8]> = fleet.servers.iter().map(|server| server.address.as_slice()).collect();
+    assert_eq!(addresses, BTreeSet::from([&[10, 2, 0, 1][..], &[10, 2, 0, 2]]));
 }
 
 #[tokio::test]
@@ -399,23 +408,20 @@ async fn load_balancers_know_each_other_and_are_told_who_is_gone() {
 async fn a_rotation_waits_for_everybody_and_outlives_the_controller() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let home = Home::new(&["s1"], WEB);
-    let rotate = async |running: &Running, force: bool| {
-        let mut client = running.client().await;
-        client.rotate_keys(v1::RotateKeysRequest { force }).await.map(tonic::Response::into_inner)
-    };
+    let rotate = async |running: &Running, force: bool| running.asking.rotate_keys(&RotateKeys { force }).await;
     let running = home.start().await;
     let refused = rotate(&running, false).await.unwrap_err();
-    assert_eq!(refused.code(), Code::FailedPrecondition);
-    assert!(refused.message().starts_with("the key in force is"), "{}", refused.message());
+    assert_eq!(refused.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
+    assert!(refused.to_string().starts_with("the key in force is"), "{refused}");
     let mut balancer = running.load_balancer(running.client().await).await;
     let born = balancer.configuration().await.keys;
     let announced = rotate(&running, true).await.unwrap();
-    assert_eq!((announced.phase.as_str(), announced.current), ("announced", 0));
+    assert_eq!((announced.phase, announced.current), (KeyPhase::Announced, 0));
     assert!(announced.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced.waiting_for);
     running.kill().await;
 
     let running = home.start().await;
-    assert_eq!(running.status().await.keys.unwrap().phase, "announced");
+    assert_eq!(running.status().await.keys.phase, KeyPhase::Announced);
     let mut balancer = running.load_balancer(running.client().await).await;
     let configuration = balancer.configuration().await;
     assert_eq!(configuration.keys.keys[0], born.keys[0]);
@@ -431,5 +437,5 @@ async fn a_rotation_waits_for_everybody_and_outlives_the_controller() {
         }
     };
     assert_eq!((switched.keys, switched.current), (configuration.keys.keys, born.current.other()));
-    assert_eq!(running.status().await.keys.unwrap().phase, "steady");
+    assert_eq!(running.status().await.keys.phase, KeyPhase::Steady);
 }

@@ -3,10 +3,9 @@
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
-use coreward_control::show::fleet::Wanted;
+use coreward_control::show::fleet::{Wanted, shown};
 
-use crate::contact::ContactArgs;
-use crate::print;
+use crate::{AskArgs, Format, print};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
@@ -14,7 +13,7 @@ pub struct ApplyArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
-    contact: ContactArgs,
+    ask: AskArgs,
     /// Without the question
     #[arg(long)]
     yes: bool,
@@ -26,13 +25,21 @@ pub struct ApplyArgs {
 /// # Errors
 /// When the document is wrong, the controller refuses it, or the answer is no.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
-    let wanted = Wanted::read(&args.contact, &args.file)?;
-    print(&wanted.difference())?;
-    if args.dry_run || wanted.is_in_force {
+    let (client, format) = (args.ask.contact.client()?, args.ask.format.into());
+    let wanted = Wanted::read(&client, &args.file)?;
+    let only_looked = args.dry_run || wanted.is_in_force();
+    // One object: of what is done, where something is.
+    if only_looked || args.ask.format == Format::Text {
+        print(&wanted.difference(format)?)?;
+    }
+    if only_looked {
         return Ok(());
     }
+    // Who reads JSON has seen nothing yet.
+    let may_ask = args.ask.format == Format::Text;
+    anyhow::ensure!(args.yes || may_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(args.yes || asked()?, "nothing was changed");
-    print(&format!("generation {} is in force", wanted.apply()?))
+    print(&shown(&wanted.apply()?, format)?)
 }
 
 fn asked() -> anyhow::Result<bool> {

@@ -230,7 +230,12 @@ mod tests {
         for (place, text) in documented() {
             let kind = kind_of(&text).unwrap_or_else(|mistakes| panic!("{place}: {mistakes}"));
             let outcome = kind.check(&Source::from_text(&place, &text));
-            assert_eq!(outcome, Ok(()), "{place}");
+            let wrong = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
+            // The certificates are the reader's.
+            let is_elsewhere = |mistake: &Mistake| {
+                mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
+            };
+            assert!(wrong.iter().all(is_elsewhere), "{place}: {wrong:?}");
             assert!(accepts(&kind.schema(), &text), "{place} as {}", kind.name());
             let unknown = format!("colour = \"red\"\n{text}");
             assert!(kind.check(&Source::from_text(&place, &unknown)).is_err(), "{place}");

@@ -8,7 +8,7 @@ use coreward_api::client::Client;
 use coreward_api::types::{DrainServer, DrainStatus, Drained, DrainedBy, ServerState};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::api_args::ApiArgs;
+use crate::contact::ContactArgs;
 use crate::print;
 
 /// How often the controller is asked while somebody waits. Agents count each second.
@@ -22,7 +22,7 @@ pub struct DrainArgs {
     /// Name of the server in the fleet's document
     server: String,
     #[command(flatten)]
-    api: ApiArgs,
+    contact: ContactArgs,
     /// Only in this service; several times for several (default: in all, also in those that it is put into later)
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
@@ -42,7 +42,7 @@ pub struct UndrainArgs {
     /// Name of the server in the fleet's document
     server: String,
     #[command(flatten)]
-    api: ApiArgs,
+    contact: ContactArgs,
 }
 
 fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
@@ -54,7 +54,7 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
 /// # Errors
 /// When the controller says no, or connections are left at the end of the time.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
-    let client = args.api.client()?;
+    let client = args.contact.client()?;
     runtime()?.block_on(async {
         let wanted = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &wanted).await?;
@@ -78,7 +78,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
 /// # Errors
 /// When the controller says no.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
-    let client = args.api.client()?;
+    let client = args.contact.client()?;
     print(&words(&runtime()?.block_on(client.undrain(&args.server))?))
 }
 

@@ -1,6 +1,5 @@
 //! The one command; each sub-command is a crate's, nothing is decided here.
 
-mod api_args;
 mod apply;
 mod check;
 mod contact;
@@ -18,6 +17,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser as _;
 use coreward_agent::rss_command::RssArgs;
+use coreward_api::types::{Explain, PacketKind};
 use coreward_control::show;
 use coreward_daemon::confine::Daemon;
 use coreward_dataplane::rights;
@@ -26,13 +26,11 @@ use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_load::cli::{self as load, LoadArgs};
-use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use coreward_sim::cli::{self as sim, SimArgs};
 use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::{cli as testbed, demo};
 use coreward_tls::command::{self as certs, CertsArgs};
-use coreward_wire::v1;
 
 use contact::ContactArgs;
 
@@ -286,13 +284,13 @@ fn run(command: Command) -> anyhow::Result<()> {
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Status(StatusArgs { ask, rss_keys }) => {
-            print(&show::status(&ask.contact, rss_keys, ask.format.into())?)
+            print(&show::status(&ask.contact.client()?, rss_keys, ask.format.into())?)
         }
         Command::Check(args) => check::run(&args),
         Command::Certs(args) => print(&certs::run(&args)?),
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
-            print(&show::fleet::show(&ask.contact, ask.format.into())?)
+            print(&show::fleet::show(&ask.contact.client()?, ask.format.into())?)
         }
         Command::Drain(args) => drain::drain(&args),
         Command::Undrain(args) => drain::undrain(&args),
@@ -310,10 +308,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             coreward_lb::capture_command::run(&args)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Show(ask) }) => {
-            print(&show::keys(&ask.contact, ask.format.into())?)
+            print(&show::keys(&ask.contact.client()?, ask.format.into())?)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Rotate { ask, force } }) => {
-            print(&show::rotate_keys(&ask.contact, force, ask.format.into())?)
+            print(&show::rotate_keys(&ask.contact.client()?, force, ask.format.into())?)
         }
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
@@ -329,15 +327,23 @@ fn run(command: Command) -> anyhow::Result<()> {
 }
 
 fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
-    let (controller, format) = (&args.ask.contact, args.ask.format.into());
+    let (client, format) = (args.ask.contact.client()?, args.ask.format.into());
     if let Some(path) = &args.pcap {
-        return show::explain_pcap(controller, path, format);
+        return show::explain_pcap(&client, path, format);
     }
-    let service = ServiceAddress { socket: args.vip.context("--vip is missing")?, protocol: args.protocol };
-    let client = args.client.context("--client is missing")?;
-    let established = args.echo.is_some() || args.without_timestamps || args.reset;
-    let packet = v1::EstablishedPacket { cookie: args.echo, reset: args.reset };
-    show::explain(controller, service, client, established.then_some(packet), format)
+    let packet = match (args.reset, args.echo.is_some() || args.without_timestamps) {
+        (true, _) => PacketKind::Reset,
+        (false, true) => PacketKind::Established,
+        (false, false) => PacketKind::First,
+    };
+    let question = Explain {
+        vip: args.vip.context("--vip is missing")?,
+        protocol: args.protocol,
+        client: args.client.context("--client is missing")?,
+        packet,
+        echo: args.echo,
+    };
+    show::explain(&client, &question, format)
 }
 
 fn agent(args: AgentArgs) -> anyhow::Result<()> {

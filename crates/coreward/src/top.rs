@@ -1,11 +1,11 @@
 //! `coreward top`.
 
-use crate::api_args::ApiArgs;
+use crate::contact::ContactArgs;
 
 #[derive(clap::Args)]
 pub struct TopArgs {
     #[command(flatten)]
-    api: ApiArgs,
+    contact: ContactArgs,
     /// Print one page as text and end; so without it where standard output is no terminal
     #[arg(long)]
     once: bool,
@@ -16,6 +16,6 @@ pub struct TopArgs {
 /// # Errors
 /// When the controller does not answer to begin with, or the terminal cannot be used.
 pub fn run(args: &TopArgs) -> anyhow::Result<()> {
-    let page = coreward_top::terminal::run(&args.api.client()?, args.once)?;
+    let page = coreward_top::terminal::run(&args.contact.client()?, args.once)?;
     page.map_or(Ok(()), |page| crate::print(&page))
 }

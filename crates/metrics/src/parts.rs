@@ -1,7 +1,5 @@
 //! What each part says, from the messages in which it says the same to others.
 
-use std::time::Duration;
-
 use coreward_wire::v1;
 
 use crate::page::Page;
@@ -12,71 +10,6 @@ pub fn begin(part: Part) -> Page {
     let mut page = Page::default();
     page.add("coreward_build_info", &[part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     page
-}
-
-/// Of a server's life.
-const SERVER_STATES: [&str; 5] = ["active", "joining", "down", "draining", "gone"];
-
-fn seconds(milliseconds: u32) -> f64 {
-    f64::from(milliseconds) / 1000.0
-}
-
-/// The controller: all that it knows of the fleet. `now`: since 1970.
-pub fn status(page: &mut Page, status: &v1::StatusReply, now: Duration) {
-    page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
-    page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
-    for (reason, count) in &status.refused_reports {
-        page.add("coreward_reports_refused_total", &[reason], *count as f64);
-    }
-    for service in &status.services {
-        page.add("coreward_table_generation", &[&service.name], service.table_generation as f64);
-        page.add("coreward_table_age_seconds", &[&service.name], seconds(service.table_age_ms));
-    }
-    for state in SERVER_STATES {
-        let count = status.servers.iter().filter(|server| server.state == state).count();
-        page.add("coreward_servers", &[state], count as f64);
-    }
-    for service in &status.services {
-        for state in SERVER_STATES {
-            let count = service.members.iter().filter(|member| member.state == state).count();
-            page.add("coreward_service_servers", &[&service.name, state], count as f64);
-        }
-        page.add("coreward_service_failing_open", &[&service.name], f64::from(u8::from(service.failing_open)));
-    }
-    status.servers.iter().for_each(|server| server_status(page, server));
-    for (state, alive) in [("alive", true), ("lost", false)] {
-        let count = status.load_balancers.iter().filter(|balancer| balancer.alive == alive).count();
-        page.add("coreward_load_balancers", &[state], count as f64);
-    }
-    for balancer in &status.load_balancers {
-        if let Some(state) = &balancer.state {
-            load_balancer(page, &balancer.name, state);
-        }
-    }
-    if let Some(keys) = &status.keys {
-        let age = now.as_secs().saturating_sub(keys.current_since_unix_s);
-        page.add("coreward_cookie_key_age_seconds", &[], age as f64);
-    }
-}
-
-fn server_status(page: &mut Page, server: &v1::ServerStatus) {
-    let name = server.name.as_str();
-    if server.reports != "none" && server.state != "gone" {
-        page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
-        for (core, load) in server.core_load.iter().enumerate() {
-            page.add("coreward_server_core_load_ratio", &[name, &core.to_string()], *load);
-        }
-    }
-    page.add("coreward_server_open_connections", &[name], server.open_connections.into());
-    if let Some(counted) = server.connections.as_ref().filter(|_| server.state != "gone") {
-        for (service, count) in &counted.services {
-            page.add("coreward_server_service_connections", &[name, service], (*count).into());
-        }
-    }
-    page.add("coreward_server_drained", &[name], f64::from(u8::from(server.drained_by == "command")));
-    server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
-    page.add("coreward_server_warnings", &[name], server.warnings.len() as f64);
-    dispatch(page, name, &server.dispatch);
 }
 
 /// A server's programs. `syns`: that came by the predicted receive queue, and by another.

@@ -175,7 +175,10 @@ impl Daemons {
 
 /// The one server as `coreward status` has it.
 fn server(guest: &mut Guest) -> Result<Option<Value>> {
-    let (status, answer) = guest.try_run("coreward status --format json --rss-keys 2>/dev/null", NOTICE_LIMIT)?;
+    let (status, answer) = guest.try_run(
+        "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
+        NOTICE_LIMIT,
+    )?;
     if status != 0 {
         return Ok(None);
     }

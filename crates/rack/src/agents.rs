@@ -243,26 +243,7 @@ impl Control for Service {
         Err(only_agents())
     }
 
-    async fn status(&self, _request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
-        Err(only_agents())
-    }
-
-    async fn explain(&self, _request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
-        Err(only_agents())
-    }
-
-    async fn get_fleet(&self, _request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
-        Err(only_agents())
-    }
-
-    async fn apply_fleet(
-        &self,
-        _request: Request<v1::ApplyFleetRequest>,
-    ) -> Result<Response<v1::ApplyFleetReply>, Status> {
-        Err(only_agents())
-    }
-
-    async fn rotate_keys(&self, _request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
+    async fn fleet(&self, _request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         Err(only_agents())
     }
 }

@@ -1,8 +1,13 @@
 //! A controller, two racks and four servers' agents over gRPC on loopback; the agents only pretend.
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use coreward_api::Role;
+use coreward_api::client::Client;
+use coreward_api::tokens::token_file;
+use coreward_api::types::Status;
 use coreward_config::Source;
 use coreward_control::server::Server;
 use coreward_model::placement::PlacementTable;
@@ -21,7 +26,7 @@ async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(20), future).await.unwrap_or_else(|_| panic!("{what} does not come"))
 }
 
-async fn client(address: std::net::SocketAddr) -> ControlClient<tonic::transport::Channel> {
+async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
     let connect = async || ControlClient::connect(format!("http://{address}")).await;
     in_time("a connection", async {
         loop {
@@ -35,7 +40,7 @@ async fn client(address: std::net::SocketAddr) -> ControlClient<tonic::transport
 }
 
 /// A task that ends with this value.
-struct Running(JoinHandle<anyhow::Result<()>>, std::net::SocketAddr);
+struct Running(JoinHandle<anyhow::Result<()>>, SocketAddr);
 
 impl Drop for Running {
     fn drop(&mut self) {
@@ -43,7 +48,8 @@ impl Drop for Running {
     }
 }
 
-async fn controller(directory: &Path) -> Running {
+/// And where its API is.
+async fn controller(directory: &Path) -> (Running, SocketAddr) {
     let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
     let fleet = (1..=4).map(server).collect::<String>()
         + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
@@ -52,8 +58,8 @@ async fn controller(directory: &Path) -> Running {
     let own = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
     std::fs::write(directory.join("controller.toml"), own).unwrap();
     let server = Server::bind(&directory.join("controller.toml")).await.unwrap();
-    let address = server.address();
-    Running(tokio::spawn(server.serve()), address)
+    let (address, api) = (server.address(), server.api_address());
+    (Running(tokio::spawn(server.serve()), address), api)
 }
 
 async fn rack(name: &str, listen: &str, controller: &Running) -> Running {
@@ -77,7 +83,7 @@ impl Drop for Agent {
 /// The stream of an agent, once it is taken.
 async fn begin(
     server: &str,
-    at: std::net::SocketAddr,
+    at: SocketAddr,
 ) -> Result<(mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>, v1::AgentConfiguration), tonic::Status> {
     let (sender, receiver) = mpsc::channel(4);
     let hello = v1::AgentHello { server: server.to_owned(), version: "test".into() };
@@ -90,7 +96,7 @@ async fn begin(
 
 impl Agent {
     /// Tries again until a rack or controller takes it.
-    async fn start(number: u32, at: std::net::SocketAddr, loads: [f64; 2]) -> Self {
+    async fn start(number: u32, at: SocketAddr, loads: [f64; 2]) -> Self {
         let name = format!("s{number}");
         let (sender, mut updates, configuration) = in_time("a stream", async {
             loop {
@@ -185,14 +191,15 @@ impl LoadBalancer {
     }
 }
 
-async fn status(controller: &Running) -> v1::StatusReply {
-    client(controller.1).await.status(v1::StatusRequest { rss_keys: false }).await.unwrap().into_inner()
+async fn status(directory: &Path, api: SocketAddr) -> Status {
+    let client = Client::new(api.into(), &token_file(directory, Role::Viewer)).unwrap();
+    client.status(false).await.unwrap()
 }
 
 #[tokio::test]
 async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
     let directory = tempfile::tempdir().unwrap();
-    let controller = controller(directory.path()).await;
+    let (controller, api) = controller(directory.path()).await;
     let mut balancer = LoadBalancer::start(&controller).await;
     let first = rack("r1", "127.0.0.1:0", &controller).await;
     let second = rack("r2", "127.0.0.1:0", &controller).await;
@@ -203,7 +210,7 @@ async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
     }
     let all: [&[(u32, u32)]; 2] = [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
     balancer.table_of(all).await;
-    let shown = status(&controller).await;
+    let shown = status(directory.path(), api).await;
     let racks: Vec<(&str, Vec<&str>)> = shown
         .racks
         .iter()
@@ -213,7 +220,7 @@ async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
     // People see every core, from the reports that are handed on.
     let core_loads = in_time("the loads of every core", async {
         loop {
-            let servers = status(&controller).await.servers;
+            let servers = status(directory.path(), api).await.servers;
             if servers.iter().all(|server| server.core_load.len() == 2) {
                 return servers.into_iter().map(|server| server.core_load).collect::<Vec<_>>();
             }
@@ -256,10 +263,10 @@ async fn a_rack_without_controller_takes_nobody_and_serves_only_agents() {
         (refused.code(), refused.message()),
         (Code::Unavailable, "this rack has no connection to its controller")
     );
-    let refused = client(lonely.1).await.status(v1::StatusRequest::default()).await.unwrap_err();
+    let refused = client(lonely.1).await.fleet(v1::FleetRequest {}).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unimplemented);
 
-    let controller = controller(directory.path()).await;
+    let (controller, _) = controller(directory.path()).await;
     let one = rack("r1", "127.0.0.1:0", &controller).await;
     // Who is not in the fleet is told so through the rack.
     let unknown = in_time("a refusal", async {

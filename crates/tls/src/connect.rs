@@ -2,12 +2,14 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -15,7 +17,11 @@ use tokio_rustls::TlsConnector;
 use crate::failure::Failure;
 use crate::identity::Role;
 use crate::io::Io;
+use crate::material::{Files, Material, Unusable, client_without_certificate};
 use crate::tls::Tls;
+
+/// HTTP as ALPN has it.
+const HTTP: &str = "http/1.1";
 
 /// Connects to one address; what tonic asks for a connection.
 #[derive(Debug, Clone)]
@@ -36,12 +42,47 @@ impl Connector {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
         let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.material().client(roles).map_err(io::Error::other)?;
-        let connector = TlsConnector::from(Arc::new(config));
-        let connected = connector.connect(ServerName::from(self.address.ip()), stream).await;
-        // The words of the failure instead of the library's.
-        let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
-        Ok(Io::Tls(Box::new(stream.into())))
+        let config = tls.material().client(roles, "h2").map_err(io::Error::other)?;
+        shake_hands(Arc::new(config), self.address, stream).await
+    }
+}
+
+async fn shake_hands(config: Arc<ClientConfig>, address: SocketAddr, stream: TcpStream) -> io::Result<Io> {
+    let connected = TlsConnector::from(config).connect(ServerName::from(address.ip()), stream).await;
+    // The words of the failure instead of the library's.
+    let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
+    Ok(Io::Tls(Box::new(stream.into())))
+}
+
+/// How a command speaks to a controller's HTTP API beyond this host.
+#[derive(Debug, Clone)]
+pub struct HttpsConnector(Arc<ClientConfig>);
+
+impl HttpsConnector {
+    /// With the certificate of these files; the controller is to be of the same fleet.
+    ///
+    /// # Errors
+    /// When a file cannot be used.
+    pub fn with_certificate(files: &Files) -> Result<Self, Unusable> {
+        let config = Material::load(files)?.client(&[Role::Controller], HTTP);
+        let config = config.map_err(|error| Unusable { key: "key", message: error.to_string() })?;
+        Ok(Self(Arc::new(config)))
+    }
+
+    /// Without one, to a controller that an authority in this file has signed for: who asks has a token.
+    ///
+    /// # Errors
+    /// When the file cannot be used.
+    pub fn without_certificate(ca: &Path) -> Result<Self, Unusable> {
+        Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], HTTP)?)))
+    }
+
+    /// # Errors
+    /// When nobody answers, or somebody whose certificate does not do.
+    pub async fn connect(&self, address: SocketAddr) -> io::Result<Io> {
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        shake_hands(self.0.clone(), address, stream).await
     }
 }
 

@@ -252,6 +252,17 @@ impl Gate {
         Ok(Entered { gate: self.clone(), number, door })
     }
 
+    /// Where somebody else accepts ([`Gate::admit_one`]): ends connections whose certificate has expired since, or was
+    /// denied, for ever.
+    pub async fn look_after_always(&self) -> std::convert::Infallible {
+        let mut look = tokio::time::interval(LOOK_INTERVAL);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            look.tick().await;
+            self.look_after();
+        }
+    }
+
     /// Ends connections whose certificate has expired since, or was denied: who is alive comes back with another one.
     fn look_after(&self) {
         let Some(protection) = &self.protection else { return };

@@ -72,10 +72,10 @@ impl AsyncWrite for Io {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, io => io.poll_flush(context))
+        forward!(self, io => io.poll_flush(context)).map_err(in_words)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, io => io.poll_shutdown(context))
+        forward!(self, io => io.poll_shutdown(context)).map_err(in_words)
     }
 }

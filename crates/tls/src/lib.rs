@@ -16,7 +16,7 @@ pub mod connect;
 pub mod failure;
 pub mod gate;
 pub mod identity;
-mod io;
+pub mod io;
 mod material;
 pub mod table;
 #[cfg(test)]

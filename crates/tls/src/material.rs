@@ -3,16 +3,16 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::client::Resumption;
+use rustls::client::{Resumption, WantsClientCert};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::NoServerSessionStorage;
 use rustls::version::TLS13;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
-use crate::identity::{Identity, Role};
+use crate::identity::{Identity, Name, Role};
 use crate::verify::{ClientVerifier, Denied, ServerVerifier};
 
 /// The files of `[tls]`.
@@ -82,25 +82,20 @@ impl Material {
         let material = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
         // That key and certificate go together shows when TLS puts them together.
         material
-            .client(&[Role::Controller])
+            .client(&[Role::Controller], "h2")
             .map_err(|error| unusable("key", &files.key, format!("{error}: expected the key of {}", path.display())))?;
         Ok(material)
     }
 
-    /// For connecting to one of these roles.
+    /// For connecting to one of these roles. `protocol`: as ALPN has it.
     ///
     /// # Errors
     /// When key and certificate do not go together.
-    pub fn client(&self, expected: &[Role]) -> Result<ClientConfig, rustls::Error> {
-        let provider = provider();
-        let verifier = ServerVerifier::new(self.roots.clone(), &provider, self.identity.fleet.clone(), expected);
-        let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
-        let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
-        let mut config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
-        // Who resumes shows no certificate, and would not be looked at again.
-        config.resumption = Resumption::disabled();
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(config)
+    pub fn client(&self, expected: &[Role], protocol: &str) -> Result<ClientConfig, rustls::Error> {
+        let fleet = Some(self.identity.fleet.clone());
+        let builder = client_builder(self.roots.clone(), fleet, expected)?;
+        let config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
+        Ok(completed(config, protocol))
     }
 
     /// For being connected to by these roles.
@@ -124,6 +119,34 @@ impl Material {
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Ok(config)
     }
+}
+
+/// For connecting to one of these roles without a certificate, of whichever fleet `ca` signs for.
+///
+/// # Errors
+/// When the file cannot be used.
+pub fn client_without_certificate(ca: &Path, expected: &[Role], protocol: &str) -> Result<ClientConfig, Unusable> {
+    let (roots, _) = authorities(ca)?;
+    let builder = client_builder(Arc::new(roots), None, expected).map_err(|error| unusable("ca", ca, error))?;
+    Ok(completed(builder.with_no_client_auth(), protocol))
+}
+
+fn client_builder(
+    roots: Arc<RootCertStore>,
+    fleet: Option<Name>,
+    expected: &[Role],
+) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>, rustls::Error> {
+    let provider = provider();
+    let verifier = ServerVerifier::new(roots, &provider, fleet, expected);
+    let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
+    Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
+}
+
+fn completed(mut config: ClientConfig, protocol: &str) -> ClientConfig {
+    // Who resumes shows no certificate, and would not be looked at again.
+    config.resumption = Resumption::disabled();
+    config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+    config
 }
 
 fn provider() -> Arc<CryptoProvider> {

@@ -39,7 +39,8 @@ impl Denied {
 /// Who of which fleet may be at the other end.
 #[derive(Debug)]
 struct Expected {
-    fleet: Name,
+    /// `None`: whichever it is.
+    fleet: Option<Name>,
     roles: Vec<Role>,
 }
 
@@ -47,8 +48,8 @@ impl Expected {
     fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Fingerprint), NotAccepted> {
         let read = Certificate::read(certificate).map_err(NotAccepted::NoIdentity)?;
         let identity = read.identity.ok_or(NotAccepted::NoIdentity(read.subject))?;
-        if identity.fleet != self.fleet {
-            return Err(NotAccepted::OtherFleet { identity, ours: self.fleet.clone() });
+        if let Some(ours) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
+            return Err(NotAccepted::OtherFleet { identity, ours });
         }
         if !self.roles.contains(&identity.role) {
             return Err(NotAccepted::WrongRole { identity, expected: self.roles.clone() });
@@ -70,8 +71,8 @@ pub struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// One of `roles` of `fleet`.
-    pub fn new(roots: Arc<RootCertStore>, provider: &CryptoProvider, fleet: Name, roles: &[Role]) -> Self {
+    /// One of `roles` of `fleet`; of whichever fleet where it is `None`.
+    pub fn new(roots: Arc<RootCertStore>, provider: &CryptoProvider, fleet: Option<Name>, roles: &[Role]) -> Self {
         let algorithms = provider.signature_verification_algorithms;
         Self { roots, algorithms, expected: Expected { fleet, roles: roles.to_vec() } }
     }
@@ -142,7 +143,7 @@ impl ClientVerifier {
             ClientCertificates::Required => builder.build()?,
             ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
         };
-        Ok(Self { chain, expected: Expected { fleet, roles: roles.to_vec() }, denied })
+        Ok(Self { chain, expected: Expected { fleet: Some(fleet), roles: roles.to_vec() }, denied })
     }
 }
 

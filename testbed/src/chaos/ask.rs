@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Context as _;
 
-use crate::fleet::{controller_address_of, coreward_command};
+use crate::fleet::asking_of;
 use crate::topology::Testbed;
 
 /// Asks.
@@ -45,9 +45,10 @@ impl<'a> Operator<'a> {
     }
 
     fn ask(&self, controller: u16, arguments: &[&str]) -> anyhow::Result<String> {
+        let asking = asking_of(self.testbed, [controller], arguments)?;
         let mut command = Command::new("timeout");
-        command.args(["--signal", "KILL", self.limit_s]).arg(coreward_command()?).args(arguments);
-        command.args(["--controller", &controller_address_of(controller)]);
+        command.args(["--signal", "KILL", self.limit_s]).arg(asking.get_program()).args(asking.get_args());
+        command.envs(asking.get_envs().filter_map(|(name, value)| Some((name, value?))));
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
 }

@@ -5,10 +5,9 @@
 
 pub mod load;
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, controller_address, coreward_command};
+use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, asking};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Testbed, TestbedOptions};
@@ -61,8 +60,7 @@ impl Site {
 
     /// Runs `coreward ARGUMENTS` with this testbed's controller and returns what it printed.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let mut command = Command::new(coreward_command()?);
-        command.args(arguments).args(["--controller", &controller_address()]);
+        let command = asking(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
 }

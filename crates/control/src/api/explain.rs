@@ -5,12 +5,10 @@ use std::net::SocketAddr;
 use axum::extract::State;
 use coreward_api::extract::{Json, Query};
 use coreward_api::types::{
-    Explain, ExplainPackets, ExplainedServer, Explanation, Explanations, MAX_EXPLAINED, PacketExplanation, PacketKind,
-    PacketQuestion,
+    Explain, ExplainPackets, Explanation, Explanations, MAX_EXPLAINED, PacketExplanation, PacketKind, PacketQuestion,
 };
 use coreward_api::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
-use coreward_wire::v1;
 
 use super::Api;
 use crate::controller::explain::{ExplainedPacket, NotExplained};
@@ -31,8 +29,8 @@ pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) ->
     if question.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
-    let reply = shared.controller().explain(service, question.client, packet, shared.now()).map_err(not_explained)?;
-    Ok(Json(explanation(reply)))
+    let explanation = shared.controller().explain(service, question.client, packet, shared.now());
+    explanation.map(Json).map_err(not_explained)
 }
 
 fn not_explained(error: NotExplained) -> Problem {
@@ -49,26 +47,6 @@ fn explained_packet(kind: PacketKind, cookie: Option<u32>) -> ExplainedPacket {
         PacketKind::Established | PacketKind::Reset => {
             ExplainedPacket::Established { cookie, reset: kind == PacketKind::Reset }
         }
-    }
-}
-
-fn explanation(reply: v1::ExplainReply) -> Explanation {
-    let server = |server: v1::ExplainedServer| ExplainedServer {
-        name: server.name,
-        id: server.id,
-        hash: server.hash,
-        bucket: server.bucket,
-        core: server.core,
-        core_load: server.core_load,
-        eligible: server.eligible,
-    };
-    Explanation {
-        service: reply.service,
-        policy: reply.policy,
-        table_generation: reply.table_generation,
-        servers: reply.servers.into_iter().map(server).collect(),
-        chosen_server: (!reply.chosen_server.is_empty()).then_some(reply.chosen_server),
-        reason: reply.reason,
     }
 }
 
@@ -113,10 +91,5 @@ fn of_packet(controller: &Controller, packet: &PacketQuestion, now: Now) -> Opti
     let cookie = if to_service { packet.echo } else { Some(packet.timestamp?) };
     let asked = explained_packet(packet.packet, cookie);
     let reply = controller.explain(service.address, client, asked, now).ok()?;
-    Some(PacketExplanation {
-        service: reply.service,
-        to_service,
-        server: (!reply.chosen_server.is_empty()).then_some(reply.chosen_server),
-        reason: reply.reason,
-    })
+    Some(PacketExplanation { service: reply.service, to_service, server: reply.chosen_server, reason: reply.reason })
 }

@@ -32,7 +32,7 @@ const IN_THE_CONTROLLERS_FILE: OldKey = OldKey::Moved("it in the controller's ow
 table! {
     /// The controller's own.
     pub struct ControllerFile {
-        /// Address and port for agents, load balancers and the commands that ask.
+        /// Address and port for agents and load balancers.
         pub listen: SocketAddr,
         /// Address and port for the commands that ask, the dashboard and your own programs (HTTP); beyond this host with `[tls]` only, as HTTPS then.
         pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API),

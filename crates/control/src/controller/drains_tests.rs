@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use coreward_api::types::DrainStatus;
 use coreward_config::Source;
+use coreward_model::load::CoreReadings;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{CountedConnections, Report, v1};
 
@@ -59,7 +60,9 @@ impl World {
             configuration_generation,
             services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
-        let report = Report { connections, ..plain_report(self.sequence, now, &[0]) };
+        // Some are reported at one moment here, but its clock goes on.
+        let readings = CoreReadings { sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
+        let report = Report { connections, readings, ..plain_report(self.sequence, now, &[0]) };
         self.controller.report(session, Ok(report), now).unwrap();
     }
 

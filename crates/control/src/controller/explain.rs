@@ -4,11 +4,11 @@ mod established;
 
 use std::net::SocketAddr;
 
+use coreward_api::types::{ExplainedServer, Explanation};
 use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
 use coreward_model::policy::{Loads, Pool, PoolServer};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
 use coreward_model::{ServerId, load};
-use coreward_wire::v1;
 
 pub use established::ExplainedPacket;
 
@@ -43,7 +43,7 @@ impl Controller {
         client: SocketAddr,
         packet: ExplainedPacket,
         now: Now,
-    ) -> Result<v1::ExplainReply, NotExplained> {
+    ) -> Result<Explanation, NotExplained> {
         let tuple = FourTuple::new(client, address.socket)?;
         let service = self.services.iter().find(|service| service.fleet().address == address);
         let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
@@ -71,19 +71,19 @@ struct Case<'a> {
 type Verdict = (Option<ServerId>, String);
 
 impl Case<'_> {
-    fn reply(&self, packet: ExplainedPacket) -> v1::ExplainReply {
+    fn reply(&self, packet: ExplainedPacket) -> Explanation {
         let table = self.service.table(self.now).map(|(table, _)| table);
         let (chosen, reason) = match (packet, table) {
             (ExplainedPacket::Established { cookie, reset }, table) => self.established(table, cookie, reset),
             (ExplainedPacket::First, Some(table)) => self.verdict(table),
             (ExplainedPacket::First, None) => (None, "no table has been made yet".to_owned()),
         };
-        v1::ExplainReply {
+        Explanation {
             service: self.service.fleet().name.clone(),
             policy: self.service.fleet().policy.to_owned(),
             table_generation: table.map_or(0, |table| table.generation),
             servers: self.pool.servers().iter().map(|server| self.server(server)).collect(),
-            chosen_server: chosen.map_or_else(String::new, |id| self.name(id).to_owned()),
+            chosen_server: chosen.map(|id| self.name(id).to_owned()),
             reason,
         }
     }
@@ -93,12 +93,12 @@ impl Case<'_> {
     }
 
     /// What the connection meets on one server.
-    fn server(&self, server: &PoolServer) -> v1::ExplainedServer {
+    fn server(&self, server: &PoolServer) -> ExplainedServer {
         let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
         let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
         let cores = server.loads.as_ref().and_then(Loads::cores);
         let load_of = |core: u16| cores.and_then(|loads| loads.get(usize::from(core))).copied();
-        v1::ExplainedServer {
+        ExplainedServer {
             name: self.name(server.id).to_owned(),
             id: server.id.get().into(),
             hash,

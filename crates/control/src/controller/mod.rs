@@ -28,6 +28,7 @@ mod health_tests;
 pub mod in_force;
 mod lives;
 pub mod load_balancers;
+mod metrics;
 mod on_change;
 #[cfg(test)]
 mod on_change_tests;
@@ -42,7 +43,6 @@ pub mod rotation;
 mod rotation_tests;
 pub mod service;
 pub mod status;
-pub mod status_v1;
 pub mod tables;
 #[cfg(test)]
 mod tests;

@@ -269,17 +269,17 @@ fn servers_that_load_balancers_stamp_for_need_no_agent() {
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.stamps(server));
     assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
-    assert!(world.controller.keys_status_v1(at(10)).waiting_for.is_empty());
+    assert!(world.controller.keys(at(10)).waiting_for.is_empty());
 
     let (address, client) = (told.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
     let echo = correction::stamp(&told.keys, &key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { cookie: Some(echo), reset: false };
     let explained = world.controller.explain(address, client, packet, at(10)).unwrap();
-    assert_eq!(explained.chosen_server, "s1", "{}", explained.reason);
+    assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
     let reset = ExplainedPacket::Established { cookie: None, reset: true };
     let explained = world.controller.explain(address, client, reset, at(10)).unwrap();
-    assert!(explained.chosen_server.is_empty() && explained.reason.contains("is dropped"), "{}", explained.reason);
+    assert!(explained.chosen_server.is_none() && explained.reason.contains("is dropped"), "{}", explained.reason);
 
     world.records.key_ring.announce(true, 2, &mut seeded_rng(8, 0));
     world.records.key_ring.switch(at(20).wall, 3);

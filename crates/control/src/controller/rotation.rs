@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use coreward_api::types::{KeyPhase as ShownPhase, Keys};
-use coreward_wire::v1;
 
 use super::load_balancers::START_GRACE;
 use super::{Controller, Now};
@@ -164,20 +163,6 @@ impl Controller {
                 KeyPhase::Steady => ShownPhase::Steady,
                 KeyPhase::Announced { .. } => ShownPhase::Announced,
             },
-            generation: ring.generation,
-            waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),
-            shortest_life_s: self.fleet.retire_after.as_secs(),
-            rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
-        }
-    }
-
-    /// The same as gRPC has it.
-    pub fn keys_status_v1(&self, now: Now) -> v1::KeysStatus {
-        let ring = &self.fleet.key_ring;
-        v1::KeysStatus {
-            current: ring.keys.current.get() as u32,
-            current_since_unix_s: self.shown_key_since(now),
-            phase: ring.phase.name().to_owned(),
             generation: ring.generation,
             waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),
             shortest_life_s: self.fleet.retire_after.as_secs(),

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use coreward_api::types::KeyPhase as ShownPhase;
 use coreward_config::Source;
 use coreward_model::cookie::FleetKeys;
 use coreward_model::rss::seeded_rng;
@@ -295,14 +296,14 @@ fn a_rotation_has_two_phases_and_changes_what_stamps() {
     assert_ne!(announced.keys.keys[1], first.keys.keys[1]);
     assert_eq!(announced.keys.current, first.keys.current);
     assert_eq!(world.controller.due_key_step(world.now()), Ok(None), "nobody has confirmed it");
-    let status = world.controller.keys_status_v1(world.now());
-    assert_eq!((status.phase.as_str(), status.waiting_for.len()), ("announced", 2 + SERVERS));
+    let status = world.controller.keys(world.now());
+    assert_eq!((status.phase, status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVERS));
     world.settle();
     assert_eq!(world.controller.due_key_step(world.now()), Ok(Some(KeyStep::Switch)));
     world.step(KeyStep::Switch);
     let switched = world.records.key_ring.clone();
     assert_eq!((switched.keys.keys, switched.keys.current.get()), (announced.keys.keys, 1));
-    assert_eq!(world.controller.keys_status_v1(world.now()).phase, "steady");
+    assert_eq!(world.controller.keys(world.now()).phase, ShownPhase::Steady);
     assert!(world.every_stamp_is_read());
 }
 

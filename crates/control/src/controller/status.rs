@@ -35,6 +35,11 @@ impl Controller {
         }
     }
 
+    /// How many reports were refused for this reason.
+    pub fn refused_reports(&self, reason: &str) -> u64 {
+        self.refused.get(reason).copied().unwrap_or(0)
+    }
+
     /// What changes with every report.
     pub fn loads(&self, now: Now) -> Loads {
         let nobody = Agent::default();

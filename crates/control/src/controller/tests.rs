@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use coreward_api::types::{Explanation, Reports, Server, ServerState};
 use coreward_config::Source;
 use coreward_model::cookie::{self, Cookie, CookieKey};
 use coreward_model::load::CoreReadings;
@@ -73,15 +74,15 @@ impl World {
         self.controller.tick(now).remove(0).table
     }
 
-    fn status_of(&self, server: &str, now: Now) -> v1::ServerStatus {
-        self.controller.status_v1(now).servers.into_iter().find(|status| status.name == server).unwrap()
+    fn status_of(&self, server: &str, now: Now) -> Server {
+        self.controller.status(false, now).servers.into_iter().find(|status| status.name == server).unwrap()
     }
 
-    fn explain(&self, port: u16, now: Now) -> v1::ExplainReply {
+    fn explain(&self, port: u16, now: Now) -> Explanation {
         self.explain_packet(port, ExplainedPacket::First, now)
     }
 
-    fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> v1::ExplainReply {
+    fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> Explanation {
         self.controller.explain(web(), client(port), packet, now).unwrap()
     }
 }
@@ -166,7 +167,7 @@ fn a_stale_server_is_neutral() {
     let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(world.controller.all_report(at(400)) && !world.controller.all_report(at(401)));
     assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(0, 128)]));
-    assert_eq!(world.status_of("s0", at(400)).reports, "fresh");
+    assert_eq!(world.status_of("s0", at(400)).reports, Reports::Fresh);
     // s1 and s2 go on reporting, s0 falls silent: after its time to live it counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy = [(load * 500e6) as u64; 4];
@@ -174,7 +175,7 @@ fn a_stale_server_is_neutral() {
     }
     assert_eq!(buckets_by_server(&world.table(at(401))), BTreeMap::from([(1, 128)]));
     let status = world.status_of("s0", at(401));
-    assert_eq!((status.reports.as_str(), status.core_load.len(), status.report_age_ms), ("stale", 0, 301));
+    assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (Reports::Stale, 0, 301));
     // It is back: so are its loads.
     world.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
     assert_eq!(buckets_by_server(&world.table(at(600))), BTreeMap::from([(0, 128)]));
@@ -188,7 +189,7 @@ fn an_unknown_server_is_refused() {
         refused.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
-    assert_eq!(world.controller.status_v1(at(0)).refused_reports["unknown_server"], 1);
+    assert_eq!(world.controller.status(false, at(0)).refused_reports["unknown_server"], 1);
 }
 
 #[test]
@@ -210,7 +211,7 @@ fn one_live_agent_per_server() {
     // One that says goodbye makes room at once.
     world.controller.goodbye(&second);
     world.controller.hello("s0", "test", at(421)).unwrap();
-    let counts = world.controller.status_v1(at(421)).refused_reports;
+    let counts = world.controller.status(false, at(421)).refused_reports;
     assert_eq!((counts["duplicate_session"], counts["superseded"]), (1, 1));
 }
 
@@ -241,7 +242,7 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
     assert_eq!(world.status_of("s0", at(150)).core_load, before);
     // A report up to one second ahead is none from the future.
     world.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
-    let status = world.controller.status_v1(at(150));
+    let status = world.controller.status(false, at(150));
     assert_eq!(status.refused_reports.values().sum::<u64>(), 5);
     assert_eq!(status.accepted_reports, 3);
 }
@@ -295,8 +296,8 @@ fn who_drains_or_left_keeps_its_connections_only() {
     assert_eq!(seen, [("s0", false), ("s1", true), ("s2", false)]);
     world.controller.report(&sessions[2], Ok(report(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
     assert_eq!(world.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
-    assert_eq!(world.status_of("s2", at(200)).state, "gone");
-    assert_eq!(world.status_of("s0", at(200)).state, "draining");
+    assert_eq!(world.status_of("s2", at(200)).state, ServerState::Gone);
+    assert_eq!(world.status_of("s0", at(200)).state, ServerState::Draining);
     // Generations go on through all of it.
     assert_eq!(world.table(at(300)).generation, 2);
     // A day later nothing is left of it.
@@ -313,7 +314,7 @@ fn nobody_eligible_gives_an_empty_table_and_a_warning() {
     let table = world.table(at(0));
     assert!(table.members.is_empty() && table.candidates.is_empty());
     assert_eq!(
-        world.controller.status_v1(at(0)).services[0].warnings,
+        world.controller.status(false, at(0)).services[0].warnings,
         ["no server takes new connections: their first packets are dropped"]
     );
     assert_eq!(
@@ -361,7 +362,7 @@ fn status_names_groups_and_what_does_not_fit_them() {
         let report = Report { rss: Some(reported), ..report(1, at(0), &[0; 2]) };
         world.controller.report(&session, Ok(report), at(0)).unwrap();
     }
-    let service = world.controller.status_v1(at(0)).services.remove(0);
+    let service = world.controller.status(false, at(0)).services.remove(0);
     let groups: Vec<Vec<String>> = service.rss_groups.into_iter().map(|group| group.servers).collect();
     assert_eq!(groups, [vec!["s0", "s1"], vec!["s2"], vec!["s3"], vec!["s4"]]);
     assert_eq!(
@@ -401,7 +402,7 @@ fn explanations() {
     world.report_loads(&loads);
     world.table(at(100));
     let reply = world.explain(port, at(100));
-    assert_eq!(reply.chosen_server, "s0");
+    assert_eq!(reply.chosen_server.as_deref(), Some("s0"));
     assert_eq!(
         reply.reason,
         format!(
@@ -430,9 +431,9 @@ fn explanations() {
     world.table(at(0));
     let reply = world.explain(port, at(0));
     assert_eq!(
-        (reply.chosen_server.as_str(), reply.reason.as_str()),
+        (reply.chosen_server, reply.reason.as_str()),
         (
-            "",
+            None,
             "the 3 servers that take new connections (s0, s1, s2) have their turns in this order, counted by the load \
              balancer"
         )
@@ -488,7 +489,7 @@ proptest! {
         for port in ports {
             let tuple = FourTuple::new(client(port), web().socket).unwrap();
             let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple).unwrap();
-            prop_assert_eq!(world.explain(port, at(100)).chosen_server, format!("s{chosen}"));
+            prop_assert_eq!(world.explain(port, at(100)).chosen_server, Some(format!("s{chosen}")));
         }
     }
 
@@ -508,7 +509,7 @@ proptest! {
             let table = world.table(at(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
-        let status = world.controller.status_v1(at(1_000));
+        let status = world.controller.status(false, at(1_000));
         prop_assert_eq!(status.accepted_reports, taken);
         prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
     }
@@ -527,10 +528,10 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
         let id = world.controller.fleet().id(name).unwrap();
         let echo = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
         let reply = world.explain_packet(7, established(echo), at(0));
-        assert_eq!(reply.chosen_server, name);
+        assert_eq!(reply.chosen_server.as_deref(), Some(name));
         assert_eq!(reply.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
         // The same echo from another port is another server's, or nobody's.
-        assert_ne!(world.explain_packet(8, established(echo), at(0)).chosen_server, name);
+        assert_ne!(world.explain_packet(8, established(echo), at(0)).chosen_server.as_deref(), Some(name));
     }
     let entry = cookie::stamp(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
     let reason = world.explain_packet(7, established(entry), at(0)).reason;
@@ -538,10 +539,10 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
 
     let bare = |reset| ExplainedPacket::Established { cookie: None, reset };
     let reply = world.explain_packet(7, bare(false), at(0));
-    assert_eq!(reply.chosen_server, "s0", "the only one that takes connections has all buckets");
+    assert_eq!(reply.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
     assert!(reply.reason.starts_with("without a cookie it goes where the load balancer's flow table says, or"));
     let reply = world.explain_packet(7, bare(true), at(0));
-    assert!(reply.chosen_server.is_empty() && reply.reason.contains("to all servers"), "{}", reply.reason);
+    assert!(reply.chosen_server.is_none() && reply.reason.contains("to all servers"), "{}", reply.reason);
 }
 
 /// A flood changes nothing but a counter, and takes nothing from others.

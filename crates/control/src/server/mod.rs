@@ -6,14 +6,14 @@
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
 //! * [`security`]: who is let in
-//! * [`agents`], [`racks`], [`load_balancers`], [`people`]: one kind of caller each
+//! * [`agents`], [`racks`], [`load_balancers`], [`machines`]: one kind of caller each
 
 mod agents;
 mod board;
 pub(crate) mod keeper;
 mod load_balancers;
+mod machines;
 pub mod office;
-mod people;
 mod racks;
 pub mod security;
 pub(crate) mod shared;
@@ -51,7 +51,7 @@ use crate::store::etcd::EtcdStore;
 use agents::Speaker;
 use keeper::{Change, Keeper};
 use office::Office;
-use security::{PEOPLE, Security, Visitor};
+use security::{Security, Visitor};
 use shared::{Shared, WantedChange};
 
 /// How often a silent peer is pinged (HTTP/2).
@@ -61,12 +61,12 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a stream may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Who has something to say by gRPC.
-const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack, Role::Operator, Role::Viewer];
+const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// At a time on one connection: a part has one, and somebody who asks some.
 const STREAMS: u32 = 32;
 /// Of HTTP/2; the least that there can be.
 const FRAME_BYTES: u32 = 16 << 10;
-/// A message to the controller: a fleet's document of 16,384 servers, or the counts of all of them, are the largest.
+/// A message to the controller: the counts of 16,384 servers are the largest.
 const MESSAGE_BYTES: usize = 4 << 20;
 /// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
 /// are back; but no longer than this.
@@ -187,25 +187,41 @@ impl Server {
     pub async fn serve(self) -> anyhow::Result<()> {
         let asked = self.office.clone();
         endpoint::serve(self.config.metrics, move || asked.metrics())?;
-        let _api =
-            api::serve(self.api, self.office.security.api_door(self.config.api), self.office.clone(), self.tokens)?;
+        // Before anybody can ask: who starts the only controller may ask it at once.
+        let work = match self.place {
+            Place::Own(keeper) => Work::Alone(Term::begin(*keeper, &self.office, None)),
+            Place::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
+        };
+        let api_door = self.office.security.api_door(self.config.api);
+        let _api = api::serve(self.api, api_door.clone(), self.office.clone(), self.tokens)?;
         let service = builder()
             .add_service(
                 ControlServer::new(Service { office: self.office.clone() }).max_decoding_message_size(MESSAGE_BYTES),
             )
             .serve_with_incoming(self.office.security.gate(PARTS, Limits::default()).admit(self.listener));
         let work = async {
-            match self.place {
-                Place::Own(keeper) => lead(*keeper, &self.office, None).await,
-                Place::Etcd(cluster, etcd) => take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await,
+            match work {
+                Work::Alone(term) => term.lead().await,
+                Work::Together(cluster, etcd) => {
+                    take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await
+                }
             }
         };
         tokio::select! {
             outcome = service => outcome.context("the controller's socket failed"),
             outcome = work => outcome,
             never = self.office.security.look_after() => match never {},
+            never = api_door.look_after() => match never {},
         }
     }
+}
+
+/// What a controller does beside answering.
+enum Work {
+    /// It leads for ever.
+    Alone(Term),
+    /// It leads when no other controller does.
+    Together(Arc<Cluster>, EtcdConfig),
 }
 
 /// The file, and what it says where the records are. Not to be called from asynchronous code.
@@ -249,7 +265,7 @@ async fn take_turns(
             Ok(keeper) => {
                 tracing::info!("this controller leads (term {term})");
                 tokio::select! {
-                    outcome = lead(keeper, office, Some(leadership.clone())) => return outcome,
+                    outcome = Term::begin(keeper, office, Some(leadership.clone())).lead() => return outcome,
                     reason = leadership.ended() => reason,
                 }
             }
@@ -265,16 +281,30 @@ async fn take_turns(
     }
 }
 
-/// Decides and serves, for ever.
-async fn lead(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> anyhow::Result<()> {
-    let restarted = keeper.restarted();
-    let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), leadership);
-    let shared = Arc::new(shared);
-    office.take(shared.clone());
-    tokio::select! {
-        () = tick(&shared, restarted) => Ok(()),
-        outcome = keep(keeper, &shared, changes) => outcome,
-        () = look(&shared) => Ok(()),
+/// A controller's time as the one that leads.
+struct Term {
+    keeper: Keeper,
+    shared: Arc<Shared>,
+    changes: mpsc::Receiver<WantedChange>,
+}
+
+impl Term {
+    /// From now on questions are answered.
+    fn begin(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> Self {
+        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), leadership);
+        let shared = Arc::new(shared);
+        office.take(shared.clone());
+        Self { keeper, shared, changes }
+    }
+
+    /// Decides and serves, for ever.
+    async fn lead(self) -> anyhow::Result<()> {
+        let Self { keeper, shared, changes } = self;
+        tokio::select! {
+            () = tick(&shared, keeper.restarted()) => Ok(()),
+            outcome = keep(keeper, &shared, changes) => outcome,
+            () = look(&shared) => Ok(()),
+        }
     }
 }
 
@@ -424,32 +454,8 @@ impl Control for Service {
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
-    async fn status(&self, request: Request<v1::StatusRequest>) -> Result<Response<v1::StatusReply>, Status> {
-        // A part may look, too: `coreward doctor` asks with its certificate.
-        self.visitor(&request, if request.get_ref().rss_keys { &[Role::Operator] } else { PARTS })?;
-        Ok(Response::new(people::status(&*self.office.shared()?, request.get_ref())))
-    }
-
-    async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ExplainReply>, Status> {
-        self.visitor(&request, PEOPLE)?;
-        people::explain(&*self.office.shared()?, request.get_ref()).map(Response::new)
-    }
-
-    async fn get_fleet(&self, request: Request<v1::GetFleetRequest>) -> Result<Response<v1::FleetDocument>, Status> {
-        self.visitor(&request, PEOPLE)?;
-        Ok(Response::new(people::fleet(&*self.office.shared()?)))
-    }
-
-    async fn apply_fleet(
-        &self,
-        request: Request<v1::ApplyFleetRequest>,
-    ) -> Result<Response<v1::ApplyFleetReply>, Status> {
-        self.visitor(&request, &[Role::Operator])?;
-        people::apply(&*self.office.shared()?, request.into_inner()).await.map(Response::new)
-    }
-
-    async fn rotate_keys(&self, request: Request<v1::RotateKeysRequest>) -> Result<Response<v1::KeysStatus>, Status> {
-        self.visitor(&request, &[Role::Operator])?;
-        people::rotate_keys(&*self.office.shared()?, request.get_ref().force).await.map(Response::new)
+    async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
+        self.visitor(&request, PARTS)?;
+        Ok(Response::new(machines::fleet(&*self.office.shared()?)))
     }
 }

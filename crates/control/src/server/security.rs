@@ -66,14 +66,14 @@ impl Security {
         }
     }
 
-    /// For the API: whoever has no certificate of an operator or a viewer has a token. An address of this host needs no
-    /// encryption.
+    /// For the API: whoever has no certificate of an operator or a viewer has a token; others are told so by HTTP. An
+    /// address of this host needs no encryption.
     pub fn api_door(&self, address: SocketAddr) -> ApiDoor {
         let failures = self.failures.clone();
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
                 let (accepted, denied) = (ClientCertificates::Accepted, self.denied.clone());
-                Gate::guarded(tls, PEOPLE, accepted, &["http/1.1"], denied, Limits::default(), failures)
+                Gate::guarded(tls, &Role::ALL, accepted, &["http/1.1"], denied, Limits::default(), failures)
             }
             None => Gate::open(Limits::default(), failures),
         };
@@ -97,12 +97,16 @@ impl Security {
     }
 }
 
-/// Who may look.
-pub const PEOPLE: &[Role] = &[Role::Operator, Role::Viewer];
-
 /// The API's.
 #[derive(Clone)]
 pub struct ApiDoor(Arc<Gate>);
+
+impl ApiDoor {
+    /// Ends connections whose certificate has expired since, or was denied, for ever.
+    pub async fn look_after(self) -> std::convert::Infallible {
+        self.0.look_after_always().await
+    }
+}
 
 impl Acceptor for ApiDoor {
     type Stream = Admitted;

@@ -155,9 +155,8 @@ impl Shared {
     /// What Prometheus is told.
     pub fn metrics(&self) -> Page {
         let now = self.now();
-        let status = self.controller().status_v1(now);
         let mut page = parts::begin(Part::Controller);
-        parts::status(&mut page, &status, now.wall);
+        self.controller().add_metrics(&mut page, now);
         let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
         page.add_latencies("coreward_report_to_table_seconds", latencies);
         let (since_receipt, since_sent) = {

@@ -1,18 +1,15 @@
 //! `coreward explain` for people.
 
-use std::net::SocketAddr;
-
 use comfy_table::{CellAlignment, Table, presets};
-use coreward_model::tuple::ServiceAddress;
-use coreward_wire::v1;
+use coreward_api::types::{Explain, ExplainedServer, Explanation};
 
-pub fn text(reply: &v1::ExplainReply, service: ServiceAddress, client: SocketAddr) -> String {
-    let chosen = if reply.chosen_server.is_empty() { "(see below)" } else { &reply.chosen_server };
+pub fn text(reply: &Explanation, question: &Explain) -> String {
+    let chosen = reply.chosen_server.as_deref().unwrap_or("(see below)");
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["server", "id", "hash", "bucket", "core", "load now", ""]);
     for server in &reply.servers {
-        table.add_row(row(server, &reply.chosen_server));
+        table.add_row(row(server, reply.chosen_server.as_deref()));
     }
     for column in 1..6 {
         if let Some(column) = table.column_mut(column) {
@@ -21,14 +18,20 @@ pub fn text(reply: &v1::ExplainReply, service: ServiceAddress, client: SocketAdd
     }
     let servers: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     format!(
-        "{client} -> {service} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n",
-        reply.service, reply.policy, reply.table_generation, reply.reason
+        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n",
+        question.client,
+        question.vip,
+        question.protocol,
+        reply.service,
+        reply.policy,
+        reply.table_generation,
+        reply.reason
     )
 }
 
-fn row(server: &v1::ExplainedServer, chosen: &str) -> Vec<String> {
+fn row(server: &ExplainedServer, chosen: Option<&str>) -> Vec<String> {
     let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
-    let note = if server.name == chosen {
+    let note = if Some(&*server.name) == chosen {
         "<- chosen"
     } else if !server.eligible {
         "takes no new connections"

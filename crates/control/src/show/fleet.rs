@@ -3,48 +3,32 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use anyhow::ensure;
-use coreward_config::Source;
-use coreward_wire::v1;
-use serde_json::json;
+use anyhow::Context as _;
+use coreward_api::client::Client;
+use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
 
-use super::{Contact, Format, ask, json};
-use crate::config::{Change, FleetConfig, difference};
+use super::{Format, ask, json};
 
 /// What `coreward fleet show` prints: the document as the operator wrote it.
 ///
 /// # Errors
 /// When the controller cannot be reached.
-pub fn show(controller: impl Into<Contact>, format: Format) -> anyhow::Result<String> {
-    let document = in_force(controller)?;
-    Ok(match format {
-        Format::Json => json::pretty(&json!({
-            "generation": document.generation,
-            "file": (!document.file.is_empty()).then_some(&document.file),
-            "text": document.text,
-        })),
+pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
+    let document = ask(client.fleet())?;
+    match format {
+        Format::Json => json(&document),
         Format::Text => {
-            let from = match document.file.as_str() {
-                "" => "applied".to_owned(),
-                file => format!("of {file}"),
-            };
-            format!("# generation {}, {from}\n{}", document.generation, document.text)
+            let from = document.file.map_or_else(|| "applied".to_owned(), |file| format!("of {file}"));
+            Ok(format!("# generation {}, {from}\n{}", document.generation, document.text))
         }
-    })
-}
-
-fn in_force(controller: impl Into<Contact>) -> anyhow::Result<v1::FleetDocument> {
-    ask(controller, async |client| client.get_fleet(v1::GetFleetRequest {}).await)
+    }
 }
 
 /// A document that could be in force, compared with the one that is.
 pub struct Wanted {
-    contact: Contact,
-    request: v1::ApplyFleetRequest,
-    /// Server by server, service by service, key by key.
-    pub changes: Vec<Change>,
-    /// Whether the text is the one in force.
-    pub is_in_force: bool,
+    client: Client,
+    document: NewFleet,
+    looked: FleetApplied,
 }
 
 impl Wanted {
@@ -52,47 +36,67 @@ impl Wanted {
     ///
     /// # Errors
     /// Everything that is wrong with it; when the controller cannot be reached, or its fleet stands in a file.
-    pub fn read(controller: impl Into<Contact>, file: &Path) -> anyhow::Result<Self> {
-        let contact = controller.into();
-        let new = Source::read(file)?;
-        FleetConfig::parse(&new)?;
-        let old = in_force(contact.clone())?;
-        let request = v1::ApplyFleetRequest {
-            name: file.display().to_string(),
-            text: new.text().to_string(),
-            generation: old.generation,
-            dry_run: true,
-        };
-        ask(contact.clone(), async |client| client.apply_fleet(request.clone()).await)?;
-        let is_in_force = old.text == request.text && old.generation > 0;
-        let changes = difference(&Source::from_text("the fleet in force", &old.text), &new);
-        Ok(Self { contact, request, changes, is_in_force })
+    pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
+        let (document, looked) = ask(async {
+            let generation = client.fleet().await?.generation;
+            let document = NewFleet { name: file.display().to_string(), text, generation, dry_run: true };
+            let looked = client.put_fleet(&document).await?;
+            anyhow::Ok((document, looked))
+        })?;
+        Ok(Self { client: client.clone(), document, looked })
     }
 
-    /// What it would change, a line each.
-    pub fn difference(&self) -> String {
-        let generation = self.request.generation;
-        if self.is_in_force {
-            return format!("generation {generation} is the same: nothing changes\n");
+    /// Whether the text is the one in force.
+    pub fn is_in_force(&self) -> bool {
+        self.looked.in_force
+    }
+
+    /// What it would change.
+    pub fn changes(&self) -> &[FleetChange] {
+        &self.looked.changes
+    }
+
+    /// The same for people, a line each, or as one object.
+    ///
+    /// # Errors
+    /// When it cannot be written as JSON.
+    pub fn difference(&self, format: Format) -> anyhow::Result<String> {
+        if format == Format::Json {
+            return json(&self.looked);
+        }
+        let generation = self.document.generation;
+        if self.is_in_force() {
+            return Ok(format!("generation {generation} is the same: nothing changes\n"));
         }
         let mut text = format!("against generation {generation}:\n");
-        for change in &self.changes {
-            let _ = writeln!(text, "  {change}");
+        for change in &self.looked.changes {
+            let _ = writeln!(text, "  {}", change.message);
         }
-        if self.changes.is_empty() {
+        if self.looked.changes.is_empty() {
             text += "  no value changes, only how the document is written\n";
         }
-        text
+        Ok(text)
     }
 
-    /// Puts it in force, whole or not at all, and gives its generation.
+    /// Puts it in force, whole or not at all.
     ///
     /// # Errors
     /// When another document is in force by now, or this one cannot be written down.
-    pub fn apply(self) -> anyhow::Result<u64> {
-        let request = v1::ApplyFleetRequest { dry_run: false, ..self.request };
-        let reply = ask(self.contact, async |client| client.apply_fleet(request).await)?;
-        ensure!(reply.generation > 0, "the controller names no generation: expected one from 1 on");
-        Ok(reply.generation)
+    pub fn apply(self) -> anyhow::Result<FleetApplied> {
+        let document = NewFleet { dry_run: false, ..self.document };
+        ask(self.client.put_fleet(&document))
+    }
+}
+
+/// What `coreward apply` prints of a document that is in force now.
+///
+/// # Errors
+/// When it cannot be written as JSON.
+pub fn shown(applied: &FleetApplied, format: Format) -> anyhow::Result<String> {
+    match format {
+        Format::Json => json(applied),
+        Format::Text => Ok(format!("generation {} is in force", applied.generation)),
     }
 }

@@ -3,14 +3,14 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use coreward_wire::v1;
+use coreward_api::types::{KeyPhase, Keys};
 
 /// `now`: since 1970.
-pub fn text(keys: &v1::KeysStatus, now: Duration) -> String {
+pub fn text(keys: &Keys, now: Duration) -> String {
     let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
     let mut text = format!("key {} stamps, for {} now\n", keys.current, duration(age));
     let waiting = keys.waiting_for.join(", ");
-    if keys.phase == "announced" {
+    if keys.phase == KeyPhase::Announced {
         let _ = match waiting.as_str() {
             "" => writeln!(text, "  rotation   the next key is everywhere, and about to stamp"),
             _ => writeln!(text, "  rotation   the next key (configuration {}) waits for {waiting}", keys.generation),
@@ -53,11 +53,11 @@ pub(super) fn duration(duration: Duration) -> String {
 mod tests {
     use super::*;
 
-    fn keys() -> v1::KeysStatus {
-        v1::KeysStatus {
+    fn keys() -> Keys {
+        Keys {
             current: 1,
             current_since_unix_s: 1_000_000,
-            phase: "steady".into(),
+            phase: KeyPhase::Steady,
             generation: 7,
             waiting_for: Vec::new(),
             shortest_life_s: 86_400,
@@ -65,7 +65,7 @@ mod tests {
         }
     }
 
-    fn shown(keys: &v1::KeysStatus, age: u64) -> String {
+    fn shown(keys: &Keys, age: u64) -> String {
         text(keys, Duration::from_secs(1_000_000 + age))
     }
 
@@ -79,9 +79,9 @@ mod tests {
             shown(&keys(), 90_000),
             "key 1 stamps, for 1 d 1 h now\n  rotation   when `coreward keys rotate` says so\n"
         );
-        let scheduled = v1::KeysStatus { rotation_interval_s: 604_800, ..keys() };
+        let scheduled = Keys { rotation_interval_s: 604_800, ..keys() };
         assert_eq!(shown(&scheduled, 604_700), "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n");
-        let waiting = v1::KeysStatus { waiting_for: vec!["the agent of s3".into()], ..scheduled };
+        let waiting = Keys { waiting_for: vec!["the agent of s3".into()], ..scheduled };
         assert_eq!(
             shown(&waiting, 604_801),
             "key 1 stamps, for 7 d 0 h now\n  rotation   due now\n  ! configuration 7, which brought the keys, is not \
@@ -91,8 +91,8 @@ mod tests {
 
     #[test]
     fn a_rotation_under_way() {
-        let announced = v1::KeysStatus {
-            phase: "announced".into(),
+        let announced = Keys {
+            phase: KeyPhase::Announced,
             waiting_for: vec!["load balancer lb2".into(), "the agent of s3".into()],
             ..keys()
         };
@@ -101,7 +101,7 @@ mod tests {
             "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, the \
              agent of s3\n"
         );
-        let ready = v1::KeysStatus { waiting_for: Vec::new(), ..announced };
+        let ready = Keys { waiting_for: Vec::new(), ..announced };
         assert!(shown(&ready, 0).ends_with("the next key is everywhere, and about to stamp\n"));
     }
 }

@@ -1,17 +1,19 @@
 //! `coreward status` for people.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
+use coreward_api::types::{
+    DispatchedService, LoadBalancer, Rack, Reports, Server, ServerClock, ServerState, Service, Status,
+};
 use coreward_model::statistics::mean;
-use coreward_wire::v1;
 
-use super::{keys, shown_ip, shown_service};
+use super::keys;
 
 /// `now`: since 1970.
-pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
+pub fn text(reply: &Status, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
         reply.configuration_generation,
@@ -27,8 +29,7 @@ pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
     for server in &reply.servers {
         server.dispatch.iter().for_each(|service| text += &dispatched_text(&server.name, service));
     }
-    for rack in &reply.racks {
-        let v1::RackStatus { name, version, age_ms, servers } = rack;
+    for Rack { name, version, age_ms, servers } in &reply.racks {
         let _ = writeln!(
             text,
             "\nrack {name} ({version}), last heard of {age_ms} ms ago\n  servers    {}",
@@ -41,21 +42,19 @@ pub fn text(reply: &v1::StatusReply, now: Duration) -> String {
     if !reply.load_balancers.iter().any(|balancer| balancer.connected) {
         text += "\nno load balancer is connected\n";
     }
-    if let Some(keys) = &reply.keys {
-        text += "\ncookie keys: ";
-        text += &keys::text(keys, now);
-    }
+    text += "\ncookie keys: ";
+    text += &keys::text(&reply.keys, now);
     text
 }
 
 /// Those above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
-fn counts(counts: &HashMap<String, u64>) -> String {
+fn counts(counts: &BTreeMap<String, u64>) -> String {
     let listed = listed(counts);
     let sum: u64 = counts.values().sum();
     if listed.is_empty() { "0".to_owned() } else { format!("{sum} ({listed})") }
 }
 
-fn listed(counts: &HashMap<String, u64>) -> String {
+fn listed(counts: &BTreeMap<String, u64>) -> String {
     let mut above: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
     above.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
     let words: Vec<String> = above.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
@@ -68,14 +67,14 @@ fn warnings(text: &mut String, warnings: &[String]) {
     }
 }
 
-fn service_text(service: &v1::ServiceStatus) -> String {
+fn service_text(service: &Service) -> String {
     let mut text = format!(
         "\nservice {} at {}: {}, {} buckets{}\n",
         service.name,
-        shown_service(service.address.as_ref()),
+        service.address,
         service.policy,
         service.bucket_count,
-        service.mode.as_ref().map_or_else(String::new, mode_text)
+        mode_text(service)
     );
     let table = match service.table_generation {
         0 => "none yet".to_owned(),
@@ -83,10 +82,11 @@ fn service_text(service: &v1::ServiceStatus) -> String {
     };
     let _ = writeln!(text, "  table      {table}");
     let _ = writeln!(text, "  servers    {}", service.servers.join(" "));
-    if !service.check.is_empty() {
-        let up = service.members.iter().filter(|member| matches!(member.state.as_str(), "active" | "joining")).count();
-        let present = service.members.iter().filter(|member| member.state != "gone").count();
-        let _ = writeln!(text, "  health     {}: {up} of {present} take new connections", service.check);
+    if let Some(check) = &service.check {
+        let takes_new = |state| matches!(state, ServerState::Active | ServerState::Joining);
+        let up = service.members.iter().filter(|member| takes_new(member.state)).count();
+        let present = service.members.iter().filter(|member| member.state != ServerState::Gone).count();
+        let _ = writeln!(text, "  health     {check}: {up} of {present} take new connections");
     }
     for group in &service.rss_groups {
         let _ = writeln!(text, "  RSS group  {}: {}", group.key_fingerprint, group.servers.join(" "));
@@ -96,16 +96,16 @@ fn service_text(service: &v1::ServiceStatus) -> String {
 }
 
 /// ", stateless, timestamps by servers".
-fn mode_text(mode: &v1::ServiceMode) -> String {
-    let timestamps = match mode.timestamps.as_str() {
+fn mode_text(service: &Service) -> String {
+    let timestamps = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
         "lb" => "timestamps by load balancers",
         _ => "no timestamps",
     };
-    format!(", {}, {timestamps}", mode.consistency)
+    format!(", {}, {timestamps}", service.consistency)
 }
 
-fn servers_text(servers: &[v1::ServerStatus]) -> String {
+fn servers_text(servers: &[Server]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header([
@@ -130,11 +130,11 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
         }
     }
     let mut text: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
-    for server in servers.iter().filter(|server| !server.state_reason.is_empty() || server.state != "active") {
-        let _ =
-            writeln!(text, "  {}", state_text(&server.name, &server.state, &server.state_reason, server.state_for_ms));
+    let is_told = |server: &&Server| !server.state_reason.is_empty() || server.state != ServerState::Active;
+    for server in servers.iter().filter(is_told) {
+        let _ = writeln!(text, "  {}", state_text(server));
     }
-    servers.iter().filter(|server| !server.drained_by.is_empty()).for_each(|server| text += &remaining_text(server));
+    servers.iter().filter(|server| server.drained.is_some()).for_each(|server| text += &remaining_text(server));
     for server in servers {
         let named: Vec<String> = server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
         warnings(&mut text, &named);
@@ -143,29 +143,31 @@ fn servers_text(servers: &[v1::ServerStatus]) -> String {
 }
 
 /// "s1: down for 3 s: lb1: connection refused".
-fn state_text(name: &str, state: &str, reason: &str, lasts_ms: Option<u64>) -> String {
-    let lasts = lasts_ms.map_or_else(String::new, |ms| format!(" for {}", keys::duration(Duration::from_millis(ms))));
+fn state_text(server: &Server) -> String {
+    let Server { name, state, state_reason: reason, state_for_ms, .. } = server;
+    let lasts =
+        state_for_ms.map_or_else(String::new, |ms| format!(" for {}", keys::duration(Duration::from_millis(ms))));
     let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };
     format!("{name}: {state}{lasts}{reason}")
 }
 
 /// "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
-fn remaining_text(server: &v1::ServerStatus) -> String {
+fn remaining_text(server: &Server) -> String {
     let Some(counted) = &server.connections else {
         return format!("  {}: how many connections remain is not known\n", server.name);
     };
     let sum: u64 = counted.services.values().copied().map(u64::from).sum();
-    let mut services: Vec<String> = counted.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
-    services.sort();
-    let age = f64::from(counted.age_ms) / 1000.0;
+    let services: Vec<String> = counted.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
+    let age = counted.age_ms as f64 / 1000.0;
     format!("  {}: {sum} connections as counted {age:.1} s ago ({})\n", server.name, services.join(", "))
 }
 
-fn server_row(server: &v1::ServerStatus) -> Vec<String> {
-    let reported = server.reports != "none";
-    let age = match server.reports.as_str() {
-        "stale" => format!("{} ms, stale", server.report_age_ms),
-        _ => format!("{} ms", server.report_age_ms),
+fn server_row(server: &Server) -> Vec<String> {
+    let reported = server.reports != Reports::None;
+    let age = match server.reports {
+        Reports::Fresh => format!("{} ms", server.report_age_ms),
+        Reports::Stale => format!("{} ms, stale", server.report_age_ms),
+        Reports::None => "never".to_owned(),
     };
     let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
     let loads = &server.core_load;
@@ -173,9 +175,9 @@ fn server_row(server: &v1::ServerStatus) -> Vec<String> {
     vec![
         server.name.clone(),
         server.id.to_string(),
-        shown_ip(&server.address),
-        server.state.clone(),
-        if reported { age } else { "never".to_owned() },
+        server.address.to_string(),
+        server.state.to_string(),
+        age,
         or_dash(reported, server.open_connections.to_string()),
         server.weight.to_string(),
         predicted(server.rss_matched, server.rss_mismatched),
@@ -199,7 +201,7 @@ fn bar(load: f64) -> char {
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
 }
 
-fn dispatched_text(server: &str, service: &v1::DispatchedService) -> String {
+fn dispatched_text(server: &str, service: &DispatchedService) -> String {
     let mut text = format!("\ndispatch of {} at {server}: {}\n", service.listen, service.policy);
     let mut table = Table::new();
     let columns =
@@ -223,7 +225,7 @@ fn dispatched_text(server: &str, service: &v1::DispatchedService) -> String {
     text
 }
 
-fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
+fn load_balancer_text(balancer: &LoadBalancer) -> String {
     let name = &balancer.name;
     let mut text = match (&balancer.state, balancer.connected, balancer.alive) {
         (_, false, true) => format!("\nload balancer {name}: disconnected a moment ago\n"),
@@ -233,7 +235,7 @@ fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
             format!("\nload balancer {name}: XDP {}, as of {} ms ago\n", state.xdp_mode, balancer.state_age_ms)
         }
     };
-    let address = if balancer.address.is_empty() { "no address".to_owned() } else { shown_ip(&balancer.address) };
+    let address = balancer.address.map_or_else(|| "no address".to_owned(), |address| address.to_string());
     let owner = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
     let _ = writeln!(text, "  owner      {owner}, at {address}");
     let Some(state) = balancer.state.as_ref().filter(|_| balancer.connected) else { return text };
@@ -263,8 +265,8 @@ fn load_balancer_text(balancer: &v1::LoadBalancerStatus) -> String {
 }
 
 /// Per service how many of its servers' clocks are known, and what is wrong with the others.
-fn clocks_text(clocks: &[v1::ServerClock]) -> String {
-    let mut services: BTreeMap<&str, Vec<&v1::ServerClock>> = BTreeMap::new();
+fn clocks_text(clocks: &[ServerClock]) -> String {
+    let mut services: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in clocks {
         services.entry(&clock.service).or_default().push(clock);
     }
@@ -272,9 +274,11 @@ fn clocks_text(clocks: &[v1::ServerClock]) -> String {
     for (service, clocks) in services {
         let known = clocks.iter().filter(|clock| clock.state == "known").count();
         let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'", clocks.len());
-        let problems = clocks.iter().filter(|clock| !clock.problem.is_empty());
-        let named: Vec<String> =
-            problems.map(|clock| format!("{} of {service} is not stamped: {}", clock.server, clock.problem)).collect();
+        let named = clocks.iter().filter_map(|clock| {
+            let problem = clock.problem.as_ref()?;
+            Some(format!("{} of {service} is not stamped: {problem}", clock.server))
+        });
+        let named: Vec<String> = named.collect();
         warnings(&mut text, &named);
     }
     text

@@ -1,28 +1,37 @@
 //! What people see.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use coreward_api::types::{
+    CountedConnections, DispatchedService, DispatchedWorker, Drained, DrainedBy, Explain, ExplainedServer, Explanation,
+    KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, Reports, RssGroup, Server, ServerClock,
+    ServerState, Service, ServiceMember, Status,
+};
+use coreward_model::tuple::Protocol;
 
 use super::*;
 
 /// Of a load balancer that stamps.
-fn clock(server: &str, state: &str, problem: &str) -> v1::ServerClock {
-    v1::ServerClock {
+fn clock(server: &str, state: &str, problem: &str) -> ServerClock {
+    ServerClock {
         service: "old".into(),
         server: server.into(),
         state: state.into(),
         syn_acks: 9,
         with_timestamps: 8,
-        problem: problem.into(),
-        ..Default::default()
+        disagreed: 0,
+        problem: (!problem.is_empty()).then(|| problem.to_owned()),
     }
 }
 
-fn dispatched() -> v1::DispatchedService {
-    let worker = |worker, outstanding, eligible| v1::DispatchedWorker {
+fn dispatched() -> DispatchedService {
+    let worker = |worker, outstanding, eligible| DispatchedWorker {
         worker,
         pid: 812 + worker,
         outstanding,
-        outstanding_work_ns: 12_500,
+        outstanding_work_us: 12.5,
         queued: outstanding / 2,
         dispatched: 1000,
         completed: 990,
@@ -30,97 +39,125 @@ fn dispatched() -> v1::DispatchedService {
         dropped: 1,
         eligible,
     };
-    v1::DispatchedService {
+    DispatchedService {
         listen: "0.0.0.0:53".into(),
         policy: "jsq".into(),
         workers: vec![worker(0, 0, true), worker(1, 4, false)],
-        counters: HashMap::from([("over_bound".into(), 7), ("untracked".into(), 0)]),
+        counters: BTreeMap::from([("over_bound".into(), 7), ("untracked".into(), 0)]),
     }
 }
 
-fn reply() -> v1::StatusReply {
-    let service = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
-    let server = |n: u32, state: &str, core_load: &[f64]| v1::ServerStatus {
+fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
+    Server {
         name: format!("s{n}"),
-        id: n * 1000,
-        address: vec![10, 2, 0, 10 + n as u8],
-        state: state.into(),
+        id: u32::from(n) * 1000,
+        address: IpAddr::from([10, 2, 0, 10 + n]),
+        state,
+        state_reason: String::new(),
+        state_for_ms: None,
+        reports: Reports::Fresh,
         core_load: core_load.to_vec(),
         report_age_ms: 40,
         open_connections: 12,
-        weight: n,
-        ..Default::default()
+        rss: None,
+        rss_matched: 0,
+        rss_mismatched: 0,
+        warnings: Vec::new(),
+        weight: n.into(),
+        capacity: 0.0,
+        configuration_generation: 0,
+        counters: BTreeMap::new(),
+        dispatch: Vec::new(),
+        drained: None,
+        connections: None,
+    }
+}
+
+fn load_balancer_state() -> LoadBalancerState {
+    LoadBalancerState {
+        table_generations: BTreeMap::from([("web".into(), 76)]),
+        unresolved_servers: vec!["s2".into()],
+        counters: BTreeMap::from([("established".into(), 900), ("first".into(), 12), ("to_all".into(), 0)]),
+        xdp_mode: "native".into(),
+        configuration_generation: 3,
+        events: BTreeMap::from([("connection_unknown".into(), 3)]),
+        connections: 40,
+        unresolved_load_balancers: vec!["lb2".into()],
+        server_clocks: vec![clock("s1", "known", ""), clock("s2", "differs", "look at its sysctl")],
+        warnings: vec!["it does not route".into()],
+    }
+}
+
+fn reply() -> Status {
+    let load_balancer = |name: &str, owner| LoadBalancer {
+        name: name.into(),
+        state: None,
+        state_age_ms: 0,
+        connected: false,
+        alive: false,
+        owner: Some(owner),
+        address: None,
     };
-    v1::StatusReply {
+    let connected = LoadBalancer {
+        state: Some(load_balancer_state()),
+        state_age_ms: 300,
+        connected: true,
+        alive: true,
+        address: Some(IpAddr::from([10, 2, 0, 1])),
+        ..load_balancer("lb1", 0)
+    };
+    Status {
         configuration_generation: 3,
         report_interval_ms: 100,
         accepted_reports: 1234,
-        refused_reports: HashMap::from([("out_of_order".into(), 2), ("no_cores".into(), 0)]),
-        services: vec![v1::ServiceStatus {
+        refused_reports: BTreeMap::from([("out_of_order".into(), 2), ("no_cores".into(), 0)]),
+        services: vec![Service {
             name: "web".into(),
-            address: Some(service),
+            address: "10.200.0.1:80/tcp".parse().unwrap(),
             policy: "crossrss-plus".into(),
+            consistency: "stateful".into(),
+            timestamps: "server".into(),
+            bucket_count: 128,
             table_generation: 77,
             table_age_ms: 30,
             servers: vec!["s1".into(), "s2".into()],
-            rss_groups: vec![v1::RssGroupStatus {
-                key: Vec::new(),
-                key_fingerprint: "377ecc6a".into(),
-                servers: vec!["s1".into()],
-            }],
-            bucket_count: 128,
+            rss_groups: vec![RssGroup { key: None, key_fingerprint: "377ecc6a".into(), servers: vec!["s1".into()] }],
             warnings: vec!["look".into()],
-            mode: Some(v1::ServiceMode { consistency: "stateful".into(), timestamps: "server".into(), transfer: None }),
-            members: vec![member("s1", "active"), member("s2", "down"), member("s0", "gone")],
-            check: "http".into(),
+            members: vec![
+                member("s1", ServerState::Active),
+                member("s2", ServerState::Down),
+                member("s0", ServerState::Gone),
+            ],
+            check: Some("http".into()),
             when_all_down: "fail-open".into(),
             failing_open: false,
         }],
-        keys: Some(v1::KeysStatus {
+        keys: Keys {
             current: 1,
             current_since_unix_s: 1_000_000,
-            phase: "steady".into(),
-            ..Default::default()
-        }),
+            phase: KeyPhase::Steady,
+            generation: 0,
+            waiting_for: Vec::new(),
+            shortest_life_s: 0,
+            rotation_interval_s: 0,
+        },
         servers: vec![
-            v1::ServerStatus {
+            Server {
                 rss_matched: 97,
                 rss_mismatched: 3,
                 warnings: vec!["aRFS is on".into()],
                 dispatch: vec![dispatched()],
-                ..server(1, "active", &[0.0, 0.3, 0.55, 1.2])
+                ..server(1, ServerState::Active, &[0.0, 0.3, 0.55, 1.2])
             },
-            v1::ServerStatus {
-                reports: "none".into(),
+            Server {
+                reports: Reports::None,
                 state_reason: "lb1: connection refused".into(),
                 state_for_ms: Some(61_500),
-                ..server(2, "down", &[])
+                ..server(2, ServerState::Down, &[])
             },
         ],
-        load_balancers: vec![
-            v1::LoadBalancerStatus {
-                name: "lb1".into(),
-                state: Some(v1::LoadBalancerState {
-                    table_generations: HashMap::from([("web".into(), 76)]),
-                    unresolved_servers: vec!["s2".into()],
-                    counters: HashMap::from([("established".into(), 900), ("first".into(), 12), ("to_all".into(), 0)]),
-                    xdp_mode: "native".into(),
-                    events: HashMap::from([("connection_unknown".into(), 3)]),
-                    connections: 40,
-                    unresolved_load_balancers: vec!["lb2".into()],
-                    server_clocks: vec![clock("s1", "known", ""), clock("s2", "differs", "look at its sysctl")],
-                    warnings: vec!["it does not route".into()],
-                    ..Default::default()
-                }),
-                state_age_ms: 300,
-                connected: true,
-                alive: true,
-                owner: Some(0),
-                address: vec![10, 2, 0, 1],
-            },
-            v1::LoadBalancerStatus { name: "lb2".into(), owner: Some(1), ..Default::default() },
-        ],
-        racks: vec![v1::RackStatus {
+        load_balancers: vec![connected, load_balancer("lb2", 1)],
+        racks: vec![Rack {
             name: "rack1".into(),
             version: "0.1.0".into(),
             age_ms: 60,
@@ -129,8 +166,8 @@ fn reply() -> v1::StatusReply {
     }
 }
 
-fn member(server: &str, state: &str) -> v1::MemberStatus {
-    v1::MemberStatus { server: server.into(), state: state.into(), ..Default::default() }
+fn member(server: &str, state: ServerState) -> ServiceMember {
+    ServiceMember { server: server.into(), state, reason: String::new(), state_for_ms: None, checks: Vec::new() }
 }
 
 #[test]
@@ -183,7 +220,8 @@ cookie keys: key 1 stamps, for 1 h 0 min now
 
 #[test]
 fn status_for_programs() {
-    let json = json::status(&reply());
+    let json = serde_json::to_value(reply()).unwrap();
+    assert_eq!(serde_json::from_value::<Status>(json.clone()).unwrap(), reply());
     assert_eq!(json["services"][0]["address"], "10.200.0.1:80/tcp");
     assert_eq!(json["servers"][0]["address"], "10.2.0.11");
     assert_eq!(json["racks"][0]["servers"][1], "s2");
@@ -205,7 +243,7 @@ fn status_for_programs() {
 
 #[test]
 fn explanation_for_people() {
-    let server = |n: u32, core: Option<u32>| v1::ExplainedServer {
+    let server = |n: u32, core: Option<u32>| ExplainedServer {
         name: format!("s{n}"),
         id: n,
         hash: core.map(|_| 0xdead_beef),
@@ -214,16 +252,21 @@ fn explanation_for_people() {
         core_load: core.map(|_| 0.25),
         eligible: n != 3,
     };
-    let reply = v1::ExplainReply {
+    let reply = Explanation {
         service: "web".into(),
         policy: "crossrss".into(),
         table_generation: 5,
         servers: vec![server(1, Some(3)), server(2, None), server(3, Some(0))],
-        chosen_server: "s1".into(),
+        chosen_server: Some("s1".into()),
         reason: "bucket 111 of 128 goes to s1: because".into(),
     };
-    let service =
-        ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp };
+    let question = Explain {
+        vip: "10.200.0.1:80".parse().unwrap(),
+        protocol: Protocol::Tcp,
+        client: "10.1.0.7:40312".parse().unwrap(),
+        packet: PacketKind::First,
+        echo: None,
+    };
     let expected = "\
 10.1.0.7:40312 -> 10.200.0.1:80/tcp (web, crossrss, table 5): s1
 
@@ -234,36 +277,37 @@ fn explanation_for_people() {
 
 bucket 111 of 128 goes to s1: because.
 ";
-    assert_eq!(explain::text(&reply, service, "10.1.0.7:40312".parse().unwrap()), expected);
+    assert_eq!(explain::text(&reply, &question), expected);
 }
 
 #[test]
 fn nobody_there() {
     // A port that was free a moment ago.
     let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let error = super::status(address, false, Format::Text).unwrap_err().to_string();
+    let directory = tempfile::tempdir().unwrap();
+    let token = directory.path().join("operator.token");
+    let error = Client::new(address.into(), &token).unwrap_err().to_string();
+    assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
+    coreward_api::tokens::Tokens::open(directory.path()).unwrap();
+    let client = Client::new(address.into(), &token).unwrap();
+    let error = super::status(&client, false, Format::Text).unwrap_err().to_string();
     assert_eq!(
         error,
         format!(
             "no controller answers at {address} (Connection refused (os error 111)): expected a running `coreward \
-             controller` whose `listen` that is"
+             controller` whose `api` that is"
         )
     );
 }
 
 #[test]
 fn what_remains_at_a_server_that_drains_is_said() {
-    let connections = v1::CountedConnections {
-        age_ms: 700,
-        configuration_generation: 3,
-        services: HashMap::from([("web".into(), 10), ("api".into(), 2)]),
-    };
+    let services = BTreeMap::from([("web".to_owned(), 10), ("api".to_owned(), 2)]);
     let mut reply = reply();
-    let drained = v1::ServerStatus { drained_by: "command".into(), ..reply.servers[0].clone() };
-    reply.servers[0] = v1::ServerStatus { connections: Some(connections), ..drained.clone() };
-    let text = status::text(&reply, Duration::from_secs(1));
-    assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
-    reply.servers[0] = drained;
+    reply.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });
     let text = status::text(&reply, Duration::from_secs(1));
     assert!(text.contains("  s1: how many connections remain is not known\n"), "{text}");
+    reply.servers[0].connections = Some(CountedConnections { age_ms: 700, services });
+    let text = status::text(&reply, Duration::from_secs(1));
+    assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
 }

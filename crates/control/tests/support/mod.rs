@@ -6,8 +6,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use coreward_api::Role;
+use coreward_api::client::Client;
+use coreward_api::tokens::token_file;
+use coreward_api::types::Status;
 use coreward_control::server::Server;
-use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
@@ -63,7 +66,9 @@ impl Home {
         })
         .await;
         let (address, api) = (server.address(), server.api_address());
-        Running { address, api, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+        let token = token_file(self.directory.path(), Role::Operator);
+        let asking = Client::new(api.into(), &token).unwrap();
+        Running { address, api, asking, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
     }
 }
 
@@ -72,6 +77,8 @@ pub struct Running {
     pub address: SocketAddr,
     /// Where its HTTP API is.
     pub api: SocketAddr,
+    /// An operator.
+    pub asking: Client,
     task: JoinHandle<()>,
 }
 
@@ -84,8 +91,8 @@ impl Running {
         ControlClient::connect(self.endpoint()).await.unwrap()
     }
 
-    pub async fn status(&self) -> v1::StatusReply {
-        self.client().await.status(v1::StatusRequest::default()).await.unwrap().into_inner()
+    pub async fn status(&self) -> Status {
+        self.asking.status(false).await.unwrap()
     }
 
     /// Ends it at once, as SIGKILL would.

@@ -121,7 +121,7 @@ async fn ask(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
         asked.push(connection.controller());
         let answer: anyhow::Result<()> = async {
             let channel = connection.connect().await?;
-            ControlClient::new(channel).status(v1::StatusRequest::default()).await?;
+            ControlClient::new(channel).fleet(v1::FleetRequest {}).await?;
             Ok(())
         }
         .await;

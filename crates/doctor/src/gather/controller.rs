@@ -2,13 +2,27 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
 
+use anyhow::anyhow;
+use coreward_api::client::{Client, Proof};
+use coreward_api::tokens::token_file;
+use coreward_control::config::ControllerConfig;
 use coreward_model::ServiceAddress;
+use coreward_tls::connect::Connector;
+use coreward_tls::{Files, Role as CertifiedRole};
 use coreward_wire::address::parse_address;
-use coreward_wire::v1::StatusReply;
+use coreward_wire::v1::control_client::ControlClient;
+use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
+use tonic::transport::Endpoint;
 
 use super::is_address;
 use crate::facts::{Role, Service};
+
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// 16,384 servers and 1,000 services are about 1 MB.
+const ANSWER_BYTES: usize = 64 << 20;
 
 /// Its answer.
 #[derive(Default)]
@@ -20,12 +34,12 @@ pub(super) struct Fleet {
     pub reports_from_the_future: u64,
 }
 
-/// `name`: what the controller calls this machine; without it all services are its. Of several controllers one that
-/// answers is enough.
-pub(super) fn ask(role: Role, controllers: &[SocketAddr], name: Option<&str>) -> Fleet {
+/// `name`: what the controller calls this machine; without it all services are its. `tls`: the daemon's certificate. Of
+/// several controllers one that answers is enough.
+pub(super) fn ask(role: Role, controllers: &[SocketAddr], tls: Option<&Files>, name: Option<&str>) -> Fleet {
     let mut problems = Vec::new();
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
-        match coreward_control::show::fetch_status(*controller) {
+        match fetch(*controller, tls) {
             Err(error) => problems.push(format!("{error:#}")),
             Ok(reply) => return of(&reply, *controller, name.filter(|_| role == Role::Server)),
         }
@@ -33,29 +47,64 @@ pub(super) fn ask(role: Role, controllers: &[SocketAddr], name: Option<&str>) ->
     Fleet { answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..Fleet::default() }
 }
 
-fn of(reply: &StatusReply, controller: SocketAddr, server: Option<&str>) -> Fleet {
+/// By gRPC, as the daemon speaks to it.
+fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetReply> {
+    let tls = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
+    let unreachable = |reason: &dyn std::fmt::Display| {
+        let expected = "expected a running `coreward controller` whose `listen` that is";
+        anyhow!("no controller answers at {controller} ({reason}): {expected}")
+    };
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+        let endpoint =
+            Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(PATIENCE).timeout(PATIENCE);
+        let channel = endpoint.connect_with_connector(Connector::new(controller, tls)).await;
+        let channel = channel.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
+        let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
+        let reply = client.fleet(FleetRequest {}).await;
+        reply.map(tonic::Response::into_inner).map_err(|status| unreachable(&status.message()))
+    })
+}
+
+/// Whether the controller of this file is at work: by its API, beside which the doctor is.
+pub(super) fn is_running(config: &ControllerConfig) -> bool {
+    let asked = || -> anyhow::Result<()> {
+        // Another address than the one in the file is no controller of this file.
+        drop(std::net::TcpStream::connect_timeout(&config.listen, PATIENCE)?);
+        let (scheme, ca) = match &config.tls {
+            Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
+            _ => ("http", None),
+        };
+        let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
+        let client =
+            Client::of_several(vec![format!("{scheme}://{}", config.api).parse()?], &Proof::Token { file, ca })?;
+        tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
+        Ok(())
+    };
+    asked().is_ok()
+}
+
+fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet {
     let ours = reply
         .services
         .iter()
         .filter(|service| server.is_none_or(|name| service.servers.iter().any(|server| server == name)));
-    let service = |service: &coreward_wire::v1::ServiceStatus| {
-        let timestamps = service.mode.as_ref().map_or("", |mode| mode.timestamps.as_str());
+    let service = |service: &FleetService| {
         Some(Service {
             name: service.name.clone(),
             address: ServiceAddress::try_from(service.address.as_ref()?).ok()?,
-            stamped_by_lb: timestamps == "lb",
-            stamped: timestamps != "off",
+            stamped_by_lb: service.timestamps == "lb",
+            stamped: service.timestamps != "off",
             sockets: None,
         })
     };
-    let address = |server: &coreward_wire::v1::ServerStatus| match parse_address("address", &server.address) {
+    let address = |server: &FleetServer| match parse_address("address", &server.address) {
         Ok(IpAddr::V4(address)) if is_address(address) => Some((server.name.clone(), address)),
         _ => None,
     };
     Fleet {
         answer: Some(Ok(controller)),
         services: ours.filter_map(service).collect(),
-        servers: reply.servers.iter().filter(|server| server.state != "gone").filter_map(address).collect(),
-        reports_from_the_future: reply.refused_reports.get("from_the_future").copied().unwrap_or(0),
+        servers: reply.servers.iter().filter_map(address).collect(),
+        reports_from_the_future: reply.reports_from_the_future,
     }
 }

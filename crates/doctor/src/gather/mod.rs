@@ -30,7 +30,7 @@ const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 pub fn gather(told: &Told) -> anyhow::Result<Facts> {
     let told = told.read()?;
     let (role, settings) = (told.role, told.settings);
-    let fleet = controller::ask(role, &settings.controllers, told.name.as_deref());
+    let fleet = controller::ask(role, &settings.controllers, told.tls.as_ref(), told.name.as_deref());
     let mut services = told.services;
     services.extend(fleet.services);
     if role == Role::Server {

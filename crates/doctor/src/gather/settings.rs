@@ -9,11 +9,12 @@ use coreward_agent::config as agent;
 use coreward_agent::rss::RssDevice;
 use coreward_agent::rss::ethtool::EthtoolRss;
 use coreward_agent::rss::testbed::TestbedRss;
-use coreward_control::config::StorePlace;
+use coreward_control::config::{ControllerConfig, StorePlace};
 use coreward_lb::config::{Config as LbConfig, XdpMode};
 use coreward_model::ServiceAddress;
+use coreward_tls::Files;
 
-use super::{bind_problem, directory_of};
+use super::{bind_problem, controller, directory_of};
 use crate::facts::{ControllerPlace, Role, Service, Settings, StoreFacts};
 
 /// The command line.
@@ -37,6 +38,8 @@ pub(super) struct Read {
     pub settings: Settings,
     /// What the controller calls this machine.
     pub name: Option<String>,
+    /// The daemon's certificate.
+    pub tls: Option<Files>,
     pub rss: Option<Box<dyn RssDevice>>,
     pub services: Vec<Service>,
     pub controller_place: Option<ControllerPlace>,
@@ -104,7 +107,7 @@ fn without_file(role: Role) -> Read {
         xdp_mode: XdpMode::default(),
         announce_table: None,
     };
-    Read { role, settings, name: None, rss: None, services: Vec::new(), controller_place: None }
+    Read { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_place: None }
 }
 
 fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
@@ -120,7 +123,7 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
                 announce_table: config.announce.map(|announce| announce.table),
                 ..read.settings
             };
-            Read { settings, name: Some(config.name), ..read }
+            Read { settings, name: Some(config.name), tls: config.tls, ..read }
         }
         Role::Server => {
             let config = agent::Config::load(file)?;
@@ -138,21 +141,21 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
                 steer: config.steer,
                 ..read.settings
             };
-            Read { settings, name: Some(config.server), rss: Some(rss), ..read }
+            Read { settings, name: Some(config.server), tls: config.tls, rss: Some(rss), ..read }
         }
         Role::Controller => {
-            let config = coreward_control::config::ControllerConfig::load(file)?;
-            let place = controller_place(config.listen, store(&config.store));
+            let config = ControllerConfig::load(file)?;
+            let place = controller_place(&config, store(&config.store));
             Read { controller_place: Some(place), ..read }
         }
     })
 }
 
-fn controller_place(listen: SocketAddr, store: StoreFacts) -> ControllerPlace {
-    let listen_problem = bind_problem(listen);
+fn controller_place(config: &ControllerConfig, store: StoreFacts) -> ControllerPlace {
+    let listen_problem = bind_problem(config.listen);
     ControllerPlace {
-        listen,
-        running: listen_problem.is_some() && coreward_control::show::fetch_status(listen).is_ok(),
+        listen: config.listen,
+        running: listen_problem.is_some() && controller::is_running(config),
         listen_problem,
         store,
     }

@@ -1,0 +1,113 @@
+//! Which controllers a command asks, and what proves to them who asks.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use coreward_tls::Files;
+
+/// Where a controller's API is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ControllerUrl {
+    is_https: bool,
+    /// Host and port, as the request names them.
+    pub(super) authority: String,
+}
+
+/// What is no place of an API.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \"https://HOST:PORT\""
+)]
+pub struct NoControllerUrl(String);
+
+impl FromStr for ControllerUrl {
+    type Err = NoControllerUrl;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = || NoControllerUrl(text.to_owned());
+        let bare = text.trim_end_matches('/');
+        if let Some(authority) = bare.strip_prefix("https://") {
+            let (host, port) = authority.rsplit_once(':').ok_or_else(wrong)?;
+            let is_host = !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
+            let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
+            return if is_host && is_port {
+                Ok(Self { is_https: true, authority: authority.to_owned() })
+            } else {
+                Err(wrong())
+            };
+        }
+        let address: SocketAddr = bare.strip_prefix("http://").unwrap_or(bare).parse().map_err(|_| wrong())?;
+        // What is not encrypted must not carry a token through a network.
+        if address.ip().is_loopback() { Ok(address.into()) } else { Err(wrong()) }
+    }
+}
+
+impl From<SocketAddr> for ControllerUrl {
+    /// Without TLS.
+    fn from(address: SocketAddr) -> Self {
+        Self { is_https: false, authority: address.to_string() }
+    }
+}
+
+impl ControllerUrl {
+    /// Whether it is asked by TLS.
+    pub fn is_https(&self) -> bool {
+        self.is_https
+    }
+}
+
+impl fmt::Display for ControllerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_https { "https://" } else { "" })?;
+        f.write_str(&self.authority)
+    }
+}
+
+/// What proves who asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Proof {
+    /// The token in a file that only its owner can read. `ca`: whose word on controllers counts, for `https://`.
+    Token {
+        /// Where the token is.
+        file: PathBuf,
+        /// Certificates of authorities (PEM).
+        ca: Option<PathBuf>,
+    },
+    /// The certificate of an operator or a viewer, for `https://`.
+    Certificate(Files),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls() {
+        for (text, shown) in [
+            ("127.0.0.1:7401", "127.0.0.1:7401"),
+            ("http://127.0.0.1:7401/", "127.0.0.1:7401"),
+            ("[::1]:7401", "[::1]:7401"),
+            ("https://controller.example:7401", "https://controller.example:7401"),
+            ("https://192.0.2.1:7401/", "https://192.0.2.1:7401"),
+            ("https://[2001:db8::1]:7401", "https://[2001:db8::1]:7401"),
+        ] {
+            let url: ControllerUrl = text.parse().unwrap();
+            assert_eq!((url.to_string().as_str(), url.is_https()), (shown, text.starts_with("https")));
+        }
+        for text in [
+            "",
+            "127.0.0.1",
+            "192.0.2.1:7401",
+            "http://192.0.2.1:7401",
+            "https://x",
+            "https://x:0",
+            "https://:1",
+            "ftp://x:1",
+        ] {
+            let error = text.parse::<ControllerUrl>().unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{text:?}: expected")), "{error}");
+        }
+    }
+}

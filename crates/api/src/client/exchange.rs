@@ -1,0 +1,99 @@
+//! One request and its answer, over a connection of its own.
+
+use std::io;
+use std::time::Duration;
+
+use anyhow::anyhow;
+use coreward_tls::connect::HttpsConnector;
+use coreward_tls::io::Io;
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+
+use super::contact::ControllerUrl;
+
+/// How long it may take to connect.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long an answer may take: 16,384 servers of 64 cores are about 10 MB.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What is asked.
+pub(super) struct Question {
+    pub method: Method,
+    /// With the query, if there is one.
+    pub path: String,
+    /// JSON; `None`: there is no body.
+    pub body: Option<Vec<u8>>,
+}
+
+/// `token`: what proves who asks, beside a certificate.
+pub(super) async fn exchange(
+    url: &ControllerUrl,
+    tls: Option<&HttpsConnector>,
+    token: Option<&str>,
+    question: Question,
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    let io = in_time("no connection", CONNECT_PATIENCE, async { Ok(connect(url, tls).await?) }).await?;
+    in_time("no answer", PATIENCE, send(io, url, token, question)).await
+}
+
+async fn in_time<T>(
+    otherwise: &str,
+    limit: Duration,
+    future: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
+    let outcome = tokio::time::timeout(limit, future).await;
+    outcome.unwrap_or_else(|_| Err(anyhow!("{otherwise} within {} s", limit.as_secs())))
+}
+
+async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Result<Io> {
+    let mut refused = None;
+    for address in tokio::net::lookup_host(&url.authority).await? {
+        let connected = match tls {
+            Some(tls) => tls.connect(address).await,
+            None => TcpStream::connect(address).await.map(Io::Plain),
+        };
+        match connected {
+            Ok(io) => return Ok(io),
+            Err(error) => refused = Some(error),
+        }
+    }
+    Err(refused.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")))
+}
+
+async fn send(
+    io: Io,
+    url: &ControllerUrl,
+    token: Option<&str>,
+    question: Question,
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    let mut request = Request::builder()
+        .method(question.method)
+        .uri(format!("/v1/{}", question.path))
+        .header(HOST, &url.authority)
+        .header(ACCEPT, "application/json");
+    if let Some(token) = token {
+        request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+    }
+    if question.body.is_some() {
+        request = request.header(CONTENT_TYPE, "application/json");
+    }
+    let request = request.body(Full::new(Bytes::from(question.body.unwrap_or_default())))?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
+    // With the sender the connection ends.
+    let answer = async move {
+        let answer = sender.send_request(request).await?;
+        let status = answer.status();
+        anyhow::Ok((status, answer.into_body().collect().await?.to_bytes()))
+    };
+    let (answer, ended) = tokio::join!(answer, connection);
+    // What ended the connection says more than that it ended.
+    match (answer, ended) {
+        (Err(_), Err(error)) => Err(error.into()),
+        (answer, _) => answer,
+    }
+}

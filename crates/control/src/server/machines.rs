@@ -1,0 +1,26 @@
+//! Answers to `coreward doctor` on machines of the fleet.
+
+use coreward_wire::address::address_bytes;
+use coreward_wire::v1;
+
+use super::shared::Shared;
+use crate::fleet::{FleetServer, FleetService, Standing};
+
+/// What a machine must know to be looked at.
+pub fn fleet(shared: &Shared) -> v1::FleetReply {
+    let controller = shared.controller();
+    let fleet = controller.fleet();
+    let service = |service: &FleetService| v1::FleetService {
+        name: service.name.clone(),
+        address: Some(service.address.into()),
+        timestamps: service.mode.timestamps.name().to_owned(),
+        servers: service.members.keys().map(|id| fleet.servers[id].name.clone()).collect(),
+    };
+    let server =
+        |server: &FleetServer| v1::FleetServer { name: server.name.clone(), address: address_bytes(server.address) };
+    v1::FleetReply {
+        services: fleet.services.iter().map(service).collect(),
+        servers: fleet.servers.values().filter(|server| server.standing != Standing::Left).map(server).collect(),
+        reports_from_the_future: controller.refused_reports("from_the_future"),
+    }
+}

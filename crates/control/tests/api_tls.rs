@@ -1,0 +1,173 @@
+//! The HTTP API beyond its own host: TLS, with a token or with a certificate.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+
+use coreward_api::client::{Client, ControllerUrl, Proof};
+use coreward_api::tokens::token_file;
+use coreward_api::types::RotateKeys;
+use coreward_api::{Problem, ProblemKind};
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::{Files, Identity, Role};
+use support::{Home, Running, in_time};
+
+const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+
+/// A controller whose API listens everywhere, and certificates of its authority.
+struct Site {
+    home: Home,
+    authority: Authority,
+    running: Running,
+}
+
+impl Site {
+    async fn start() -> Self {
+        let home = Home::new(&["s1"], SERVICE);
+        let authority =
+            Authority::init(&home.directory.path().join("certs"), &"prod".parse().unwrap(), 30 * DAY).unwrap();
+        let own = issue(&home, &authority, Role::Controller, "c1");
+        let (ca, certificate, key) = (&own.ca, &own.certificate, &own.key);
+        let tls = format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n");
+        home.write_controllers_file(&format!("fleet = \"fleet.toml\"\n{tls}"));
+        let text = std::fs::read_to_string(home.config()).unwrap();
+        std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
+        let running = home.start().await;
+        Self { home, authority, running }
+    }
+
+    fn url(&self) -> String {
+        format!("https://127.0.0.1:{}", self.running.api.port())
+    }
+
+    fn certificate(&self, role: Role, name: &str) -> Files {
+        issue(&self.home, &self.authority, role, name)
+    }
+
+    fn token_file(&self, role: coreward_api::Role) -> PathBuf {
+        token_file(self.home.directory.path(), role)
+    }
+
+    fn client(&self, proof: Proof) -> Client {
+        Client::of_several(vec![self.url().parse().unwrap()], &proof).unwrap()
+    }
+
+    /// The status of curl's answer, or why there is none.
+    async fn curl(&self, path: &str, options: &[&str]) -> Result<u16, String> {
+        let mut command = tokio::process::Command::new("curl");
+        command.args(["--silent", "--show-error", "--output", "/dev/null", "--write-out", "%{http_code}"]);
+        command.args(options).arg(format!("{}{path}", self.url()));
+        let output = in_time("curl", command.output()).await.unwrap();
+        match output.status.success() {
+            true => Ok(String::from_utf8(output.stdout).unwrap().parse().unwrap()),
+            false => Err(String::from_utf8(output.stderr).unwrap()),
+        }
+    }
+}
+
+fn issue(home: &Home, authority: &Authority, role: Role, name: &str) -> Files {
+    let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
+    let directory = home.directory.path().join(format!("{role}-{name}"));
+    let issued = authority.issue(&identity, &["127.0.0.1".to_owned()], Validity::from_now(DAY)).unwrap();
+    issued.write(&directory, authority).unwrap();
+    let file = |name: &str| directory.join(name);
+    Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+}
+
+fn shown(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Stock programs: a token by TLS, a certificate in its place, and neither.
+#[tokio::test]
+async fn curl_comes_in_with_a_token_or_with_a_certificate() {
+    let site = Site::start().await;
+    let ca = site.certificate(Role::Viewer, "eve").ca;
+    let trusting = ["--cacert", shown(&ca)];
+    let bearer = |role| {
+        let token = std::fs::read_to_string(site.token_file(role)).unwrap();
+        format!("Authorization: Bearer {}", token.trim())
+    };
+    let viewer = bearer(coreward_api::Role::Viewer);
+    let with = |more: &[&'static str]| -> Vec<&str> { trusting.iter().chain(more).copied().collect() };
+    let rotate = ["--request", "POST", "--json", "{}"];
+    assert_eq!(site.curl("/v1/health", &with(&[])).await, Ok(401));
+    assert_eq!(site.curl("/v1/health", &[&trusting[..], &["--header", &viewer]].concat()).await, Ok(200));
+    let refused = site.curl("/v1/health", &["--header", &viewer]).await.unwrap_err();
+    assert!(refused.contains("certificate"), "{refused}");
+    for (role, reads, writes) in [
+        (Role::Viewer, 200, 403),
+        // Of a key that is a moment old: not safe now.
+        (Role::Operator, 200, 409),
+        (Role::Agent, 401, 401),
+        (Role::Lb, 401, 401),
+        (Role::Rack, 401, 401),
+        (Role::Controller, 401, 401),
+    ] {
+        let own = site.certificate(role, "somebody");
+        let shows = ["--cert", shown(&own.certificate), "--key", shown(&own.key)];
+        let asks = [&trusting[..], &shows].concat();
+        assert_eq!(site.curl("/v1/status", &asks).await, Ok(reads), "{role}");
+        assert_eq!(site.curl("/v1/keys/rotate", &[&asks[..], &rotate].concat()).await, Ok(writes), "{role}");
+    }
+    let plain = site.url().replace("https", "http");
+    let plain = in_time("an answer", reqwest::get(format!("{plain}/v1/health"))).await;
+    assert!(plain.is_err(), "what is not encrypted gets no answer: {plain:?}");
+}
+
+#[tokio::test]
+async fn commands_come_in_with_a_token_or_with_a_certificate() {
+    let site = Site::start().await;
+    let viewer = site.certificate(Role::Viewer, "eve");
+    let client = site.client(Proof::Certificate(viewer.clone()));
+    assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
+    let forbidden = client.rotate_keys(&RotateKeys { force: true }).await.unwrap_err();
+    assert_eq!(forbidden.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Forbidden);
+    let operator = site.client(Proof::Certificate(site.certificate(Role::Operator, "ann")));
+    operator.rotate_keys(&RotateKeys { force: true }).await.unwrap();
+
+    let file = site.token_file(coreward_api::Role::Viewer);
+    let client = site.client(Proof::Token { file: file.clone(), ca: Some(viewer.ca.clone()) });
+    assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
+
+    // Who is there must be a controller that our authority has signed for.
+    let foreign = Authority::init(&site.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
+    let client = site.client(Proof::Token { file: file.clone(), ca: Some(foreign.ca()) });
+    let error = client.status(false).await.unwrap_err().to_string();
+    assert!(error.contains("its certificate is signed by nobody in `ca`") && error.contains(&site.url()), "{error}");
+
+    for (url, proof, expected) in [
+        (site.url(), Proof::Token { file: file.clone(), ca: None }, "https:// and no `--ca`"),
+        ("127.0.0.1:7401".to_owned(), Proof::Certificate(viewer), "a certificate proves nothing without TLS"),
+    ] {
+        let url: ControllerUrl = url.parse().unwrap();
+        let error = Client::of_several(vec![url], &proof).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_denied_certificate_asks_no_more() {
+    let site = Site::start().await;
+    let lost = site.certificate(Role::Operator, "lost");
+    let client = site.client(Proof::Certificate(lost.clone()));
+    client.status(false).await.unwrap();
+    let Site { home, authority, running } = site;
+    running.kill().await;
+    let fingerprint = coreward_tls::read_certificates(&lost.certificate).unwrap()[0].fingerprint;
+    let text = std::fs::read_to_string(home.config()).unwrap();
+    std::fs::write(home.config(), format!("denied_certificates = [\"{fingerprint}\"]\n{text}")).unwrap();
+    let site = Site { running: home.start().await, home, authority };
+    let error = site.client(Proof::Certificate(lost)).status(false).await.unwrap_err().to_string();
+    assert!(error.contains("deny list"), "{error}");
+}
+
+/// Without `[tls]` a token would pass the network in clear.
+#[tokio::test]
+async fn beyond_its_host_it_listens_with_tls_only() {
+    let home = Home::new(&["s1"], SERVICE);
+    let text = std::fs::read_to_string(home.config()).unwrap();
+    std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
+    let error = coreward_control::server::Server::bind(&home.config()).await.err().expect("refused").to_string();
+    assert!(error.contains("tokens would pass a network in clear to 0.0.0.0:0: expected `[tls]`"), "{error}");
+}

@@ -1,0 +1,119 @@
+//! Processes of coreward.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+
+use super::files::configuration;
+use super::names::api_address_of;
+use super::options::FleetOptions;
+use crate::namespace::Namespace;
+use crate::process::Process;
+use crate::topology::Testbed;
+
+/// The `coreward` command: this program, or, from a test, the one built beside it.
+///
+/// # Errors
+/// When there is none.
+pub fn coreward_command() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    if own.file_name().is_some_and(|name| name == "coreward") {
+        return Ok(own);
+    }
+    let beside =
+        own.ancestors().skip(1).take(2).map(|directory| directory.join("coreward")).find(|path| path.is_file());
+    beside.with_context(|| format!("no coreward beside {}: `make build` makes it", own.display()))
+}
+
+/// `coreward ARGUMENTS` with the operator's token, to be run beside the only controller.
+///
+/// # Errors
+/// When there is no `coreward`.
+pub fn asking(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
+    asking_of(testbed, [1], arguments)
+}
+
+/// The same, of whichever of these controllers leads.
+///
+/// # Errors
+/// When there is no `coreward`.
+pub fn asking_of(
+    testbed: &Testbed,
+    controllers: impl IntoIterator<Item = u16>,
+    arguments: &[&str],
+) -> anyhow::Result<Command> {
+    let controllers: Vec<String> = controllers.into_iter().map(api_address_of).collect();
+    let mut command = Command::new(coreward_command()?);
+    command.args(arguments).env("COREWARD_CONTROLLER", controllers.join(","));
+    command.env("COREWARD_TOKEN_FILE", testbed.directory().join("operator.token"));
+    Ok(command)
+}
+
+/// The last lines of every daemon's log.
+pub(crate) fn logs(testbed: &Testbed) -> String {
+    let mut all = String::new();
+    let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
+    for path in files.filter(|path| path.extension().is_some_and(|extension| extension == "log")) {
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        let last = lines[lines.len().saturating_sub(10)..].join("\n");
+        let _ = writeln!(all, "-- {}:\n{last}", path.display());
+    }
+    all
+}
+
+/// The capabilities that the daemon's systemd unit leaves it, as in `CAP_BPF CAP_NET_ADMIN`.
+///
+/// # Errors
+/// When there is no such daemon.
+pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
+    let unit = match daemon {
+        "controller" => include_str!("../../../packaging/systemd/coreward-controller.service"),
+        "lb" => include_str!("../../../packaging/systemd/coreward-lb.service"),
+        "agent" => include_str!("../../../packaging/systemd/coreward-agent.service"),
+        other => bail!("{other:?} has no unit: expected controller, lb or agent"),
+    };
+    let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
+    Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
+}
+
+/// setpriv(1) does with the bounding set what systemd does.
+fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
+    let mut bounding_set = "-all".to_owned();
+    for capability in unit_capabilities(daemon)? {
+        let name = capability.strip_prefix("CAP_").context("a capability that does not begin with CAP_")?;
+        write!(bounding_set, ",+{}", name.to_lowercase())?;
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--no-new-privs", "--bounding-set", &bounding_set]).arg(coreward);
+    Ok(command)
+}
+
+/// `daemon`: sub-command of coreward; `name`: of its files.
+pub(super) fn start_daemon(
+    testbed: &Testbed,
+    namespace: &Namespace,
+    daemon: &str,
+    name: &str,
+    options: &FleetOptions,
+    coreward: &Path,
+) -> anyhow::Result<Process> {
+    let log_path = testbed.directory().join(format!("{name}.log"));
+    let log = File::options().create(true).append(true).open(&log_path)?;
+    let mut command = if options.confined { confined_command(daemon, coreward)? } else { Command::new(coreward) };
+    if let Some(preload) = &options.preload {
+        preload.give(name, &mut command)?;
+    }
+    command.arg(daemon).arg("--config").arg(configuration(testbed, name));
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    let mut process = testbed.spawn(namespace, command)?;
+    // A configuration that is wrong shows at once.
+    std::thread::sleep(Duration::from_millis(20));
+    let ended = process.try_wait()?;
+    ensure!(ended.is_none(), "{name} ended: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
+    Ok(process)
+}

@@ -1,0 +1,150 @@
+//! The files of daemons: what is to stand in them, and their certificates.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_tls::authority::{Authority, Validity};
+use coreward_tls::{Identity, Name, Role};
+
+use super::names::{api_address_of, controller_address, controller_address_of, controller_name};
+use super::options::{FleetOptions, LoadSource, Standing};
+use crate::topology::{DEVICE, Testbed, load_balancer_name, server_address};
+
+/// Where the paced server of a server publishes the busy time of its workers.
+pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
+    testbed.directory().join(format!("busy-s{number}"))
+}
+
+pub(super) fn configuration(testbed: &Testbed, daemon: &str) -> PathBuf {
+    testbed.directory().join(format!("{daemon}.toml"))
+}
+
+pub(super) fn write_controller_files(
+    testbed: &Testbed,
+    options: &FleetOptions,
+    pool: &BTreeMap<u16, Standing>,
+) -> anyhow::Result<()> {
+    let store = options.store.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
+    let listen = format!("listen = \"{}\"\n", controller_address());
+    let tokens = testbed.directory();
+    let mut text = format!("{listen}store = {store:?}\ntoken_directory = {tokens:?}\n");
+    if let Some(document) = &options.applied {
+        for number in 1..=options.controllers {
+            if !options.etcd.is_empty() {
+                let (listen, endpoints) = (controller_address_of(number), &options.etcd);
+                // All of them are on one machine.
+                let api = api_address_of(number);
+                text = format!(
+                    "listen = \"{listen}\"\napi = \"{api}\"\n\n[etcd]\nendpoints = {endpoints:?}\nlease = \"2s\"\n"
+                );
+            }
+            write(&configuration(testbed, &controller_name(number)), &text)?;
+        }
+        return write(&configuration(testbed, "fleet"), document);
+    }
+    ensure!(options.controllers == 1, "several controllers and a file of the fleet: expected `applied`");
+    let text = match &options.shared_store {
+        Some(shared) => listen + shared,
+        None => text + "fleet = \"fleet.toml\"\n",
+    };
+    let text = match options.tls {
+        true => text + &tls_table(testbed, Role::Controller, "controller"),
+        false => text,
+    };
+    write(&configuration(testbed, "controller"), &text)?;
+    let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
+    if options.tables_by_interval {
+        text += "tables = \"interval\"\n";
+    }
+    for (number, standing) in pool {
+        let state = if *standing == Standing::Active { "active" } else { "draining" };
+        let address = server_address(*number);
+        write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
+    }
+    for (index, vip) in testbed.vips().enumerate() {
+        let policy = &options.policy;
+        write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}:80\"\npolicy = \"{policy}\"\n")?;
+        if options.consistency != Consistency::default() {
+            writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
+        }
+        if options.timestamps != Timestamps::default() {
+            writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
+        }
+    }
+    text += &options.more;
+    write(&configuration(testbed, "fleet"), &text)
+}
+
+pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
+    let name = load_balancer_name(number);
+    let text = format!(
+        "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n{}",
+        options.controllers(),
+        testbed.load_balancer_pin_directory(number).display(),
+        options.more_of_load_balancers.clone() + &tls_table_if(options.tls, testbed, Role::Lb, &name),
+    );
+    write(&configuration(testbed, &name), &text)
+}
+
+pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
+    let load = match options.load {
+        LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
+        LoadSource::PacedServer => {
+            format!("{{ source = \"published\", path = \"{}\" }}", busy_file(testbed, number).display())
+        }
+    };
+    let steer = if options.steer { "order" } else { "off" };
+    let text = format!(
+        "server = \"s{number}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
+         manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
+         rss = {{ source = \"testbed\", path = \"{}\" }}\n{}",
+        options.controllers(),
+        testbed.pin_directory().join(format!("agent-s{number}")).display(),
+        testbed.emulated_rss(number).display(),
+        tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agents_more,
+    );
+    write(&configuration(testbed, &format!("agent-s{number}")), &text)
+}
+
+pub(super) fn fleet_name() -> anyhow::Result<Name> {
+    "testbed".parse().map_err(anyhow::Error::msg)
+}
+
+/// Where the testbed's authority is.
+pub fn certificates(testbed: &Testbed) -> PathBuf {
+    testbed.directory().join("certs")
+}
+
+/// Where the certificate and key of somebody are.
+pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
+    certificates(testbed).join(format!("{role}-{name}"))
+}
+
+/// Writes ca.crt, own.crt and own.key of somebody, signed by the testbed's authority. Gives the directory.
+///
+/// # Errors
+/// When there is no authority, or files cannot be written.
+pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
+    let authority = Authority::open(&certificates(testbed))?;
+    let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
+    let directory = bundle(testbed, role, name);
+    authority.issue(&identity, &[], validity)?.write(&directory, &authority)?;
+    Ok(directory)
+}
+
+fn tls_table(testbed: &Testbed, role: Role, name: &str) -> String {
+    let file = |file: &str| bundle(testbed, role, name).join(file).display().to_string();
+    format!("[tls]\nca = {:?}\ncertificate = {:?}\nkey = {:?}\n", file("ca.crt"), file("own.crt"), file("own.key"))
+}
+
+fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
+    if tls { tls_table(testbed, role, name) } else { String::new() }
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}

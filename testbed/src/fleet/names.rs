@@ -1,0 +1,61 @@
+//! What daemons are called, and where controllers are.
+
+use anyhow::Context as _;
+
+use crate::topology::CONTROLLER_ADDRESS;
+
+/// The controller's port.
+pub const CONTROLLER_PORT: u16 = 7400;
+/// The port of the first controller's HTTP API, on its own host only; those of others follow.
+const API_PORT: u16 = 7401;
+
+/// Where the first controller listens.
+pub fn controller_address() -> String {
+    controller_address_of(1)
+}
+
+/// Where controller `number` listens, counted from 1.
+pub fn controller_address_of(number: u16) -> String {
+    format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
+}
+
+/// Where the HTTP API of controller `number` is, for who is beside it.
+pub fn api_address_of(number: u16) -> String {
+    format!("127.0.0.1:{}", API_PORT + number - 1)
+}
+
+/// The name of controller `number`: the first is just `controller`.
+pub fn controller_name(number: u16) -> String {
+    if number == 1 { CONTROLLER.to_owned() } else { format!("{CONTROLLER}{number}") }
+}
+
+const AGENT_PREFIX: &str = "agent-s";
+/// The first controller's name; those of others have a number.
+pub const CONTROLLER: &str = "controller";
+
+/// The name of the agent of server `number`.
+pub fn agent_name(number: u16) -> String {
+    format!("{AGENT_PREFIX}{number}")
+}
+
+/// Which daemon a name means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DaemonName {
+    Controller(u16),
+    LoadBalancer(u16),
+    Agent(u16),
+}
+
+impl DaemonName {
+    pub(super) fn parse(name: &str) -> anyhow::Result<Self> {
+        let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        match name {
+            CONTROLLER => Some(Self::Controller(1)),
+            _ => number(CONTROLLER)
+                .map(Self::Controller)
+                .or_else(|| number("lb").map(Self::LoadBalancer))
+                .or_else(|| number(AGENT_PREFIX).map(Self::Agent)),
+        }
+        .with_context(|| format!("no daemon {name:?}: expected controller, lbN or agent-sN"))
+    }
+}

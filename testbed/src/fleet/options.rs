@@ -1,0 +1,108 @@
+//! How a fleet is set up.
+
+use std::path::PathBuf;
+
+use coreward_model::consistency::{Consistency, Timestamps};
+
+use super::names::controller_address_of;
+use crate::preload::Preload;
+
+/// How a fleet is set up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FleetOptions {
+    /// Policy of every service.
+    pub policy: String,
+    /// How packets of every service find their server.
+    pub consistency: Consistency,
+    /// Who stamps cookies, for every service.
+    pub timestamps: Timestamps,
+    /// Time between two reports.
+    pub report_interval_ms: u32,
+    /// Whether tables are made once per report interval, as in the simulator, and not as soon as a report comes.
+    pub tables_by_interval: bool,
+    /// Where agents find the load of a server's cores.
+    pub load: LoadSource,
+    /// Whether agents steer connections to the workers of their cores.
+    pub steer: bool,
+    /// Whether servers have agents; without them nobody reports, and only load balancers can stamp.
+    pub agents: bool,
+    /// What else is to stand in the fleet's file, as it is: more services, for one.
+    pub more: String,
+    /// What else is to stand in load balancers' files.
+    pub more_of_load_balancers: String,
+    /// The same for the file of every agent.
+    pub agents_more: String,
+    /// Whether daemons run with no more rights than their systemd units leave them.
+    pub confined: bool,
+    /// What stands in the controller's file in place of a store of its own and the fleet's file.
+    pub shared_store: Option<String>,
+    /// Where other controllers listen, for the files of agents and load balancers.
+    pub other_controllers: Vec<String>,
+    /// The fleet's document, put in force by `coreward apply`; `None`: it stands in a file of the controller's, which
+    /// [`Fleet::set_pool`] writes.
+    pub applied: Option<String>,
+    /// Where the controller keeps its records; `None`: in the testbed's directory.
+    pub store: Option<PathBuf>,
+    /// How many controllers there are. Several keep their records in etcd, and the document is `applied`.
+    pub controllers: u16,
+    /// Where etcd's members are, for several controllers.
+    pub etcd: Vec<String>,
+    /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have the machine's.
+    pub preload: Option<Preload>,
+    /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
+    pub tls: bool,
+}
+
+impl Default for FleetOptions {
+    fn default() -> Self {
+        Self {
+            policy: "crossrss".to_owned(),
+            consistency: Consistency::default(),
+            timestamps: Timestamps::default(),
+            report_interval_ms: 100,
+            tables_by_interval: false,
+            load: LoadSource::Cpu,
+            steer: true,
+            agents: true,
+            more: String::new(),
+            more_of_load_balancers: String::new(),
+            agents_more: String::new(),
+            confined: false,
+            shared_store: None,
+            other_controllers: Vec::new(),
+            applied: None,
+            store: None,
+            controllers: 1,
+            etcd: Vec::new(),
+            preload: None,
+            tls: false,
+        }
+    }
+}
+
+impl FleetOptions {
+    /// As it stands in the files of agents and load balancers.
+    pub(super) fn controllers(&self) -> String {
+        let mut all: Vec<String> = (1..=self.controllers).map(controller_address_of).collect();
+        all.extend(self.other_controllers.iter().cloned());
+        format!("{all:?}")
+    }
+}
+
+/// Where an agent finds the load of the cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadSource {
+    /// Busy time of the machine's CPUs.
+    Cpu,
+    /// The busy file of the paced server ([`busy_file`]): the emulated cores.
+    PacedServer,
+}
+
+/// What the controller's file says of a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Takes new connections.
+    Active,
+    /// Keeps what it has.
+    Draining,
+}
