@@ -133,9 +133,8 @@ async fn look(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) ->
         "document.getElementById('under').textContent.startsWith('{SERVERS} servers, {cores} cores; loads of {SERVERS}')"
     );
     until(&client, "the loads of every core", &under).await?;
-    let text = page(&client).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
-        ensure!(text.contains(expected), "{expected} is not in {text}");
+        until(&client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
     }
     let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names};"), Vec::new()).await?;

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use coreward_agent::config::Steer;
 use coreward_agent::hazards::Hazards;
@@ -96,6 +97,23 @@ pub struct Facts {
     pub announcement: Option<Announcement>,
     /// What a controller needs.
     pub controller_place: Option<ControllerPlace>,
+    /// Those of `[tls]`; empty: it has none.
+    pub certificates: Vec<CertificateFacts>,
+}
+
+/// A certificate that the daemon has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CertificateFacts {
+    /// "own", or "ca": an authority's.
+    pub which: &'static str,
+    /// Whose it is.
+    pub subject: String,
+    /// Why it is no use to this daemon, though it is right: it is for somebody else.
+    pub wrong_owner: Option<String>,
+    /// How long it is good yet; zero: it has ended.
+    pub remains: Duration,
+    /// Less than a third of its life is left.
+    pub is_old: bool,
 }
 
 /// What VIPs need to be announced.

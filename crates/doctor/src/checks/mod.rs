@@ -1,6 +1,7 @@
 //! What to make of the facts. Each check is a pure function; a file per concern; docs/doctor.md has the table.
 
 pub mod addresses;
+pub mod certificates;
 pub mod clocks;
 pub mod controller;
 pub mod device;
@@ -111,6 +112,12 @@ pub const CHECKS: &[Check] = &[
     ),
     check("workers", SERVER, "workers are pinned to CPUs, where the agent steers by that", workers::pinned),
     check("controller", BOTH, "the controller answers", controller::answers),
+    check(
+        "certificates",
+        ALL,
+        "with `[tls]`: they are this daemon's, and a third of their life is left",
+        certificates::certificates,
+    ),
     check("listen", CONTROLLER, "`listen` can be bound, or the controller answers there", controller::listen),
     fixing(
         "store",

@@ -2,6 +2,7 @@
 //! tables of docs/doctor.md.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use coreward_agent::config::Steer;
 use coreward_agent::hazards::Hazards;
@@ -11,6 +12,7 @@ use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
+use coreward_tls::authority::DAY;
 
 use super::*;
 use crate::facts::*;
@@ -104,6 +106,31 @@ fn fit(role: Role) -> Facts {
             running: false,
             store: StoreFacts::File { path: "/var/lib/coreward/store".into(), problem: None, mode: Some(0o600) },
         }),
+        certificates: vec![certificate(60)],
+    }
+}
+
+/// One that was issued for 90 days.
+fn certificate(days_left: u64) -> CertificateFacts {
+    CertificateFacts {
+        which: "own",
+        subject: "agent s1".to_owned(),
+        wrong_owner: None,
+        remains: DAY * days_left as u32,
+        is_old: days_left < 30,
+    }
+}
+
+#[test]
+fn certificates_end_and_have_an_owner() {
+    for role in [Role::Lb, Role::Server, Role::Controller] {
+        let found = |change: fn(&mut CertificateFacts)| found(role, |facts| change(&mut facts.certificates[0]));
+        assert_eq!(found(|certificate| certificate.is_old = true), [("certificates", WARNING)]);
+        assert_eq!(found(|certificate| certificate.remains = Duration::ZERO), [("certificates", FAULT)]);
+        assert_eq!(
+            found(|own| own.wrong_owner = Some("agent s2: expected agent s1".into())),
+            [("certificates", FAULT)]
+        );
     }
 }
 

@@ -1,6 +1,7 @@
 //! Finds the facts. Nothing here judges, and nothing changes the machine.
 
 mod announcement;
+mod certificates;
 mod controller;
 mod device;
 mod netfilter;
@@ -56,6 +57,7 @@ pub fn gather(told: &Told) -> anyhow::Result<Facts> {
         reports_from_the_future: fleet.reports_from_the_future,
         announcement: settings.announce_table.map(announcement::look),
         controller_place: told.controller_place,
+        certificates: certificates::look(role, told.tls.as_ref(), told.name.as_deref())?,
         settings,
         missing_rights,
     })

@@ -146,7 +146,7 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
         Role::Controller => {
             let config = ControllerConfig::load(file)?;
             let place = controller_place(&config, store(&config.store));
-            Read { controller_place: Some(place), ..read }
+            Read { controller_place: Some(place), tls: config.tls, ..read }
         }
     })
 }

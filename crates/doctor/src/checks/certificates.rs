@@ -1,0 +1,35 @@
+//! Certificates: for whom, and for how long yet.
+
+use coreward_tls::authority::DAY;
+
+use crate::facts::{CertificateFacts, Facts};
+use crate::finding::Finding;
+
+/// Those of `[tls]`.
+pub fn certificates(facts: &Facts) -> Vec<Finding> {
+    facts.certificates.iter().map(of).collect()
+}
+
+fn of(certificate: &CertificateFacts) -> Finding {
+    let CertificateFacts { which, subject, wrong_owner, remains, is_old } = certificate;
+    let renew = match *which {
+        "own" => {
+            "coreward certs renew DIRECTORY  # where the authority's key is; then copy own.crt, own.key and ca.crt here"
+        }
+        _ => "coreward certs roll-over begin  # where the authority's key is; docs/security.md has the next steps",
+    };
+    if let Some(wrong) = wrong_owner {
+        let why = "whoever it connects to goes by the certificate, and refuses what it says in another name";
+        return Finding::fault(format!("the certificate is for {wrong}"), why)
+            .mend("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
+    }
+    if remains.is_zero() {
+        let why = "no connection comes about, and those that there were have ended; packets go on by the last table";
+        return Finding::fault(format!("{subject} has ended"), why).mend(renew);
+    }
+    let days = remains.as_secs() / DAY.as_secs();
+    match is_old {
+        true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it").mend(renew),
+        false => Finding::ok(format!("{subject}: {days} days yet")),
+    }
+}

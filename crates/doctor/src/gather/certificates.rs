@@ -1,0 +1,31 @@
+//! The daemon's certificates.
+
+use coreward_tls::certificate::unix_now;
+use coreward_tls::{Files, Role as CertifiedRole, table};
+
+use crate::facts::{CertificateFacts, Role};
+
+/// `name`: what the controller calls this machine.
+///
+/// # Errors
+/// When the files cannot be used; the daemon would not start with them.
+pub(super) fn look(role: Role, files: Option<&Files>, name: Option<&str>) -> anyhow::Result<Vec<CertificateFacts>> {
+    let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
+    let certified = match role {
+        Role::Lb => CertifiedRole::Lb,
+        Role::Server => CertifiedRole::Agent,
+        Role::Controller => CertifiedRole::Controller,
+    };
+    let identity = tls.identity();
+    let right = identity.role == certified && name.is_none_or(|name| name == identity.name.as_str());
+    let expected = name.map_or_else(|| certified.to_string(), |name| format!("{certified} {name}"));
+    let now = unix_now();
+    let certificates = tls.certificates().into_iter().map(|(which, certificate)| CertificateFacts {
+        which,
+        remains: certificate.remains(now),
+        is_old: certificate.is_old(now),
+        wrong_owner: (which == "own" && !right).then(|| format!("{identity}: expected {expected}")),
+        subject: certificate.identity.as_ref().map_or(certificate.subject.clone(), ToString::to_string),
+    });
+    Ok(certificates.collect())
+}
