@@ -189,7 +189,7 @@ impl Server {
         endpoint::serve(self.config.metrics, move || asked.metrics())?;
         // Before anybody can ask: who starts the only controller may ask it at once.
         let work = match self.place {
-            Place::Own(keeper) => Work::Alone(Term::begin(*keeper, &self.office, None)),
+            Place::Own(keeper) => Work::Alone(Box::new(Term::begin(*keeper, &self.office, None))),
             Place::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
         };
         let api_door = self.office.security.api_door(self.config.api);
@@ -219,7 +219,7 @@ impl Server {
 /// What a controller does beside answering.
 enum Work {
     /// It leads for ever.
-    Alone(Term),
+    Alone(Box<Term>),
     /// It leads when no other controller does.
     Together(Arc<Cluster>, EtcdConfig),
 }
