@@ -3,10 +3,13 @@
 
 use std::io::Write as _;
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_tls::connect::Connector;
+use coreward_tls::{Files, Role, Tls};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_client::ControlClient;
@@ -39,15 +42,16 @@ pub struct Lies {
     pub connections: AtomicU64,
 }
 
-/// Lies from the server's machine until `done`; call it in a thread of its own.
+/// Lies from the server's machine, with the certificate of its agent, until `done`; call it in a thread of its own.
 ///
 /// # Errors
 /// When the machine cannot be entered, or its kernel refuses what every program gets.
-pub fn lie(machine: &Namespace, server: u16, seed: u64, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+pub fn lie(machine: &Namespace, stolen: Files, server: u16, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+    let tls = Tls::load(stolen)?;
     machine.within(|| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            let mut rng = seeded_rng(seed, PURPOSE_LIES);
+            let mut rng = seeded_rng(server.into(), PURPOSE_LIES);
             while !done.load(Ordering::Relaxed) {
                 flood(&mut rng, lies);
                 // Who is refused, or not heard, tries again, as another server or as nobody.
@@ -56,7 +60,7 @@ pub fn lie(machine: &Namespace, server: u16, seed: u64, lies: &Lies, done: &Atom
                     1 => format!("s{}", 1 + server % 4),
                     _ => format!("s{server}"),
                 };
-                let _ = tokio::time::timeout(STREAM_LIMIT, speak(name, &mut rng, lies, done)).await;
+                let _ = tokio::time::timeout(STREAM_LIMIT, speak(name, &tls, &mut rng, lies, done)).await;
                 tokio::time::sleep(RETRY_INTERVAL).await;
             }
         });
@@ -79,9 +83,16 @@ fn flood(rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
 }
 
 /// One stream, until the controller ends it.
-async fn speak(name: String, rng: &mut Xoshiro256PlusPlus, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+async fn speak(
+    name: String,
+    tls: &Arc<Tls>,
+    rng: &mut Xoshiro256PlusPlus,
+    lies: &Lies,
+    done: &AtomicBool,
+) -> anyhow::Result<()> {
     let endpoint = Endpoint::from_shared(format!("http://{}", controller_address()))?.connect_timeout(CONNECT_LIMIT);
-    let mut client = ControlClient::new(endpoint.connect().await?);
+    let connector = Connector::new(controller_address().parse()?, Some((tls.clone(), &[Role::Controller])));
+    let mut client = ControlClient::new(endpoint.connect_with_connector(connector).await?);
     let (messages, receiver) = mpsc::channel(16);
     let message = |message| v1::AgentMessage { message: Some(message) };
     messages.send(message(Message::Hello(v1::AgentHello { server: name, version: "0.0.0".to_owned() }))).await?;

@@ -134,6 +134,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         store: Some(disk.path().join("controller.redb")),
         preload: Some(preload.clone()),
         controllers: options.controllers,
+        tls: true,
         etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
         more_of_load_balancers: format!("metrics = \"{}\"\n", watch::METRICS),
         ..FleetOptions::default()

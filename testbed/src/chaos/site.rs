@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use coreward_tls::Role;
 use nix::sys::signal::Signal;
 
 use super::disk::Disk;
@@ -16,7 +17,7 @@ use super::fault::Fault;
 use super::liar::{self, Lies};
 use super::network::Network;
 use super::watch::{Taken, taken};
-use crate::fleet::{CONTROLLER, Fleet, agent_name, coreward_command, logs};
+use crate::fleet::{CONTROLLER, Fleet, agent_name, certificate_files, coreward_command, logs};
 use crate::preload::Preload;
 use crate::topology::Testbed;
 
@@ -224,7 +225,8 @@ impl<'a> Site<'a> {
         let (done, lies) = (Arc::new(AtomicBool::new(false)), self.lies.clone());
         let machine = self.testbed.server(server)?.clone();
         let told = done.clone();
-        let thread = std::thread::spawn(move || liar::lie(&machine, server, server.into(), &lies, &told));
+        let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
+        let thread = std::thread::spawn(move || liar::lie(&machine, stolen, server, &lies, &told));
         self.liars.insert(server, Liar { done, thread });
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_tls::authority::{Authority, Validity};
-use coreward_tls::{Identity, Name, Role};
+use coreward_tls::{Files, Identity, Name, Role};
 
 use super::names::{api_address_of, controller_address, controller_address_of, controller_name};
 use super::options::{FleetOptions, LoadSource, Standing};
@@ -42,7 +42,8 @@ pub(super) fn write_controller_files(
                     "listen = \"{listen}\"\napi = \"{api}\"\n\n[etcd]\nendpoints = {endpoints:?}\nlease = \"2s\"\n"
                 );
             }
-            write(&configuration(testbed, &controller_name(number)), &text)?;
+            let table = tls_table_if(options.tls, testbed, Role::Controller, "controller");
+            write(&configuration(testbed, &controller_name(number)), &(text.clone() + &table))?;
         }
         return write(&configuration(testbed, "fleet"), document);
     }
@@ -51,10 +52,7 @@ pub(super) fn write_controller_files(
         Some(shared) => listen + shared,
         None => text + "fleet = \"fleet.toml\"\n",
     };
-    let text = match options.tls {
-        true => text + &tls_table(testbed, Role::Controller, "controller"),
-        false => text,
-    };
+    let text = text + &tls_table_if(options.tls, testbed, Role::Controller, "controller");
     write(&configuration(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
@@ -136,13 +134,16 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
     Ok(directory)
 }
 
-fn tls_table(testbed: &Testbed, role: Role, name: &str) -> String {
-    let file = |file: &str| bundle(testbed, role, name).join(file).display().to_string();
-    format!("[tls]\nca = {:?}\ncertificate = {:?}\nkey = {:?}\n", file("ca.crt"), file("own.crt"), file("own.key"))
+/// `[tls]` of somebody's file; nothing where all talk in plain.
+fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
+    let Files { ca, certificate, key } = certificate_files(testbed, role, name);
+    if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
-fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
-    if tls { tls_table(testbed, role, name) } else { String::new() }
+/// The files of a [`bundle`].
+pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> Files {
+    let file = |file: &str| bundle(testbed, role, name).join(file);
+    Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
