@@ -122,6 +122,8 @@ impl PartialEq for CoreLoads {
 pub struct LoadTracker {
     newest: Option<CoreReadings>,
     loads: Option<CoreLoads>,
+    /// Somebody else may have spoken for the server before.
+    new_stream: bool,
 }
 
 impl LoadTracker {
@@ -130,39 +132,28 @@ impl LoadTracker {
     /// A core count that changed, or a counter that went back (the server was booted again), starts anew.
     ///
     /// # Errors
-    /// When the report is older than the newest one, its clock did not move, or it has no cores.
+    /// When the report is older than the newest one, its clock did not move, or it has no cores. What an earlier stream
+    /// said is no reason: it may have been wrong, or a lie that would be in the way for ever.
     pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRefused> {
         if readings.busy_ns.is_empty() {
             return Err(ReadingsRefused::NoCores);
         }
         if let Some(newest) = &self.newest {
-            if readings.sequence <= newest.sequence {
-                return Err(ReadingsRefused::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
-            }
-            if restarted(newest, &readings) {
-                self.loads = None;
-            } else if readings.measured_ns <= newest.measured_ns {
-                return Err(ReadingsRefused::ClockStoodStill {
-                    measured_ns: readings.measured_ns,
-                    newest_ns: newest.measured_ns,
-                });
-            } else {
-                let rates = rates(newest, &readings);
-                if let Some((core, load)) = rates.iter().copied().enumerate().find(|(_, load)| *load > MOST_LOAD) {
-                    return Err(ReadingsRefused::Impossible { core, load });
-                }
-                self.smooth(rates, alpha);
+            match rates_since(newest, &readings, self.new_stream) {
+                Ok(Some(rates)) => self.smooth(rates, alpha),
+                Ok(None) => self.loads = None,
+                Err(_) if self.new_stream => self.loads = None,
+                Err(refused) => return Err(refused),
             }
         }
+        self.new_stream = false;
         self.newest = Some(readings);
         Ok(())
     }
 
-    /// Forgets the sequence, not the loads: the agent was restarted and counts its reports anew.
+    /// The agent was restarted and counts its reports anew; the loads go on where its readings do.
     pub fn new_stream(&mut self) {
-        if let Some(newest) = &mut self.newest {
-            newest.sequence = 0;
-        }
+        self.new_stream = true;
     }
 
     /// The smoothed load of each core in fractions of its capacity; `None` before the second report.
@@ -185,6 +176,29 @@ impl LoadTracker {
 fn restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
+}
+
+/// The load of each core between two readings; `None`: the server was booted again.
+fn rates_since(
+    newest: &CoreReadings,
+    readings: &CoreReadings,
+    new_stream: bool,
+) -> Result<Option<Vec<f64>>, ReadingsRefused> {
+    if !new_stream && readings.sequence <= newest.sequence {
+        return Err(ReadingsRefused::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
+    }
+    if restarted(newest, readings) {
+        return Ok(None);
+    }
+    if readings.measured_ns <= newest.measured_ns {
+        let (measured_ns, newest_ns) = (readings.measured_ns, newest.measured_ns);
+        return Err(ReadingsRefused::ClockStoodStill { measured_ns, newest_ns });
+    }
+    let rates = rates(newest, readings);
+    match rates.iter().copied().enumerate().find(|(_, load)| *load > MOST_LOAD) {
+        Some((core, load)) => Err(ReadingsRefused::Impossible { core, load }),
+        None => Ok(Some(rates)),
+    }
 }
 
 /// Busy fraction of each core between two readings of the same run.
@@ -242,6 +256,24 @@ mod tests {
         assert!(tracker.report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
         assert!(tracker.report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
         assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));
+    }
+
+    #[test]
+    fn what_another_stream_said_is_in_nobodys_way() {
+        let mut tracker = LoadTracker::default();
+        tracker.report(readings(1, 0, &[0]), Alpha::PUBLISHED).unwrap();
+        let end_of_time = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
+        tracker.report(end_of_time, Alpha::PUBLISHED).unwrap();
+        assert!(tracker.report(readings(2, 100, &[10]), Alpha::PUBLISHED).is_err());
+        tracker.new_stream();
+        tracker.report(readings(1, 200, &[20]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), None);
+        tracker.report(readings(2, 300, &[70]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
+        // An agent that comes back goes on.
+        tracker.new_stream();
+        tracker.report(readings(1, 400, &[120]), Alpha::PUBLISHED).unwrap();
+        assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
     }
 
     #[test]
