@@ -1,6 +1,8 @@
 //! Keys in, pages out.
 
 use std::io::IsTerminal as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
@@ -8,6 +10,7 @@ use coreward_api::client::Client;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::page::{draw, full_height};
 use crate::seen::{Heard, Seen};
@@ -44,11 +47,31 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     }
     let (sender, heard) = mpsc::channel();
     let client = client.clone();
-    std::thread::Builder::new().name("asks".to_owned()).spawn(move || runtime.block_on(ask(&client, &sender)))?;
+    let ended = Arc::new(AtomicBool::new(false));
+    let told = ended.clone();
+    let beside = move || {
+        runtime.block_on(async {
+            tokio::select! {
+                () = ask(&client, &sender) => {}
+                _ = signalled() => told.store(true, Ordering::Relaxed),
+            }
+        });
+    };
+    std::thread::Builder::new().name("asks".to_owned()).spawn(beside)?;
     let mut terminal = ratatui::try_init()?;
-    let outcome = follow(&mut terminal, seen, &heard);
+    let outcome = follow(&mut terminal, seen, &heard, &ended);
     ratatui::try_restore()?;
     outcome.map(|()| None)
+}
+
+/// Until somebody else ends this process, who should find the terminal as it was.
+async fn signalled() -> std::io::Result<()> {
+    let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = hangup.recv() => {}
+    }
+    Ok(())
 }
 
 /// Asks the controller again and again, until nobody listens.
@@ -69,9 +92,14 @@ async fn ask(client: &Client, sender: &Sender<Heard>) {
     }
 }
 
-fn follow(terminal: &mut ratatui::DefaultTerminal, mut seen: Seen, heard: &Receiver<Heard>) -> anyhow::Result<()> {
+fn follow(
+    terminal: &mut ratatui::DefaultTerminal,
+    mut seen: Seen,
+    heard: &Receiver<Heard>,
+    ended: &AtomicBool,
+) -> anyhow::Result<()> {
     let mut view = View::default();
-    loop {
+    while !ended.load(Ordering::Relaxed) {
         terminal.draw(|frame| draw(frame, &seen, &mut view))?;
         // The page is drawn again when there is something new, and a key need not wait for it.
         if event::poll(Duration::from_millis(200))?
@@ -85,6 +113,7 @@ fn follow(terminal: &mut ratatui::DefaultTerminal, mut seen: Seen, heard: &Recei
         }
         heard.try_iter().for_each(|heard| seen.take(heard));
     }
+    Ok(())
 }
 
 /// One page as text, as high as it need be.
