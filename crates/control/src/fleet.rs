@@ -46,6 +46,8 @@ pub struct Fleet {
     pub rss_key: RssKey,
     /// Those in the file, and those that left but may still have connections.
     pub servers: BTreeMap<ServerId, FleetServer>,
+    /// The racks that may connect; `None`: any.
+    pub racks: Option<BTreeSet<String>>,
     /// In the order of the file.
     pub services: Vec<FleetService>,
     /// Those that are connected or may come back, by name.
@@ -72,6 +74,8 @@ pub struct FleetServer {
     pub capacity: Option<Capacity>,
     /// Whether somebody drains it, whatever the document says.
     pub drain: Option<DrainRecord>,
+    /// Through which racks its agent may speak; `None`: through the fleet's.
+    racks: Option<BTreeSet<String>>,
 }
 
 impl FleetServer {
@@ -175,6 +179,7 @@ impl Fleet {
             retire_after: config.retire_after,
             rss_key: records.rss_key.clone(),
             servers,
+            racks: config.racks.clone(),
             services: services(config, records),
             load_balancers: records.load_balancers.clone(),
             document: records.document.clone(),
@@ -191,6 +196,16 @@ impl Fleet {
     /// The id of the server with that name, also when it left.
     pub fn id(&self, name: &str) -> Option<ServerId> {
         self.ids.get(name).copied()
+    }
+
+    /// The racks through which the server's agent may speak; `None`: any. It may always speak by itself.
+    pub fn racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
+        self.servers[&id].racks.as_ref().or(self.racks.as_ref())
+    }
+
+    /// Whether the server's agent may speak through the rack, and the rack for its server.
+    pub fn may_speak_through(&self, id: ServerId, rack: &str) -> bool {
+        self.racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
 
     /// Whether the server takes the service's new connections, as far as the operator decides.
@@ -301,6 +316,7 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
         weight: listed.map_or(Weight::ONE, |server| server.weight),
         capacity: listed.and_then(|server| server.capacity),
         drain: record.drain.clone().filter(|_| listed.is_some()),
+        racks: record.racks.clone(),
     }
 }
 

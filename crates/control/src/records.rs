@@ -3,7 +3,7 @@
 //! A server's id is never given to another while a cookie may carry it: a server that leaves the file, or a service's
 //! pool, stays on record as "left" until `retire_after` has passed, and established connections still reach it.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -92,6 +92,8 @@ pub struct ServerRecord {
     pub services: BTreeMap<String, Membership>,
     /// Whether somebody drains it.
     pub drain: Option<DrainRecord>,
+    /// Through which racks its agent may speak, as the document says, or said last; `None`: through the fleet's.
+    pub racks: Option<BTreeSet<String>>,
 }
 
 /// Whether a server is in a service's pool.
@@ -271,6 +273,7 @@ impl Records {
                 in_file: true,
                 services,
                 drain: drains.remove(&server.name),
+                racks: server.racks.clone(),
             };
             self.servers.insert(*id, record);
         }
@@ -441,6 +444,7 @@ mod tests {
                 in_file: false,
                 services,
                 drain: None,
+                racks: None,
             };
             records.servers.insert(id.try_into().unwrap(), gone);
         }

@@ -56,6 +56,9 @@ pub struct Rack {
     pub age_ms: u32,
     /// Whose agents speak through it.
     pub servers: Vec<String>,
+    /// For how many servers the fleet's document lets it speak.
+    #[serde(default)]
+    pub may_speak_for: u32,
 }
 
 /// All services.
@@ -209,6 +212,12 @@ pub struct Server {
     /// Its connections by service, as its agent last counted them; null: not known.
     #[serde(default)]
     pub connections: Option<CountedConnections>,
+    /// The rack through which its agent speaks; null: it speaks by itself, or there is none.
+    #[serde(default)]
+    pub rack: Option<String>,
+    /// The racks through which its agent may speak; null: any.
+    #[serde(default)]
+    pub racks: Option<Vec<String>>,
 }
 
 /// Where a server stands in its life, the best first.

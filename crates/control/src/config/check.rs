@@ -1,7 +1,7 @@
 //! What concerns several values of the fleet's document. Every mistake is named; a value that is wrong by itself is on the
 //! reader's list already, and no second mistake is made of it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Display;
 use std::hash::Hash;
 use std::net::IpAddr;
@@ -16,13 +16,14 @@ use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server, Service};
-use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, transfer};
+use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, racks, transfer};
 
 /// The document; what is wrong with it is on the reader's list, and then this is only part of it.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let retire_after = file.retire_after.0;
     let key_rotation = file.key_rotation.map(|interval| rotation(&interval, retire_after, reader));
-    let servers = servers(&file.servers, reader);
+    let racks = racks::check(file.racks.as_deref(), None, reader);
+    let servers = servers(&file.servers, racks.as_ref(), reader);
     let services = Services { listed: &file.servers, servers: &servers, buckets: file.buckets };
     let services = services.check(&file.services, reader);
     services_of_servers(&servers, &services, reader);
@@ -32,6 +33,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
         alpha: file.alpha,
         retire_after,
         key_rotation,
+        racks,
         servers,
         services,
         source: reader.source().clone(),
@@ -68,7 +70,11 @@ fn rotation<const LEAST: u64, const MOST: u64>(
     wanted
 }
 
-fn servers(listed: &[Spanned<Server>], reader: &mut Reader<'_>) -> Vec<ServerConfig> {
+fn servers(
+    listed: &[Spanned<Server>],
+    known_racks: Option<&BTreeSet<String>>,
+    reader: &mut Reader<'_>,
+) -> Vec<ServerConfig> {
     if let Some(first_too_many) = listed.get(ServerId::COUNT) {
         let message =
             format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
@@ -88,6 +94,7 @@ fn servers(listed: &[Spanned<Server>], reader: &mut Reader<'_>) -> Vec<ServerCon
         if let Some((id, span)) = &id {
             ids.take(Some(*id), span, reader);
         }
+        let racks = racks::check(server.racks.as_deref(), known_racks, reader);
         let (Some(name), Some(address)) = (name, address) else { continue };
         servers.push(ServerConfig {
             name: name.clone(),
@@ -96,6 +103,7 @@ fn servers(listed: &[Spanned<Server>], reader: &mut Reader<'_>) -> Vec<ServerCon
             state: server.state,
             weight: server.weight,
             capacity: server.capacity,
+            racks,
             span: entry.span(),
         });
     }
@@ -208,18 +216,19 @@ fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>,
 }
 
 /// Values that may stand in the document once.
-struct Once<T> {
+pub struct Once<T> {
     what: &'static str,
     seen: HashMap<T, Span>,
 }
 
 impl<T: Hash + Eq + Display> Once<T> {
-    fn new(what: &'static str) -> Self {
+    /// `what`: of one of them.
+    pub fn new(what: &'static str) -> Self {
         Self { what, seen: HashMap::new() }
     }
 
     /// `None`: a value that is wrong by itself.
-    fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
+    pub fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {
             let line = reader.line(first);

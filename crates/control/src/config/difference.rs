@@ -110,7 +110,7 @@ mod tests {
             "new",
             "# Moved.\nretire_after = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\", \"s3\"]\n\
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
-             [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\n",
+             [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );
         let shown: Vec<String> = difference(&old, &new).iter().map(Change::to_string).collect();
         assert_eq!(
@@ -118,6 +118,7 @@ mod tests {
             [
                 "~ fleet: alpha 0.5 -> (default)",
                 "~ fleet: retire_after (default) -> \"1h\"",
+                "~ server s1: racks (default) -> [\"r1\"]",
                 "~ server s1: state (default) -> \"draining\"",
                 "- server s2",
                 "+ server s3: address = \"10.0.0.3\", weight = 2",

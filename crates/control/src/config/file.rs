@@ -86,6 +86,8 @@ table! {
         pub retire_after: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_RETIRE_AFTER),
         /// Rotate the cookie keys so often, no more often than retire_after.
         pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
+        /// The racks there are, by name: no other one may connect. Without it any may.
+        pub racks: Option<Vec<Spanned<Name>>>,
         /// One server each.
         pub servers as "server": Vec<Spanned<Server>>,
         /// One service each.
@@ -117,6 +119,8 @@ table! {
         pub weight: Weight = Weight::ONE,
         /// How much it can do, in cores of the usual speed; without it its cores.
         pub capacity: Option<Capacity>,
+        /// Names of the racks through which its agent may speak; without it the fleet's, [] none: only by itself.
+        pub racks: Option<Vec<Spanned<Name>>>,
     }
 }
 

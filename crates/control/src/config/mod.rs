@@ -11,10 +11,12 @@ pub mod etcd;
 pub mod file;
 mod health;
 mod mode;
+mod racks;
 #[cfg(test)]
 mod tests;
 mod transfer;
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -138,6 +140,8 @@ pub struct FleetConfig {
     pub retire_after: Duration,
     /// How often the cookie keys are rotated; `None`: when somebody says so.
     pub key_rotation: Option<Duration>,
+    /// The racks that may connect; `None`: any.
+    pub racks: Option<BTreeSet<String>>,
     /// Names, addresses and ids are each used once.
     pub servers: Vec<ServerConfig>,
     /// Names and VIPs are each used once.
@@ -160,6 +164,8 @@ pub struct ServerConfig {
     pub weight: Weight,
     /// How much it can do; `None`: by its cores.
     pub capacity: Option<Capacity>,
+    /// Through which racks its agent may speak; `None`: through the fleet's.
+    pub racks: Option<BTreeSet<String>>,
     /// Where in the document it stands.
     pub span: Span,
 }

@@ -92,7 +92,7 @@ fn single_values() {
             "alpha = 0.25",
             "alpah = 0.25",
             "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, `alpha`, `buckets`, `retire_after`, \
-             `key_rotation`, `server`, `service` (nearest: `alpha`)",
+             `key_rotation`, `racks`, `server`, `service` (nearest: `alpha`)",
         ),
         (
             "\"50ms\"",
@@ -380,6 +380,37 @@ fn weights_and_times() {
     assert_eq!((config.servers[1].weight.get(), config.servers[1].capacity), (1, None));
     assert_eq!(config.services[1].slow_start, Duration::from_secs(30));
     assert_eq!(config.key_rotation, Some(Duration::from_secs(7 * 86_400)));
+}
+
+#[test]
+fn racks_of_the_fleet_and_of_a_server() {
+    let racks = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
+    assert_eq!((parse(GOOD).unwrap().racks, parse(GOOD).unwrap().servers[0].racks.clone()), (None, None));
+    let text = GOOD.replace("id = 7", "racks = [\"r1\"]").replace("alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
+    let config = parse(&text).unwrap();
+    assert_eq!((config.racks, config.servers[0].racks.clone()), (racks(&["r1", "rack2"]), racks(&["r1"])));
+    let only_itself = parse(&GOOD.replace("id = 7", "racks = []")).unwrap();
+    assert_eq!(only_itself.servers[0].racks, racks(&[]));
+    // Where the fleet does not say which there are, any name may be one.
+    let any = parse(&GOOD.replace("id = 7", "racks = [\"r9\"]")).unwrap();
+    assert_eq!((any.racks, any.servers[0].racks.clone()), (None, racks(&["r9"])));
+    let error = |from: &str, to: &str| parse(&text.replace(from, to)).unwrap_err().to_string();
+    assert_eq!(
+        error("[\"r1\"]", "[\"rakc2\"]"),
+        "fleet.toml:10:10: key `server.racks`: rack \"rakc2\" does not exist: expected one of the fleet's `racks` (nearest: `rack2`)"
+    );
+    assert_eq!(
+        error("[\"r1\"]", "[\"r1\", \"r1\"]"),
+        "fleet.toml:10:16: key `server.racks`: rack r1 is used twice (first in line 10): expected each once"
+    );
+    let unknown = error("racks = [\"r1\"]", "rack = \"r1\"");
+    assert!(
+        unknown.starts_with("fleet.toml:10:1: key `server.rack`: is not known")
+            && unknown.contains("(nearest: `racks`)"),
+        "{unknown}"
+    );
+    let wrong = error("[\"r1\"]", "\"r1\"");
+    assert!(wrong.starts_with("fleet.toml:10:9: key `server.racks`: "), "{wrong}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! One server as its agent's reports show it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
@@ -8,7 +9,6 @@ use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::racks::Behind;
 use super::rate::{Allowed, Rate};
 use super::refused::{CLOCK_TOLERANCE, HELLOS, REPORTS_AT_ONCE, Refused};
 use super::traffic::Totals;
@@ -43,8 +43,8 @@ pub struct LiveSession {
     pub time_to_live: Duration,
     /// The agent's version.
     pub version: String,
-    /// The rack through which it speaks.
-    pub behind: Option<Behind>,
+    /// Name of the rack through which it speaks; `None`: it speaks by itself.
+    pub rack: Option<Arc<str>>,
 }
 
 /// What is kept of a report for `coreward status`.

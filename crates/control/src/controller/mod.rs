@@ -36,6 +36,8 @@ pub mod pool;
 #[cfg(test)]
 mod pool_tests;
 pub mod racks;
+#[cfg(test)]
+mod racks_tests;
 pub mod rate;
 pub mod refused;
 pub mod rotation;
@@ -204,6 +206,7 @@ impl Controller {
 
     fn try_hello(&mut self, server: &str, version: &str, behind: Option<Behind>, now: Now) -> Result<Session, Refused> {
         let id = self.fleet.id(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
+        self.check_speaker(id, behind.as_ref())?;
         let agent = self.agents.of_server(server, id);
         if !agent.may_say_hello(now) {
             return Err(Refused::TooManyHellos(server.to_owned()));
@@ -218,10 +221,11 @@ impl Controller {
         // Until its first report says how long it may be silent: as long as three reports take.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
-        agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, behind });
+        let rack = behind.as_ref().map(|behind| behind.name.clone());
+        agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, rack });
         self.source_changed(id);
         let session = Session { server: server.into(), number: self.sessions, behind };
-        if let Some(behind) = behind {
+        if let Some(behind) = &session.behind {
             self.racks.begin(behind, &session);
         }
         Ok(session)
@@ -230,10 +234,11 @@ impl Controller {
     /// What the session's agent must know.
     ///
     /// # Errors
-    /// When its server is in the fleet no more.
+    /// When its server is in the fleet no more, or may not speak through its rack any more.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Refused> {
         let unknown = || Refused::UnknownServer(session.server().to_owned());
         let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
+        self.check_speaker(id, session.behind.as_ref())?;
         let before = self.services.iter().filter_map(|service| service.predecessors(id));
         Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
@@ -328,7 +333,7 @@ impl Controller {
                 self.source_changed(id);
             }
         }
-        if let Some(behind) = session.behind {
+        if let Some(behind) = &session.behind {
             self.racks.end(behind);
         }
     }

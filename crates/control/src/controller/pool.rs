@@ -121,8 +121,8 @@ impl Controller {
 /// The loads of a server's cores as its agent reports them here; of one behind a rack they come from there, and what its agent
 /// reports here now and then is for people.
 fn loads_here(agent: &Agent, now: Now) -> Option<&CoreLoads> {
-    let behind = agent.session.as_ref().is_some_and(|session| session.behind.is_some());
-    agent.loads(now).filter(|_| !behind)
+    let is_behind = agent.session.as_ref().is_some_and(|session| session.rack.is_some());
+    agent.loads(now).filter(|_| !is_behind)
 }
 
 /// Whether each datagram is placed on its own (`udp = "packet"`).

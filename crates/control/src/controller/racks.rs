@@ -43,10 +43,12 @@ struct Rack {
 }
 
 /// Through which rack an agent speaks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Behind {
     /// The rack's session.
     pub rack: u64,
+    /// Its name.
+    pub name: Arc<str>,
     /// The agent's stream there.
     pub stream: u64,
 }
@@ -67,6 +69,11 @@ impl Racks {
         self.known.values_mut().find(|rack| rack.session == Some(session))
     }
 
+    /// The rack that is connected by that session, and its name.
+    fn connected(&self, session: u64) -> Option<(&String, &Rack)> {
+        self.known.iter().find(|(_, rack)| rack.session == Some(session))
+    }
+
     /// Racks whose summaries hold.
     fn fresh(&self, now: Now) -> impl Iterator<Item = &Rack> {
         self.known.values().filter(move |rack| now.monotonic <= rack.fresh_until)
@@ -84,38 +91,58 @@ impl Racks {
     }
 
     /// An agent's session has begun behind a rack.
-    pub fn begin(&mut self, behind: Behind, session: &Session) {
+    pub fn begin(&mut self, behind: &Behind, session: &Session) {
         if let Some(rack) = self.of_session(behind.rack) {
             rack.agents.insert(behind.stream, session.clone());
         }
     }
 
     /// An agent's session is over.
-    pub fn end(&mut self, behind: Behind) {
+    pub fn end(&mut self, behind: &Behind) {
         if let Some(rack) = self.of_session(behind.rack) {
             rack.agents.remove(&behind.stream);
         }
     }
+}
 
+impl Controller {
     /// Racks that are connected, for people.
-    pub fn status(&self, now: Now) -> Vec<RackStatus> {
-        let connected = self.known.iter().filter(|(_, rack)| rack.session.is_some());
+    pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
+        let connected = self.racks.known.iter().filter(|(_, rack)| rack.session.is_some());
         let of_rack = |(name, rack): (&String, &Rack)| RackStatus {
             name: name.clone(),
             version: rack.version.clone(),
             age_ms: now.monotonic.saturating_sub(rack.heard).as_millis() as u32,
             servers: rack.agents.values().map(|session| session.server().to_owned()).collect(),
+            may_speak_for: self.fleet.servers.keys().filter(|id| self.fleet.may_speak_through(**id, name)).count()
+                as u32,
         };
         connected.map(of_rack).collect()
     }
-}
 
-impl Controller {
+    /// Whether the rack may be there: the fleet's document may say which there are.
+    fn check_rack(&self, name: &str) -> Result<(), Refused> {
+        let is_known = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
+        if is_known { Ok(()) } else { Err(Refused::UnknownRack(name.to_owned())) }
+    }
+
+    /// Whether an agent may speak for the server from where it is. That an agent who comes by itself is the server's own is for its
+    /// certificate to say; one behind a rack the rack vouches for, and for whom it may is in the fleet's document.
+    pub(super) fn check_speaker(&self, id: ServerId, behind: Option<&Behind>) -> Result<(), Refused> {
+        let Some(Behind { name, .. }) = behind.filter(|behind| !self.fleet.may_speak_through(id, &behind.name)) else {
+            return Ok(());
+        };
+        let racks = self.fleet.racks_of(id).into_iter().flatten().cloned().collect();
+        Err(Refused::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
+    }
+
     /// A rack has connected. The number names its session.
     ///
     /// # Errors
-    /// When one of that name is connected and has spoken lately.
+    /// When one of that name is connected and has spoken lately, or the fleet's document names other racks only.
     pub fn rack_hello(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Refused> {
+        let known = self.check_rack(name);
+        self.count(known)?;
         let racks = &mut self.racks;
         if let Some(live) = racks.known.get(name).filter(|rack| rack.session.is_some()) {
             let silence = now.monotonic.saturating_sub(live.heard);
@@ -166,9 +193,8 @@ impl Controller {
         messages: &[v1::RackSummary],
         now: Now,
     ) -> Result<(), SummaryRefused> {
-        let Some(rack) = self.racks.of_session(session) else { return Ok(()) };
-        let own: HashSet<ServerId> =
-            rack.agents.values().filter_map(|session| self.fleet.id(session.server())).collect();
+        let Some((_, rack)) = self.racks.connected(session) else { return Ok(()) };
+        let own: HashSet<ServerId> = self.speaking(rack).map(|(_, id)| id).collect();
         let mut summaries = BTreeMap::new();
         for message in messages {
             let (service, summary) = parse_summary(message)?;
@@ -177,8 +203,10 @@ impl Controller {
             }
             summaries.insert(service, Arc::new(summary));
         }
-        rack.summaries = summaries.clone();
-        rack.fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
+        let fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
+        if let Some(rack) = self.racks.of_session(session) {
+            (rack.summaries, rack.fresh_until) = (summaries.clone(), fresh_until);
+        }
         for (service, summary) in &summaries {
             self.loads_passed_up(*service, summary, now);
         }
@@ -186,20 +214,31 @@ impl Controller {
     }
 
     /// What the rack must know now; `None`: it has gone.
-    pub fn rack_configuration(&self, session: u64, now: Now) -> Option<RackConfiguration> {
-        let rack = self.racks.known.values().find(|rack| rack.session == Some(session))?;
-        let server = |(stream, session): (&u64, &Session)| {
-            let id = self.fleet.id(session.server())?;
+    ///
+    /// # Errors
+    /// When the fleet's document names other racks only.
+    pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Refused> {
+        let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
+        self.check_rack(name)?;
+        let server = |(stream, id): (u64, ServerId)| {
             let server = &self.fleet.servers[&id];
-            Some(RackServer { stream: *stream, id, weight: server.weight, capacity: server.capacity })
+            RackServer { stream, id, weight: server.weight, capacity: server.capacity }
         };
-        let servers: Vec<RackServer> = rack.agents.iter().filter_map(server).collect();
+        let servers: Vec<RackServer> = self.speaking(rack).map(server).collect();
         let services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
-        Some(RackConfiguration {
+        Ok(Some(RackConfiguration {
             report_interval: self.fleet.report_interval,
             alpha: self.fleet.alpha,
             services: services.filter(|service| !service.members.is_empty()).collect(),
             servers,
+        }))
+    }
+
+    /// The streams of a rack's agents, and their servers; without those whose server has a newer agent by now.
+    fn speaking<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
+        rack.agents.iter().filter_map(|(stream, session)| {
+            let id = self.fleet.id(session.server())?;
+            (self.agent_session(id) == Some(session.number())).then_some((*stream, id))
         })
     }
 

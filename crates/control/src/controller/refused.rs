@@ -56,6 +56,22 @@ pub enum Refused {
         /// How long the other one has been silent.
         silence: Duration,
     },
+    /// The fleet's document names others.
+    #[error("rack {0:?} is not one of the fleet's: expected one that `racks` names in the fleet's document")]
+    UnknownRack(String),
+    /// Whoever speaks for that server does not come through this rack.
+    #[error(
+        "rack {rack:?} may not speak for server {server:?}: expected {}its agent itself (`racks` in the fleet's document)",
+        racks.iter().map(|rack| format!("rack {rack:?}, ")).collect::<String>() + if racks.is_empty() { "" } else { "or " }
+    )]
+    ForeignRack {
+        /// The server.
+        server: String,
+        /// Who spoke for it.
+        rack: String,
+        /// Through which its agent may speak.
+        racks: Vec<String>,
+    },
     /// A newer agent has taken the server over.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
@@ -90,11 +106,13 @@ pub enum Refused {
 
 impl Refused {
     /// All names that [`Refused::reason`] gives: the counters in `coreward status`.
-    pub const REASONS: [&'static str; 16] = [
+    pub const REASONS: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
         "duplicate_load_balancer",
         "duplicate_rack",
+        "unknown_rack",
+        "foreign_rack",
         "superseded",
         "from_the_future",
         "out_of_order",
@@ -116,6 +134,8 @@ impl Refused {
             Refused::DuplicateSession { .. } => "duplicate_session",
             Refused::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
             Refused::DuplicateRack { .. } => "duplicate_rack",
+            Refused::UnknownRack(_) => "unknown_rack",
+            Refused::ForeignRack { .. } => "foreign_rack",
             Refused::Superseded(_) => "superseded",
             Refused::FromTheFuture { .. } => "from_the_future",
             Refused::Readings(ReadingsRefused::OutOfOrder { .. }) => "out_of_order",
@@ -139,6 +159,8 @@ impl Refused {
                 | Refused::DuplicateSession { .. }
                 | Refused::DuplicateLoadBalancer { .. }
                 | Refused::DuplicateRack { .. }
+                | Refused::UnknownRack(_)
+                | Refused::ForeignRack { .. }
                 | Refused::Superseded(_)
                 | Refused::TooManyHellos(_)
                 | Refused::TooManyLoadBalancers(_)

@@ -31,7 +31,7 @@ impl Controller {
             servers: self.fleet.servers.iter().map(server).collect(),
             load_balancers: self.load_balancer_status(now),
             keys: self.keys(now),
-            racks: self.racks.status(now),
+            racks: self.rack_status(now),
         }
     }
 
@@ -260,6 +260,8 @@ impl Controller {
             counters: newest.iter().flat_map(|newest| newest.counters.iter().cloned()).collect(),
             dispatch: newest.iter().flat_map(|newest| &newest.dispatch).map(DispatchedService::from).collect(),
             drained: self.drained(id, now),
+            rack: agent.session.as_ref().and_then(|session| session.rack.as_ref().map(ToString::to_string)),
+            racks: self.fleet.racks_of(id).map(|racks| racks.iter().cloned().collect()),
             connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
         }
     }

@@ -36,7 +36,7 @@ impl Speaker {
     fn require_name(&self, server: &str) -> Result<Option<Behind>, Status> {
         match self {
             Self::Agent(visitor) => visitor.require_name(Role::Agent, server).map(|()| None),
-            Self::Rack(behind) => Ok(Some(*behind)),
+            Self::Rack(behind) => Ok(Some(behind.clone())),
         }
     }
 }
@@ -45,7 +45,7 @@ impl fmt::Display for Speaker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Agent(visitor) => write!(f, "the agent at {}", visitor.caller),
-            Self::Rack(_) => f.write_str("an agent behind a rack"),
+            Self::Rack(behind) => write!(f, "an agent behind rack {}", behind.name),
         }
     }
 }

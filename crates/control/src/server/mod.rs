@@ -402,6 +402,7 @@ fn refused_status(refused: &Refused) -> Status {
         | Refused::DuplicateLoadBalancer { .. }
         | Refused::DuplicateRack { .. }
         | Refused::Superseded(_) => Status::already_exists(message),
+        Refused::UnknownRack(_) | Refused::ForeignRack { .. } => Status::permission_denied(message),
         Refused::TooManyHellos(_) | Refused::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
         _ => Status::invalid_argument(message),
     }

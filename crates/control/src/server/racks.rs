@@ -16,6 +16,7 @@ use super::security::Visitor;
 use super::shared::Shared;
 use super::{HELLO_TIMEOUT, agents, refused_status};
 use crate::controller::racks::Behind;
+use crate::controller::refused::Refused;
 
 type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// What an agent has said, for who serves it.
@@ -37,7 +38,10 @@ pub async fn serve(shared: Arc<Shared>, visitor: Visitor, mut messages: Streamin
     tracing::info!("rack {name} has connected");
     tokio::select! {
         () = listen(&shared, &name, session, &mut messages, &updates) => {}
-        () = tell(&shared, session, &updates) => {}
+        refused = tell(&shared, session, &updates) => if let Some(refused) = refused {
+            tracing::warn!("rack {name} is refused: {refused}");
+            let _ = updates.send(Err(refused_status(&refused))).await;
+        },
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
         }
@@ -79,7 +83,7 @@ async fn listen(
             match message {
                 None => drop(served.remove(&stream)),
                 Some(message) => {
-                    let behind = Behind { rack: session, stream };
+                    let behind = Behind { rack: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| begin(shared, behind, updates.clone()));
                     // Where nobody serves it any more, it has been told why.
                     let _ = agent.send(Ok(message)).await;
@@ -105,10 +109,11 @@ async fn listen(
 fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
+    let stream = behind.stream;
     tokio::spawn(agents::serve(shared.clone(), Speaker::Rack(behind), ReceiverStream::new(messages), answers));
     tokio::spawn(async move {
         let update = |agent| Ok(v1::RackUpdate { update: Some(v1::rack_update::Update::Agent(agent)) });
-        let to = v1::ToAgent { stream: behind.stream, ..Default::default() };
+        let to = v1::ToAgent { stream, ..Default::default() };
         while let Some(answer) = to_agent.recv().await {
             let agent = match answer {
                 Ok(answer) => v1::ToAgent { update: Some(answer), ..to.clone() },
@@ -124,16 +129,20 @@ fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
     said
 }
 
-/// What the rack must know: looked at once per report interval, and told when it has changed.
-async fn tell(shared: &Shared, session: u64, updates: &Updates) {
+/// What the rack must know: looked at once per report interval, and told when it has changed. Ends when the rack does, or says why the
+/// rack must.
+async fn tell(shared: &Shared, session: u64, updates: &Updates) -> Option<Refused> {
     let mut told = None;
     loop {
         let now = shared.now();
-        let Some(configuration) = shared.controller().rack_configuration(session, now) else { return };
+        let configuration = match shared.controller().rack_configuration(session, now) {
+            Ok(configuration) => configuration?,
+            Err(refused) => return Some(refused),
+        };
         if told.as_ref() != Some(&configuration) {
             let update = v1::rack_update::Update::Configuration((&configuration).into());
             if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
-                return;
+                return None;
             }
             told = Some(configuration);
         }

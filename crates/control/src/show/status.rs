@@ -29,13 +29,7 @@ pub fn text(reply: &Status, now: Duration) -> String {
     for server in &reply.servers {
         server.dispatch.iter().for_each(|service| text += &dispatched_text(&server.name, service));
     }
-    for Rack { name, version, age_ms, servers } in &reply.racks {
-        let _ = writeln!(
-            text,
-            "\nrack {name} ({version}), last heard of {age_ms} ms ago\n  servers    {}",
-            servers.join(" ")
-        );
-    }
+    reply.racks.iter().for_each(|rack| text += &rack_text(rack, reply.servers.len()));
     for balancer in &reply.load_balancers {
         text += &load_balancer_text(balancer);
     }
@@ -45,6 +39,13 @@ pub fn text(reply: &Status, now: Duration) -> String {
     text += "\ncookie keys: ";
     text += &keys::text(&reply.keys, now);
     text
+}
+
+fn rack_text(rack: &Rack, servers: usize) -> String {
+    let Rack { name, version, age_ms, servers: speaking, may_speak_for } = rack;
+    let may = if *may_speak_for as usize == servers { "all".to_owned() } else { may_speak_for.to_string() };
+    let (heard, speaking) = (format!("last heard of {age_ms} ms ago"), speaking.join(" "));
+    format!("\nrack {name} ({version}), {heard}, may speak for {may} of {servers} servers\n  servers    {speaking}\n")
 }
 
 /// Those above 0, the largest first: "3 (out_of_order 2, no_cores 1)".

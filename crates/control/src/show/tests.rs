@@ -70,6 +70,8 @@ fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
         dispatch: Vec::new(),
         drained: None,
         connections: None,
+        rack: None,
+        racks: None,
     }
 }
 
@@ -162,6 +164,7 @@ fn reply() -> Status {
             version: "0.1.0".into(),
             age_ms: 60,
             servers: vec!["s1".into(), "s2".into()],
+            may_speak_for: 2,
         }],
     }
 }
@@ -194,7 +197,7 @@ dispatch of 0.0.0.0:53 at s1: jsq
        1  813            4       2        1000        990         6        1        no
   counters   over_bound 7
 
-rack rack1 (0.1.0), last heard of 60 ms ago
+rack rack1 (0.1.0), last heard of 60 ms ago, may speak for all of 2 servers
   servers    s1 s2
 
 load balancer lb1: XDP native, as of 300 ms ago

@@ -115,6 +115,7 @@ mod tests {
                     generation: 16,
                     services: Some(["web".to_owned()].into()),
                 }),
+                racks: left.is_some().then(|| ["r1".to_owned()].into()),
             };
             records.servers.insert(id.try_into().unwrap(), server);
         }

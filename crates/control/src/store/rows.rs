@@ -121,6 +121,9 @@ pub struct ServerRow {
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
+    /// Absent: through any of the fleet's. A version that knows none refuses the document with them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    racks: Option<BTreeSet<String>>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -235,6 +238,7 @@ impl From<&ServerRecord> for ServerRow {
                 generation: drain.generation,
                 services: drain.services.clone(),
             }),
+            racks: server.racks.clone(),
         }
     }
 }
@@ -254,6 +258,7 @@ impl ServerRow {
                 generation: drain.generation,
                 services: drain.services,
             }),
+            racks: self.racks,
         }
     }
 }

@@ -1,0 +1,26 @@
+//! Through which racks agents may speak: `racks` of the fleet and of a server.
+
+use std::collections::BTreeSet;
+
+use coreward_config::{Name, Reader, Spanned};
+
+use super::check::Once;
+
+/// The names on a list; `None`: there is no list. `known`: those of the fleet, where it says which there are.
+pub fn check(
+    listed: Option<&[Spanned<Name>]>,
+    known: Option<&BTreeSet<String>>,
+    reader: &mut Reader<'_>,
+) -> Option<BTreeSet<String>> {
+    let listed = listed?;
+    let mut once = Once::new("rack");
+    for name in listed {
+        let Name(rack) = name.get_ref();
+        once.take(Some(rack), &name.span(), reader);
+        if let Some(known) = known.filter(|known| !known.contains(rack)) {
+            let message = format!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
+            reader.unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
+        }
+    }
+    Some(listed.iter().map(|name| name.get_ref().0.clone()).collect())
+}

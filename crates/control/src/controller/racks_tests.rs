@@ -1,0 +1,149 @@
+//! Which racks may be there, and for whose servers they may speak.
+
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::rss::seeded_rng;
+use coreward_wire::v1;
+
+use super::racks::{Behind, SummaryRefused};
+use super::refused::Refused;
+use super::{Controller, Now, Session};
+use crate::config::FleetConfig;
+use crate::fleet::Fleet;
+use crate::records::Records;
+
+const START: Duration = Duration::from_secs(1_700_000_000);
+
+fn at(milliseconds: u64) -> Now {
+    let monotonic = Duration::from_millis(milliseconds);
+    Now { monotonic, wall: START + monotonic, record: START + monotonic }
+}
+
+/// A controller of servers s0, s1 ... with ids 0, 1 ...
+struct World {
+    records: Records,
+    controller: Controller,
+}
+
+impl World {
+    /// `fleet`: keys of the document; `servers`: a line of each server, or nothing.
+    fn new(fleet: &str, servers: &[&str]) -> Self {
+        let records = Records::draw(START, &mut seeded_rng(5, 0));
+        let nobody = FleetConfig::parse(&Source::from_text("fleet.toml", "")).unwrap();
+        let mut world = Self { controller: Controller::new(Fleet::new(&nobody, &records)), records };
+        world.configure(fleet, servers);
+        world
+    }
+
+    fn configure(&mut self, fleet: &str, servers: &[&str]) {
+        let mut text = format!("{fleet}\n");
+        for (n, line) in servers.iter().enumerate().filter(|(_, line)| **line != "gone") {
+            text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{line}\n", n + 1);
+        }
+        text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+        let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
+        self.records.apply(&config, START, &mut seeded_rng(6, 0)).unwrap();
+        self.controller.configure(Fleet::new(&config, &self.records));
+    }
+
+    fn rack(&mut self, name: &str) -> u64 {
+        self.controller.rack_hello(name, "test", at(0)).unwrap()
+    }
+
+    /// The first agent of the server that speaks through the rack; each has a stream of its own.
+    fn behind(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Refused> {
+        let behind = Behind { rack, name: name.into(), stream };
+        self.controller.hello_behind(server, "test", Some(behind), at(0))
+    }
+
+    /// Streams and servers that the rack is to sum up.
+    fn told(&self, rack: u64) -> Vec<(u64, u16)> {
+        let configuration = self.controller.rack_configuration(rack, at(0)).unwrap().unwrap();
+        configuration.servers.iter().map(|server| (server.stream, server.id.get())).collect()
+    }
+}
+
+fn foreign(server: &str, rack: &str, racks: &[&str]) -> Refused {
+    let racks = racks.iter().map(|rack| (*rack).to_owned()).collect();
+    Refused::ForeignRack { server: server.to_owned(), rack: rack.to_owned(), racks }
+}
+
+#[test]
+fn where_nothing_is_said_any_rack_speaks_for_any_server() {
+    let mut world = World::new("", &["", ""]);
+    let rack = world.rack("r1");
+    world.behind(rack, "r1", "s0", 1).unwrap();
+    assert_eq!(world.told(rack), [(1, 0)]);
+    let status = world.controller.status(false, at(0));
+    assert_eq!((status.racks[0].may_speak_for, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
+    assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].racks), (Some("r1"), &None));
+}
+
+#[test]
+fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_themselves() {
+    let mut world = World::new("racks = [\"r1\", \"r2\"]", &["racks = [\"r1\"]", "racks = []", ""]);
+    let unknown = world.controller.rack_hello("r3", "test", at(0)).unwrap_err();
+    assert_eq!(unknown, Refused::UnknownRack("r3".to_owned()));
+    let [first, second] = ["r1", "r2"].map(|name| world.rack(name));
+    assert_eq!(world.behind(second, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
+    assert_eq!(world.behind(first, "r1", "s1", 1), Err(foreign("s1", "r1", &[])));
+    world.behind(first, "r1", "s0", 2).unwrap();
+    world.behind(second, "r2", "s2", 2).unwrap();
+    world.controller.hello("s1", "test", at(0)).unwrap();
+    assert_eq!((world.told(first), world.told(second)), (vec![(2, 0)], vec![(2, 2)]));
+    let status = world.controller.status(false, at(0));
+    let may: Vec<u32> = status.racks.iter().map(|rack| rack.may_speak_for).collect();
+    assert_eq!(may, [2, 1]);
+    assert_eq!(status.servers[1].racks, Some(Vec::new()));
+    assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
+    // What it passes up of others is refused.
+    let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
+    let refused = world.controller.rack_summaries(first, &[summary], at(0)).unwrap_err();
+    assert!(matches!(refused, SummaryRefused::ForeignServer(id) if id.get() == 2), "{refused}");
+}
+
+#[test]
+fn another_document_ends_what_it_forbids() {
+    let mut world = World::new("", &["racks = [\"r1\"]"]);
+    let rack = world.rack("r1");
+    let session = world.behind(rack, "r1", "s0", 1).unwrap();
+    assert!(world.controller.agent_configuration(&session).is_ok());
+    world.configure("", &["racks = [\"r2\"]"]);
+    assert_eq!(world.controller.agent_configuration(&session), Err(foreign("s0", "r1", &["r2"])));
+    world.configure("racks = [\"r2\"]", &[""]);
+    assert_eq!(world.controller.rack_configuration(rack, at(0)), Err(Refused::UnknownRack("r1".to_owned())));
+}
+
+#[test]
+fn what_was_said_of_a_server_holds_when_it_has_left() {
+    let mut world = World::new("", &["racks = [\"r1\"]", ""]);
+    world.configure("", &["gone", ""]);
+    let rack = world.rack("r2");
+    assert_eq!(world.behind(rack, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
+    world.configure("", &["", ""]);
+    world.behind(rack, "r2", "s0", 1).unwrap();
+}
+
+#[test]
+fn whose_agent_went_elsewhere_is_the_racks_no_more() {
+    let mut world = World::new("", &["", ""]);
+    let rack = world.rack("r1");
+    world.behind(rack, "r1", "s0", 1).unwrap();
+    world.behind(rack, "r1", "s1", 2).unwrap();
+    // The rack has not noticed that its agent is gone.
+    let later = at(10_000);
+    world.controller.hello("s0", "test", later).unwrap();
+    assert_eq!(world.told(rack), [(2, 1)]);
+    assert_eq!(world.controller.status(false, later).servers[0].rack, None);
+}
+
+#[test]
+fn refusals_say_who_may() {
+    let words = foreign("s0", "r3", &["r1", "r2"]).to_string();
+    let expected = "rack \"r3\" may not speak for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent itself (`racks` in \
+                    the fleet's document)";
+    assert_eq!(words, expected);
+    let words = foreign("s0", "r3", &[]).to_string();
+    assert!(words.contains("server \"s0\": expected its agent itself"), "{words}");
+}
