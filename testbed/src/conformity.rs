@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -275,7 +275,11 @@ fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, 
     TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
 }
 
-pub(crate) fn write_busy(path: &PathBuf, busy_ns: &[u64]) -> anyhow::Result<()> {
+/// Says in a paced server's file how long each of its cores has been busy (ns).
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_busy(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // In place and whole: readers have the file open.
     let mut file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;

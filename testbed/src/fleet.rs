@@ -1,36 +1,40 @@
 //! coreward's own processes in a testbed: a controller, load balancers, an agent per server, each the real daemon with
 //! a configuration file of its own, in the namespace where it belongs.
 //!
-//! Daemons are called `controller`, `lb1`, `lb2` ..., `agent-s1`, `agent-s2` ...
+//! Daemons are called `controller`, `rack1` ..., `lb1`, `lb2` ..., `agent-s1`, `agent-s2` ...
 
 mod daemons;
 mod files;
 mod names;
 mod options;
+mod ready;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use nix::sys::signal::Signal;
 
 use crate::namespace::Namespace;
 use crate::process::Process;
-use crate::topology::{Testbed, load_balancer_name};
+use crate::topology::{Testbed, load_balancer_name, rack_name};
 
 pub(crate) use daemons::logs;
 pub use daemons::{asking, asking_of, coreward_command, unit_capabilities};
 pub use files::{bundle, busy_file, certificate_files, certificates, issue};
 pub use names::{
-    CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of, controller_name,
+    CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
+    controller_name, rack_listens_at,
 };
 pub use options::{FleetOptions, LoadSource, Standing};
 
 use daemons::start_daemon;
-use files::{configuration, fleet_name, write_agent_file, write_controller_files, write_load_balancer_file};
+use files::{
+    configuration, fleet_name, write_agent_file, write_controller_files, write_load_balancer_file, write_rack_file,
+};
 use names::DaemonName;
 
 /// The running daemons; all end with this value.
@@ -39,6 +43,7 @@ pub struct Fleet {
     options: FleetOptions,
     pool: BTreeMap<u16, Standing>,
     controllers: BTreeMap<u16, Process>,
+    racks: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
     /// By daemon: another command than [`coreward_command`].
@@ -46,7 +51,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts controller, load balancers and, if there are to be any, an agent for each server of the testbed, all of them
+    /// Starts controller, racks, load balancers and, if there are to be any, an agent for each server of the testbed, all of them
     /// in the pool, and waits until every agent reports and a table is in force.
     ///
     /// # Errors
@@ -63,6 +68,7 @@ impl Fleet {
             options,
             pool,
             controllers: BTreeMap::new(),
+            racks: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             agents: BTreeMap::new(),
             commands: BTreeMap::new(),
@@ -72,6 +78,9 @@ impl Fleet {
         }
         if fleet.options.applied.is_some() {
             fleet.apply(testbed, &configuration(testbed, "fleet"))?;
+        }
+        for number in 1..=testbed.options().racks {
+            fleet.start_rack(testbed, number)?;
         }
         for number in testbed.load_balancer_numbers() {
             fleet.start_load_balancer(testbed, number)?;
@@ -194,6 +203,15 @@ impl Fleet {
         Ok(())
     }
 
+    fn start_rack(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        let name = rack_name(number);
+        self.certify(testbed, Role::Rack, &name)?;
+        write_rack_file(testbed, &self.options, number)?;
+        let rack = self.start_daemon(testbed, testbed.rack(number)?, "rack", &name)?;
+        self.racks.insert(number, rack);
+        Ok(())
+    }
+
     /// Puts a document in force as soon as a controller leads.
     fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + Duration::from_secs(15);
@@ -223,12 +241,13 @@ impl Fleet {
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
-    /// The names of all daemons: controllers', then load balancers', then agents'.
+    /// The names of all daemons: controllers', then racks', load balancers', agents'.
     pub fn daemons(&self) -> Vec<String> {
         let load_balancers = self.load_balancers.keys().map(|number| load_balancer_name(*number));
         let agents = self.agents.keys().map(|number| agent_name(*number));
         let controllers = self.controllers.keys().map(|number| controller_name(*number));
-        controllers.chain(load_balancers).chain(agents).collect()
+        let racks = self.racks.keys().map(|number| rack_name(*number));
+        controllers.chain(racks).chain(load_balancers).chain(agents).collect()
     }
 
     /// How it was set up.
@@ -265,6 +284,7 @@ impl Fleet {
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
         let daemon = match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.controllers.get_mut(&number),
+            DaemonName::Rack(number) => self.racks.get_mut(&number),
             DaemonName::LoadBalancer(number) => self.load_balancers.get_mut(&number),
             DaemonName::Agent(number) => self.agents.get_mut(&number),
         };
@@ -288,6 +308,7 @@ impl Fleet {
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.start_controller(testbed, number),
+            DaemonName::Rack(number) => self.start_rack(testbed, number),
             DaemonName::LoadBalancer(number) => self.start_load_balancer(testbed, number),
             DaemonName::Agent(number) => self.start_agent(testbed, number),
         }
@@ -301,38 +322,17 @@ impl Fleet {
         Ok(serde_json::from_slice(&self.ask(testbed, &["status", "--format", "json"])?)?)
     }
 
-    /// Waits until every active server of the pool reports, if it has an agent, and the load balancer has a table.
+    /// Waits until every active server of the pool reports, if it has an agent, and the load balancers' tables have all servers that take
+    /// new connections.
     ///
     /// # Errors
     /// When that takes longer than ten seconds; the error holds the last lines of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let end = Instant::now() + Duration::from_secs(10);
-        loop {
-            let status = self.status(testbed);
-            if status.as_ref().is_ok_and(|status| self.is_ready(status)) {
-                return Ok(());
-            }
-            if Instant::now() > end {
-                bail!("the fleet is not ready: {status:?}\n{}", logs(testbed));
-            }
+        while let Err(missing) = self.check_ready(testbed) {
+            ensure!(Instant::now() < end, "the fleet is not ready: {missing:#}\n{}", logs(testbed));
             std::thread::sleep(Duration::from_millis(50));
         }
-    }
-
-    fn is_ready(&self, status: &serde_json::Value) -> bool {
-        let servers = status["servers"].as_array().map_or(&[][..], Vec::as_slice);
-        let reporting = servers.iter().filter(|server| server["reports"] == "fresh").count();
-        let active =
-            self.pool.values().filter(|standing| **standing == Standing::Active && self.options.agents).count();
-        let balancers = status["load_balancers"].as_array().map_or(&[][..], Vec::as_slice);
-        let resolved = |number: &u16| {
-            let name = load_balancer_name(*number);
-            let state = balancers.iter().find(|balancer| balancer["name"] == name).map(|balancer| &balancer["state"]);
-            state.is_some_and(|state| {
-                state["unresolved_servers"].as_array().is_none_or(Vec::is_empty)
-                    && state["table_generations"].as_object().is_some_and(|tables| !tables.is_empty())
-            })
-        };
-        reporting >= active && self.load_balancers.keys().all(resolved)
+        Ok(())
     }
 }

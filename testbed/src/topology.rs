@@ -4,6 +4,7 @@
 //!   cwX-client 10.1.0.7 ..  --+                     +-- cwX-s1 10.1.1.1  (VIP on lo)
 //!   cwX-lb1    10.1.2.1  -----+-- cwX-switch: br0 --+-- cwX-s2 10.1.1.2
 //!   cwX-controller 10.1.0.2 --+                     +-- ...
+//!   cwX-rack1  10.1.3.1    ---+
 //! ```
 //!
 //! Every host is a namespace with one device, `eth0`, whose peer in the switch has the host's name and is a port of the
@@ -34,6 +35,7 @@ pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 const SERVERS_MAX: u16 = 250;
 const LOAD_BALANCERS_MAX: u16 = 32;
+const RACKS_MAX: u16 = 32;
 const CORES_MAX: u16 = 64;
 
 /// [`seeded_rng`]'s stream for the keys that emulated NICs have when they come up.
@@ -53,6 +55,8 @@ pub struct TestbedOptions {
     pub rings: bool,
     /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
     pub load_balancers: u16,
+    /// Hosts for rack controllers (0 to 32).
+    pub racks: u16,
     /// Addresses of the client, from 10.1.0.7 on (behind a router from 10.2.0.7 on; 1 to 200).
     pub client_addresses: u16,
     /// The client stands behind a router, and packets to it may have this many bytes (68 to 1500); `None`: on the servers'
@@ -77,6 +81,7 @@ impl Default for TestbedOptions {
             cores: 4,
             rings: false,
             load_balancers: 1,
+            racks: 0,
             client_addresses: 4,
             router_mtu: None,
             answers_by_load_balancer: false,
@@ -98,6 +103,8 @@ pub struct Testbed {
     switch: Namespace,
     /// Load balancer K at K - 1; `None` once removed.
     load_balancers: Vec<Option<Namespace>>,
+    /// Rack K at K - 1.
+    racks: Vec<Namespace>,
     /// Server K at K - 1; `None` once removed.
     servers: Vec<Option<Namespace>>,
 }
@@ -144,6 +151,7 @@ impl Testbed {
             (options.servers, 0, SERVERS_MAX, "servers"),
             (options.cores, 1, CORES_MAX, "cores"),
             (options.load_balancers, 1, LOAD_BALANCERS_MAX, "load balancers"),
+            (options.racks, 0, RACKS_MAX, "racks"),
             (options.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
             (u16::from(options.vips), 1, 250, "VIPs"),
             (options.router_mtu.unwrap_or(uplink::MTU_MAX), uplink::MTU_MIN, uplink::MTU_MAX, "bytes of MTU"),
@@ -167,12 +175,16 @@ impl Testbed {
             controller: instance.namespace("controller"),
             switch: instance.namespace("switch"),
             load_balancers: Vec::new(),
+            racks: Vec::new(),
             servers: Vec::new(),
             options,
             instance,
         };
         testbed.make_switch()?;
         testbed.make_hosts()?;
+        for number in 1..=testbed.options.racks {
+            testbed.add_rack(number)?;
+        }
         for _ in 0..testbed.options.load_balancers {
             testbed.add_load_balancer()?;
         }
@@ -197,6 +209,16 @@ impl Testbed {
         self.connect(&self.controller, "controller", 1, 1)?;
         ip_batch(Some(&self.controller), &format!("address add {CONTROLLER_ADDRESS}/16 dev {DEVICE}\n"))?;
         self.make_client_side()
+    }
+
+    fn add_rack(&mut self, number: u16) -> anyhow::Result<()> {
+        let name = rack_name(number);
+        let namespace = self.instance.namespace(&name);
+        make_namespaces(&[&namespace])?;
+        self.connect(&namespace, &name, 1, 1)?;
+        ip_batch(Some(&namespace), &format!("address add {}/16 dev {DEVICE}\n", rack_address(number)))?;
+        self.racks.push(namespace);
+        Ok(())
     }
 
     /// Adds a load balancer and returns its number, counted from 1. Numbers are not used again. It is no next hop of the
@@ -377,6 +399,15 @@ impl Testbed {
         &self.controller
     }
 
+    /// The host of rack controller `number`, counted from 1.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn rack(&self, number: u16) -> anyhow::Result<&Namespace> {
+        let rack = usize::from(number).checked_sub(1).and_then(|position| self.racks.get(position));
+        rack.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
+    }
+
     /// The switch.
     pub fn switch(&self) -> &Namespace {
         &self.switch
@@ -460,6 +491,16 @@ pub fn load_balancer_address(number: u16) -> Ipv4Addr {
 /// The name of load balancer `number`: of its namespace's role, its port, its daemon.
 pub fn load_balancer_name(number: u16) -> String {
     format!("lb{number}")
+}
+
+/// The address of the host of rack controller `number`, counted from 1.
+pub fn rack_address(number: u16) -> Ipv4Addr {
+    Ipv4Addr::new(10, 1, 3, number as u8)
+}
+
+/// The name of rack controller `number`: of its namespace's role, its port, its daemon.
+pub fn rack_name(number: u16) -> String {
+    format!("rack{number}")
 }
 
 fn numbered(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {

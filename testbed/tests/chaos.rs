@@ -14,6 +14,7 @@ fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
         faults: Vec::new(),
         changes: 30,
         controllers: 1,
+        racks: 2,
         other_binary: None,
         json: false,
     };
@@ -22,6 +23,7 @@ fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
     assert!(outcome.is_well());
     assert!(outcome.faults.values().sum::<u64>() >= 3, "{:?}", outcome.faults);
     assert!(outcome.writes.acknowledged > 10 && outcome.watched.statuses > 3, "{outcome}");
+    assert!(outcome.writes.drains > 0, "{outcome}");
     let seen = &outcome.seen;
     assert!([seen.downloads, seen.requests, seen.short, seen.kept, seen.streams].iter().all(|count| count.well > 0));
 }

@@ -1,13 +1,13 @@
 //! Documents of the fleet, one after the other, each another change; and some that must be refused.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::net::SocketAddrV4;
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::topology::server_address;
+use crate::topology::{rack_name, server_address};
 
 /// [`seeded_rng`]'s stream for what changes.
 const PURPOSE_CHANGES: u64 = 0x6368_6102;
@@ -20,7 +20,12 @@ const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least",
 struct Entry {
     draining: bool,
     weight: u32,
+    /// Its agent may speak through no rack.
+    by_itself: bool,
 }
+
+/// As at the beginning.
+const ACTIVE: Entry = Entry { draining: false, weight: 1, by_itself: false };
 
 /// What the newest document says, and what the next will.
 #[derive(Debug, Clone)]
@@ -29,19 +34,27 @@ pub struct Documents {
     services: Vec<(String, SocketAddrV4, &'static str)>,
     policies: Vec<&'static str>,
     servers: BTreeMap<u16, Option<Entry>>,
+    /// By server: through which racks its agent may speak.
+    racks_of: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     number: u64,
 }
 
 impl Documents {
-    /// With all `servers` active. `services`: name, address, and further lines as they are to stand there.
-    pub fn new(seed: u64, servers: &[u16], services: Vec<(String, SocketAddrV4, &'static str)>) -> Self {
-        let active = Entry { draining: false, weight: 1 };
+    /// With all `servers` active. `services`: name, address, and further lines as they are to stand there; `racks_of`: by server,
+    /// through which racks its agent may speak; empty: there are none.
+    pub fn new(
+        seed: u64,
+        servers: &[u16],
+        services: Vec<(String, SocketAddrV4, &'static str)>,
+        racks_of: BTreeMap<u16, Vec<u16>>,
+    ) -> Self {
         Self {
             rng: seeded_rng(seed, PURPOSE_CHANGES),
             policies: vec![POLICIES[0]; services.len()],
             services,
-            servers: servers.iter().map(|number| (*number, Some(active))).collect(),
+            servers: servers.iter().map(|number| (*number, Some(ACTIVE))).collect(),
+            racks_of,
             report_interval_ms: 100,
             number: 0,
         }
@@ -50,13 +63,17 @@ impl Documents {
     /// The document as it stands; its number makes it another text each time.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.number, self.report_interval_ms);
+        let racks: BTreeSet<u16> = self.racks_of.values().flatten().copied().collect();
+        let _ = writeln!(text, "racks = {:?}", names(&racks));
         for (number, entry) in &self.servers {
-            let Some(Entry { draining, weight }) = entry else { continue };
+            let Some(Entry { draining, weight, by_itself }) = entry else { continue };
             let (address, state) = (server_address(*number), if *draining { "draining" } else { "active" });
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
+            let racks = self.racks_of.get(number).into_iter().flatten().filter(|_| !by_itself);
+            let _ = writeln!(text, "racks = {:?}", names(racks));
         }
         for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {
             let _ =
@@ -65,8 +82,28 @@ impl Documents {
         text
     }
 
-    /// One change further.
-    pub fn change(&mut self) {
+    /// The servers that are in it.
+    pub fn present(&self) -> BTreeSet<u16> {
+        self.servers.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
+    }
+
+    /// A server to be drained next, if others take new connections then. `drained`: those that are, or may be.
+    pub fn next_to_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
+        let present: Vec<u16> = self.present().into_iter().filter(|number| !drained.contains(number)).collect();
+        let number = *present.get(self.below(present.len().max(1) as u32) as usize)?;
+        self.may_go(number, drained).then_some(number)
+    }
+
+    /// Whether enough others take new connections.
+    fn may_go(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
+        let takes_new = |(other, entry): &(&u16, &Option<Entry>)| {
+            **other != number && entry.is_some_and(|entry| !entry.draining) && !drained.contains(other)
+        };
+        self.servers.iter().filter(takes_new).count() >= ACTIVE_MIN
+    }
+
+    /// One change further. `drained`: servers that are drained by command, or may be.
+    pub fn change(&mut self, drained: &BTreeSet<u16>) {
         self.number += 1;
         match self.below(8) {
             0 => {
@@ -76,23 +113,20 @@ impl Documents {
             1 => self.report_interval_ms = [50, 100, 200][self.below(3) as usize],
             // A comment is a change of the document, too.
             2 => {}
-            _ => self.change_server(),
+            _ => self.change_server(drained),
         }
     }
 
-    fn change_server(&mut self) {
+    fn change_server(&mut self, drained: &BTreeSet<u16>) {
         let numbers: Vec<u16> = self.servers.keys().copied().collect();
         let number = numbers[self.below(numbers.len() as u32) as usize];
-        let others = self
-            .servers
-            .iter()
-            .filter(|(other, entry)| **other != number && entry.is_some_and(|entry| !entry.draining));
-        let may_go = others.count() >= ACTIVE_MIN;
-        let entry = match self.below(4) {
+        let may_go = self.may_go(number, drained);
+        let entry = match self.below(5) {
             0 if may_go => None,
-            1 if may_go => Some(Entry { draining: true, weight: 1 }),
-            2 => Some(Entry { draining: false, weight: 1 + self.below(4) }),
-            _ => Some(Entry { draining: false, weight: 1 }),
+            1 if may_go => Some(Entry { draining: true, ..ACTIVE }),
+            2 => Some(Entry { weight: 1 + self.below(4), ..ACTIVE }),
+            3 => Some(Entry { by_itself: true, ..ACTIVE }),
+            _ => Some(ACTIVE),
         };
         self.servers.insert(number, entry);
     }
@@ -113,10 +147,56 @@ impl Documents {
     /// All servers active, as at the beginning.
     pub fn restore(&mut self) {
         self.number += 1;
-        self.servers.values_mut().for_each(|entry| *entry = Some(Entry { draining: false, weight: 1 }));
+        self.servers.values_mut().for_each(|entry| *entry = Some(ACTIVE));
     }
 
     fn below(&mut self, bound: u32) -> u32 {
         uniform_below(&mut self.rng, bound)
+    }
+}
+
+fn names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<String> {
+    racks.into_iter().map(|rack| rack_name(*rack)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_config::Source;
+    use coreward_control::config::FleetConfig;
+
+    use super::*;
+
+    fn documents(seed: u64) -> Documents {
+        let services = vec![("web".to_owned(), SocketAddrV4::new([10, 200, 0, 1].into(), 80), "")];
+        Documents::new(seed, &[1, 2, 3, 4], services, (1..=4).map(|number| (number, vec![1, 2])).collect())
+    }
+
+    #[test]
+    fn every_document_is_right_but_those_that_are_to_be_wrong() {
+        let parse = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
+        let mut documents = documents(1);
+        for _ in 0..300 {
+            documents.change(&BTreeSet::new());
+            parse(documents.text()).unwrap();
+            parse(documents.wrong()).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn enough_servers_take_new_connections_whatever_is_drained() {
+        let (mut documents, mut drained) = (documents(2), BTreeSet::new());
+        for turn in 0..1_000 {
+            documents.change(&drained);
+            match turn % 7 {
+                0 => drained.extend(documents.next_to_drain(&drained)),
+                3 => drop(drained.pop_first()),
+                _ => {}
+            }
+            drained.retain(|number| documents.present().contains(number));
+            let takes_new = |(number, entry): &(&u16, &Option<Entry>)| {
+                entry.is_some_and(|entry| !entry.draining) && !drained.contains(number)
+            };
+            assert!(documents.servers.iter().filter(takes_new).count() >= ACTIVE_MIN, "turn {turn}: {drained:?}");
+        }
     }
 }

@@ -159,9 +159,9 @@ impl Fault {
     }
 }
 
-/// No packet of a client comes to the controller.
+/// No packet of a client comes to the controller, nor to a rack.
 fn is_control(port: &str) -> bool {
-    port == "controller"
+    port == "controller" || port.starts_with("rack")
 }
 
 impl fmt::Display for Fault {

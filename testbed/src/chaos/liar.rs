@@ -2,7 +2,7 @@
 //! flood the controller with connections that say nothing or nonsense.
 
 use std::io::Write as _;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -18,7 +18,6 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Endpoint;
 
-use crate::fleet::controller_address;
 use crate::namespace::Namespace;
 
 /// [`seeded_rng`]'s stream for lies.
@@ -42,25 +41,34 @@ pub struct Lies {
     pub connections: AtomicU64,
 }
 
-/// Lies from the server's machine, with the certificate of its agent, until `done`; call it in a thread of its own.
+/// Lies from the server's machine, with the certificate of its agent, until `done`; call it in a thread of its own. `told`: addresses of
+/// the controller and of racks.
 ///
 /// # Errors
 /// When the machine cannot be entered, or its kernel refuses what every program gets.
-pub fn lie(machine: &Namespace, stolen: Files, server: u16, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+pub fn lie(
+    machine: &Namespace,
+    stolen: Files,
+    server: u16,
+    told: &[SocketAddr],
+    lies: &Lies,
+    done: &AtomicBool,
+) -> anyhow::Result<()> {
     let tls = Tls::load(stolen)?;
     machine.within(|| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let mut rng = seeded_rng(server.into(), PURPOSE_LIES);
             while !done.load(Ordering::Relaxed) {
-                flood(&mut rng, lies);
+                let to = told[uniform_below(&mut rng, told.len() as u32) as usize];
+                flood(to, &mut rng, lies);
                 // Who is refused, or not heard, tries again, as another server or as nobody.
                 let name = match uniform_below(&mut rng, 4) {
                     0 => "nobody".to_owned(),
                     1 => format!("s{}", 1 + server % 4),
                     _ => format!("s{server}"),
                 };
-                let _ = tokio::time::timeout(STREAM_LIMIT, speak(name, &tls, &mut rng, lies, done)).await;
+                let _ = tokio::time::timeout(STREAM_LIMIT, speak(name, to, &tls, &mut rng, lies, done)).await;
                 tokio::time::sleep(RETRY_INTERVAL).await;
             }
         });
@@ -69,8 +77,7 @@ pub fn lie(machine: &Namespace, stolen: Files, server: u16, lies: &Lies, done: &
 }
 
 /// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
-fn flood(rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
-    let Ok(address) = controller_address().parse() else { return };
+fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
     let mut open = Vec::with_capacity(FLOOD);
     for _ in 0..FLOOD {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
@@ -85,13 +92,14 @@ fn flood(rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
 /// One stream, until the controller ends it.
 async fn speak(
     name: String,
+    to: SocketAddr,
     tls: &Arc<Tls>,
     rng: &mut Xoshiro256PlusPlus,
     lies: &Lies,
     done: &AtomicBool,
 ) -> anyhow::Result<()> {
-    let endpoint = Endpoint::from_shared(format!("http://{}", controller_address()))?.connect_timeout(CONNECT_LIMIT);
-    let connector = Connector::new(controller_address().parse()?, Some((tls.clone(), &[Role::Controller])));
+    let endpoint = Endpoint::from_shared(format!("http://{to}"))?.connect_timeout(CONNECT_LIMIT);
+    let connector = Connector::new(to, Some((tls.clone(), &[Role::Controller, Role::Rack])));
     let mut client = ControlClient::new(endpoint.connect_with_connector(connector).await?);
     let (messages, receiver) = mpsc::channel(16);
     let message = |message| v1::AgentMessage { message: Some(message) };

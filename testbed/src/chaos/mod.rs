@@ -3,13 +3,14 @@
 //!
 //! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
 //! * [`traffic`]: the clients
-//! * [`writer`]: who changes the configuration, by [`document`], and remembers what was acknowledged
+//! * [`writer`]: who changes the configuration, by [`document`], drains servers, and remembers what was acknowledged ([`drains`])
 //! * [`watch`]: what must only grow or stay; [`ask`]: by the operator's commands
 //! * [`outcome`]: what was seen, in words
 
 pub mod ask;
 pub mod disk;
 pub mod document;
+pub mod drains;
 pub mod etcd;
 pub mod fault;
 pub mod liar;
@@ -64,6 +65,9 @@ pub struct Options {
     /// Controllers; several keep their records in an etcd of three members
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=5))]
     pub controllers: u16,
+    /// Rack controllers, through which agents speak
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=4))]
+    pub racks: u16,
     /// Another version of this command, which upgrades alternate with
     #[arg(long, value_name = "FILE")]
     pub other_binary: Option<PathBuf>,
@@ -79,6 +83,11 @@ const CORES: u16 = 2;
 const CLIENT_ADDRESSES: u16 = 4;
 /// After this long nothing comes right by itself any more.
 const WHOLE_LIMIT: Duration = Duration::from_secs(30);
+/// Both services are checked often, and with little patience, so that faults are taken for servers that are down.
+const WEB_MORE: &str =
+    "[service.health]\ncheck = \"http\"\npath = \"/\"\ninterval = \"500ms\"\ntimeout = \"300ms\"\nfall = 2\n";
+const STREAMS_MORE: &str =
+    "consistency = \"stateful\"\n[service.health]\ninterval = \"500ms\"\ntimeout = \"300ms\"\nfall = 2\n";
 const STEP: Duration = Duration::from_millis(20);
 /// Of the run so much is for the changes; the rest is what faults cost.
 const CHANGES_SHARE: f64 = 0.7;
@@ -109,6 +118,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         servers: SERVERS,
         cores: CORES,
         load_balancers: LOAD_BALANCERS,
+        racks: options.racks,
         client_addresses: CLIENT_ADDRESSES,
         ..TestbedOptions::default()
     })?;
@@ -120,10 +130,16 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     for number in &numbers {
         write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORES)])?;
     }
+    let racks_of: BTreeMap<u16, Vec<u16>> = numbers
+        .iter()
+        .filter(|_| options.racks > 0)
+        .map(|number| (*number, racks_of(*number, options.racks)))
+        .collect();
     let documents = Documents::new(
         options.seed,
         &numbers,
-        vec![("web".to_owned(), SERVICE, ""), ("streams".to_owned(), STREAM_SERVICE, "consistency = \"stateful\"\n")],
+        vec![("web".to_owned(), SERVICE, WEB_MORE), ("streams".to_owned(), STREAM_SERVICE, STREAMS_MORE)],
+        racks_of.clone(),
     );
     let disk = Disk::mount(&testbed.directory().join("store"))?;
     let preload = Preload::create(&testbed.directory())?;
@@ -134,6 +150,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         store: Some(disk.path().join("controller.redb")),
         preload: Some(preload.clone()),
         controllers: options.controllers,
+        racks_of,
         tls: true,
         etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
         more_of_load_balancers: format!("metrics = \"{}\"\n", watch::METRICS),
@@ -229,7 +246,8 @@ impl<'a> Run<'a> {
 
     /// Round after round, until the time is over.
     fn rounds(&mut self, traffic: &Traffic<'_>, writer: &Writer<'_>, watch: &Watch<'_>) -> anyhow::Result<()> {
-        let parts = Parts { controllers: self.options.controllers, load_balancers: LOAD_BALANCERS, servers: SERVERS };
+        let Options { controllers, racks, .. } = *self.options;
+        let parts = Parts { controllers, load_balancers: LOAD_BALANCERS, racks, servers: SERVERS };
         let mut schedule = Schedule::new(self.options.seed, &self.kinds, parts);
         let end = self.start + Duration::from_secs(self.options.seconds.into());
         while Instant::now() < end {
@@ -323,6 +341,12 @@ impl<'a> Run<'a> {
             println!("{:7.1} s  {what}", self.start.elapsed().as_secs_f64());
         }
     }
+}
+
+/// Through which racks the agent of a server speaks: the one that is its own, then the next.
+fn racks_of(server: u16, racks: u16) -> Vec<u16> {
+    let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
+    if first == second { vec![first] } else { vec![first, second] }
 }
 
 /// Files below a directory.

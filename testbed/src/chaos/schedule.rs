@@ -11,7 +11,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::etcd::MEMBERS;
 use super::fault::{Fault, FaultKind};
 use crate::fleet::{CONTROLLER, agent_name, controller_name};
-use crate::topology::load_balancer_name;
+use crate::topology::{load_balancer_name, rack_name};
 
 /// [`seeded_rng`]'s stream for what goes wrong.
 const PURPOSE_FAULTS: u64 = 0x6368_6101;
@@ -38,6 +38,8 @@ pub struct Parts {
     pub controllers: u16,
     /// Numbers 1 to this.
     pub load_balancers: u16,
+    /// Numbers 1 to this; 0: none.
+    pub racks: u16,
     /// Numbers 1 to this.
     pub servers: u16,
 }
@@ -118,20 +120,31 @@ impl Schedule {
         1 + self.below(self.parts.load_balancers.into()) as u16
     }
 
+    fn rack(&mut self) -> u16 {
+        1 + self.below(self.parts.racks.into()) as u16
+    }
+
+    /// How many roles there are.
+    fn roles(&self) -> u32 {
+        if self.parts.racks > 0 { 4 } else { 3 }
+    }
+
     /// Each role is as likely as the others.
     fn daemon(&mut self) -> String {
-        match self.below(3) {
+        match self.below(self.roles()) {
             0 => controller_name(1 + self.below(self.parts.controllers.into()) as u16),
             1 => load_balancer_name(self.load_balancer()),
+            3 => rack_name(self.rack()),
             _ => agent_name(self.server()),
         }
     }
 
     /// A port of the switch.
     fn port(&mut self) -> String {
-        match self.below(3) {
+        match self.below(self.roles()) {
             0 => CONTROLLER.to_owned(),
             1 => load_balancer_name(self.load_balancer()),
+            3 => rack_name(self.rack()),
             _ => format!("s{}", self.server()),
         }
     }
@@ -161,7 +174,7 @@ mod tests {
 
     use super::*;
 
-    const PARTS: Parts = Parts { controllers: 1, load_balancers: 2, servers: 4 };
+    const PARTS: Parts = Parts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
 
     #[test]
     fn a_seed_is_a_schedule_and_every_kind_has_its_turn() {

@@ -17,7 +17,9 @@ use super::fault::Fault;
 use super::liar::{self, Lies};
 use super::network::Network;
 use super::watch::{Taken, taken};
-use crate::fleet::{CONTROLLER, Fleet, agent_name, certificate_files, coreward_command, logs};
+use crate::fleet::{
+    CONTROLLER, Fleet, agent_name, certificate_files, controller_address, coreward_command, logs, rack_listens_at,
+};
 use crate::preload::Preload;
 use crate::topology::Testbed;
 
@@ -226,7 +228,11 @@ impl<'a> Site<'a> {
         let machine = self.testbed.server(server)?.clone();
         let told = done.clone();
         let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
-        let thread = std::thread::spawn(move || liar::lie(&machine, stolen, server, &lies, &told));
+        let mut addresses = vec![controller_address().parse()?];
+        for rack in 1..=self.testbed.options().racks {
+            addresses.push(rack_listens_at(rack).parse()?);
+        }
+        let thread = std::thread::spawn(move || liar::lie(&machine, stolen, server, &addresses, &lies, &told));
         self.liars.insert(server, Liar { done, thread });
         Ok(())
     }

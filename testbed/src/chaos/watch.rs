@@ -1,7 +1,7 @@
 //! What is seen of the fleet while everything goes wrong: generations, ids and counters that only grow or stay, tables that
 //! come, daemons that do not grow.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::ask::Operator;
-use crate::topology::{Testbed, load_balancer_name};
+use crate::topology::{Testbed, load_balancer_name, rack_name};
 
 /// Where every load balancer serves its metrics, in its own namespace.
 pub const METRICS: &str = "127.0.0.1:9440";
@@ -37,6 +37,8 @@ pub struct Watched {
     pub longest_without_table_s: f64,
     /// See there.
     pub longest_without_table_at_s: f64,
+    /// How often a server that was found well before was found down: by health checks that met a fault.
+    pub found_down: u64,
     /// What did not hold, in words.
     pub violations: Vec<String>,
 }
@@ -58,6 +60,8 @@ struct Known {
     names: BTreeMap<u64, String>,
     /// Counters by (load balancer or server, counter).
     counters: BTreeMap<(String, String), u64>,
+    /// Servers that are down.
+    down: BTreeSet<String>,
     /// By load balancer: the generations of its tables, and since when.
     tables: BTreeMap<u16, (f64, Instant)>,
     /// Which cookie key stamps, of which generation, and how far a rotation is.
@@ -182,6 +186,10 @@ impl Known {
         if owner != name {
             self.violated(format!("id {id} is {name}'s, after {owner}'s"));
         }
+        match server["state"] == "down" {
+            true => self.watched.found_down += u64::from(self.down.insert(name.to_owned())),
+            false => drop(self.down.remove(name)),
+        }
     }
 
     /// No rotation is allowed, so the keys stay.
@@ -205,12 +213,22 @@ impl Known {
     }
 }
 
-/// Why the fleet is not whole, by its status; `None`: every server that is in the document reports, every load balancer has heard of
-/// the newest configuration and knows all servers. `since`: the load balancers must have said so after this moment.
+/// Why the fleet is not whole, by its status; `None`: every server that is in the document reports and is well, every rack is there, every
+/// load balancer has heard of the newest configuration and knows all servers. `since`: the load balancers must have said so after this
+/// moment.
 pub fn not_whole(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
             return Some(format!("{} reports {}", server["name"], server["reports"]));
+        }
+        if server["state"] == "down" {
+            return Some(format!("{} is down: {}", server["name"], server["state_reason"]));
+        }
+    }
+    for number in 1..=testbed.options().racks {
+        let name = rack_name(number);
+        if !array(&status["racks"]).iter().any(|rack| rack["name"] == name) {
+            return Some(format!("{name} is not there"));
         }
     }
     let balancers = array(&status["load_balancers"]);

@@ -14,12 +14,15 @@ use serde::Serialize;
 
 use super::ask::Operator;
 use super::document::Documents;
+use super::drains::Drains;
 use crate::topology::Testbed;
 
 /// Every so many changes a wrong one is tried.
 const WRONG_EVERY: u64 = 10;
 /// Every so many changes the controller is asked for a rotation of the cookie keys.
 const ROTATE_EVERY: u64 = 50;
+/// Every so many changes a server is drained by command, or that is ended.
+const DRAIN_EVERY: u64 = 4;
 /// Every so many changes it is looked whether the controller has what it acknowledged.
 const LOOK_EVERY: u64 = 10;
 /// After a failure.
@@ -40,6 +43,10 @@ pub struct Writes {
     pub wrong: u64,
     /// Rotations of young keys; all must be refused.
     pub rotations: u64,
+    /// Servers that the controller said are drained by command, or no more.
+    pub drains: u64,
+    /// The same of those whose answer did not come, or that it refused.
+    pub drains_unanswered: u64,
     /// How often the controller was asked for what is in force.
     pub looks: u64,
     /// What did not hold, in words.
@@ -53,6 +60,7 @@ pub struct Model {
     text: String,
     /// May be, as well.
     unanswered: Vec<String>,
+    drains: Drains,
 }
 
 /// The writer; used by one thread, looked at by others.
@@ -98,9 +106,12 @@ impl<'a> Writer<'a> {
             }
             due = (due + interval).max(Instant::now() - 10 * interval);
             made += 1;
-            documents.change();
-            if !self.change(&mut model, documents.text())? {
+            documents.change(&model.drains.perhaps());
+            if !self.change(&mut model, &documents)? {
                 std::thread::sleep(PAUSE);
+            }
+            if made.is_multiple_of(DRAIN_EVERY) {
+                self.drain_or_undrain(&mut model, &mut documents);
             }
             if made.is_multiple_of(WRONG_EVERY) {
                 self.try_wrong(&mut model, &documents.wrong())?;
@@ -114,9 +125,16 @@ impl<'a> Writer<'a> {
         }
         documents.restore();
         let end = Instant::now() + Duration::from_secs(20);
-        while !self.change(&mut model, documents.text())? {
+        while !self.change(&mut model, &documents)? {
             ensure!(Instant::now() < end, "the last change is not acknowledged");
             std::thread::sleep(PAUSE);
+        }
+        // One stays drained over the end of all controllers.
+        for server in model.drains.perhaps().into_iter().skip(1) {
+            while !self.ask_for_drain(&mut model, server, false) {
+                ensure!(Instant::now() < end, "that s{server} is drained no more is not acknowledged");
+                std::thread::sleep(PAUSE);
+            }
         }
         self.look_again(&mut model)?;
         Ok(model)
@@ -132,7 +150,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Whether it is acknowledged.
-    fn change(&self, model: &mut Model, text: String) -> anyhow::Result<bool> {
+    fn change(&self, model: &mut Model, documents: &Documents) -> anyhow::Result<bool> {
+        let (text, present) = (documents.text(), documents.present());
         fs::write(&self.file, &text)?;
         // An attempt that nobody answered may be in force by now.
         if !model.unanswered.is_empty() && !self.look(model) {
@@ -143,16 +162,37 @@ impl<'a> Writer<'a> {
                 if generation <= model.generation {
                     self.violated(format!("generation {generation} was acknowledged after {}", model.generation));
                 }
-                *model = Model { generation, text, unanswered: Vec::new() };
+                model.drains.applied(&present, true);
+                (model.generation, model.text) = (generation, text);
+                model.unanswered.clear();
                 self.count(|writes| writes.acknowledged += 1);
                 Ok(true)
             }
             Err(_) => {
+                model.drains.applied(&present, false);
                 model.unanswered.push(text);
                 self.count(|writes| writes.unanswered += 1);
                 Ok(false)
             }
         }
+    }
+
+    /// A server that is drained is so no more, or another one is.
+    fn drain_or_undrain(&self, model: &mut Model, documents: &mut Documents) {
+        let drained = model.drains.perhaps();
+        let next = documents.next_to_drain(&drained).map(|server| (server, true));
+        if let Some((server, drain)) = next.or_else(|| drained.first().map(|server| (*server, false))) {
+            self.ask_for_drain(model, server, drain);
+        }
+    }
+
+    /// Whether it is acknowledged.
+    fn ask_for_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
+        let command = if drain { "drain" } else { "undrain" };
+        let is_acknowledged = self.operator.coreward(&[command, &format!("s{server}")]).is_ok();
+        model.drains.asked(server, drain, is_acknowledged);
+        self.count(|writes| *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1);
+        is_acknowledged
     }
 
     /// A document that must be refused.
@@ -177,7 +217,9 @@ impl<'a> Writer<'a> {
     /// Compares what is in force with the model; false when the controller does not answer.
     fn look(&self, model: &mut Model) -> bool {
         let Ok((generation, text)) = self.in_force() else { return false };
+        let Ok(status) = self.status() else { return false };
         self.count(|writes| writes.looks += 1);
+        model.drains.compare(&status).into_iter().for_each(|wrong| self.violated(wrong));
         if text == model.text && generation == model.generation {
             return true;
         }
@@ -193,7 +235,8 @@ impl<'a> Writer<'a> {
             ));
         }
         // Of the attempts before this one none can be in force any more: each names the generation that it replaces.
-        *model = Model { generation, unanswered: after(std::mem::take(&mut model.unanswered), &text), text };
+        model.unanswered = after(std::mem::take(&mut model.unanswered), &text);
+        (model.generation, model.text) = (generation, text);
         true
     }
 
@@ -214,6 +257,10 @@ impl<'a> Writer<'a> {
             serde_json::from_str(&self.operator.coreward(&["fleet", "show", "--format", "json"])?)?;
         let generation = answer["generation"].as_u64().context("a document without a generation")?;
         Ok((generation, answer["text"].as_str().context("a document without a text")?.to_owned()))
+    }
+
+    fn status(&self) -> anyhow::Result<serde_json::Value> {
+        Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
     }
 
     fn count(&self, count: impl FnOnce(&mut Writes)) {

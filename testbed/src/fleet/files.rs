@@ -10,9 +10,9 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_tls::authority::{Authority, Validity};
 use coreward_tls::{Files, Identity, Name, Role};
 
-use super::names::{api_address_of, controller_address, controller_address_of, controller_name};
+use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
 use super::options::{FleetOptions, LoadSource, Standing};
-use crate::topology::{DEVICE, Testbed, load_balancer_name, server_address};
+use crate::topology::{DEVICE, Testbed, load_balancer_name, rack_name, server_address};
 
 /// Where the paced server of a server publishes the busy time of its workers.
 pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
@@ -62,6 +62,7 @@ pub(super) fn write_controller_files(
         let state = if *standing == Standing::Active { "active" } else { "draining" };
         let address = server_address(*number);
         write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
+        text += options.servers_more.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
         let policy = &options.policy;
@@ -88,6 +89,12 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
     write(&configuration(testbed, &name), &text)
 }
 
+pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
+    let (name, listen, controllers) = (rack_name(number), rack_listens_at(number), options.controllers());
+    let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
+    write(&configuration(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
+}
+
 pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let load = match options.load {
         LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
@@ -100,7 +107,7 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
         "server = \"s{number}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n{}",
-        options.controllers(),
+        options.controllers_of_agent(number),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss(number).display(),
         tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agents_more,

@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 
-use crate::topology::CONTROLLER_ADDRESS;
+use crate::topology::{CONTROLLER_ADDRESS, rack_address};
 
 /// The controller's port.
 pub const CONTROLLER_PORT: u16 = 7400;
@@ -17,6 +17,11 @@ pub fn controller_address() -> String {
 /// Where controller `number` listens, counted from 1.
 pub fn controller_address_of(number: u16) -> String {
     format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
+}
+
+/// Where rack controller `number` listens, counted from 1.
+pub fn rack_listens_at(number: u16) -> String {
+    format!("{}:{CONTROLLER_PORT}", rack_address(number))
 }
 
 /// Where the HTTP API of controller `number` is, for who is beside it.
@@ -42,6 +47,7 @@ pub fn agent_name(number: u16) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DaemonName {
     Controller(u16),
+    Rack(u16),
     LoadBalancer(u16),
     Agent(u16),
 }
@@ -53,9 +59,10 @@ impl DaemonName {
             CONTROLLER => Some(Self::Controller(1)),
             _ => number(CONTROLLER)
                 .map(Self::Controller)
+                .or_else(|| number("rack").map(Self::Rack))
                 .or_else(|| number("lb").map(Self::LoadBalancer))
                 .or_else(|| number(AGENT_PREFIX).map(Self::Agent)),
         }
-        .with_context(|| format!("no daemon {name:?}: expected controller, lbN or agent-sN"))
+        .with_context(|| format!("no daemon {name:?}: expected controller, rackN, lbN or agent-sN"))
     }
 }

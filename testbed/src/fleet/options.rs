@@ -1,10 +1,11 @@
 //! How a fleet is set up.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use coreward_model::consistency::{Consistency, Timestamps};
 
-use super::names::controller_address_of;
+use super::names::{controller_address_of, rack_listens_at};
 use crate::preload::Preload;
 
 /// How a fleet is set up.
@@ -49,6 +50,11 @@ pub struct FleetOptions {
     pub etcd: Vec<String>,
     /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have the machine's.
     pub preload: Option<Preload>,
+    /// By server: through which of the testbed's racks its agent speaks, the first first; behind these stand the controllers. Every rack
+    /// of the testbed has its daemon.
+    pub racks_of: BTreeMap<u16, Vec<u16>>,
+    /// By server: what else stands of it in the fleet's file.
+    pub servers_more: BTreeMap<u16, String>,
     /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
     pub tls: bool,
 }
@@ -75,17 +81,29 @@ impl Default for FleetOptions {
             controllers: 1,
             etcd: Vec::new(),
             preload: None,
+            racks_of: BTreeMap::new(),
+            servers_more: BTreeMap::new(),
             tls: false,
         }
     }
 }
 
 impl FleetOptions {
-    /// As it stands in the files of agents and load balancers.
+    /// As it stands in the files of load balancers and racks.
     pub(super) fn controllers(&self) -> String {
-        let mut all: Vec<String> = (1..=self.controllers).map(controller_address_of).collect();
-        all.extend(self.other_controllers.iter().cloned());
+        format!("{:?}", self.controller_addresses())
+    }
+
+    /// The same for the agent of a server.
+    pub(super) fn controllers_of_agent(&self, server: u16) -> String {
+        let racks = self.racks_of.get(&server).into_iter().flatten().map(|rack| rack_listens_at(*rack));
+        let all: Vec<String> = racks.chain(self.controller_addresses()).collect();
         format!("{all:?}")
+    }
+
+    fn controller_addresses(&self) -> Vec<String> {
+        let own = (1..=self.controllers).map(controller_address_of);
+        own.chain(self.other_controllers.iter().cloned()).collect()
     }
 }
 

@@ -130,6 +130,16 @@ impl LoadBalancers {
         }
     }
 
+    /// It says that it uses this table of the service: what it said last of itself is newer by that.
+    pub fn table_in_force(&mut self, session: u64, service: &str, generation: u64) {
+        let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
+        let tables =
+            balancer.and_then(|balancer| balancer.state.as_mut()).map(|(state, _)| &mut state.table_generations);
+        if let Some(tables) = tables {
+            tables.insert(service.to_owned(), generation);
+        }
+    }
+
     /// It says what its checks have found.
     pub fn health(&mut self, session: u64, message: HealthMessage, now: Now) {
         if let Some(balancer) = self.heard(session, now) {

@@ -274,6 +274,14 @@ impl Controller {
         self.load_balancers.state(session, state, self.fleet.generation, now);
     }
 
+    /// A load balancer says that this table is in force there.
+    pub fn table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
+        self.in_force.confirm(session, service, generation, now);
+        if let Some(position) = self.positions.get(&service) {
+            self.load_balancers.table_in_force(session, &self.services[*position].fleet().name, generation);
+        }
+    }
+
     /// The session of the agent that speaks for the server, if one does.
     pub fn agent_session(&self, id: ServerId) -> Option<u64> {
         Some(self.agent(id)?.session.as_ref()?.number)

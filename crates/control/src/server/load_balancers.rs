@@ -119,7 +119,7 @@ async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::Load
             },
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {
-                    shared.controller().in_force.confirm(session, service, table.generation, now);
+                    shared.controller().table_in_force(session, service, table.generation, now);
                 }
             }
             Some(Message::Hello(_)) | None => {}

@@ -1,0 +1,125 @@
+//! Which servers are drained by command, as far as the controller has acknowledged that.
+//!
+//! A drain is beside the document: it outlives restarts, other leaders and other documents, but ends when its server leaves the document.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// A command whose answer did not come may be carried out as long after it was given up: by a controller that stood still.
+const LATE: Duration = Duration::from_secs(3);
+
+/// What is known of each server; of those that are not here, that nobody drains them.
+#[derive(Debug, Default)]
+pub struct Drains(BTreeMap<u16, Known>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Known {
+    Drained,
+    /// Since when: the answer to a command, or to a document without the server, did not come.
+    Doubtful(Instant),
+}
+
+impl Drains {
+    /// Servers that are drained, or may be.
+    pub fn perhaps(&self) -> BTreeSet<u16> {
+        self.0.keys().copied().collect()
+    }
+
+    /// Of which nobody knows.
+    pub fn doubtful(&self, server: u16) -> bool {
+        matches!(self.0.get(&server), Some(Known::Doubtful(_)))
+    }
+
+    /// The controller was asked to drain the server, or to end that; `acknowledged`: it says that it is so.
+    pub fn asked(&mut self, server: u16, drain: bool, acknowledged: bool) {
+        match (acknowledged, drain) {
+            (false, _) => drop(self.0.insert(server, Known::Doubtful(Instant::now()))),
+            (true, true) => drop(self.0.insert(server, Known::Drained)),
+            (true, false) => drop(self.0.remove(&server)),
+        }
+    }
+
+    /// The controller was given a document with these servers; `acknowledged`: it says that it is in force.
+    pub fn applied(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
+        if acknowledged {
+            self.0.retain(|server, _| servers.contains(server));
+        } else {
+            let gone = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
+            gone.for_each(|(_, known)| *known = Known::Doubtful(Instant::now()));
+        }
+    }
+
+    /// Compares with what the controller says, in words; what it says of servers that were in doubt is known then.
+    pub fn compare(&mut self, status: &Value) -> Vec<String> {
+        let mut wrong = Vec::new();
+        for server in status["servers"].as_array().into_iter().flatten() {
+            let number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
+            let Some(number) = number else { continue };
+            let is_drained = server["drained"]["by"] == "command";
+            match self.0.get(&number) {
+                Some(Known::Doubtful(since)) if since.elapsed() < LATE => {}
+                Some(Known::Doubtful(_)) => self.asked(number, is_drained, true),
+                Some(Known::Drained) if !is_drained => {
+                    wrong.push(format!("a drain is lost: that of s{number} was acknowledged"));
+                    self.0.remove(&number);
+                }
+                None if is_drained => {
+                    wrong.push(format!("s{number} is drained, which nobody wanted, or its end is lost"));
+                    self.0.insert(number, Known::Drained);
+                }
+                Some(Known::Drained) | None => {}
+            }
+        }
+        wrong
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn status(drained: &[(u16, &str)]) -> Value {
+        let server = |(number, by): &(u16, &str)| json!({ "name": format!("s{number}"), "drained": { "by": by } });
+        json!({ "servers": drained.iter().map(server).collect::<Vec<_>>() })
+    }
+
+    #[test]
+    fn what_was_acknowledged_must_be_there_and_nothing_else() {
+        let mut drains = Drains::default();
+        drains.asked(1, true, true);
+        assert_eq!(drains.compare(&status(&[(1, "command"), (2, "document")])), [""; 0]);
+        assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1, "lost");
+        assert_eq!(drains.compare(&status(&[(1, "document")])), [""; 0], "which is told once");
+        assert_eq!(drains.compare(&status(&[(2, "command")])).len(), 1, "nobody wanted it");
+        drains.asked(2, false, true);
+        assert_eq!(drains.compare(&status(&[(2, "document")])), [""; 0]);
+    }
+
+    #[test]
+    fn an_answer_that_did_not_come_leaves_both_possible() {
+        let mut drains = Drains::default();
+        drains.asked(1, true, false);
+        for by in ["command", "document"] {
+            assert_eq!(drains.compare(&status(&[(1, by)])), [""; 0]);
+        }
+        assert!(drains.doubtful(1) && drains.perhaps().contains(&1));
+        drains.0.insert(1, Known::Doubtful(Instant::now() - LATE));
+        assert_eq!(drains.compare(&status(&[(1, "command")])), [""; 0]);
+        assert!(!drains.doubtful(1));
+        assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1);
+    }
+
+    #[test]
+    fn a_server_that_leaves_the_document_is_drained_no_more() {
+        let mut drains = Drains::default();
+        (1..=2).for_each(|server| drains.asked(server, true, true));
+        drains.applied(&[1].into(), false);
+        assert!(drains.doubtful(2) && !drains.doubtful(1));
+        drains.applied(&[1].into(), true);
+        assert_eq!(drains.perhaps(), [1].into());
+    }
+}

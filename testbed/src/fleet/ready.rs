@@ -1,0 +1,91 @@
+//! Whether a fleet is at work: everybody reports, and the tables in force have every server that takes new connections.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+
+use anyhow::{Context as _, ensure};
+use serde_json::Value;
+
+use super::Fleet;
+use super::names::api_address_of;
+use super::options::Standing;
+use crate::topology::{Testbed, load_balancer_name};
+
+impl Fleet {
+    /// # Errors
+    /// What is missing.
+    pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
+        let status = self.status(testbed)?;
+        let reporting = array(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
+        let active = self.pool.values().filter(|standing| **standing == Standing::Active).count();
+        let expected = if self.options.agents { active } else { 0 };
+        ensure!(reporting >= expected, "{reporting} servers report: expected {expected}");
+        for number in self.load_balancers.keys() {
+            let unresolved = &state_of(&status, *number)?["unresolved_servers"];
+            ensure!(array(unresolved).is_empty(), "{} does not find {unresolved}", load_balancer_name(*number));
+        }
+        let services = array(&status["services"]).iter();
+        let whole: Vec<(&str, u64)> =
+            services.map(|service| self.whole_table(testbed, service)).collect::<Result<_, _>>()?;
+        // Asked later, so that it says what has become of these tables; loads make new ones all the time.
+        let status = self.status(testbed)?;
+        for (service, whole) in whole {
+            for number in self.load_balancers.keys() {
+                let in_force = state_of(&status, *number)?["table_generations"][service].as_u64().unwrap_or(0);
+                let balancer = load_balancer_name(*number);
+                ensure!(in_force >= whole, "{balancer} has table {in_force} of {service}: expected {whole}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Name of the service, and generation of its newest table, which has all servers that take new connections. Tables are made on
+    /// change: the first may come before the last server is found, or its agent reports.
+    fn whole_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
+        let name = service["name"].as_str().context("a service without a name")?;
+        let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
+        let expected: BTreeSet<&str> = array(&service["members"])
+            .iter()
+            .filter(takes_new)
+            .filter_map(|member| member["server"].as_str())
+            .collect();
+        let table = self.table(testbed, name)?;
+        let has: BTreeSet<&str> =
+            array(&table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
+        ensure!(has.is_superset(&expected), "the newest table of {name} has {has:?}: expected {expected:?}");
+        Ok((name, table["generation"].as_u64().context("a table without a generation")?))
+    }
+
+    /// A service's newest table, as `GET /v1/tables/SERVICE` of the controller that leads.
+    fn table(&self, testbed: &Testbed, service: &str) -> anyhow::Result<Value> {
+        let token = fs::read_to_string(testbed.directory().join("viewer.token"))?;
+        let ask = |number: &u16| {
+            let mut curl = Command::new("curl");
+            curl.args(["--silent", "--show-error", "--fail", "--max-time", "5", "--header"]);
+            curl.arg(format!("Authorization: Bearer {}", token.trim()));
+            curl.arg(format!("http://{}/v1/tables/{service}", api_address_of(*number)));
+            testbed.run(testbed.controller(), curl)
+        };
+        let mut outcome = Err(anyhow::anyhow!("a fleet without a controller"));
+        for number in self.controllers.keys() {
+            outcome = ask(number);
+            if outcome.is_ok() {
+                break;
+            }
+        }
+        Ok(serde_json::from_slice(&outcome?.stdout)?)
+    }
+}
+
+/// What a load balancer says of itself.
+fn state_of(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
+    let name = load_balancer_name(load_balancer);
+    let balancer = array(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
+    let state = balancer.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());
+    state.with_context(|| format!("{name} has said nothing yet"))
+}
+
+fn array(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
