@@ -54,10 +54,10 @@ soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="-
 	@scripts/install run
 	@$(COREWARD) testbed dispatch-soak $(SOAK)
 
-chaos: build ## everything goes wrong while clients go on: one controller, then three on etcd, under 10 minutes (CHAOS="--seed 2")
+chaos: build ## everything goes wrong while clients go on: one controller, then three on etcd with racks, under 10 minutes (CHAOS="--seed 2")
 	@scripts/install run
 	@$(COREWARD) testbed chaos --seconds 225 --changes 500 $(CHAOS)
-	@$(COREWARD) testbed chaos --seconds 225 --changes 500 --controllers 3 $(CHAOS)
+	@$(COREWARD) testbed chaos --seconds 225 --changes 500 --controllers 3 --racks 2 $(CHAOS)
 
 fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
 	@$(FUZZ) packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))

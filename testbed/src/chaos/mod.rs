@@ -83,11 +83,11 @@ const CORES: u16 = 2;
 const CLIENT_ADDRESSES: u16 = 4;
 /// After this long nothing comes right by itself any more.
 const WHOLE_LIMIT: Duration = Duration::from_secs(30);
-/// Both services are checked often, and with little patience, so that faults are taken for servers that are down.
+/// Both services are checked often and without patience, so that servers that met a fault are found down.
 const WEB_MORE: &str =
-    "[service.health]\ncheck = \"http\"\npath = \"/\"\ninterval = \"500ms\"\ntimeout = \"300ms\"\nfall = 2\n";
+    "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAMS_MORE: &str =
-    "consistency = \"stateful\"\n[service.health]\ninterval = \"500ms\"\ntimeout = \"300ms\"\nfall = 2\n";
+    "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STEP: Duration = Duration::from_millis(20);
 /// Of the run so much is for the changes; the rest is what faults cost.
 const CHANGES_SHARE: f64 = 0.7;

@@ -99,7 +99,7 @@ impl fmt::Display for Outcome {
             writes.looks
         )?;
         writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)?;
-        writeln!(f, "  health       a server was found down {} times", watched.found_down)?;
+        writeln!(f, "  health       checks found a server down {} times", watched.found_down)?;
         writeln!(
             f,
             "  tables       none for {:.1} s at most (until {:.0} s)",

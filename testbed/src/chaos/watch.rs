@@ -37,7 +37,7 @@ pub struct Watched {
     pub longest_without_table_s: f64,
     /// See there.
     pub longest_without_table_at_s: f64,
-    /// How often a server that was found well before was found down: by health checks that met a fault.
+    /// How often a load balancer's checks found a server down that they had not found so before: they met a fault.
     pub found_down: u64,
     /// What did not hold, in words.
     pub violations: Vec<String>,
@@ -60,8 +60,8 @@ struct Known {
     names: BTreeMap<u64, String>,
     /// Counters by (load balancer or server, counter).
     counters: BTreeMap<(String, String), u64>,
-    /// Servers that are down.
-    down: BTreeSet<String>,
+    /// What load balancers find down now: load balancer, service, server.
+    down: BTreeSet<[String; 3]>,
     /// By load balancer: the generations of its tables, and since when.
     tables: BTreeMap<u16, (f64, Instant)>,
     /// Which cookie key stamps, of which generation, and how far a rotation is.
@@ -160,6 +160,7 @@ impl<'a> Watch<'a> {
             known.look_at_server(server);
             known.look_at_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
         }
+        array(&status["services"]).iter().for_each(|service| known.look_at_checks(service));
         known.look_at_keys(&status["keys"]);
         for balancer in array(&status["load_balancers"]) {
             let name = balancer["name"].as_str().unwrap_or_default();
@@ -186,9 +187,17 @@ impl Known {
         if owner != name {
             self.violated(format!("id {id} is {name}'s, after {owner}'s"));
         }
-        match server["state"] == "down" {
-            true => self.watched.found_down += u64::from(self.down.insert(name.to_owned())),
-            false => drop(self.down.remove(name)),
+    }
+
+    fn look_at_checks(&mut self, service: &Value) {
+        for member in array(&service["members"]) {
+            for check in array(&member["checks"]) {
+                let who = [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
+                match check["up"] == false {
+                    true => self.watched.found_down += u64::from(self.down.insert(who)),
+                    false => drop(self.down.remove(&who)),
+                }
+            }
         }
     }
 
