@@ -10,6 +10,7 @@ use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
 use coreward_model::statistics::median;
 use coreward_rack::reducer::Reducer;
+use coreward_tls::Role;
 use coreward_wire::v1;
 use coreward_wire::v1::{agent_message, rack_update};
 use prost::Message as _;
@@ -17,10 +18,11 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::agent::Pins;
-use crate::controller::{self, Controller, PretendedServer, Scratch, name};
+use crate::controller::{self, Controller, name};
+use crate::pretend::PretendedServer;
 use crate::report::{Report, Table};
-use crate::scale::{Balancer, Window, make_network, pin, rows, window, yield_to_others};
+use crate::scale::{Window, rows, window};
+use crate::site;
 
 /// Summaries that each rack has, of different loads, and passes up in turn: making them is the racks' work, and they would share
 /// the machine with what is measured.
@@ -51,40 +53,24 @@ pub struct Args {
     /// How long each time
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     window_seconds: u64,
+    /// Without TLS
+    #[arg(long)]
+    plain: bool,
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
 /// # Errors
 /// Without root; when the controller or the load balancer does not start, or a rack cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench racks loads BPF programs: run it as root");
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
-    std::thread::spawn(move || begin(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-}
-
-fn begin(args: &Args) -> anyhow::Result<Report> {
-    coreward_control::server::raise_file_limit();
-    make_network()?;
-    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let fleet = controller::Args {
         agents: args.agents,
         cores: args.cores,
         services: args.services,
         ..controller::Args::default()
     };
-    let mut controller = Controller::start(&fleet, &scratch.0)?;
-    pin(controller.id(), 0)?;
-    // This thread, and the threads and the load balancer that it starts.
-    pin(0, 1)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        drop(controller.connect().await?);
-        let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
-        yield_to_others()?;
-        measure(args, &mut controller, Duration::from_millis(fleet.report_interval_ms)).await
-    })
+    let tls = !args.plain;
+    site::measure("racks", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
 }
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
@@ -131,14 +117,16 @@ impl Rack {
         interval: Duration,
     ) -> anyhow::Result<Self> {
         let (messages, receiver) = mpsc::channel(8);
-        let hello = v1::RackHello { name: format!("rack{number}"), version: "bench".into() };
+        let rack = format!("rack{number}");
+        let hello = v1::RackHello { name: rack.clone(), version: "bench".into() };
         let hellos = agents.clone().map(|agent| {
             let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
             said(agent, agent_message::Message::Hello(hello))
         });
         messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
         messages.send(v1::RackMessage { agents: hellos.collect(), ..Default::default() }).await?;
-        let mut updates = controller.connect().await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
+        let mut updates =
+            controller.connect_as(Role::Rack, &rack).await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
         let configuration = loop {
             let update = updates.message().await?.context("the controller ended the stream")?.update;
             if let Some(rack_update::Update::Configuration(configuration)) = update
