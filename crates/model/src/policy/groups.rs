@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 
-use super::kept::{Kept, ReachedLoads, core_of};
+use super::kept::Kept;
 use super::levels::Levels;
+use super::reached::{ReachedLoads, core_of, reached_queue};
 use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
-use crate::rss::{Rss, RssKey};
+use crate::rss::RssKey;
 
 /// Servers that share buckets.
 #[derive(Debug, Clone, PartialEq)]
@@ -118,16 +119,6 @@ impl Least {
     }
 }
 
-/// The core of a server with this RSS that a bucket's connections reach, and its load; `neutral` where none is known. Where
-/// the server's table is longer than the buckets are many, a bucket reaches several of its entries, evenly.
-pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
-    let table = &rss.indirection_table;
-    let entries = (table.entry_count() / buckets.get() as usize).max(1);
-    let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));
-    let load = cores.map(|core| server.core_load(core, neutral)).sum::<f64>() / entries as f64;
-    (table.queue(bucket), load)
-}
-
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_candidates(
     table: &mut PlacementTable,
@@ -145,7 +136,7 @@ pub fn fill_candidates(
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
     kept.groups.resize_with(groups.len(), ReachedLoads::default);
     for (group, reached) in groups.iter().zip(&mut kept.groups) {
-        let known = KnownHere::new(&cores, group, reached);
+        let known = KnownHere::new(&cores, group, reached, per_bucket);
         let lists: Vec<&CandidateList> = pool.lists(&group.key).collect();
         for bucket in 0..buckets.get() {
             let found = if without_loads {
@@ -174,14 +165,23 @@ struct KnownHere<'a, 'g> {
 }
 
 impl<'a, 'g> KnownHere<'a, 'g> {
-    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut ReachedLoads) -> Self {
+    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut ReachedLoads, most: usize) -> Self {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
-        reached.follow(&servers, &group.key, cores.buckets, cores.neutral);
+        let in_part = servers.iter().any(|server| server.ramp < 1.0);
+        // What a bucket remembers is in the order of loads alone.
+        let remembered = if cores.levels.alike() && !in_part { most } else { 0 };
+        reached.follow(&servers, &group.key, cores.buckets, cores.neutral, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
         let levels = if cores.levels.alike() { Vec::new() } else { servers.iter().map(level).collect() };
-        let in_part = servers.iter().any(|server| server.ramp < 1.0);
         Self { group, servers, in_part, levels, reached }
+    }
+
+    /// The core that the bucket's connections reach at the server at this position.
+    fn core(&self, position: usize, bucket: u32) -> Core {
+        let server = self.servers[position];
+        let rss = server.rss.as_ref().filter(|rss| rss.key == self.group.key);
+        Core { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
     }
 }
 
@@ -230,6 +230,15 @@ impl<'a> Cores<'a> {
     }
 
     fn offer_known(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
+        let core = |position: usize| known.core(position, bucket);
+        if let Some(places) = known.reached.least(bucket) {
+            for place in places {
+                if !least.offer(place.load, place.load, core(place.position as usize)) {
+                    break;
+                }
+            }
+            return;
+        }
         let looked_up: Vec<f64>;
         let loads = match known.reached.of_bucket(bucket) {
             Some(loads) => loads,
@@ -243,15 +252,10 @@ impl<'a> Cores<'a> {
         for (position, load) in loads.iter().enumerate() {
             let level = known.levels.get(position);
             let compared = level.map_or(*load, |level| self.levels.compared_at(*level, *load));
-            if compared > bound {
+            if compared > bound || known.in_part && !self.pool.takes_part(known.servers[position], bucket) {
                 continue;
             }
-            let server = known.servers[position];
-            if known.in_part && !self.pool.takes_part(server, bucket) {
-                continue;
-            }
-            let core = Core { server: server.id, core: self.core(known.group, server, bucket).0 };
-            least.offer(compared, *load, core);
+            least.offer(compared, *load, core(position));
             bound = least.bound();
         }
     }

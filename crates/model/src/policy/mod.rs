@@ -20,6 +20,7 @@ mod measure;
 mod pool;
 mod pow2;
 mod rack;
+mod reached;
 mod rr;
 mod turns;
 mod weight;

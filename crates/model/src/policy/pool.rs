@@ -80,6 +80,17 @@ impl Pool {
         self
     }
 
+    /// The servers, without what racks pass up of them.
+    pub fn into_servers(mut self) -> Vec<PoolServer> {
+        for reduced in self.racks.iter().flat_map(|rack| &rack.servers) {
+            if let Ok(position) = self.position(reduced.id) {
+                let loads = &mut self.servers[position].loads;
+                *loads = loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
+            }
+        }
+        self.servers
+    }
+
     /// What racks pass up of servers with this RSS key.
     pub(super) fn lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
         self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
