@@ -34,10 +34,11 @@ struct Reported {
 }
 
 struct HandedOn {
+    /// The last one with details, and its warnings.
     at: Duration,
+    warnings: Vec<String>,
     configuration_generation: u64,
     rss_generation: u64,
-    warnings: Vec<String>,
 }
 
 impl Reducer {
@@ -89,18 +90,24 @@ impl Reducer {
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Refused>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
+        // Reports with details come once a second, but not to the millisecond.
+        let about = self.detail_interval.saturating_sub(configuration.report_interval / 2);
         let is_new = reported.handed_on.as_ref().is_none_or(|old| {
-            now.monotonic.saturating_sub(old.at) >= self.detail_interval
-                || (old.configuration_generation, old.rss_generation)
-                    != (report.configuration_generation, report.rss_generation)
-                || old.warnings != report.warnings
+            let new_details = now.monotonic.saturating_sub(old.at) >= about || old.warnings != report.warnings;
+            let new_state = (old.configuration_generation, old.rss_generation)
+                != (report.configuration_generation, report.rss_generation);
+            new_state || new_details && !report.without_details
         });
         let handed_on = (is_new || report.rss.is_some()).then(|| {
+            let (at, warnings) = match reported.handed_on.take() {
+                Some(old) if report.without_details => (old.at, old.warnings),
+                _ => (now.monotonic, report.warnings.clone()),
+            };
             reported.handed_on = Some(HandedOn {
-                at: now.monotonic,
+                at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
-                warnings: report.warnings.clone(),
+                warnings,
             });
             let holds = (HOLDS_FOR * self.detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }

@@ -41,6 +41,7 @@ pub mod refused;
 pub mod rotation;
 #[cfg(test)]
 mod rotation_tests;
+mod rss_keys;
 pub mod service;
 pub mod status;
 pub mod tables;
@@ -55,7 +56,9 @@ use std::time::Duration;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, policy};
-use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{
+    AgentConfiguration, FleetConfiguration, Report, ReportError, ReportedRss, ServiceIndex, TrafficMessage, v1,
+};
 
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
@@ -65,6 +68,7 @@ use in_force::InForce;
 use load_balancers::LoadBalancers;
 use racks::{Behind, Racks};
 use refused::Refused;
+use rss_keys::RssKeys;
 use service::{Cause, Service};
 
 /// The moment at which something happens.
@@ -111,6 +115,7 @@ pub struct NewTable {
 pub struct Controller {
     fleet: Fleet,
     agents: Agents,
+    rss_keys: RssKeys,
     services: Vec<Service>,
     /// Those that are connected.
     pub load_balancers: LoadBalancers,
@@ -135,6 +140,7 @@ impl Controller {
         let mut controller = Self {
             services: Vec::new(),
             agents: Agents::default(),
+            rss_keys: RssKeys::default(),
             load_balancers: LoadBalancers::default(),
             health: Health::default(),
             racks: Racks::default(),
@@ -296,7 +302,12 @@ impl Controller {
         self.count(outcome)
     }
 
-    fn try_report(&mut self, session: &Session, report: Result<Report, ReportError>, now: Now) -> Result<(), Refused> {
+    fn try_report(
+        &mut self,
+        session: &Session,
+        mut report: Result<Report, ReportError>,
+        now: Now,
+    ) -> Result<(), Refused> {
         let server = session.server();
         let agent = self.agents.named_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
@@ -304,6 +315,9 @@ impl Controller {
         }
         if !agent.may_report(self.fleet.report_interval, now) {
             return Err(Refused::TooOften(server.to_owned()));
+        }
+        if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
+            rss.key = self.rss_keys.shared(rss.key.clone());
         }
         let sent = report.as_ref().ok().map(|report| report.sent);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;

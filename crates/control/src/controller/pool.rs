@@ -23,12 +23,13 @@ impl Controller {
                 self.pool_servers(&self.services[position], now)
             }
         };
-        self.services[position].know_servers(&servers);
         let pool = self.pool_of(&self.services[position], servers, now);
         let service = &mut self.services[position];
         service.due = None;
         let pool = service.with_interval(pool);
-        service.place(&pool, now)
+        let table = service.place(&pool, now);
+        service.know_servers(pool.into_servers());
+        table
     }
 
     /// The service's pool as its policy would see it now.

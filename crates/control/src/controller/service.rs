@@ -249,8 +249,8 @@ impl Service {
     }
 
     /// A table is made of these.
-    pub fn know_servers(&mut self, servers: &[PoolServer]) {
-        self.servers = Some(servers.to_vec());
+    pub fn know_servers(&mut self, servers: Vec<PoolServer>) {
+        self.servers = Some(servers);
     }
 
     /// Something else than loads may have changed.

@@ -257,8 +257,8 @@ impl Controller {
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed,
-            counters: newest.iter().flat_map(|newest| newest.counters.iter().cloned()).collect(),
-            dispatch: newest.iter().flat_map(|newest| &newest.dispatch).map(DispatchedService::from).collect(),
+            counters: newest.iter().flat_map(|newest| newest.details.counters.iter().cloned()).collect(),
+            dispatch: newest.iter().flat_map(|newest| &newest.details.dispatch).map(DispatchedService::from).collect(),
             drained: self.drained(id, now),
             connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
         }
@@ -279,7 +279,7 @@ impl Controller {
         if let (Some(rss), Some(loads)) = (agent.rss(), agent.loads(now)) {
             warnings.extend(queues_without_cores(rss, loads.len()));
         }
-        warnings.extend(agent.newest.iter().flat_map(|newest| newest.warnings.iter().cloned()));
+        warnings.extend(agent.newest.iter().flat_map(|newest| newest.details.warnings.iter().cloned()));
         warnings
     }
 }
