@@ -104,6 +104,12 @@ impl PretendedServer {
         }
     }
 
+    /// The next report, with details whichever it is.
+    pub(crate) fn detailed_report(&mut self) -> v1::Report {
+        let report = self.report();
+        v1::Report { counters: self.counters(), without_details: false, ..report }
+    }
+
     fn counters(&self) -> HashMap<String, u64> {
         let names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
         names.map(|name| ((*name).to_owned(), self.sequence * 1000)).collect()

@@ -1,7 +1,7 @@
 //! What the controller costs with rack controllers before it: real summaries of servers that only pretend, over gRPC.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -104,6 +104,8 @@ struct Rack {
     /// By the agent's number.
     servers: Vec<(u32, PretendedServer)>,
     rounds: Vec<v1::RackMessage>,
+    /// What the controller wants, in ms: more as more racks connect.
+    detail_interval: Arc<AtomicU32>,
     cost_us: f64,
 }
 
@@ -135,7 +137,15 @@ impl Rack {
                 break configuration;
             }
         };
-        tokio::spawn(async move { while let Ok(Some(_)) = updates.message().await {} });
+        let detail_interval = Arc::new(AtomicU32::new(configuration.detail_interval_ms));
+        let told = detail_interval.clone();
+        tokio::spawn(async move {
+            while let Ok(Some(update)) = updates.message().await {
+                if let Some(rack_update::Update::Configuration(configuration)) = update.update {
+                    told.store(configuration.detail_interval_ms, Ordering::Relaxed);
+                }
+            }
+        });
         let mut reducer = Reducer::new(DETAIL_INTERVAL, args.rack_candidates.into());
         agents.clone().for_each(|agent| reducer.begin(agent.into()));
         reducer.configure((&configuration).try_into()?);
@@ -160,19 +170,20 @@ impl Rack {
         }
         // What goes up whole begins with the RSS.
         servers.iter_mut().for_each(PretendedServer::begin_stream);
-        Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, cost_us })
+        Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
 
     /// A summary at every interval, and each agent's whole report once in a detail interval, until the controller ends.
     async fn pass_up(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
-        let per_detail = (DETAIL_INTERVAL.as_secs_f64() / interval.as_secs_f64()).round().max(1.0) as usize;
         let mut due = start;
         for round in 0.. {
             sleep_until(due).await;
             due = (due + interval).max(Instant::now());
             let mut message = self.rounds[round % ROUNDS].clone();
+            let wanted = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
+            let per_detail = (DETAIL_INTERVAL.max(wanted).as_secs_f64() / interval.as_secs_f64()).round() as usize;
             for (agent, server) in self.servers.iter_mut().skip(round % per_detail).step_by(per_detail) {
-                message.agents.push(said(*agent, agent_message::Message::Report(server.report())));
+                message.agents.push(said(*agent, agent_message::Message::Report(server.detailed_report())));
             }
             if self.messages.send(message).await.is_err() {
                 return;
@@ -206,10 +217,17 @@ fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) 
         title: "The controller behind racks",
         about: format!(
             "{} racks pass up {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream of its \
-             own (loopback), and every server's whole report once a second, to a controller that has CPU 0; racks and a load \
+             own (loopback{}), and every server's whole report as often as the controller wants it, to a controller that has CPU 0; racks and a load \
              balancer, which puts the tables of {} services in force and says so for each, share CPU 1. {} windows of {} s; \
              percentiles are interpolated in classes. A rack's CPU is without gRPC.",
-            args.racks, args.rack_candidates, args.agents, args.cores, args.services, args.windows, args.window_seconds,
+            args.racks,
+            args.rack_candidates,
+            args.agents,
+            args.cores,
+            if args.plain { "" } else { ", TLS" },
+            args.services,
+            args.windows,
+            args.window_seconds,
         ),
         tables: vec![table],
     }

@@ -1,6 +1,6 @@
 //! Reports in, summaries out. No I/O, no clock: time comes in as an argument.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use coreward_control::controller::Now;
@@ -20,6 +20,8 @@ pub struct Reducer {
     detail_interval: Duration,
     candidates: usize,
     configuration: Option<RackConfiguration>,
+    /// Streams of servers that take no new connections somewhere: people wait for what remains.
+    drained: HashSet<u64>,
     /// By the number of the agent's stream.
     agents: BTreeMap<u64, Reported>,
     /// One for each service: it remembers loads.
@@ -42,10 +44,17 @@ struct HandedOn {
 }
 
 impl Reducer {
-    /// Nothing is known yet. `detail_interval`: how often whole reports are handed on; `candidates`: how many are passed up
+    /// Nothing is known yet. `detail_interval`: how often whole reports are handed on, unless the controller wants fewer; `candidates`: how many are passed up
     /// for each bucket at most.
     pub fn new(detail_interval: Duration, candidates: usize) -> Self {
-        Self { detail_interval, candidates, configuration: None, agents: BTreeMap::new(), policies: HashMap::new() }
+        Self {
+            detail_interval,
+            candidates,
+            configuration: None,
+            drained: HashSet::new(),
+            agents: BTreeMap::new(),
+            policies: HashMap::new(),
+        }
     }
 
     /// The controller says what there is.
@@ -63,6 +72,11 @@ impl Reducer {
                 }
             }
         }
+        let members = configuration.services.iter().flat_map(|service| &service.members);
+        let not_eligible: HashSet<ServerId> =
+            members.filter(|member| !member.eligible).map(|member| member.id).collect();
+        let drained = configuration.servers.iter().filter(|server| not_eligible.contains(&server.id));
+        self.drained = drained.map(|server| server.stream).collect();
         self.configuration = Some(configuration);
     }
 
@@ -91,7 +105,9 @@ impl Reducer {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         // Reports with details come once a second, but not to the millisecond.
-        let about = self.detail_interval.saturating_sub(configuration.report_interval / 2);
+        let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
+        let detail_interval = self.detail_interval.max(told);
+        let about = detail_interval.saturating_sub(configuration.report_interval / 2);
         let is_new = reported.handed_on.as_ref().is_none_or(|old| {
             let new_details = now.monotonic.saturating_sub(old.at) >= about || old.warnings != report.warnings;
             let new_state = (old.configuration_generation, old.rss_generation)
@@ -109,7 +125,7 @@ impl Reducer {
                 rss_generation: report.rss_generation,
                 warnings,
             });
-            let holds = (HOLDS_FOR * self.detail_interval).as_millis() as u32;
+            let holds = (HOLDS_FOR * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
         });
         // What is confirmed is the controller's to judge.
