@@ -19,7 +19,7 @@ impl Certificates {
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let fleet: Name = "bench".parse().map_err(anyhow::Error::msg)?;
-        let authority = Authority::init(directory, &fleet, DAY)?;
+        let authority = Authority::init(directory, &fleet, 2 * DAY)?;
         Ok(Self { directory: directory.to_owned(), authority, fleet })
     }
 

@@ -29,6 +29,7 @@ pub mod in_force;
 mod lives;
 pub mod load_balancers;
 mod metrics;
+mod newness;
 mod on_change;
 #[cfg(test)]
 mod on_change_tests;
@@ -363,6 +364,7 @@ impl Controller {
     /// begin anew.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         self.due.clear();
+        self.racks.changes += 1;
         self.update_health(now);
         for position in 0..self.services.len() {
             self.begin_interval(position);

@@ -29,6 +29,8 @@ const HOLDS_FOR: u32 = 3;
 pub struct Racks {
     known: BTreeMap<String, Rack>,
     sessions: u64,
+    /// Grows when what racks must know may have changed.
+    pub changes: u64,
 }
 
 #[derive(Debug)]
@@ -88,6 +90,7 @@ impl Racks {
 
     /// An agent's session has begun behind a rack.
     pub fn begin(&mut self, behind: Behind, session: &Session) {
+        self.changes += 1;
         if let Some(rack) = self.of_session(behind.rack) {
             rack.agents.insert(behind.stream, session.clone());
         }
@@ -95,6 +98,7 @@ impl Racks {
 
     /// An agent's session is over.
     pub fn end(&mut self, behind: Behind) {
+        self.changes += 1;
         if let Some(rack) = self.of_session(behind.rack) {
             rack.agents.remove(&behind.stream);
         }
@@ -136,6 +140,7 @@ impl Controller {
         // What gone racks said holds no more.
         racks.known.retain(|_, rack| rack.session.is_some() || now.monotonic <= rack.fresh_until);
         racks.sessions += 1;
+        racks.changes += 1;
         let old = racks.known.remove(name);
         let (fresh_until, summaries) = old.map(|old| (old.fresh_until, old.summaries)).unwrap_or_default();
         let rack = Rack {
@@ -192,6 +197,11 @@ impl Controller {
             self.loads_passed_up(*service, summary, now);
         }
         Ok(())
+    }
+
+    /// Grows when what [`Controller::rack_configuration`] says may have changed.
+    pub fn rack_changes(&self) -> u64 {
+        self.racks.changes
     }
 
     /// What the rack must know now; `None`: it has gone.

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use super::kept::Kept;
+use super::kept::{Kept, KeptGroup};
 use super::levels::Levels;
-use super::reached::{ReachedLoads, core_of, reached_queue};
+use super::passed_up::PassedUpCores;
+use super::reached::{ReachedLoads, core_at, core_of};
 use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
@@ -134,15 +135,15 @@ pub fn fill_candidates(
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
-    kept.groups.resize_with(groups.len(), ReachedLoads::default);
-    for (group, reached) in groups.iter().zip(&mut kept.groups) {
-        let known = KnownHere::new(&cores, group, reached, per_bucket);
-        let lists: Vec<&CandidateList> = pool.lists(&group.key).collect();
+    kept.groups.resize_with(groups.len(), KeptGroup::default);
+    for (group, kept) in groups.iter().zip(&mut kept.groups) {
+        let known = KnownHere::new(&cores, group, &mut kept.reached, per_bucket);
+        let passed_up = PassedUp::new(&cores, group, &mut kept.passed_up, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.in_turn(group, bucket)
             } else {
-                cores.least(&known, &lists, bucket, per_bucket)
+                cores.least(&known, &passed_up, bucket, per_bucket)
             };
             for position in 0..per_bucket {
                 let (core, compared) = found[position.min(found.len() - 1)];
@@ -176,12 +177,23 @@ impl<'a, 'g> KnownHere<'a, 'g> {
         let levels = if cores.levels.alike() { Vec::new() } else { servers.iter().map(level).collect() };
         Self { group, servers, in_part, levels, reached }
     }
+}
 
-    /// The core that the bucket's connections reach at the server at this position.
-    fn core(&self, position: usize, bucket: u32) -> Core {
-        let server = self.servers[position];
-        let rss = server.rss.as_ref().filter(|rss| rss.key == self.group.key);
-        Core { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
+/// What racks pass up of a group.
+struct PassedUp<'a, 'g> {
+    lists: Vec<&'a CandidateList>,
+    /// The least of them; `None`: they are compared by something else than their loads.
+    cores: Option<&'g PassedUpCores>,
+}
+
+impl<'a, 'g> PassedUp<'a, 'g> {
+    fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut PassedUpCores, most: usize) -> Self {
+        let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
+        let is_kept = cores.levels.alike() && !lists.is_empty();
+        if is_kept {
+            kept.follow(&cores.pool.racks, &group.key, cores.buckets, most);
+        }
+        Self { lists, cores: is_kept.then_some(kept) }
     }
 }
 
@@ -198,28 +210,28 @@ struct Cores<'a> {
 impl<'a> Cores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
         let mut reduced = Vec::new();
-        for server in pool.eligible().filter(|server| is_reduced(server)) {
-            reduced.resize(usize::from(server.id.get()) + 1, None);
+        let mut is_reduced = pool.eligible().filter(|server| is_reduced(server)).peekable();
+        if is_reduced.peek().is_some() {
+            let highest = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
+            reduced.resize(highest + 1, None);
+        }
+        for server in is_reduced {
             reduced[usize::from(server.id.get())] = Some(server);
         }
         Self { pool, buckets, neutral: pool.neutral_load(), levels: Levels::of(pool), reduced }
     }
 
     /// The least loaded cores that take part in the bucket's connections, each with what it is compared by.
-    fn least(&self, known: &KnownHere<'_, '_>, lists: &[&CandidateList], bucket: u32, most: usize) -> Vec<(Core, f64)> {
+    fn least(
+        &self,
+        known: &KnownHere<'_, '_>,
+        passed_up: &PassedUp<'_, '_>,
+        bucket: u32,
+        most: usize,
+    ) -> Vec<(Core, f64)> {
         let mut least = Least::new(most);
         self.offer_known(known, bucket, &mut least);
-        for list in lists {
-            for (core, load) in list.of_bucket(bucket) {
-                let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
-                // What the rack has not heard of yet: it takes no new connections, or only some.
-                let Some(server) = server.filter(|server| self.pool.takes_part(server, bucket)) else { continue };
-                if !least.offer(self.levels.compared(server.class(), *load), *load, *core) {
-                    // Those that follow are not less.
-                    break;
-                }
-            }
-        }
+        self.offer_passed_up(passed_up, bucket, &mut least);
         if least.found.is_empty() {
             for server in known.group.all() {
                 let (core, load) = self.core(known.group, server, bucket);
@@ -229,14 +241,34 @@ impl<'a> Cores<'a> {
         least.found().map(|(core, _, compared)| (core, compared)).collect()
     }
 
-    fn offer_known(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
-        let core = |position: usize| known.core(position, bucket);
-        if let Some(places) = known.reached.least(bucket) {
-            for place in places {
-                if !least.offer(place.load, place.load, core(place.position as usize)) {
+    fn offer_passed_up(&self, passed_up: &PassedUp<'_, '_>, bucket: u32, least: &mut Least) {
+        // What the rack has not heard of yet: it takes no new connections, or only some.
+        let taking_part = |core: &Core| {
+            let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
+            server.filter(|server| self.pool.takes_part(server, bucket))
+        };
+        if let Some(cores) = passed_up.cores {
+            let places = cores.least(bucket);
+            let mut of_use = places.iter().filter(|place| taking_part(&place.core).is_some());
+            if of_use.clone().count() >= least.most || cores.is_all(places) {
+                of_use.all(|place| least.offer(place.load, place.load, place.core));
+                return;
+            }
+        }
+        for list in &passed_up.lists {
+            for (core, load) in list.of_bucket(bucket) {
+                let Some(server) = taking_part(core) else { continue };
+                if !least.offer(self.levels.compared(server.class(), *load), *load, *core) {
+                    // Those that follow are not less.
                     break;
                 }
             }
+        }
+    }
+
+    fn offer_known(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
+        if let Some(places) = known.reached.least(bucket) {
+            places.iter().all(|place| least.offer(place.load, place.load, place.core));
             return;
         }
         let looked_up: Vec<f64>;
@@ -255,7 +287,7 @@ impl<'a> Cores<'a> {
             if compared > bound || known.in_part && !self.pool.takes_part(known.servers[position], bucket) {
                 continue;
             }
-            least.offer(compared, *load, core(position));
+            least.offer(compared, *load, core_at(known.servers[position], &known.group.key, bucket));
             bound = least.bound();
         }
     }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use super::Pool;
 use super::loads::{Class, LoadSpread, Loads};
+use super::passed_up::{PassedUpCores, PassedUpSpreads};
 use super::reached::ReachedLoads;
 use crate::ServerId;
 use crate::load::CoreLoads;
@@ -17,21 +18,31 @@ use crate::placement::{BucketCount, weighted_rendezvous};
 #[derive(Debug, Default)]
 pub struct Kept {
     /// By group.
-    pub(super) groups: Vec<ReachedLoads>,
+    pub(super) groups: Vec<KeptGroup>,
     spreads: Spreads,
+    passed_up: PassedUpSpreads,
     consistent: Consistent,
+}
+
+/// Of one group of servers.
+#[derive(Debug, Default)]
+pub struct KeptGroup {
+    /// Of servers whose loads are known here.
+    pub reached: ReachedLoads,
+    /// Of those that racks pass up.
+    pub passed_up: PassedUpCores,
 }
 
 impl Kept {
     /// How the known loads of the eligible servers are spread, by class.
     pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
         self.spreads.follow(pool);
-        let mut passed_up = pool.racks.iter().flat_map(|rack| &rack.spreads).peekable();
-        if passed_up.peek().is_none() {
+        let passed_up = self.passed_up.follow(&pool.racks);
+        if passed_up.is_empty() {
             return Cow::Borrowed(&self.spreads.of_class);
         }
-        let mut all = self.spreads.of_class.clone();
-        for (class, spread) in passed_up {
+        let mut all = passed_up.clone();
+        for (class, spread) in &self.spreads.of_class {
             all.entry(*class).or_default().add_all(spread);
         }
         Cow::Owned(all)
