@@ -17,7 +17,7 @@ use coreward_model::FourTuple;
 use coreward_model::key_switch;
 use coreward_model::load::CoreReadings;
 use coreward_model::tuple::Protocol;
-use coreward_wire::{AgentConfiguration, Report, ReportedRss, SocketAnswer, SocketQuery, v1};
+use coreward_wire::{AgentConfiguration, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, v1};
 
 use crate::chain::Chain;
 use crate::config::{self, Config};
@@ -34,6 +34,7 @@ use crate::rss::testbed::TestbedRss;
 use crate::rss::verdict::{Judge, Verdict};
 use crate::stall::{Counts, StallJudge};
 use crate::steering::{self, Steering};
+use crate::told::Told;
 use crate::{connections, dispatch, timestamps};
 
 /// Until the controller says otherwise.
@@ -289,8 +290,8 @@ impl Agent {
         Ok(query.answer(open_sockets(&tuples)?))
     }
 
-    /// What to say now; `None` while the cores' load is not known. RSS is said where it is not `rss_generation_told`.
-    pub fn report(&mut self, rss_generation_told: u64) -> Option<v1::Report> {
+    /// What to say now to who was `told` that, with what else is wrong; `None` while the cores' load is not known.
+    pub fn report(&mut self, told: &Told, more_warnings: &[String]) -> Option<v1::Report> {
         self.readings.clear();
         let measured_ns = monotonic_ns();
         let problem = self.load.read(&mut self.readings).err().map(|error| format!("{error:#}"));
@@ -309,9 +310,16 @@ impl Agent {
         self.chain.follow(&mut self.programs);
         self.counting.follow(self.configuration.as_ref());
         let generation = self.rss.generation();
-        let rss = (generation != rss_generation_told)
+        let rss = (generation != told.rss_generation())
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
         let counters = self.programs.counters();
+        let warnings = [&self.warnings[..], more_warnings].concat();
+        let details = told.wants_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
+            counters: named(&counters, &self.steering),
+            warnings,
+            dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
+            connections: self.counting.newest(),
+        });
         let report = Report {
             sent: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * INTERVALS_TO_LIVE).max(SHORTEST_LIFE),
@@ -321,11 +329,8 @@ impl Agent {
             rss,
             rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
             rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
-            counters: named(&counters, &self.steering),
-            warnings: self.warnings.clone(),
-            dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
             configuration_generation: self.confirmed(),
-            connections: self.counting.newest(),
+            details,
         };
         Some(report.into())
     }

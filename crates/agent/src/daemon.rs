@@ -19,6 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::agent::Agent;
 use crate::config::Config;
+use crate::told::Told;
 
 /// How often the agent looks after what changes by itself.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -156,7 +157,7 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
     agent.begin_stream();
     tracing::info!("connected to controller {}", connection.controller());
     let mut tick = every(agent.report_interval());
-    let mut rss_generation_told = 0;
+    let mut told = Told::default();
     loop {
         tokio::select! {
             update = updates.message() => {
@@ -180,12 +181,11 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
                 }
             }
             _ = tick.tick() => {
-                let Some(mut report) = agent.report(rss_generation_told) else { continue };
-                report.warnings.extend(connection.warnings());
-                let generation = report.rss_generation;
+                let Some(report) = agent.report(&told, &connection.warnings()) else { continue };
+                let then = told.after(&report);
                 // A controller that does not read misses a report; the next one has it all.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
-                    rss_generation_told = generation;
+                    told = then;
                 }
             }
             chore = chores.next() => chore.perform(agent, connection),

@@ -32,3 +32,4 @@ pub mod stall;
 pub mod steering;
 pub mod sysfs;
 pub mod timestamps;
+pub mod told;

@@ -60,7 +60,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let mut one_agent = controller::Args::default();
     (one_agent.agents, one_agent.report_interval_ms) = (1, args.report_interval_ms);
-    let mut controller = Controller::start(&one_agent, &scratch.0)?;
+    let mut controller = Controller::start(&one_agent, None, &scratch.0)?;
     let mut agent = Agent::start(configuration(args, &controller, &scratch.0, &pins.0)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {

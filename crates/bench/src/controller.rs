@@ -1,31 +1,31 @@
 //! What the controller costs: agents that only pretend, each with a TCP connection and a gRPC stream of its own, report
 //! to a real controller in a process of its own.
 
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_api::Role;
 use coreward_api::client::Client;
 use coreward_api::tokens::token_file;
 use coreward_api::types::{Reports, Status};
-use coreward_intf::{SERVER_COUNTER_NAMES, STEER_COUNTER_NAMES};
-use coreward_model::rss::{IndirectionTable, seeded_rng, uniform_below};
+use coreward_tls::connect::Connector;
+use coreward_tls::{Role, Tls};
 use coreward_wire::v1::control_client::ControlClient;
-use coreward_wire::v1::{agent_message, dataplane_update, load_balancer_message};
+use coreward_wire::v1::{dataplane_update, load_balancer_message};
 use coreward_wire::{table, v1};
-use rand_xoshiro::Xoshiro256PlusPlus;
+use tokio::net::TcpStream;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
+use crate::certificates::Certificates;
+use crate::pretend::pretend;
 use crate::report::{Report, Table};
 
 /// Options of `coreward-bench controller`.
@@ -87,7 +87,7 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control::server::raise_file_limit();
     let directory = Scratch::new()?;
-    let mut controller = Controller::start(args, &directory.0)?;
+    let mut controller = Controller::start(args, None, &directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let measured = runtime.block_on(measure(args, &mut controller))?;
     Ok(report(args, &measured))
@@ -120,6 +120,8 @@ pub(crate) struct Controller {
     token_file: PathBuf,
     /// Where it serves metrics.
     pub(crate) metrics: SocketAddr,
+    /// Of all parts; `None`: they talk in plain.
+    certificates: Option<Certificates>,
 }
 
 impl Drop for Controller {
@@ -130,38 +132,41 @@ impl Drop for Controller {
 }
 
 impl Controller {
-    pub(crate) fn start(args: &Args, directory: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn start(args: &Args, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
         std::fs::write(directory.join("fleet.toml"), fleet(args))?;
-        Self::spawn("fleet = \"fleet.toml\"\n", directory)
+        Self::spawn("fleet = \"fleet.toml\"\n", certificates, directory)
     }
 
     /// One whose fleet is what is applied.
     pub(crate) fn start_without_fleet(directory: &Path) -> anyhow::Result<Self> {
-        Self::spawn("", directory)
+        Self::spawn("", None, directory)
     }
 
-    fn spawn(keys: &str, directory: &Path) -> anyhow::Result<Self> {
+    fn spawn(keys: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
         // A port that is free now; the controller takes it next.
         let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
         let (address, api, metrics) = (free()?, free()?, free()?);
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
+        let tls = certificates.as_ref().map(|all| all.table(Role::Controller, "controller")).transpose()?;
         std::fs::write(
             &config,
-            format!("listen = \"{address}\"\napi = \"{api}\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}"),
+            format!(
+                "listen = \"{address}\"\napi = \"{api}\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}{}",
+                tls.unwrap_or_default()
+            ),
         )?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.arg("controller-process").arg("--config").arg(config).spawn()?;
-        let token_file = token_file(directory, Role::Operator);
-        Ok(Self { process, address, api, token_file, metrics })
+        let token_file = token_file(directory, coreward_api::Role::Operator);
+        Ok(Self { process, address, api, token_file, metrics, certificates })
     }
 
-    pub(crate) async fn connect(&mut self) -> anyhow::Result<ControlClient<Channel>> {
-        let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?.tcp_nodelay(true);
+    /// Returns when it takes connections.
+    pub(crate) async fn listens(&mut self) -> anyhow::Result<()> {
         for _ in 0..100 {
-            if let Ok(channel) = endpoint.connect().await {
-                // The status of ten thousand servers is long.
-                return Ok(ControlClient::new(channel).max_decoding_message_size(64 << 20));
+            if TcpStream::connect(self.address).await.is_ok() {
+                return Ok(());
             }
             let ended = self.process.try_wait()?;
             ensure!(ended.is_none(), "the controller ended: {ended:?}");
@@ -170,9 +175,24 @@ impl Controller {
         anyhow::bail!("no connection to the controller at {}", self.address)
     }
 
+    /// `[tls]` in the file of another part; nothing where all talk in plain.
+    pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
+        Ok(self.certificates.as_ref().map(|all| all.table(role, name)).transpose()?.unwrap_or_default())
+    }
+
+    /// A connection of somebody's own, once it listens.
+    pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
+        self.listens().await?;
+        let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
+        let tls = files.map(Tls::load).transpose()?;
+        let connector = Connector::new(self.address, tls.map(|tls| (tls, &[Role::Controller][..])));
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?;
+        Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
+    }
+
     /// An operator, once it answers.
     pub(crate) async fn asking(&mut self) -> anyhow::Result<Client> {
-        self.connect().await?;
+        self.listens().await?;
         Client::new(self.api.into(), &self.token_file)
     }
 
@@ -258,8 +278,8 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
         tables.push(tokio::spawn(take_tables(subscribe(controller, balancer).await?)));
     }
     let mut clients = Vec::new();
-    for _ in 0..args.agents {
-        clients.push(controller.connect().await?);
+    for agent in 0..args.agents {
+        clients.push(controller.connect_as(Role::Agent, &name(agent)).await?);
     }
     let sent = Arc::new(AtomicU64::new(0));
     let (start, interval) = (Instant::now(), Duration::from_millis(args.report_interval_ms));
@@ -324,7 +344,12 @@ pub(crate) async fn subscribe(
     };
     let message = Some(load_balancer_message::Message::Hello(hello));
     sender.send(v1::LoadBalancerMessage { message }).await?;
-    let updates = controller.connect().await?.load_balancer(ReceiverStream::new(receiver)).await?.into_inner();
+    let updates = controller
+        .connect_as(Role::Lb, &format!("lb{balancer}"))
+        .await?
+        .load_balancer(ReceiverStream::new(receiver))
+        .await?
+        .into_inner();
     // The stream lives as long as somebody could still say something.
     tokio::spawn(async move {
         sender.closed().await;
@@ -343,89 +368,6 @@ pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> 
         }
     }
     (arrivals, size)
-}
-
-/// One agent, until the controller ends. `sent`: reports of all agents.
-pub(crate) async fn pretend(
-    mut client: ControlClient<Channel>,
-    agent: u32,
-    cores: u16,
-    start: Instant,
-    interval: Duration,
-    sent: Arc<AtomicU64>,
-) {
-    let (sender, receiver) = mpsc::channel(2);
-    let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
-    let hello = v1::AgentMessage { message: Some(agent_message::Message::Hello(hello)) };
-    if sender.send(hello).await.is_err() {
-        return;
-    }
-    let Ok(answers) = client.agent(ReceiverStream::new(receiver)).await else { return };
-    let mut answers = answers.into_inner();
-    tokio::spawn(async move { while let Ok(Some(_)) = answers.message().await {} });
-    let mut server = PretendedServer::new(agent, cores, interval);
-    let mut due = start;
-    loop {
-        sleep_until(due).await;
-        // One that is late does not send twice.
-        due = (due + interval).max(Instant::now());
-        let report = agent_message::Message::Report(server.report());
-        if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
-            return;
-        }
-        sent.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// Cores with random loads that have been up for weeks: busy times are numbers of eight bytes.
-pub(crate) struct PretendedServer {
-    sequence: u64,
-    random: Xoshiro256PlusPlus,
-    busy_ns: Vec<u64>,
-    interval: Duration,
-    rss: v1::Rss,
-}
-
-impl PretendedServer {
-    pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
-        let table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
-        let indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
-        let rss = v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table };
-        let busy_ns = vec![1_000_000_000_000_000; usize::from(cores)];
-        Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
-    }
-
-    /// The next report will begin a stream.
-    pub(crate) fn begin_stream(&mut self) {
-        self.sequence = 0;
-    }
-
-    pub(crate) fn report(&mut self) -> v1::Report {
-        self.sequence += 1;
-        let interval_ns = self.interval.as_nanos() as u32;
-        for busy in &mut self.busy_ns {
-            *busy += u64::from(uniform_below(&mut self.random, interval_ns));
-        }
-        let names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
-        let counters: HashMap<String, u64> = names.map(|name| ((*name).to_owned(), self.sequence * 1000)).collect();
-        v1::Report {
-            sequence: self.sequence,
-            sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64,
-            time_to_live_ms: 10_000,
-            measured_ns: 2_000_000_000_000_000 + self.sequence * u64::from(interval_ns),
-            core_busy_ns: self.busy_ns.clone(),
-            open_connections: 1000,
-            rss_generation: 1,
-            rss: (self.sequence == 1).then(|| self.rss.clone()),
-            rss_matched: self.sequence * 100,
-            rss_mismatched: 0,
-            counters,
-            warnings: Vec::new(),
-            dispatch: Vec::new(),
-            connections: None,
-            configuration_generation: 1,
-        }
-    }
 }
 
 fn report(args: &Args, measured: &Measured) -> Report {

@@ -1,13 +1,16 @@
 //! `coreward-bench`: what the packet path, the agent and the controller cost, and what the policies give.
 
 mod agent;
+mod certificates;
 mod controller;
 mod counting;
 mod dispatch;
 mod placement;
+mod pretend;
 mod racks;
 mod scale;
 mod sim;
+mod site;
 mod start;
 
 use std::path::PathBuf;
@@ -52,7 +55,7 @@ enum Command {
     /// How many agents a controller on one CPU takes, and how soon its tables are in the kernel (needs root)
     Scale(scale::Args),
     #[command(hide = true)]
-    LoadBalancerProcess(scale::ProcessArgs),
+    LoadBalancerProcess(site::ProcessArgs),
     /// How soon a load balancer with many services and servers forwards, and follows a change (needs root)
     Start(start::Args),
     /// How quick the simulator is
@@ -77,7 +80,7 @@ fn main() -> anyhow::Result<()> {
         Command::Racks(args) => arguments.show(&racks::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
         Command::Scale(args) => arguments.show(&scale::run(args)?),
-        Command::LoadBalancerProcess(args) => scale::run_process(args),
+        Command::LoadBalancerProcess(args) => site::run_process(args),
         Command::Start(args) => arguments.show(&start::run(args)?),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {

@@ -1,7 +1,7 @@
 //! What the controller costs with rack controllers before it: real summaries of servers that only pretend, over gRPC.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -10,6 +10,7 @@ use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
 use coreward_model::statistics::median;
 use coreward_rack::reducer::Reducer;
+use coreward_tls::Role;
 use coreward_wire::v1;
 use coreward_wire::v1::{agent_message, rack_update};
 use prost::Message as _;
@@ -17,10 +18,11 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::agent::Pins;
-use crate::controller::{self, Controller, PretendedServer, Scratch, name};
+use crate::controller::{self, Controller, name};
+use crate::pretend::PretendedServer;
 use crate::report::{Report, Table};
-use crate::scale::{Balancer, Window, make_network, pin, rows, window, yield_to_others};
+use crate::scale::{Window, rows, window};
+use crate::site;
 
 /// Summaries that each rack has, of different loads, and passes up in turn: making them is the racks' work, and they would share
 /// the machine with what is measured.
@@ -51,40 +53,24 @@ pub struct Args {
     /// How long each time
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     window_seconds: u64,
+    /// Without TLS
+    #[arg(long)]
+    plain: bool,
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
 /// # Errors
 /// Without root; when the controller or the load balancer does not start, or a rack cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench racks loads BPF programs: run it as root");
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
-    std::thread::spawn(move || begin(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-}
-
-fn begin(args: &Args) -> anyhow::Result<Report> {
-    coreward_control::server::raise_file_limit();
-    make_network()?;
-    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let fleet = controller::Args {
         agents: args.agents,
         cores: args.cores,
         services: args.services,
         ..controller::Args::default()
     };
-    let mut controller = Controller::start(&fleet, &scratch.0)?;
-    pin(controller.id(), 0)?;
-    // This thread, and the threads and the load balancer that it starts.
-    pin(0, 1)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        drop(controller.connect().await?);
-        let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
-        yield_to_others()?;
-        measure(args, &mut controller, Duration::from_millis(fleet.report_interval_ms)).await
-    })
+    let tls = !args.plain;
+    site::measure("racks", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
 }
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
@@ -118,6 +104,8 @@ struct Rack {
     /// By the agent's number.
     servers: Vec<(u32, PretendedServer)>,
     rounds: Vec<v1::RackMessage>,
+    /// What the controller wants, in ms: more as more racks connect.
+    detail_interval: Arc<AtomicU32>,
     cost_us: f64,
 }
 
@@ -131,14 +119,16 @@ impl Rack {
         interval: Duration,
     ) -> anyhow::Result<Self> {
         let (messages, receiver) = mpsc::channel(8);
-        let hello = v1::RackHello { name: format!("rack{number}"), version: "bench".into() };
+        let rack = format!("rack{number}");
+        let hello = v1::RackHello { name: rack.clone(), version: "bench".into() };
         let hellos = agents.clone().map(|agent| {
             let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
             said(agent, agent_message::Message::Hello(hello))
         });
         messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
         messages.send(v1::RackMessage { agents: hellos.collect(), ..Default::default() }).await?;
-        let mut updates = controller.connect().await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
+        let mut updates =
+            controller.connect_as(Role::Rack, &rack).await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
         let configuration = loop {
             let update = updates.message().await?.context("the controller ended the stream")?.update;
             if let Some(rack_update::Update::Configuration(configuration)) = update
@@ -147,7 +137,15 @@ impl Rack {
                 break configuration;
             }
         };
-        tokio::spawn(async move { while let Ok(Some(_)) = updates.message().await {} });
+        let detail_interval = Arc::new(AtomicU32::new(configuration.detail_interval_ms));
+        let told = detail_interval.clone();
+        tokio::spawn(async move {
+            while let Ok(Some(update)) = updates.message().await {
+                if let Some(rack_update::Update::Configuration(configuration)) = update.update {
+                    told.store(configuration.detail_interval_ms, Ordering::Relaxed);
+                }
+            }
+        });
         let mut reducer = Reducer::new(DETAIL_INTERVAL, args.rack_candidates.into());
         agents.clone().for_each(|agent| reducer.begin(agent.into()));
         reducer.configure((&configuration).try_into()?);
@@ -172,19 +170,20 @@ impl Rack {
         }
         // What goes up whole begins with the RSS.
         servers.iter_mut().for_each(PretendedServer::begin_stream);
-        Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, cost_us })
+        Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
 
     /// A summary at every interval, and each agent's whole report once in a detail interval, until the controller ends.
     async fn pass_up(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
-        let per_detail = (DETAIL_INTERVAL.as_secs_f64() / interval.as_secs_f64()).round().max(1.0) as usize;
         let mut due = start;
         for round in 0.. {
             sleep_until(due).await;
             due = (due + interval).max(Instant::now());
             let mut message = self.rounds[round % ROUNDS].clone();
+            let wanted = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
+            let per_detail = (DETAIL_INTERVAL.max(wanted).as_secs_f64() / interval.as_secs_f64()).round() as usize;
             for (agent, server) in self.servers.iter_mut().skip(round % per_detail).step_by(per_detail) {
-                message.agents.push(said(*agent, agent_message::Message::Report(server.report())));
+                message.agents.push(said(*agent, agent_message::Message::Report(server.detailed_report())));
             }
             if self.messages.send(message).await.is_err() {
                 return;
@@ -218,10 +217,17 @@ fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) 
         title: "The controller behind racks",
         about: format!(
             "{} racks pass up {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream of its \
-             own (loopback), and every server's whole report once a second, to a controller that has CPU 0; racks and a load \
+             own (loopback{}), and every server's whole report as often as the controller wants it, to a controller that has CPU 0; racks and a load \
              balancer, which puts the tables of {} services in force and says so for each, share CPU 1. {} windows of {} s; \
              percentiles are interpolated in classes. A rack's CPU is without gRPC.",
-            args.racks, args.rack_candidates, args.agents, args.cores, args.services, args.windows, args.window_seconds,
+            args.racks,
+            args.rack_candidates,
+            args.agents,
+            args.cores,
+            if args.plain { "" } else { ", TLS" },
+            args.services,
+            args.windows,
+            args.window_seconds,
         ),
         tables: vec![table],
     }

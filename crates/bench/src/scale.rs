@@ -4,21 +4,18 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
-use std::path::PathBuf;
-use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
-use coreward_bench::namespace::{self, ip};
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::Pid;
+use anyhow::Context as _;
+use coreward_tls::Role;
 use tokio::time::{Instant, sleep};
 
-use crate::agent::Pins;
-use crate::controller::{self, Controller, Scratch, pretend};
+use crate::controller::{self, Controller, name};
+use crate::pretend::pretend;
 use crate::report::{Report, Table};
+use crate::site::{self, NICER};
 
 /// Options of `coreward-bench scale`.
 #[derive(Debug, Clone, clap::Args)]
@@ -38,139 +35,44 @@ pub struct Args {
     /// How long each time
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     window_seconds: u64,
-}
-
-/// Options of the load balancer's process.
-#[derive(Debug, Clone, clap::Args)]
-pub struct ProcessArgs {
+    /// Without TLS
     #[arg(long)]
-    config: PathBuf,
-}
-
-/// The load balancer as `coreward lb` runs it.
-///
-/// # Errors
-/// As the load balancer has them.
-pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
-    coreward_lb::daemon::run(&args.config)
-}
-
-/// A load balancer in a process of its own, which ends with this value.
-pub struct Balancer(Child);
-
-impl Balancer {
-    /// At the device `eth0`, with its pins below `pins`.
-    ///
-    /// # Errors
-    /// When the process cannot be started.
-    pub fn start(controller: SocketAddr, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
-        let config = scratch.0.join("lb.toml");
-        let text = format!(
-            "name = \"lb1\"\ncontroller = \"{controller}\"\ninterface = \"eth0\"\npin_directory = {:?}\nxdp_mode = \
-             \"generic\"\n",
-            pins.0.join("lb1")
-        );
-        std::fs::write(&config, text)?;
-        let mut command = Command::new(std::env::current_exe()?);
-        Ok(Self(command.arg("load-balancer-process").arg("--config").arg(config).spawn()?))
-    }
-}
-
-impl Drop for Balancer {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Two ends of a wire, `eth0` and `eth1`; at the latter all of 10.2.0.0/16 answers ARP.
-///
-/// # Errors
-/// Without root.
-pub fn make_network() -> anyhow::Result<()> {
-    namespace::enter_new()?;
-    for command in [
-        "link set lo up",
-        "link add eth0 type veth peer name eth1",
-        "link set eth0 up",
-        "link set eth1 up",
-        "route add local 10.2.0.0/16 dev eth1",
-    ] {
-        ip(command)?;
-    }
-    Ok(())
-}
-
-/// Gives a process that CPU, and no other; 0 is the calling thread, and what it starts from then on.
-///
-/// # Errors
-/// When there is no such CPU.
-pub fn pin(process: u32, cpu: usize) -> anyhow::Result<()> {
-    let mut cpus = CpuSet::new();
-    cpus.set(cpu)?;
-    sched_setaffinity(Pid::from_raw(process as i32), &cpus).with_context(|| format!("CPU {cpu}"))
+    plain: bool,
 }
 
 /// After a question to the controller.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// Agents that pretend yield to the load balancer beside them: in life they are elsewhere. To be called in their thread.
-///
-/// # Errors
-/// When the priority cannot be lowered.
-pub fn yield_to_others() -> anyhow::Result<()> {
-    // SAFETY: the call takes two numbers and a priority; 0 is the calling thread.
-    let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };
-    nix::errno::Errno::result(outcome).map(drop).context("a lower priority")
-}
-
-/// A ninth of what others have of a CPU.
-const NICER: i32 = 10;
-
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
 /// # Errors
 /// Without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench scale loads BPF programs: run it as root");
     let args = args.clone();
-    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-}
-
-fn measure(args: &Args) -> anyhow::Result<Report> {
-    coreward_control::server::raise_file_limit();
-    make_network()?;
-    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let fleet = controller::Args {
         agents: args.agents,
         cores: args.cores,
         services: args.services,
         ..controller::Args::default()
     };
-    let mut controller = Controller::start(&fleet, &scratch.0)?;
-    pin(controller.id(), 0)?;
-    // This thread, and the threads and the load balancer that it starts.
-    pin(0, 1)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let windows = runtime.block_on(async {
-        drop(controller.connect().await?);
-        let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
-        yield_to_others()?;
-        let sent = Arc::new(AtomicU64::new(0));
-        let (start, interval) = (Instant::now(), Duration::from_millis(fleet.report_interval_ms));
-        for agent in 0..args.agents {
-            let phase = interval * agent / args.agents;
-            let client = controller.connect().await?;
-            tokio::spawn(pretend(client, agent, args.cores, start + phase, interval, sent.clone()));
-        }
-        // The first reports bring RSS keys and tables.
-        sleep(Duration::from_secs(3)).await;
-        let mut windows = Vec::new();
-        for _ in 0..args.windows {
-            windows.push(window(Duration::from_secs(args.window_seconds), &mut controller, &sent).await?);
-        }
-        Ok::<_, anyhow::Error>(windows)
-    })?;
+    let tls = !args.plain;
+    site::measure("scale", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
+}
+
+async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
+    let mut clients = Vec::new();
+    for agent in 0..args.agents {
+        clients.push(controller.connect_as(Role::Agent, &name(agent)).await?);
+    }
+    let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    for (agent, client) in (0..).zip(clients) {
+        let phase = interval * agent / args.agents;
+        tokio::spawn(pretend(client, agent, args.cores, start + phase, interval, sent.clone()));
+    }
+    // The first reports bring RSS keys and tables.
+    sleep(Duration::from_secs(3)).await;
+    let mut windows = Vec::new();
+    for _ in 0..args.windows {
+        windows.push(window(Duration::from_secs(args.window_seconds), controller, &sent).await?);
+    }
     Ok(report(args, &windows))
 }
 
@@ -305,12 +207,17 @@ fn report(args: &Args, windows: &[Window]) -> Report {
         name: "scale",
         title: "A controller at its limit",
         about: format!(
-            "{} agents of {} cores report every 100 ms, each by a gRPC stream over a TCP connection of its own (loopback), \
+            "{} agents of {} cores report every 100 ms, each by a gRPC stream over a TCP connection of its own (loopback{}), \
              to a controller that has CPU 0; agents and a load balancer, which puts the tables of {} services in force and \
              says so for each, share CPU 1, of which the agents have \
              what the other leaves (nice {NICER}). {} windows of {} s; percentiles are interpolated in classes. To reach: 2,000 \
              servers on one CPU, 99 % of tables in the kernel within 10 ms of the report that made them due.",
-            args.agents, args.cores, args.services, args.windows, args.window_seconds,
+            args.agents,
+            args.cores,
+            if args.plain { "" } else { ", TLS" },
+            args.services,
+            args.windows,
+            args.window_seconds,
         ),
         tables: vec![table],
     }

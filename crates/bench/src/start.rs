@@ -18,7 +18,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use crate::agent::Pins;
 use crate::controller::{self, Controller, Scratch, fleet, vip};
 use crate::report::{Report, Table};
-use crate::scale::{Balancer, make_network};
+use crate::site::{Balancer, make_network};
 
 /// Options of `coreward-bench start`.
 #[derive(Debug, Clone, clap::Args)]
@@ -62,11 +62,11 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     for _ in 0..args.starts {
         let _ = std::fs::remove_dir_all(pins.0.join("lb1"));
         let began = Instant::now();
-        let balancer = Balancer::start(controller.address, &scratch, &pins)?;
+        let balancer = Balancer::start(&controller, &scratch, &pins)?;
         starts.push(first_packets(args.services, began)?);
         drop(balancer);
     }
-    let _balancer = Balancer::start(controller.address, &scratch, &pins)?;
+    let _balancer = Balancer::start(&controller, &scratch, &pins)?;
     first_packets(args.services, Instant::now())?;
     let mut changes = Vec::new();
     for (generation, change) in (applied..).zip(0..args.changes) {

@@ -299,6 +299,7 @@ impl Fleet {
             server_id: id,
             servers_before: before.iter().filter_map(server_before).chain(others).collect(),
             draining: self.drains(id),
+            remembers_details: true,
         }
     }
 }

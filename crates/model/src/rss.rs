@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use std::fmt;
-use std::hash::Hasher as _;
+use std::hash::{Hash, Hasher};
 
 use coreward_intf as intf;
 use rand::SeedableRng as _;
@@ -28,8 +28,21 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
 }
 
 /// An RSS key: 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window).
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey(Arc<[u8]>);
+
+impl PartialEq for RssKey {
+    /// Copies are found equal without a look at their bytes: a table compares the keys of thousands of servers.
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
+
+impl Hash for RssKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.hash(state);
+    }
+}
 
 /// A key of another length.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -189,9 +202,22 @@ impl std::str::FromStr for RssKey {
 }
 
 /// An RSS indirection table: the receive queue (here: the core) for the low bits of the hash.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Eq)]
 pub struct IndirectionTable {
     queues: Arc<[u16]>,
+}
+
+impl PartialEq for IndirectionTable {
+    /// As with keys.
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
+    }
+}
+
+impl Hash for IndirectionTable {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.queues.hash(state);
+    }
 }
 
 /// A table that RSS cannot use.

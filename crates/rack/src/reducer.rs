@@ -1,6 +1,6 @@
 //! Reports in, summaries out. No I/O, no clock: time comes in as an argument.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use coreward_control::controller::Now;
@@ -20,6 +20,8 @@ pub struct Reducer {
     detail_interval: Duration,
     candidates: usize,
     configuration: Option<RackConfiguration>,
+    /// Streams of servers that take no new connections somewhere: people wait for what remains.
+    drained: HashSet<u64>,
     /// By the number of the agent's stream.
     agents: BTreeMap<u64, Reported>,
     /// One for each service: it remembers loads.
@@ -34,17 +36,25 @@ struct Reported {
 }
 
 struct HandedOn {
+    /// The last one with details, and its warnings.
     at: Duration,
+    warnings: Vec<String>,
     configuration_generation: u64,
     rss_generation: u64,
-    warnings: Vec<String>,
 }
 
 impl Reducer {
-    /// Nothing is known yet. `detail_interval`: how often whole reports are handed on; `candidates`: how many are passed up
+    /// Nothing is known yet. `detail_interval`: how often whole reports are handed on, unless the controller wants fewer; `candidates`: how many are passed up
     /// for each bucket at most.
     pub fn new(detail_interval: Duration, candidates: usize) -> Self {
-        Self { detail_interval, candidates, configuration: None, agents: BTreeMap::new(), policies: HashMap::new() }
+        Self {
+            detail_interval,
+            candidates,
+            configuration: None,
+            drained: HashSet::new(),
+            agents: BTreeMap::new(),
+            policies: HashMap::new(),
+        }
     }
 
     /// The controller says what there is.
@@ -62,6 +72,11 @@ impl Reducer {
                 }
             }
         }
+        let members = configuration.services.iter().flat_map(|service| &service.members);
+        let not_eligible: HashSet<ServerId> =
+            members.filter(|member| !member.eligible).map(|member| member.id).collect();
+        let drained = configuration.servers.iter().filter(|server| not_eligible.contains(&server.id));
+        self.drained = drained.map(|server| server.stream).collect();
         self.configuration = Some(configuration);
     }
 
@@ -89,20 +104,28 @@ impl Reducer {
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Refused>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
+        // Reports with details come once a second, but not to the millisecond.
+        let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
+        let detail_interval = self.detail_interval.max(told);
+        let about = detail_interval.saturating_sub(configuration.report_interval / 2);
         let is_new = reported.handed_on.as_ref().is_none_or(|old| {
-            now.monotonic.saturating_sub(old.at) >= self.detail_interval
-                || (old.configuration_generation, old.rss_generation)
-                    != (report.configuration_generation, report.rss_generation)
-                || old.warnings != report.warnings
+            let new_details = now.monotonic.saturating_sub(old.at) >= about || old.warnings != report.warnings;
+            let new_state = (old.configuration_generation, old.rss_generation)
+                != (report.configuration_generation, report.rss_generation);
+            new_state || new_details && !report.without_details
         });
         let handed_on = (is_new || report.rss.is_some()).then(|| {
+            let (at, warnings) = match reported.handed_on.take() {
+                Some(old) if report.without_details => (old.at, old.warnings),
+                _ => (now.monotonic, report.warnings.clone()),
+            };
             reported.handed_on = Some(HandedOn {
-                at: now.monotonic,
+                at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
-                warnings: report.warnings.clone(),
+                warnings,
             });
-            let holds = (HOLDS_FOR * self.detail_interval).as_millis() as u32;
+            let holds = (HOLDS_FOR * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
         });
         // What is confirmed is the controller's to judge.

@@ -140,6 +140,8 @@ pub struct AgentConfiguration {
     pub servers_before: Vec<ServerBefore>,
     /// Somebody waits for the connections that remain: they are to be counted more often.
     pub draining: bool,
+    /// Reports need not repeat their details ([`crate::ReportDetails`]).
+    pub remembers_details: bool,
 }
 
 /// A server that packets may be handed to.
@@ -237,6 +239,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             server_id: configuration.server_id.get().into(),
             servers_before: configuration.servers_before.iter().map(before).collect(),
             draining: configuration.draining,
+            remembers_details: configuration.remembers_details,
         }
     }
 }
@@ -420,6 +423,7 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
             server_id: parse_server_id("server_id", message.server_id)?,
             servers_before: parse_each("servers_before", &message.servers_before)?,
             draining: message.draining,
+            remembers_details: message.remembers_details,
         })
     }
 }
@@ -520,6 +524,7 @@ mod tests {
             server_id: 7.try_into().unwrap(),
             servers_before: vec![ServerBefore { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
             draining: true,
+            remembers_details: true,
         };
         assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
     }

@@ -36,7 +36,7 @@ pub use configuration::{
 pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
-pub use report::{CountedConnections, Report, ReportError};
+pub use report::{CountedConnections, Report, ReportDetails, ReportError};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};

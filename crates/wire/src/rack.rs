@@ -18,6 +18,8 @@ use crate::{Context as _, ServiceIndex, WireError, v1};
 pub struct RackConfiguration {
     /// Time between two summaries.
     pub report_interval: Duration,
+    /// No agent's whole report is to be handed on more often, unless its server drains or something changed.
+    pub detail_interval: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// Those whose agents speak through the rack.
@@ -84,6 +86,7 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
         };
         Self {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
+            detail_interval_ms: configuration.detail_interval.as_millis() as u32,
             alpha: configuration.alpha.get(),
             servers: configuration.servers.iter().map(server).collect(),
             services: configuration.services.iter().map(service).collect(),
@@ -100,6 +103,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
         }
         Ok(Self {
             report_interval: Duration::from_millis(message.report_interval_ms.into()),
+            detail_interval: Duration::from_millis(message.detail_interval_ms.into()),
             alpha: Alpha::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
             servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().within("servers")?,
             services: message.services.iter().map(parse_service).collect::<Result<_, _>>().within("services")?,
@@ -317,6 +321,7 @@ mod tests {
         let member = |id: u64, whole_part| RackMember { id: id.try_into().unwrap(), eligible: true, whole_part };
         let configuration = RackConfiguration {
             report_interval: Duration::from_millis(100),
+            detail_interval: Duration::from_secs(2),
             alpha: Alpha::PUBLISHED,
             servers: vec![RackServer {
                 stream: 4,

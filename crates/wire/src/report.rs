@@ -26,14 +26,21 @@ pub struct Report {
     pub rss_matched: u64,
     /// SYNs that arrived on another one.
     pub rss_mismatched: u64,
+    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
+    pub configuration_generation: u64,
+    /// `None`: as in the stream's report before.
+    pub details: Option<ReportDetails>,
+}
+
+/// What tables are not made of: most of a report's cost, and said less often.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ReportDetails {
     /// Counters of the server's BPF programs by name.
     pub counters: Vec<(String, u64)>,
     /// What the agent found wrong, in words.
     pub warnings: Vec<String>,
     /// UDP services whose requests are dispatched at the server; for people, unchecked.
     pub dispatch: Vec<v1::DispatchedService>,
-    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
-    pub configuration_generation: u64,
     /// The newest count of connections; `None`: there is none yet, or the agent does not count.
     pub connections: Option<CountedConnections>,
 }
@@ -122,6 +129,12 @@ impl TryFrom<v1::Report> for Report {
         }
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
+        let details = (!message.without_details).then(|| ReportDetails {
+            counters: message.counters.into_iter().collect(),
+            warnings: message.warnings.iter().map(|warning| readable(warning)).collect(),
+            dispatch: message.dispatch,
+            connections: message.connections.map(CountedConnections::from),
+        });
         Ok(Self {
             sent: Duration::from_nanos(message.sent_unix_ns),
             time_to_live: Duration::from_millis(message.time_to_live_ms.into()),
@@ -135,11 +148,8 @@ impl TryFrom<v1::Report> for Report {
             rss,
             rss_matched: message.rss_matched,
             rss_mismatched: message.rss_mismatched,
-            counters: message.counters.into_iter().collect(),
-            warnings: message.warnings.iter().map(|warning| readable(warning)).collect(),
-            dispatch: message.dispatch,
             configuration_generation: message.configuration_generation,
-            connections: message.connections.map(CountedConnections::from),
+            details,
         })
     }
 }
@@ -151,6 +161,8 @@ pub fn readable(text: &str) -> String {
 
 impl From<Report> for v1::Report {
     fn from(report: Report) -> Self {
+        let without_details = report.details.is_none();
+        let ReportDetails { counters, warnings, dispatch, connections } = report.details.unwrap_or_default();
         Self {
             sequence: report.readings.sequence,
             sent_unix_ns: report.sent.as_nanos() as u64,
@@ -162,11 +174,12 @@ impl From<Report> for v1::Report {
             rss: report.rss.as_ref().map(v1::Rss::from),
             rss_matched: report.rss_matched,
             rss_mismatched: report.rss_mismatched,
-            counters: report.counters.into_iter().collect(),
-            warnings: report.warnings,
-            dispatch: report.dispatch,
+            counters: counters.into_iter().collect(),
+            warnings,
+            dispatch,
             configuration_generation: report.configuration_generation,
-            connections: report.connections.map(v1::CountedConnections::from),
+            connections: connections.map(v1::CountedConnections::from),
+            without_details,
         }
     }
 }
@@ -196,6 +209,7 @@ mod tests {
                 configuration_generation: 2,
                 services: [("web".to_owned(), 5)].into(),
             }),
+            without_details: false,
         }
     }
 
@@ -203,6 +217,14 @@ mod tests {
     fn reports_come_back() {
         let older = v1::Report { connections: None, ..message() };
         assert_eq!(v1::Report::from(Report::try_from(older.clone()).unwrap()), older);
+        let short = v1::Report {
+            counters: [].into(),
+            warnings: Vec::new(),
+            dispatch: Vec::new(),
+            without_details: true,
+            ..older
+        };
+        assert_eq!(v1::Report::from(Report::try_from(short.clone()).unwrap()), short);
         let report = Report::try_from(message()).unwrap();
         assert_eq!(v1::Report::from(report), message());
     }
@@ -223,6 +245,6 @@ mod tests {
         let error = Report::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..message() }).unwrap_err();
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
         let report = Report::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..message() }).unwrap();
-        assert_eq!(report.warnings, ["\u{fffd}[2Jgone"]);
+        assert_eq!(report.details.unwrap().warnings, ["\u{fffd}[2Jgone"]);
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
 use coreward_model::rss::Rss;
-use coreward_wire::{CountedConnections, Report, ReportError, ReportedRss, v1};
+use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
 use super::rate::{Allowed, Rate};
@@ -60,6 +60,13 @@ pub struct Newest {
     pub rss_matched: u64,
     /// As reported.
     pub rss_mismatched: u64,
+    /// As last reported.
+    pub details: Details,
+}
+
+/// What is not in every report.
+#[derive(Debug, Default)]
+pub struct Details {
     /// As reported.
     pub counters: Vec<(String, u64)>,
     /// As reported.
@@ -68,6 +75,14 @@ pub struct Newest {
     pub dispatch: Vec<v1::DispatchedService>,
     /// The newest count of connections, as reported.
     pub connections: Option<Counted>,
+}
+
+impl Details {
+    fn reported(details: ReportDetails, now: Now) -> Self {
+        let ReportDetails { counters, warnings, dispatch, connections } = details;
+        let connections = connections.map(|counted| Counted::reported(counted, now));
+        Self { counters, warnings, dispatch, connections }
+    }
 }
 
 /// A count of connections.
@@ -126,7 +141,7 @@ impl Agent {
 
     /// Its newest count of connections; `None`: not known, or too old.
     pub fn connections(&self, now: Now) -> Option<&Counted> {
-        self.newest.as_ref().filter(|_| self.is_fresh(now))?.connections.as_ref()
+        self.newest.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
     /// Its NIC's key and table.
@@ -177,16 +192,15 @@ impl Agent {
         }
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
+        let known = self.newest.take().map(|newest| newest.details);
+        let details = report.details.map(|details| Details::reported(details, now)).or(known);
         self.newest = Some(Newest {
             received: now.monotonic,
             fresh_until: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
             rss_matched: report.rss_matched,
             rss_mismatched: report.rss_mismatched,
-            counters: report.counters,
-            warnings: report.warnings,
-            dispatch: report.dispatch,
-            connections: report.connections.map(|counted| Counted::reported(counted, now)),
+            details: details.unwrap_or_default(),
         });
         Ok(())
     }

@@ -6,7 +6,7 @@ use coreward_api::types::DrainStatus;
 use coreward_config::Source;
 use coreward_model::load::CoreReadings;
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{CountedConnections, Report, v1};
+use coreward_wire::{CountedConnections, Report, ReportDetails, v1};
 
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
@@ -62,7 +62,8 @@ impl World {
         });
         // Some are reported at one moment here, but its clock goes on.
         let readings = CoreReadings { sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
-        let report = Report { connections, readings, ..plain_report(self.sequence, now, &[0]) };
+        let details = Some(ReportDetails { connections, ..ReportDetails::default() });
+        let report = Report { details, readings, ..plain_report(self.sequence, now, &[0]) };
         self.controller.report(session, Ok(report), now).unwrap();
     }
 

@@ -37,7 +37,7 @@ impl Controller {
         status.servers.iter().for_each(|server| add_server(page, server));
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {
-                parts::dispatch(page, &server.name, &newest.dispatch);
+                parts::dispatch(page, &server.name, &newest.details.dispatch);
             }
         }
         for (state, alive) in [("alive", true), ("lost", false)] {

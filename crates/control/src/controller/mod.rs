@@ -29,6 +29,7 @@ pub mod in_force;
 mod lives;
 pub mod load_balancers;
 mod metrics;
+mod newness;
 mod on_change;
 #[cfg(test)]
 mod on_change_tests;
@@ -43,6 +44,7 @@ pub mod refused;
 pub mod rotation;
 #[cfg(test)]
 mod rotation_tests;
+mod rss_keys;
 pub mod service;
 pub mod status;
 pub mod tables;
@@ -57,7 +59,9 @@ use std::time::Duration;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, policy};
-use coreward_wire::{AgentConfiguration, FleetConfiguration, Report, ReportError, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{
+    AgentConfiguration, FleetConfiguration, Report, ReportError, ReportedRss, ServiceIndex, TrafficMessage, v1,
+};
 
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
@@ -67,6 +71,7 @@ use in_force::InForce;
 use load_balancers::LoadBalancers;
 use racks::{Behind, Racks};
 use refused::Refused;
+use rss_keys::RssKeys;
 use service::{Cause, Service};
 
 /// The moment at which something happens.
@@ -113,6 +118,7 @@ pub struct NewTable {
 pub struct Controller {
     fleet: Fleet,
     agents: Agents,
+    rss_keys: RssKeys,
     services: Vec<Service>,
     /// Those that are connected.
     pub load_balancers: LoadBalancers,
@@ -137,6 +143,7 @@ impl Controller {
         let mut controller = Self {
             services: Vec::new(),
             agents: Agents::default(),
+            rss_keys: RssKeys::default(),
             load_balancers: LoadBalancers::default(),
             health: Health::default(),
             racks: Racks::default(),
@@ -221,6 +228,9 @@ impl Controller {
         // Until its first report says how long it may be silent: as long as three reports take.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
+        if agent.session.as_ref().is_some_and(|replaced| replaced.rack.is_some()) {
+            self.racks.changes += 1;
+        }
         let rack = behind.as_ref().map(|behind| behind.name.clone());
         agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, rack });
         self.source_changed(id);
@@ -309,7 +319,12 @@ impl Controller {
         self.count(outcome)
     }
 
-    fn try_report(&mut self, session: &Session, report: Result<Report, ReportError>, now: Now) -> Result<(), Refused> {
+    fn try_report(
+        &mut self,
+        session: &Session,
+        mut report: Result<Report, ReportError>,
+        now: Now,
+    ) -> Result<(), Refused> {
         let server = session.server();
         let agent = self.agents.named_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
@@ -317,6 +332,9 @@ impl Controller {
         }
         if !agent.may_report(self.fleet.report_interval, now) {
             return Err(Refused::TooOften(server.to_owned()));
+        }
+        if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
+            rss.key = self.rss_keys.shared(rss.key.clone());
         }
         let sent = report.as_ref().ok().map(|report| report.sent);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
@@ -362,6 +380,7 @@ impl Controller {
     /// begin anew.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         self.due.clear();
+        self.racks.changes += 1;
         self.update_health(now);
         for position in 0..self.services.len() {
             self.begin_interval(position);

@@ -28,6 +28,7 @@ pub struct DueTable {
 impl Controller {
     /// To be called when services or their members have changed.
     pub(super) fn index_services(&mut self) {
+        self.racks.changes += 1;
         let positions = self.services.iter().enumerate().map(|(position, service)| (service.fleet().index, position));
         self.positions = positions.collect();
         let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
@@ -72,7 +73,7 @@ impl Controller {
         if !service.reads_loads() {
             return;
         }
-        summary.servers.iter().for_each(|server| service.load_is_new(server.id));
+        summary.servers.iter().for_each(|server| service.load_is_passed_up(server.id));
         if service.due.is_none() {
             service.due = Some(Cause { received: now.monotonic, is_load: true, sent: None });
             self.due.push_back(service.fleet().index);
@@ -107,6 +108,7 @@ impl Controller {
                 continue;
             }
             service.forget_servers();
+            self.racks.changes += 1;
             if service.due.is_none() {
                 service.due = Some(Cause { received: now.monotonic, is_load: false, sent: None });
                 self.due.push_back(service.fleet().index);

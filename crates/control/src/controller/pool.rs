@@ -23,12 +23,13 @@ impl Controller {
                 self.pool_servers(&self.services[position], now)
             }
         };
-        self.services[position].know_servers(&servers);
         let pool = self.pool_of(&self.services[position], servers, now);
         let service = &mut self.services[position];
         service.due = None;
         let pool = service.with_interval(pool);
-        service.place(&pool, now)
+        let table = service.place(&pool, now);
+        service.know_servers(pool.into_servers());
+        table
     }
 
     /// The service's pool as its policy would see it now.
@@ -59,8 +60,11 @@ impl Controller {
     /// These servers of the service at this position, with what is new of them.
     fn renewed(&self, position: usize, mut servers: Vec<PoolServer>, now: Now) -> Vec<PoolServer> {
         let service = &self.services[position];
-        for server in servers.iter_mut().filter(|server| server.fresh || service.is_fresh(server.id)) {
-            *server = self.pool_server(service, server.id, now);
+        for server in &mut servers {
+            server.fresh = service.is_fresh(server.id);
+            if service.is_to_be_looked_at(server.id) {
+                *server = self.pool_server(service, server.id, now);
+            }
         }
         servers
     }
@@ -71,6 +75,7 @@ impl Controller {
         let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
         let conditions = service.members.keys().map(condition).collect();
         self.services[position].follow(conditions, now);
+        self.racks.changes += 1;
     }
 
     pub(super) fn condition(&self, service: &FleetService, id: ServerId, now: Now) -> Condition {

@@ -132,8 +132,9 @@ fn whose_agent_went_elsewhere_is_the_racks_no_more() {
     world.behind(rack, "r1", "s0", 1).unwrap();
     world.behind(rack, "r1", "s1", 2).unwrap();
     // The rack has not noticed that its agent is gone.
-    let later = at(10_000);
+    let (later, before) = (at(10_000), world.controller.rack_changes());
     world.controller.hello("s0", "test", later).unwrap();
+    assert!(world.controller.rack_changes() > before, "the rack is to be told");
     assert_eq!(world.told(rack), [(2, 1)]);
     assert_eq!(world.controller.status(false, later).servers[0].rack, None);
 }

@@ -1,6 +1,6 @@
 //! A service, its policy and its newest table.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use coreward_model::placement::{Core, PlacementTable, Rule};
 use coreward_model::policy::{Policy, Pool, PoolServer};
 use coreward_model::tuple::Protocol;
 
+use super::newness::Newness;
 use super::{NewTable, Now, policy_of};
 use crate::fleet::FleetService;
 
@@ -81,10 +82,8 @@ pub struct Service {
     predecessor_changes: u64,
     /// What made a table due that is not made yet.
     pub due: Option<Cause>,
-    /// Servers whose load is newer than the newest table.
-    fresh: BTreeSet<ServerId>,
-    /// Of the first table with each server's newest load.
-    load_generations: HashMap<ServerId, u64, foldhash::fast::FixedState>,
+    /// Of which servers something is newer than the newest table.
+    newness: Newness,
     /// Its servers as the newest table was made of them, but for what racks pass up; `None`: something else than loads may
     /// have changed since.
     servers: Option<Vec<PoolServer>>,
@@ -121,8 +120,7 @@ impl Service {
             predecessors: fleet.bucket_history.predecessors(),
             predecessor_changes: 0,
             due: None,
-            fresh: BTreeSet::new(),
-            load_generations: HashMap::default(),
+            newness: Newness::default(),
             servers: None,
             opened: None,
             new_interval: true,
@@ -144,7 +142,7 @@ impl Service {
         self.fleet = new.clone();
         self.servers = None;
         let members = &self.fleet.members;
-        self.load_generations.retain(|server, _| members.contains_key(server));
+        self.newness.retain(|server| members.contains_key(&server));
         self.predecessors.retain(|server, before| {
             before.retain(|before| members.contains_key(before));
             members.contains_key(server) && !before.is_empty()
@@ -230,12 +228,17 @@ impl Service {
 
     /// The server's load is new.
     pub fn load_is_new(&mut self, server: ServerId) {
-        self.fresh.insert(server);
+        self.newness.mark(server);
+    }
+
+    /// The server's rack passes up new loads of it.
+    pub fn load_is_passed_up(&mut self, server: ServerId) {
+        self.newness.mark_passed_up(server);
     }
 
     /// All loads are new.
     pub fn loads_are_new(&mut self) {
-        self.fresh.extend(self.fleet.members.keys());
+        self.fleet.members.keys().for_each(|server| self.newness.mark(*server));
     }
 
     /// Its servers as the newest table was made of them; `None`: all must be looked at.
@@ -249,8 +252,8 @@ impl Service {
     }
 
     /// A table is made of these.
-    pub fn know_servers(&mut self, servers: &[PoolServer]) {
-        self.servers = Some(servers.to_vec());
+    pub fn know_servers(&mut self, servers: Vec<PoolServer>) {
+        self.servers = Some(servers);
     }
 
     /// Something else than loads may have changed.
@@ -260,7 +263,12 @@ impl Service {
 
     /// Whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, server: ServerId) -> bool {
-        self.fresh.contains(&server)
+        self.newness.is_fresh(server)
+    }
+
+    /// Whether more may be new of it than what its rack passes up.
+    pub fn is_to_be_looked_at(&self, server: ServerId) -> bool {
+        self.newness.is_to_be_looked_at(server)
     }
 
     /// A report interval has ended, in which so many connections were opened, if that is known.
@@ -303,13 +311,11 @@ impl Service {
 
     /// [`PlacementTable::core_slot_ages`] of a table just made.
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        for server in std::mem::take(&mut self.fresh) {
-            self.load_generations.insert(server, table.generation);
-        }
+        self.newness.is_in_table(table.generation);
         if table.rule != Rule::LeastAssigned {
             return Vec::new();
         }
-        let newest = |core: &Core| self.load_generations.get(&core.server).copied().unwrap_or(table.generation);
+        let newest = |core: &Core| self.newness.generation(core.server).unwrap_or(table.generation);
         let ages: Vec<u32> = table.core_slots.iter().map(|core| (table.generation - newest(core)) as u32).collect();
         if ages.iter().all(|age| *age == 0) { Vec::new() } else { ages }
     }

@@ -257,8 +257,8 @@ impl Controller {
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed,
-            counters: newest.iter().flat_map(|newest| newest.counters.iter().cloned()).collect(),
-            dispatch: newest.iter().flat_map(|newest| &newest.dispatch).map(DispatchedService::from).collect(),
+            counters: newest.iter().flat_map(|newest| newest.details.counters.iter().cloned()).collect(),
+            dispatch: newest.iter().flat_map(|newest| &newest.details.dispatch).map(DispatchedService::from).collect(),
             drained: self.drained(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack.as_ref().map(ToString::to_string)),
             racks: self.fleet.racks_of(id).map(|racks| racks.iter().cloned().collect()),
@@ -281,7 +281,7 @@ impl Controller {
         if let (Some(rss), Some(loads)) = (agent.rss(), agent.loads(now)) {
             warnings.extend(queues_without_cores(rss, loads.len()));
         }
-        warnings.extend(agent.newest.iter().flat_map(|newest| newest.warnings.iter().cloned()));
+        warnings.extend(agent.newest.iter().flat_map(|newest| newest.details.warnings.iter().cloned()));
         warnings
     }
 }

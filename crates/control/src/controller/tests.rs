@@ -9,7 +9,7 @@ use coreward_model::load::CoreReadings;
 use coreward_model::placement::PlacementState;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServiceAddress};
-use coreward_wire::{ReportedRss, WireError, v1};
+use coreward_wire::{ReportDetails, ReportedRss, WireError, v1};
 use proptest::prelude::*;
 
 use super::explain::ExplainedPacket;
@@ -124,11 +124,8 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
         rss: None,
         rss_matched: 0,
         rss_mismatched: 0,
-        counters: Vec::new(),
-        warnings: Vec::new(),
-        dispatch: Vec::new(),
         configuration_generation: 0,
-        connections: None,
+        details: Some(ReportDetails::default()),
     }
 }
 

@@ -132,19 +132,22 @@ fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
 /// What the rack must know: looked at once per report interval, and told when it has changed. Ends when the rack does, or says why the
 /// rack must.
 async fn tell(shared: &Shared, session: u64, updates: &Updates) -> Option<Refused> {
-    let mut told = None;
+    let (mut told, mut looked_at) = (None, None);
     loop {
         let now = shared.now();
-        let configuration = match shared.controller().rack_configuration(session, now) {
-            Ok(configuration) => configuration?,
-            Err(refused) => return Some(refused),
-        };
-        if told.as_ref() != Some(&configuration) {
-            let update = v1::rack_update::Update::Configuration((&configuration).into());
-            if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
-                return None;
+        let changes = shared.controller().rack_changes();
+        if looked_at.replace(changes) != Some(changes) {
+            let configuration = match shared.controller().rack_configuration(session, now) {
+                Ok(configuration) => configuration?,
+                Err(refused) => return Some(refused),
+            };
+            if told.as_ref() != Some(&configuration) {
+                let update = v1::rack_update::Update::Configuration((&configuration).into());
+                if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
+                    return None;
+                }
+                told = Some(configuration);
             }
-            told = Some(configuration);
         }
         let interval = shared.controller().fleet().report_interval;
         tokio::time::sleep(interval).await;

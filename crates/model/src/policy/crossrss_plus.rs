@@ -23,6 +23,8 @@
 //!
 //! docs/policies.md says what else was tried, and what it gave.
 
+use std::borrow::Cow;
+
 use coreward_intf as intf;
 
 use super::crossrss::core_aware;
@@ -158,7 +160,11 @@ impl RecentServer {
 
 impl RecentLoads {
     /// Takes in the newest loads; the pool with the mean of newest and recent loads. What racks pass up is that already.
-    fn evened(&mut self, pool: &Pool) -> Pool {
+    fn evened<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+        if !pool.servers.iter().any(|server| matches!(server.loads, Some(Loads::Cores(_)))) {
+            self.of_servers.clear();
+            return Cow::Borrowed(pool);
+        }
         let mut evened = pool.clone();
         let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
         for server in &mut evened.servers {
@@ -171,7 +177,7 @@ impl RecentLoads {
             *loads = known.evened.clone();
             self.of_servers.push(known);
         }
-        evened
+        Cow::Owned(evened)
     }
 }
 
@@ -190,7 +196,7 @@ impl Policy for CrossRssPlus {
         TrafficWanted::Connections
     }
 
-    fn read(&mut self, pool: &Pool) -> Pool {
+    fn read<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         self.recent.evened(pool)
     }
 
@@ -199,7 +205,7 @@ impl Policy for CrossRssPlus {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let pool = &self.read(pool);
+        let pool = &*self.read(pool);
         let kept = &mut self.kept;
         let per_bucket = |servers: usize, groups: usize| servers.min(fitting(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);

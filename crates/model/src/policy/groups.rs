@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 
-use super::kept::{Kept, ReachedLoads, core_of};
+use super::kept::{Kept, KeptGroup};
 use super::levels::Levels;
+use super::passed_up::PassedUpCores;
+use super::reached::{ReachedLoads, core_at, core_of};
 use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
-use crate::rss::{Rss, RssKey};
+use crate::rss::RssKey;
 
 /// Servers that share buckets.
 #[derive(Debug, Clone, PartialEq)]
@@ -118,16 +120,6 @@ impl Least {
     }
 }
 
-/// The core of a server with this RSS that a bucket's connections reach, and its load; `neutral` where none is known. Where
-/// the server's table is longer than the buckets are many, a bucket reaches several of its entries, evenly.
-pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
-    let table = &rss.indirection_table;
-    let entries = (table.entry_count() / buckets.get() as usize).max(1);
-    let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));
-    let load = cores.map(|core| server.core_load(core, neutral)).sum::<f64>() / entries as f64;
-    (table.queue(bucket), load)
-}
-
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_candidates(
     table: &mut PlacementTable,
@@ -143,15 +135,15 @@ pub fn fill_candidates(
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
-    kept.groups.resize_with(groups.len(), ReachedLoads::default);
-    for (group, reached) in groups.iter().zip(&mut kept.groups) {
-        let known = KnownHere::new(&cores, group, reached);
-        let lists: Vec<&CandidateList> = pool.lists(&group.key).collect();
+    kept.groups.resize_with(groups.len(), KeptGroup::default);
+    for (group, kept) in groups.iter().zip(&mut kept.groups) {
+        let known = KnownHere::new(&cores, group, &mut kept.reached, per_bucket);
+        let passed_up = PassedUp::new(&cores, group, &mut kept.passed_up, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.in_turn(group, bucket)
             } else {
-                cores.least(&known, &lists, bucket, per_bucket)
+                cores.least(&known, &passed_up, bucket, per_bucket)
             };
             for position in 0..per_bucket {
                 let (core, compared) = found[position.min(found.len() - 1)];
@@ -174,14 +166,34 @@ struct KnownHere<'a, 'g> {
 }
 
 impl<'a, 'g> KnownHere<'a, 'g> {
-    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut ReachedLoads) -> Self {
+    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut ReachedLoads, most: usize) -> Self {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
-        reached.follow(&servers, &group.key, cores.buckets, cores.neutral);
+        let in_part = servers.iter().any(|server| server.ramp < 1.0);
+        // What a bucket remembers is in the order of loads alone.
+        let remembered = if cores.levels.alike() && !in_part { most } else { 0 };
+        reached.follow(&servers, &group.key, cores.buckets, cores.neutral, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
         let levels = if cores.levels.alike() { Vec::new() } else { servers.iter().map(level).collect() };
-        let in_part = servers.iter().any(|server| server.ramp < 1.0);
         Self { group, servers, in_part, levels, reached }
+    }
+}
+
+/// What racks pass up of a group.
+struct PassedUp<'a, 'g> {
+    lists: Vec<&'a CandidateList>,
+    /// The least of them; `None`: they are compared by something else than their loads.
+    cores: Option<&'g PassedUpCores>,
+}
+
+impl<'a, 'g> PassedUp<'a, 'g> {
+    fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut PassedUpCores, most: usize) -> Self {
+        let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
+        let is_kept = cores.levels.alike() && !lists.is_empty();
+        if is_kept {
+            kept.follow(&cores.pool.racks, &group.key, cores.buckets, most);
+        }
+        Self { lists, cores: is_kept.then_some(kept) }
     }
 }
 
@@ -198,28 +210,28 @@ struct Cores<'a> {
 impl<'a> Cores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
         let mut reduced = Vec::new();
-        for server in pool.eligible().filter(|server| is_reduced(server)) {
-            reduced.resize(usize::from(server.id.get()) + 1, None);
+        let mut is_reduced = pool.eligible().filter(|server| is_reduced(server)).peekable();
+        if is_reduced.peek().is_some() {
+            let highest = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
+            reduced.resize(highest + 1, None);
+        }
+        for server in is_reduced {
             reduced[usize::from(server.id.get())] = Some(server);
         }
         Self { pool, buckets, neutral: pool.neutral_load(), levels: Levels::of(pool), reduced }
     }
 
     /// The least loaded cores that take part in the bucket's connections, each with what it is compared by.
-    fn least(&self, known: &KnownHere<'_, '_>, lists: &[&CandidateList], bucket: u32, most: usize) -> Vec<(Core, f64)> {
+    fn least(
+        &self,
+        known: &KnownHere<'_, '_>,
+        passed_up: &PassedUp<'_, '_>,
+        bucket: u32,
+        most: usize,
+    ) -> Vec<(Core, f64)> {
         let mut least = Least::new(most);
         self.offer_known(known, bucket, &mut least);
-        for list in lists {
-            for (core, load) in list.of_bucket(bucket) {
-                let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
-                // What the rack has not heard of yet: it takes no new connections, or only some.
-                let Some(server) = server.filter(|server| self.pool.takes_part(server, bucket)) else { continue };
-                if !least.offer(self.levels.compared(server.class(), *load), *load, *core) {
-                    // Those that follow are not less.
-                    break;
-                }
-            }
-        }
+        self.offer_passed_up(passed_up, bucket, &mut least);
         if least.found.is_empty() {
             for server in known.group.all() {
                 let (core, load) = self.core(known.group, server, bucket);
@@ -229,7 +241,36 @@ impl<'a> Cores<'a> {
         least.found().map(|(core, _, compared)| (core, compared)).collect()
     }
 
+    fn offer_passed_up(&self, passed_up: &PassedUp<'_, '_>, bucket: u32, least: &mut Least) {
+        // What the rack has not heard of yet: it takes no new connections, or only some.
+        let taking_part = |core: &Core| {
+            let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
+            server.filter(|server| self.pool.takes_part(server, bucket))
+        };
+        if let Some(cores) = passed_up.cores {
+            let places = cores.least(bucket);
+            let mut of_use = places.iter().filter(|place| taking_part(&place.core).is_some());
+            if of_use.clone().count() >= least.most || cores.is_all(places) {
+                of_use.all(|place| least.offer(place.load, place.load, place.core));
+                return;
+            }
+        }
+        for list in &passed_up.lists {
+            for (core, load) in list.of_bucket(bucket) {
+                let Some(server) = taking_part(core) else { continue };
+                if !least.offer(self.levels.compared(server.class(), *load), *load, *core) {
+                    // Those that follow are not less.
+                    break;
+                }
+            }
+        }
+    }
+
     fn offer_known(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
+        if let Some(places) = known.reached.least(bucket) {
+            places.iter().all(|place| least.offer(place.load, place.load, place.core));
+            return;
+        }
         let looked_up: Vec<f64>;
         let loads = match known.reached.of_bucket(bucket) {
             Some(loads) => loads,
@@ -243,15 +284,10 @@ impl<'a> Cores<'a> {
         for (position, load) in loads.iter().enumerate() {
             let level = known.levels.get(position);
             let compared = level.map_or(*load, |level| self.levels.compared_at(*level, *load));
-            if compared > bound {
+            if compared > bound || known.in_part && !self.pool.takes_part(known.servers[position], bucket) {
                 continue;
             }
-            let server = known.servers[position];
-            if known.in_part && !self.pool.takes_part(server, bucket) {
-                continue;
-            }
-            let core = Core { server: server.id, core: self.core(known.group, server, bucket).0 };
-            least.offer(compared, *load, core);
+            least.offer(compared, *load, core_at(known.servers[position], &known.group.key, bucket));
             bound = least.bound();
         }
     }

@@ -6,36 +6,43 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use super::groups::reached;
+use super::Pool;
 use super::loads::{Class, LoadSpread, Loads};
-use super::{Pool, PoolServer};
+use super::passed_up::{PassedUpCores, PassedUpSpreads};
+use super::reached::ReachedLoads;
 use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous};
-use crate::rss::{Rss, RssKey};
-
-/// At most so many loads are kept of a group: 32 MiB. Beyond, each is looked up when it is needed.
-const MOST_LOADS: usize = 4 << 20;
 
 /// What one policy keeps.
 #[derive(Debug, Default)]
 pub struct Kept {
     /// By group.
-    pub(super) groups: Vec<ReachedLoads>,
+    pub(super) groups: Vec<KeptGroup>,
     spreads: Spreads,
+    passed_up: PassedUpSpreads,
     consistent: Consistent,
+}
+
+/// Of one group of servers.
+#[derive(Debug, Default)]
+pub struct KeptGroup {
+    /// Of servers whose loads are known here.
+    pub reached: ReachedLoads,
+    /// Of those that racks pass up.
+    pub passed_up: PassedUpCores,
 }
 
 impl Kept {
     /// How the known loads of the eligible servers are spread, by class.
     pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
         self.spreads.follow(pool);
-        let mut passed_up = pool.racks.iter().flat_map(|rack| &rack.spreads).peekable();
-        if passed_up.peek().is_none() {
+        let passed_up = self.passed_up.follow(&pool.racks);
+        if passed_up.is_empty() {
             return Cow::Borrowed(&self.spreads.of_class);
         }
-        let mut all = self.spreads.of_class.clone();
-        for (class, spread) in passed_up {
+        let mut all = passed_up.clone();
+        for (class, spread) in &self.spreads.of_class {
             all.entry(*class).or_default().add_all(spread);
         }
         Cow::Owned(all)
@@ -103,99 +110,14 @@ impl Spreads {
     }
 }
 
-/// The load that each bucket of a group reaches at each of its servers.
-#[derive(Debug, Default)]
-pub struct ReachedLoads {
-    buckets: u32,
-    columns: Vec<Column>,
-    /// By bucket, then by server as in `columns`; empty where they would be too many.
-    loads: Vec<f64>,
-}
-
-/// Of one server.
-#[derive(Debug)]
-struct Column {
-    server: ServerId,
-    /// What its loads were made of; `None`: not of the server alone.
-    made_of: Option<(CoreLoads, Option<Rss>)>,
-}
-
-impl ReachedLoads {
-    /// As it is now, for these servers of the group with that key.
-    pub fn follow(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64) {
-        let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
-        let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
-        if !all_known || self.buckets != buckets.get() {
-            self.buckets = buckets.get();
-            self.columns = servers.iter().map(|server| Column { server: server.id, made_of: None }).collect();
-            let count = servers.len() * buckets.get() as usize;
-            self.loads.clear();
-            self.loads.resize(if count <= MOST_LOADS { count } else { 0 }, neutral);
-        }
-        if self.loads.is_empty() {
-            return;
-        }
-        let stride = self.columns.len();
-        for (position, (column, server)) in self.columns.iter_mut().zip(servers).enumerate() {
-            let cores = server.loads.as_ref().and_then(Loads::cores).filter(|cores| !cores.is_empty());
-            let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
-            let is_same = |(known, known_rss): &(CoreLoads, Option<Rss>)| {
-                cores.is_some_and(|cores| cores == known) && known_rss.as_ref() == rss
-            };
-            if column.made_of.as_ref().is_some_and(is_same) {
-                continue;
-            }
-            let of_column = self.loads[position..].iter_mut().step_by(stride);
-            fill(of_column, server, rss, buckets, neutral);
-            column.made_of = cores.map(|cores| (cores.clone(), rss.cloned()));
-        }
-    }
-
-    /// The loads that the bucket reaches, by server; `None`: they are not kept.
-    pub fn of_bucket(&self, bucket: u32) -> Option<&[f64]> {
-        let start = bucket as usize * self.columns.len();
-        self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
-    }
-}
-
-/// The load that each bucket reaches at the server.
-fn fill<'a>(
-    loads: impl Iterator<Item = &'a mut f64>,
-    server: &PoolServer,
-    rss: Option<&Rss>,
-    buckets: BucketCount,
-    neutral: f64,
-) {
-    let queues = rss.map(|rss| rss.indirection_table.queues());
-    match (server.loads.as_ref().and_then(Loads::cores), queues) {
-        // Each bucket reaches one entry: what `core_of` says, in a loop without its divisions.
-        (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
-            let beyond = server.mean_load(neutral);
-            for (load, queue) in loads.zip(queues.iter().cycle()) {
-                *load = cores.get(usize::from(*queue)).copied().unwrap_or(beyond);
-            }
-        }
-        _ => (0..).zip(loads).for_each(|(bucket, load)| *load = core_of(server, rss, bucket, buckets, neutral).1),
-    }
-}
-
-/// The core of the server that a bucket's connections reach, and its load. Of a server that only shares the group's table
-/// (`rss`: none of that key) it is not known: all its cores count as one.
-pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
-    match rss {
-        Some(rss) => reached(server, rss, bucket, buckets, neutral),
-        None => (0, server.mean_load(neutral)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::super::crossrss::CrossRss;
-    use super::super::{Capacity, CrossRssPlus, Policy, Weight};
+    use super::super::{Capacity, CrossRssPlus, Policy, PoolServer, Weight};
     use super::*;
-    use crate::rss::{IndirectionTable, seeded_rng};
+    use crate::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
     prop_compose! {
         /// Few values of everything, so that much stays the same from one table to the next.

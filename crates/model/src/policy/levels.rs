@@ -21,18 +21,16 @@ pub struct Levels {
 impl Levels {
     /// Of the eligible servers.
     pub fn of(pool: &Pool) -> Self {
-        let classes: Vec<Class> = pool.eligible().map(|server| server.class()).collect();
-        let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
-        let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
-        let all_equal = |values: &[f64]| values.windows(2).all(|pair| pair[0] == pair[1]);
-        let mut levels = Self {
-            mean: pool.neutral_load(),
-            lift: 0.0,
-            mean_weight: mean(&weights).unwrap_or(1.0),
-            mean_speed: mean(&speeds).unwrap_or(1.0),
-            alike: all_equal(&weights) && all_equal(&speeds),
-        };
-        if !levels.alike {
+        let mut classes = pool.eligible().map(|server| server.class());
+        let first = classes.next();
+        let alike = classes.all(|class| Some(class) == first);
+        let mut levels = Self { mean: pool.neutral_load(), lift: 0.0, mean_weight: 1.0, mean_speed: 1.0, alike };
+        if !alike {
+            let classes: Vec<Class> = pool.eligible().map(|server| server.class()).collect();
+            let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
+            let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
+            levels.mean_weight = mean(&weights).unwrap_or(1.0);
+            levels.mean_speed = mean(&speeds).unwrap_or(1.0);
             let lowest = classes.iter().map(|class| levels.compared(*class, 0.0)).fold(0.0, f64::min);
             levels.lift = -lowest;
         }

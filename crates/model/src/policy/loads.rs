@@ -156,6 +156,15 @@ impl LoadSpread {
         other.bins().for_each(|(bin, more)| self.add_bin(bin, more));
     }
 
+    /// Takes out all cores of another that was taken in.
+    pub fn remove_all(&mut self, other: &LoadSpread) {
+        for (bin, less) in other.bins() {
+            let known = &mut self.bins[usize::from(bin)];
+            known.cores = known.cores.saturating_sub(less.cores);
+            known.sum = known.sum.saturating_sub(less.sum);
+        }
+    }
+
     /// Takes in the cores of a bin below [`LoadSpread::BINS`].
     pub fn add_bin(&mut self, bin: u16, more: Bin) {
         let position = usize::from(bin);

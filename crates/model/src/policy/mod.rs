@@ -13,13 +13,16 @@ mod groups;
 mod hash;
 mod kept;
 mod least;
+mod least_loaded;
 mod levels;
 mod loads;
 mod maglev;
 mod measure;
+mod passed_up;
 mod pool;
 mod pow2;
 mod rack;
+mod reached;
 mod rr;
 mod turns;
 mod weight;
@@ -36,6 +39,8 @@ pub use measure::{Measure, TrafficWanted};
 pub use pool::{Pool, PoolServer, TrafficRates};
 pub use rack::{CandidateList, MOST_CANDIDATES, RackSummary, ReducedServer};
 pub use weight::{Capacity, CapacityError, Weight, WeightError};
+
+use std::borrow::Cow;
 
 use coreward_intf as intf;
 
@@ -66,8 +71,8 @@ pub trait Policy: Send {
 
     /// The pool with its loads as this policy goes by them; asked once for each table, where the load of each core is known:
     /// at the rack controller of a server that has one.
-    fn read(&mut self, pool: &Pool) -> Pool {
-        pool.clone()
+    fn read<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+        Cow::Borrowed(pool)
     }
 
     /// How many of its least loaded cores a rack must pass up for each bucket, so that nothing is lost.

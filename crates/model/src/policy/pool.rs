@@ -71,23 +71,29 @@ impl Pool {
 
     /// The same pool, in which the loads of the racks' servers are what the racks pass up, where none are known yet.
     pub fn behind_racks(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
+        let mut servers = by_id(&mut self.servers, !racks.is_empty());
         for reduced in racks.iter().flat_map(|rack| &rack.servers) {
-            if let Ok(position) = self.position(reduced.id) {
-                self.servers[position].loads.get_or_insert_with(|| reduced.loads.clone());
+            if let Some(Some(server)) = servers.get_mut(usize::from(reduced.id.get())) {
+                server.loads.get_or_insert_with(|| reduced.loads.clone());
             }
         }
         self.racks = racks;
         self
     }
 
+    /// The servers, without what racks pass up of them.
+    pub fn into_servers(mut self) -> Vec<PoolServer> {
+        if !self.racks.is_empty() {
+            for server in &mut self.servers {
+                server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
+            }
+        }
+        self.servers
+    }
+
     /// What racks pass up of servers with this RSS key.
     pub(super) fn lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
         self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
-    }
-
-    /// Where the server stands among all.
-    pub(super) fn position(&self, id: ServerId) -> Result<usize, usize> {
-        self.servers.binary_search_by_key(&id, |server| server.id)
     }
 
     /// The same pool, in which so many connections were opened in the last whole report interval.
@@ -162,6 +168,19 @@ impl Pool {
     pub fn load(&self) -> f64 {
         self.servers.iter().filter_map(|server| server.loads.as_ref()).map(Loads::sum).sum()
     }
+}
+
+/// Servers by their id, if that is `wanted`: racks name thousands of them.
+fn by_id(servers: &mut [PoolServer], wanted: bool) -> Vec<Option<&mut PoolServer>> {
+    let mut by_id: Vec<Option<&mut PoolServer>> = Vec::new();
+    if wanted && let Some(last) = servers.last() {
+        by_id.resize_with(usize::from(last.id.get()) + 1, || None);
+        for server in servers {
+            let id = usize::from(server.id.get());
+            by_id[id] = Some(server);
+        }
+    }
+    by_id
 }
 
 /// A number from 0 to 1 that is the bucket's and the server's own.

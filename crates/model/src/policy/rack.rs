@@ -15,8 +15,9 @@
 
 use std::collections::BTreeMap;
 
-use super::groups::{Least, reached};
+use super::groups::Least;
 use super::loads::{Class, LoadSpread, Loads};
+use super::reached::reached;
 use super::{Policy, Pool, PoolServer};
 use crate::ServerId;
 use crate::placement::{BucketCount, Core};

@@ -1,0 +1,60 @@
+//! What a controller has heard of its server on one stream: not all of it is said in every report.
+
+use std::time::{Duration, Instant};
+
+use coreward_wire::{AgentConfiguration, v1};
+
+/// How often counters and the like are said, of which no table is made.
+const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What was said on a stream; nothing at its beginning.
+#[derive(Debug, Clone, Default)]
+pub struct Told {
+    rss_generation: u64,
+    details: Option<ToldDetails>,
+}
+
+#[derive(Debug, Clone)]
+struct ToldDetails {
+    at: Instant,
+    warnings: Vec<String>,
+}
+
+impl Told {
+    /// The newest RSS that was said; 0: none.
+    pub fn rss_generation(&self) -> u64 {
+        self.rss_generation
+    }
+
+    /// Whether the next report has details: always, to a controller that does not remember them. People who wait for a server
+    /// that drains see every count.
+    pub fn wants_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
+        let may_omit = configuration.is_some_and(|told| told.remembers_details && !told.draining);
+        let newest = self.details.as_ref().filter(|_| may_omit);
+        newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
+    }
+
+    /// What was said when this report has gone, too.
+    pub fn after(&self, report: &v1::Report) -> Self {
+        let new = || ToldDetails { at: Instant::now(), warnings: report.warnings.clone() };
+        let details = if report.without_details { self.details.clone() } else { Some(new()) };
+        Self { rss_generation: report.rss_generation, details }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn details_are_said_first_and_when_warnings_change() {
+        let told = Told::default();
+        assert!(told.wants_details(None, &[]), "nothing was said");
+        let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
+        let told = told.after(&report);
+        assert_eq!(told.rss_generation(), 3);
+        assert!(told.wants_details(None, &report.warnings), "a controller of the version before does not remember");
+        let short = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
+        assert_eq!(told.after(&short).details.unwrap().warnings, report.warnings);
+    }
+}

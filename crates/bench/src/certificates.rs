@@ -1,0 +1,46 @@
+//! Certificates for all parts of what is measured, of an authority that ends with it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::{Files, Identity, Name, Role};
+
+/// An authority, and what it has signed.
+pub struct Certificates {
+    directory: PathBuf,
+    authority: Authority,
+    fleet: Name,
+}
+
+impl Certificates {
+    /// # Errors
+    /// When the directory cannot be written.
+    pub fn new(directory: &Path) -> anyhow::Result<Self> {
+        std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+        let fleet: Name = "bench".parse().map_err(anyhow::Error::msg)?;
+        let authority = Authority::init(directory, &fleet, 2 * DAY)?;
+        Ok(Self { directory: directory.to_owned(), authority, fleet })
+    }
+
+    /// A new certificate.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<Files> {
+        let identity = Identity { fleet: self.fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
+        let bundle = self.directory.join(format!("{role}-{name}"));
+        self.authority.issue(&identity, &[], Validity::from_now(DAY))?.write(&bundle, &self.authority)?;
+        let file = |file: &str| bundle.join(file);
+        Ok(Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
+    }
+
+    /// `[tls]` of somebody's file, with a new certificate.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn table(&self, role: Role, name: &str) -> anyhow::Result<String> {
+        let Files { ca, certificate, key } = self.issue(role, name)?;
+        Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))
+    }
+}

@@ -1,0 +1,117 @@
+//! Agents that only pretend: loads by chance, in reports as real ones are.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use coreward_intf::{SERVER_COUNTER_NAMES, STEER_COUNTER_NAMES};
+use coreward_model::rss::{IndirectionTable, seeded_rng, uniform_below};
+use coreward_wire::v1;
+use coreward_wire::v1::agent_message;
+use coreward_wire::v1::control_client::ControlClient;
+use rand_xoshiro::Xoshiro256PlusPlus;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+
+use crate::controller::name;
+
+/// One agent, until the controller ends. `sent`: reports of all agents.
+pub(crate) async fn pretend(
+    mut client: ControlClient<Channel>,
+    agent: u32,
+    cores: u16,
+    start: Instant,
+    interval: Duration,
+    sent: Arc<AtomicU64>,
+) {
+    let (sender, receiver) = mpsc::channel(2);
+    let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
+    let hello = v1::AgentMessage { message: Some(agent_message::Message::Hello(hello)) };
+    if sender.send(hello).await.is_err() {
+        return;
+    }
+    let Ok(answers) = client.agent(ReceiverStream::new(receiver)).await else { return };
+    let mut answers = answers.into_inner();
+    tokio::spawn(async move { while let Ok(Some(_)) = answers.message().await {} });
+    let mut server = PretendedServer::new(agent, cores, interval);
+    let mut due = start;
+    loop {
+        sleep_until(due).await;
+        // One that is late does not send twice.
+        due = (due + interval).max(Instant::now());
+        let report = agent_message::Message::Report(server.report());
+        if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
+            return;
+        }
+        sent.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// As agents that report ten times a second.
+const REPORTS_PER_DETAILS: u64 = 10;
+
+/// Cores with random loads that have been up for weeks: busy times are numbers of eight bytes.
+pub(crate) struct PretendedServer {
+    sequence: u64,
+    random: Xoshiro256PlusPlus,
+    busy_ns: Vec<u64>,
+    interval: Duration,
+    rss: v1::Rss,
+}
+
+impl PretendedServer {
+    pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
+        let table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
+        let indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
+        let rss = v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table };
+        let busy_ns = vec![1_000_000_000_000_000; usize::from(cores)];
+        Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
+    }
+
+    /// The next report will begin a stream.
+    pub(crate) fn begin_stream(&mut self) {
+        self.sequence = 0;
+    }
+
+    pub(crate) fn report(&mut self) -> v1::Report {
+        self.sequence += 1;
+        let interval_ns = self.interval.as_nanos() as u32;
+        for busy in &mut self.busy_ns {
+            *busy += u64::from(uniform_below(&mut self.random, interval_ns));
+        }
+        let without_details = !(self.sequence - 1).is_multiple_of(REPORTS_PER_DETAILS);
+        let counters = if without_details { HashMap::new() } else { self.counters() };
+        v1::Report {
+            sequence: self.sequence,
+            sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64,
+            time_to_live_ms: 10_000,
+            measured_ns: 2_000_000_000_000_000 + self.sequence * u64::from(interval_ns),
+            core_busy_ns: self.busy_ns.clone(),
+            open_connections: 1000,
+            rss_generation: 1,
+            rss: (self.sequence == 1).then(|| self.rss.clone()),
+            rss_matched: self.sequence * 100,
+            rss_mismatched: 0,
+            counters,
+            warnings: Vec::new(),
+            dispatch: Vec::new(),
+            connections: None,
+            configuration_generation: 1,
+            without_details,
+        }
+    }
+
+    /// The next report, with details whichever it is.
+    pub(crate) fn detailed_report(&mut self) -> v1::Report {
+        let report = self.report();
+        v1::Report { counters: self.counters(), without_details: false, ..report }
+    }
+
+    fn counters(&self) -> HashMap<String, u64> {
+        let names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
+        names.map(|name| ((*name).to_owned(), self.sequence * 1000)).collect()
+    }
+}

@@ -1,0 +1,138 @@
+//! Where a controller is measured at its limit: in a network namespace of this process's, which goes with it, the controller on a
+//! CPU of its own; who pretends to report to it, and a load balancer that puts its tables in force, share another.
+
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_bench::namespace::{self, ip};
+use coreward_tls::Role;
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+
+use crate::agent::Pins;
+use crate::certificates::Certificates;
+use crate::controller::{self, Controller, Scratch};
+use crate::report::Report;
+
+/// Measures there, in a thread of its own: the namespace is the thread's. `what`: the bench's name. `tls`: whether all parts
+/// have certificates. The measure is given the controller and the report interval.
+///
+/// # Errors
+/// Without root; when something does not start; the measure's own.
+pub fn measure<M>(what: &str, fleet: controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
+where
+    M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
+{
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench {what} loads BPF programs: run it as root");
+    let thread = std::thread::spawn(move || set_up(&fleet, tls, measure));
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn set_up<M>(fleet: &controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
+where
+    M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report>,
+{
+    coreward_control::server::raise_file_limit();
+    make_network()?;
+    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
+    let mut controller = Controller::start(fleet, certificates, &scratch.0)?;
+    pin(controller.id(), 0)?;
+    // This thread, and the threads and the load balancer that it starts.
+    pin(0, 1)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        controller.listens().await?;
+        let _balancer = Balancer::start(&controller, &scratch, &pins)?;
+        yield_to_others()?;
+        measure(&mut controller, Duration::from_millis(fleet.report_interval_ms)).await
+    })
+}
+
+/// Options of the load balancer's process.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ProcessArgs {
+    #[arg(long)]
+    config: PathBuf,
+}
+
+/// The load balancer as `coreward lb` runs it.
+///
+/// # Errors
+/// As the load balancer has them.
+pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
+    coreward_lb::daemon::run(&args.config)
+}
+
+/// A load balancer in a process of its own, which ends with this value.
+pub struct Balancer(Child);
+
+impl Balancer {
+    /// At the device `eth0`, with its pins below `pins`.
+    ///
+    /// # Errors
+    /// When the process cannot be started.
+    pub fn start(controller: &Controller, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
+        let config = scratch.0.join("lb.toml");
+        let text = format!(
+            "name = \"lb1\"\ncontroller = \"{}\"\ninterface = \"eth0\"\npin_directory = {:?}\nxdp_mode = \
+             \"generic\"\n{}",
+            controller.address,
+            pins.0.join("lb1"),
+            controller.tls_table(Role::Lb, "lb1")?,
+        );
+        std::fs::write(&config, text)?;
+        let mut command = Command::new(std::env::current_exe()?);
+        Ok(Self(command.arg("load-balancer-process").arg("--config").arg(config).spawn()?))
+    }
+}
+
+impl Drop for Balancer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two ends of a wire, `eth0` and `eth1`; at the latter all of 10.2.0.0/16 answers ARP.
+///
+/// # Errors
+/// Without root.
+pub fn make_network() -> anyhow::Result<()> {
+    namespace::enter_new()?;
+    for command in [
+        "link set lo up",
+        "link add eth0 type veth peer name eth1",
+        "link set eth0 up",
+        "link set eth1 up",
+        "route add local 10.2.0.0/16 dev eth1",
+    ] {
+        ip(command)?;
+    }
+    Ok(())
+}
+
+/// Gives a process that CPU, and no other; 0 is the calling thread, and what it starts from then on.
+///
+/// # Errors
+/// When there is no such CPU.
+fn pin(process: u32, cpu: usize) -> anyhow::Result<()> {
+    let mut cpus = CpuSet::new();
+    cpus.set(cpu)?;
+    sched_setaffinity(Pid::from_raw(process as i32), &cpus).with_context(|| format!("CPU {cpu}"))
+}
+
+/// Agents that pretend yield to the load balancer beside them: in life they are elsewhere. To be called in their thread.
+///
+/// # Errors
+/// When the priority cannot be lowered.
+fn yield_to_others() -> anyhow::Result<()> {
+    // SAFETY: the call takes two numbers and a priority; 0 is the calling thread.
+    let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };
+    nix::errno::Errno::result(outcome).map(drop).context("a lower priority")
+}
+
+/// A ninth of what others have of a CPU.
+pub const NICER: i32 = 10;

@@ -1,0 +1,75 @@
+//! Which servers of a service something new is known of, and since which table: by id, as ten thousand of them are looked through
+//! for every table.
+
+use coreward_model::ServerId;
+
+/// What is new of a server since the newest table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Server {
+    /// Its load: reported here, counted, or passed up by its rack.
+    load: bool,
+    /// More than what its rack passes up: it is to be looked at.
+    more: bool,
+    /// Generation of the first table with its newest load; 0: there was none.
+    generation: u64,
+}
+
+/// Of all servers of a service.
+#[derive(Debug, Default)]
+pub struct Newness(Vec<Server>);
+
+impl Newness {
+    fn server(&mut self, id: ServerId) -> &mut Server {
+        let position = usize::from(id.get());
+        if position >= self.0.len() {
+            self.0.resize(position + 1, Server::default());
+        }
+        &mut self.0[position]
+    }
+
+    fn get(&self, id: ServerId) -> Server {
+        self.0.get(usize::from(id.get())).copied().unwrap_or_default()
+    }
+
+    /// Its load is new, and perhaps more.
+    pub fn mark(&mut self, id: ServerId) {
+        let server = self.server(id);
+        (server.load, server.more) = (true, true);
+    }
+
+    /// Its rack passes up new loads of it.
+    pub fn mark_passed_up(&mut self, id: ServerId) {
+        self.server(id).load = true;
+    }
+
+    /// Whether its load is newer than the newest table.
+    pub fn is_fresh(&self, id: ServerId) -> bool {
+        self.get(id).load
+    }
+
+    /// Whether more may be new of it than what its rack passes up.
+    pub fn is_to_be_looked_at(&self, id: ServerId) -> bool {
+        self.get(id).more
+    }
+
+    /// A table of that generation has all that is new.
+    pub fn is_in_table(&mut self, generation: u64) {
+        for server in self.0.iter_mut().filter(|server| server.load) {
+            *server = Server { load: false, more: false, generation };
+        }
+    }
+
+    /// Of the first table with its newest load; `None`: there was none.
+    pub fn generation(&self, id: ServerId) -> Option<u64> {
+        Some(self.get(id).generation).filter(|generation| *generation > 0)
+    }
+
+    /// Only these are in the service.
+    pub fn retain(&mut self, is_there: impl Fn(ServerId) -> bool) {
+        for (position, server) in self.0.iter_mut().enumerate() {
+            if !ServerId::try_from(position as u64).is_ok_and(&is_there) {
+                *server = Server::default();
+            }
+        }
+    }
+}

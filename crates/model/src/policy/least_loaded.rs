@@ -1,0 +1,160 @@
+//! The least loaded cores of one bucket, kept while loads change.
+//!
+//! A table is made after every few reports, and looks for the eight least loaded of perhaps thousands of cores in each bucket. So
+//! each bucket remembers a few more than eight: what changes goes to its new place among them, or leaves them, and only where too
+//! few are left all are looked at again.
+
+use super::MOST_CANDIDATES;
+use crate::placement::Core;
+
+/// How many a bucket remembers: twice as many as are wanted, so that those that leave seldom make it look at all.
+const REMEMBERED: usize = 2 * MOST_CANDIDATES as usize;
+
+/// A core's place in the order of a bucket's loads: equals by id, as CrossRSS has it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Place {
+    /// The load that the bucket reaches there.
+    pub load: f64,
+    /// The core.
+    pub core: Core,
+    /// Who says so: a server or a rack, by its position.
+    pub source: u32,
+}
+
+impl Place {
+    fn is_before(&self, other: &Place) -> bool {
+        self.load.total_cmp(&other.load).then(self.core.cmp(&other.core)).is_lt()
+    }
+}
+
+/// The least loaded cores of one bucket, the least first. No core that is not here is before the last one.
+#[derive(Debug, Clone, Default)]
+pub struct LeastLoaded(Vec<Place>);
+
+/// Of all cores but those of a source that is taken out nobody who is not remembered is before it.
+#[derive(Debug, Clone, Copy)]
+pub struct Bound(Place);
+
+impl LeastLoaded {
+    /// Takes out what a source said; `None`: nothing was remembered at all.
+    #[inline]
+    pub fn take_out(&mut self, source: u32) -> Option<Bound> {
+        let bound = Bound(*self.0.last()?);
+        self.0.retain(|known| known.source != source);
+        Some(bound)
+    }
+
+    /// Puts in a core of the source that was taken out; `false`: it is too far behind.
+    #[inline]
+    pub fn put_in(&mut self, bound: Bound, place: Place) -> bool {
+        let is_near = place.is_before(&bound.0);
+        if is_near {
+            let position = self.0.partition_point(|known| known.is_before(&place));
+            self.0.insert(position, place);
+            self.0.truncate(REMEMBERED);
+        }
+        is_near
+    }
+
+    /// The one core of a source has another load.
+    #[inline]
+    pub fn moved(&mut self, old: f64, new: Place) {
+        // Most are far behind, and stay there.
+        if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
+            return;
+        }
+        if let Some(bound) = self.take_out(new.source) {
+            self.put_in(bound, new);
+        }
+    }
+
+    /// Looks at all anew. What follows a core that is too far behind, in one of the iterators, is further.
+    pub fn find<I: Iterator<Item = Place>>(&mut self, all: impl Iterator<Item = I>) {
+        self.0.clear();
+        for ascending in all {
+            for place in ascending {
+                let is_full = self.0.len() == REMEMBERED;
+                if is_full && !place.is_before(&self.0[REMEMBERED - 1]) {
+                    break;
+                }
+                let position = self.0.partition_point(|known| known.is_before(&place));
+                self.0.insert(position, place);
+                self.0.truncate(REMEMBERED);
+            }
+        }
+    }
+
+    /// The least first.
+    pub fn places(&self) -> &[Place] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::ServerId;
+
+    const SERVERS: usize = 60;
+
+    fn place(position: usize, load: f64) -> Place {
+        let server = ServerId::try_from((position as u64 * 37) % 61).unwrap();
+        Place { load, core: Core { server, core: 0 }, source: position as u32 }
+    }
+
+    /// In order: what is remembered is the beginning of it.
+    fn expect_beginning(least: &LeastLoaded, mut all: Vec<Place>) -> Result<(), TestCaseError> {
+        all.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
+        prop_assert_eq!(least.places(), &all[..least.places().len()]);
+        Ok(())
+    }
+
+    proptest! {
+        #[test]
+        fn remembered_are_the_least_of_servers(moves in prop::collection::vec((0..SERVERS, 0u32..20), 1..400)) {
+            let mut loads = vec![1.0; SERVERS];
+            let mut least = LeastLoaded::default();
+            for (position, twentieths) in moves {
+                let load = f64::from(twentieths) / 20.0;
+                let old = std::mem::replace(&mut loads[position], load);
+                least.moved(old, place(position, load));
+                let all: Vec<Place> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
+                if least.places().len() < usize::from(MOST_CANDIDATES) {
+                    least.find(all.iter().map(|place| std::iter::once(*place)));
+                    prop_assert_eq!(least.places().len(), REMEMBERED);
+                }
+                expect_beginning(&least, all)?;
+            }
+        }
+
+        /// Each source with several cores.
+        #[test]
+        fn remembered_are_the_least_of_racks(
+            changes in prop::collection::vec((0..SERVERS / 4, prop::collection::vec(0u32..20, 4)), 1..200),
+        ) {
+            let list = |rack: usize, twentieths: &[u32]| {
+                let of_rack = twentieths.iter().enumerate().map(|(at, twentieths)| {
+                    Place { source: rack as u32, ..place(rack * 4 + at, f64::from(*twentieths) / 20.0) }
+                });
+                let mut list: Vec<Place> = of_rack.collect();
+                list.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
+                list
+            };
+            let mut lists: Vec<Vec<Place>> = (0..SERVERS / 4).map(|rack| list(rack, &[20; 4])).collect();
+            let mut least = LeastLoaded::default();
+            for (rack, twentieths) in changes {
+                lists[rack] = list(rack, &twentieths);
+                if let Some(bound) = least.take_out(rack as u32) {
+                    lists[rack].iter().take_while(|place| least.put_in(bound, **place)).count();
+                }
+                if least.places().len() < usize::from(MOST_CANDIDATES) {
+                    least.find(lists.iter().map(|list| list.iter().copied()));
+                    prop_assert_eq!(least.places().len(), REMEMBERED);
+                }
+                expect_beginning(&least, lists.concat())?;
+            }
+        }
+    }
+}

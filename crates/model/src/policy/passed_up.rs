@@ -1,0 +1,131 @@
+//! What racks pass up, put together and kept from one table to the next: each table comes after one rack's summary or a few, of
+//! perhaps hundreds.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::least_loaded::{LeastLoaded, Place};
+use super::loads::{Class, LoadSpread};
+use super::{CandidateList, RackSummary};
+use crate::placement::BucketCount;
+use crate::rss::RssKey;
+
+/// Which summaries have been put together.
+#[derive(Debug, Default)]
+struct Known(Vec<Arc<RackSummary>>);
+
+impl Known {
+    /// These are the newest. Gives those that are others now, with what was known there; `None`: all are.
+    fn follow(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
+        let before = std::mem::replace(&mut self.0, racks.to_vec());
+        let same_racks = before.len() == racks.len();
+        let changed = before.into_iter().zip(racks).enumerate();
+        let changed = changed.filter(|(_, (before, now))| !Arc::ptr_eq(before, now));
+        same_racks.then(|| changed.map(|(position, (before, _))| (position, before)).collect())
+    }
+}
+
+/// How the loads of all racks' servers are spread, by class.
+#[derive(Debug, Default)]
+pub struct PassedUpSpreads {
+    known: Known,
+    of_class: BTreeMap<Class, LoadSpread>,
+}
+
+impl PassedUpSpreads {
+    /// As it is now.
+    pub fn follow(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<Class, LoadSpread> {
+        match self.known.follow(racks) {
+            Some(changed) => {
+                for (position, before) in changed {
+                    for (class, spread) in &before.spreads {
+                        self.of_class.entry(*class).or_default().remove_all(spread);
+                    }
+                    self.add(&racks[position]);
+                }
+            }
+            None => {
+                self.of_class.clear();
+                racks.iter().for_each(|rack| self.add(rack));
+            }
+        }
+        &self.of_class
+    }
+
+    fn add(&mut self, rack: &RackSummary) {
+        for (class, spread) in &rack.spreads {
+            self.of_class.entry(*class).or_default().add_all(spread);
+        }
+    }
+}
+
+/// The least loaded cores of each bucket, of all racks' servers with one RSS key, by their loads.
+#[derive(Debug, Default)]
+pub struct PassedUpCores {
+    known: Known,
+    key: Option<RssKey>,
+    /// How many the racks pass up of each bucket, together.
+    count: usize,
+    /// By bucket.
+    least: Vec<LeastLoaded>,
+}
+
+impl PassedUpCores {
+    /// As it is now. `most`: how many of each bucket are wanted.
+    pub fn follow(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
+        let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
+        match self.known.follow(racks) {
+            Some(changed) if same => {
+                changed.into_iter().for_each(|(position, _)| self.renew(position, &racks[position]))
+            }
+            _ => {
+                self.key = Some(key.clone());
+                self.least.clear();
+                self.least.resize(buckets.get() as usize, LeastLoaded::default());
+            }
+        }
+        self.count = racks.iter().flat_map(|rack| lists(rack, key)).map(|list| list.per_bucket).sum();
+        let wanted = most.min(self.count);
+        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < wanted) {
+            let lists = racks
+                .iter()
+                .enumerate()
+                .flat_map(|(position, rack)| lists(rack, key).map(move |list| (position, list)));
+            least.find(lists.map(|(position, list)| places(position, list, bucket)));
+        }
+    }
+
+    fn renew(&mut self, position: usize, rack: &RackSummary) {
+        let Some(key) = &self.key else { return };
+        let lists: Vec<&CandidateList> = lists(rack, key).collect();
+        for (bucket, least) in (0..).zip(&mut self.least) {
+            let Some(bound) = least.take_out(position as u32) else { continue };
+            for list in &lists {
+                for place in places(position, list, bucket) {
+                    if !least.put_in(bound, place) {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The least of the bucket, at least as many as were wanted, as far as there are.
+    pub fn least(&self, bucket: u32) -> &[Place] {
+        self.least.get(bucket as usize).map_or(&[], LeastLoaded::places)
+    }
+
+    /// Whether that is all there is.
+    pub fn is_all(&self, places: &[Place]) -> bool {
+        places.len() >= self.count
+    }
+}
+
+fn lists<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a CandidateList> {
+    rack.lists.iter().filter(move |list| list.key == *key)
+}
+
+fn places(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = Place> {
+    let candidates = list.of_bucket(bucket).iter();
+    candidates.map(move |(core, load)| Place { load: *load, core: *core, source: position as u32 })
+}

@@ -1,0 +1,166 @@
+//! What the buckets of a group reach at each of its servers, and the least of it: kept from one table to the next.
+
+use super::PoolServer;
+use super::least_loaded::{LeastLoaded, Place};
+use super::loads::Loads;
+use crate::ServerId;
+use crate::load::CoreLoads;
+use crate::placement::{BucketCount, Core};
+use crate::rss::{Rss, RssKey};
+
+/// At most so many loads are kept of a group: 32 MiB. Beyond, each is looked up when it is needed.
+const MOST_LOADS: usize = 4 << 20;
+
+/// The load that each bucket of a group reaches at each of its servers.
+#[derive(Debug, Default)]
+pub struct ReachedLoads {
+    buckets: u32,
+    columns: Vec<Column>,
+    /// By bucket, then by server as in `columns`; empty where they would be too many.
+    loads: Vec<f64>,
+    /// By bucket; empty where servers are compared by something else.
+    least: Vec<LeastLoaded>,
+}
+
+/// Of one server.
+#[derive(Debug)]
+struct Column {
+    server: ServerId,
+    /// What its loads were made of; `None`: not of the server alone.
+    made_of: Option<(CoreLoads, Option<Rss>)>,
+}
+
+impl ReachedLoads {
+    /// As it is now, for these servers of the group with that key. `most`: how many of each bucket's least loaded are wanted; 0:
+    /// none are, as servers are compared by something else.
+    pub fn follow(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
+        let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
+        let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
+        if !all_known || self.buckets != buckets.get() {
+            self.buckets = buckets.get();
+            self.columns = servers.iter().map(|server| Column { server: server.id, made_of: None }).collect();
+            let count = servers.len() * buckets.get() as usize;
+            self.loads.clear();
+            self.loads.resize(if count <= MOST_LOADS { count } else { 0 }, neutral);
+            self.least.clear();
+        }
+        if self.loads.is_empty() {
+            return;
+        }
+        if most == 0 {
+            self.least.clear();
+        } else {
+            self.least.resize_with(buckets.get() as usize, LeastLoaded::default);
+        }
+        for (position, server) in servers.iter().enumerate() {
+            self.follow_server(position, server, key, buckets, neutral);
+        }
+        self.find_least(servers, key, most);
+    }
+
+    fn follow_server(
+        &mut self,
+        position: usize,
+        server: &PoolServer,
+        key: &RssKey,
+        buckets: BucketCount,
+        neutral: f64,
+    ) {
+        let column = &mut self.columns[position];
+        let cores = server.loads.as_ref().and_then(Loads::cores).filter(|cores| !cores.is_empty());
+        let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
+        let is_same = |(known, known_rss): &(CoreLoads, Option<Rss>)| {
+            cores.is_some_and(|cores| cores == known) && known_rss.as_ref() == rss
+        };
+        if column.made_of.as_ref().is_some_and(is_same) {
+            return;
+        }
+        column.made_of = cores.map(|cores| (cores.clone(), rss.cloned()));
+        let stride = self.columns.len();
+        let (loads, least) = (&mut self.loads, &mut self.least);
+        each_reached(server, rss, buckets, neutral, |bucket, core, load| {
+            let old = std::mem::replace(&mut loads[bucket * stride + position], load);
+            if let Some(least) = least.get_mut(bucket) {
+                least.moved(old, Place { load, core: Core { server: server.id, core }, source: position as u32 });
+            }
+        });
+    }
+
+    /// Where too few are remembered, all are looked at.
+    fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
+        let stride = self.columns.len();
+        let wanted = most.min(stride);
+        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < wanted) {
+            let loads = &self.loads[bucket as usize * stride..][..stride];
+            let place = |((source, load), server): ((u32, &f64), &&PoolServer)| {
+                std::iter::once(Place { load: *load, core: core_at(server, key, bucket), source })
+            };
+            least.find((0..).zip(loads).zip(servers).map(place));
+        }
+    }
+
+    /// The loads that the bucket reaches, by server; `None`: they are not kept.
+    pub fn of_bucket(&self, bucket: u32) -> Option<&[f64]> {
+        let start = bucket as usize * self.columns.len();
+        self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
+    }
+
+    /// The least loaded cores of the bucket, at least as many as were wanted, as far as there are; `None`: they are not kept.
+    pub fn least(&self, bucket: u32) -> Option<&[Place]> {
+        self.least.get(bucket as usize).map(LeastLoaded::places)
+    }
+}
+
+/// Calls `take` with each bucket, and the core that it reaches at the server with its load.
+fn each_reached(
+    server: &PoolServer,
+    rss: Option<&Rss>,
+    buckets: BucketCount,
+    neutral: f64,
+    mut take: impl FnMut(usize, u16, f64),
+) {
+    let queues = rss.map(|rss| rss.indirection_table.queues());
+    match (server.loads.as_ref().and_then(Loads::cores), queues) {
+        // Each bucket reaches one entry: what `core_of` says, in a loop without its divisions.
+        (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
+            let beyond = server.mean_load(neutral);
+            for (bucket, queue) in (0..buckets.get() as usize).zip(queues.iter().cycle()) {
+                take(bucket, *queue, cores.get(usize::from(*queue)).copied().unwrap_or(beyond));
+            }
+        }
+        _ => (0..buckets.get()).for_each(|bucket| {
+            let (core, load) = core_of(server, rss, bucket, buckets, neutral);
+            take(bucket as usize, core, load);
+        }),
+    }
+}
+
+/// The core that a bucket's connections reach at a server of the group with that key.
+pub fn core_at(server: &PoolServer, key: &RssKey, bucket: u32) -> Core {
+    let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
+    Core { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
+}
+
+/// The core of the server that a bucket's connections reach, and its load. Of a server that only shares the group's table
+/// (`rss`: none of that key) it is not known: all its cores count as one.
+pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+    match rss {
+        Some(rss) => reached(server, rss, bucket, buckets, neutral),
+        None => (0, server.mean_load(neutral)),
+    }
+}
+
+/// The core of a server with this RSS that a bucket's connections reach, and its load; `neutral` where none is known. Where
+/// the server's table is longer than the buckets are many, a bucket reaches several of its entries, evenly.
+pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+    let table = &rss.indirection_table;
+    let entries = (table.entry_count() / buckets.get() as usize).max(1);
+    let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));
+    let load = cores.map(|core| server.core_load(core, neutral)).sum::<f64>() / entries as f64;
+    (reached_queue(rss, bucket), load)
+}
+
+/// The queue that a bucket's connections reach; where they reach several, the first.
+fn reached_queue(rss: &Rss, bucket: u32) -> u16 {
+    rss.indirection_table.queue(bucket)
+}
