@@ -124,15 +124,14 @@ fn pin(process: u32, cpu: usize) -> anyhow::Result<()> {
     sched_setaffinity(Pid::from_raw(process as i32), &cpus).with_context(|| format!("CPU {cpu}"))
 }
 
-/// Agents that pretend yield to the load balancer beside them: in life they are elsewhere. To be called in their thread.
+/// Agents that pretend have what the load balancer beside them leaves, from when it wants it: in life they are elsewhere. To be
+/// called in their thread.
 ///
 /// # Errors
-/// When the priority cannot be lowered.
+/// When the kernel refuses.
 fn yield_to_others() -> anyhow::Result<()> {
-    // SAFETY: the call takes two numbers and a priority; 0 is the calling thread.
-    let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };
-    nix::errno::Errno::result(outcome).map(drop).context("a lower priority")
+    let priority = libc::sched_param { sched_priority: 0 };
+    // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.
+    let outcome = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const priority) };
+    nix::errno::Errno::result(outcome).map(drop).context("SCHED_IDLE")
 }
-
-/// A ninth of what others have of a CPU.
-pub const NICER: i32 = 10;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::load::Alpha;
+use coreward_model::load::{Alpha, MOST_LOAD};
 use coreward_model::placement::{BucketCount, Core};
 use coreward_model::policy::{
     Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MOST_CANDIDATES, RackSummary, ReducedServer, Weight,
@@ -12,6 +12,12 @@ use coreward_model::rss::RssKey;
 
 use crate::address::parse_server_id;
 use crate::{Context as _, ServiceIndex, WireError, v1};
+
+/// A rack has fewer cores. With it, and no load above 16 (`MOST_LOAD` of the model), what a thousand racks pass up adds up to less
+/// than 2^64, and can be taken out again.
+const MOST_CORES_OF_A_BIN: u64 = 1 << 18;
+/// In 2^-32 of a core, as sums are.
+const LARGEST_LOAD: u64 = (MOST_LOAD as u64) << 32;
 
 /// What a rack must know of its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
@@ -228,6 +234,13 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, LoadSpread), WireErr
     for ((bin, cores), sum) in message.bin.iter().zip(&message.cores).zip(&message.sum) {
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
         let bin = u16::try_from(*bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
+        let sum_at_most = cores.saturating_mul(LARGEST_LOAD);
+        if *cores > MOST_CORES_OF_A_BIN || *sum > sum_at_most {
+            let problem = format!(
+                "{cores} cores with a sum of {sum}: expected at most {MOST_CORES_OF_A_BIN}, and of {sum_at_most}"
+            );
+            return Err(WireError::new("cores", problem));
+        }
         spread.add_bin(bin, Bin { cores: *cores, sum: *sum });
     }
     Ok((class, spread))
@@ -313,6 +326,11 @@ mod tests {
         assert_eq!(error(|m| m.lists[0].server[9] = 5), "lists.server: 5: expected a position below 5");
         assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
         assert_eq!(error(|m| m.spreads[0].bin[0] = 5_000), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(
+            error(|m| m.spreads[0].sum[0] = u64::MAX).split(": expected").next(),
+            Some("spreads.cores: 4 cores with a sum of 18446744073709551615")
+        );
+        assert!(error(|m| m.spreads[0].cores[0] = 1 << 40).starts_with("spreads.cores: 1099511627776 cores"));
         assert_eq!(error(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
     }
 
