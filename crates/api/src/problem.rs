@@ -48,7 +48,7 @@ pub enum ProblemKind {
     /// again.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
     TooManyRequests,
-    /// Of several controllers another one leads; `leader` says which.
+    /// Of several controllers another one leads; `leader` and `leader_api` say which.
     #[serde(rename = "urn:coreward:problem:not-leading")]
     NotLeading,
     /// The controller's own fault.
@@ -97,6 +97,10 @@ pub struct Problem {
     /// Where daemons reach the controller that leads, where this one does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
+    /// `https://HOST:PORT` of that one's API, where it listens beyond its own host: the same request is for there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(format = "uri")]
+    pub leader_api: Option<String>,
 }
 
 /// Something in a document that is not as expected.
@@ -141,7 +145,16 @@ impl Problem {
         let (status, title) = kind.status_and_title();
         let (title, status) = (title.to_owned(), status.as_u16());
         let mistakes = Vec::new();
-        Self { kind, title, status, detail: detail.into(), mistakes, retry_after_s: None, leader: None }
+        Self {
+            kind,
+            title,
+            status,
+            detail: detail.into(),
+            mistakes,
+            retry_after_s: None,
+            leader: None,
+            leader_api: None,
+        }
     }
 
     /// There is no `what` of that name.
