@@ -154,8 +154,8 @@ impl Silence {
             other => other,
         };
         let causes: Vec<_> = std::iter::successors(Some(first), |cause| cause.source()).collect();
-        let failures = causes.iter().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
-        if let Some(failure) = failures.filter(|failure| failure.reason != Reason::Broken).last() {
+        let mut failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
+        if let Some(failure) = failures.find(|failure| failure.reason != Reason::Broken) {
             return Self { words: failure.to_string(), is_of_tls: true };
         }
         let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);

@@ -1,6 +1,6 @@
 //! An etcd of one's own, for tests: the commands that start its members.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -35,6 +35,16 @@ impl Member {
             peer: (address, port + 2 * number + 1).into(),
         };
         (0..count).map(member).collect()
+    }
+
+    /// The only one, on ports of this host that are free now.
+    ///
+    /// # Errors
+    /// When there is no free port.
+    pub fn alone() -> std::io::Result<Self> {
+        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+        let [client, peer] = [free()?, free()?];
+        Ok(Self { name: "etcd1".to_owned(), client: client.local_addr()?, peer: peer.local_addr()? })
     }
 
     /// For `endpoints`.

@@ -1,6 +1,5 @@
 //! Who leads and what is on record, with a real etcd.
 
-use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -29,11 +28,7 @@ impl Etcd {
 
     fn start_with(command: impl FnOnce(&Member, &Path) -> Command) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let [client, peer] = [free(), free()];
-        let member =
-            Member { name: "etcd1".to_owned(), client: client.local_addr().unwrap(), peer: peer.local_addr().unwrap() };
-        drop((client, peer));
+        let member = Member::alone().unwrap();
         let process = command(&member, directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }

@@ -77,7 +77,7 @@ impl Api {
         };
         let problem = Problem::new(ProblemKind::NotLeading, detail).retry_after(1);
         let Some(Leader { address, api }) = leader else { return problem };
-        Problem { leader: Some(address.to_string()), leader_api: api, ..problem }
+        Problem { leader: Some(address.to_string().into()), leader_api: api.map(Into::into), ..problem }
     }
 }
 
