@@ -1,5 +1,6 @@
 #!/bin/sh
-# In the place of systemd, where a document's commands are run (walkthrough.rs): starts what a unit's ExecStart says, and ends it.
+# In the place of systemd, where a document's commands are run (walkthrough.rs): starts what a unit's ExecStart says, as its User,
+# and ends it.
 set -eu
 verb=$1
 shift
@@ -7,7 +8,11 @@ for unit; do
     case $unit in -*) continue ;; esac
     case $unit in
     nginx) start="/usr/sbin/nginx -g 'daemon off;'" ;;
-    *) start=$(sed -n 's/^ExecStart=//p' "/var/lib/units/$unit.service") ;;
+    *)
+        start=$(sed -n 's/^ExecStart=//p' "/var/lib/units/$unit.service")
+        user=$(sed -n 's/^User=//p' "/var/lib/units/$unit.service")
+        [ -z "$user" ] || start="setpriv --reuid $user --regid $user --clear-groups $start"
+        ;;
     esac
     mkdir -p /var/lib/running
     running=/var/lib/running/$unit

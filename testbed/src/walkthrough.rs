@@ -1,5 +1,6 @@
 //! Documents whose commands are run as they are written, so that they cannot rot. A block of shell names its machines after the
-//! language (` ```sh lb1 lb2 `); each is a namespace of the testbed with an `/etc`, `/var` and `/sys/fs/bpf` of its own.
+//! language (` ```sh lb1 lb2 `); each is a namespace of the testbed with an `/etc`, `/var` and `/sys/fs/bpf` of its own,
+//! and stand-ins for systemd and for copying over ssh.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,6 +16,10 @@ use crate::topology::Testbed;
 
 /// A block takes no longer.
 const BLOCK_LIMIT: &str = "90";
+/// Where a machine sees the testbed's directory, when `/run` is its own.
+const MACHINES: &str = "/mnt";
+/// Of the user `coreward`, whom packages make.
+const USER_ID: u32 = 64_007;
 const HOLD_SECONDS: &str = "600";
 const START_LIMIT: Duration = Duration::from_secs(10);
 
@@ -69,11 +74,14 @@ impl Machine {
         fs::create_dir_all(folder.join("var/lib/coreward"))?;
         let bin = folder.join("bin");
         std::os::unix::fs::symlink(coreward_command()?, bin.join("coreward"))?;
-        let systemctl = bin.join("systemctl");
-        fs::write(&systemctl, include_str!("systemctl.sh"))?;
-        fs::set_permissions(&systemctl, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+        let copied = include_str!("scp.sh").replace("@MACHINES@", MACHINES);
+        for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &copied)] {
+            fs::write(bin.join(command), text)?;
+            fs::set_permissions(bin.join(command), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+        }
         let ready = folder.join("ready");
-        let [folder, pins, bin] = [&folder, &pins, &bin].map(|path: &PathBuf| path.display());
+        let all = testbed.directory();
+        let [folder, pins, bin, all] = [&folder, &pins, &bin, &all].map(|path: &PathBuf| path.display());
         let script = format!(
             "echo {name} > /proc/sys/kernel/hostname
              mount --make-rprivate /
@@ -81,6 +89,15 @@ impl Machine {
              mount -t overlay overlay -o lowerdir=/var,upperdir={folder}/var,workdir={folder}/var.work /var
              mount -t overlay overlay -o lowerdir={bin}:/usr/bin /usr/bin
              mount --bind {pins} /sys/fs/bpf
+             # What the packages do (packaging/debian/controller.postinst).
+             getent passwd coreward >/dev/null || {{
+                 echo coreward:x:{USER_ID}:{USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
+                 echo coreward:x:{USER_ID}: >> /etc/group
+             }}
+             chown coreward: /var/lib/coreward
+             # For scp.
+             mount --bind {all} {MACHINES}
+             echo $$ > {folder}/pid
              touch {folder}/ready
              mount -t tmpfs tmpfs /run
              exec sleep {HOLD_SECONDS}"
@@ -106,7 +123,8 @@ impl Machine {
     pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([BLOCK_LIMIT, "nsenter", "--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);
-        command.args(["sh", "-e", "-u", "-c", &block.commands]);
+        // As who logs in: with what /etc/profile.d says.
+        command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
         // To a file: what a block leaves in the background would keep a pipe open.
         let file = fs::File::create(log)?;
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);

@@ -160,6 +160,14 @@ impl Datacentre {
         serde_json::from_str(&text).ok()
     }
 
+    /// Servers that `coreward drain` keeps out.
+    fn drained(&self) -> Vec<String> {
+        let status = self.status().expect("a controller leads");
+        let servers = status["servers"].as_array().unwrap().iter();
+        let drained = servers.filter(|server| server["state_reason"] == "`coreward drain` says so");
+        drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect()
+    }
+
     fn everybody_is_back(&self) -> bool {
         self.status().is_some_and(|status| {
             let reporting = |server: &&serde_json::Value| server["reports"] == "fresh";
@@ -192,11 +200,14 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     let ids = site.ids().unwrap();
     let client = site.testbed.start_stream_client(&Streams::steady(100.0, 16), None).unwrap();
     assert_eq!(site.apply(), 1);
+    let drained = coreward(&site.testbed, 1..=3, &["drain", "s3"]).unwrap();
+    assert!(drained.starts_with("s3 is drained"), "{drained}");
 
     // The leader dies.
     site.fleet.kill("controller").unwrap();
     let second = site.apply();
     assert_ne!(second, 1);
+    assert_eq!(site.drained(), ["s3"], "the drain is on record");
     site.fleet.restart(&site.testbed, "controller").unwrap();
 
     // The leader is stopped for longer than its lease, and wakes up when another one leads.
@@ -223,5 +234,6 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     // After a line that says which generation it is.
     assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
     assert_eq!(site.ids().unwrap(), ids);
+    assert_eq!(site.drained(), ["s3"]);
     unbroken(client);
 }

@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,6 +10,8 @@ use coreward_dataplane::mapped::Mapped;
 use coreward_intf as intf;
 use coreward_model::consistency::Consistency;
 use coreward_testbed::fleet::FleetOptions;
+use coreward_testbed::stream::client::{StreamClient, Streams};
+use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{TestbedOptions, skip_without_privilege};
 use libbpf_rs::MapHandle;
 use support::{Site, eventually, eventually_in_force, pause, unbroken};
@@ -39,6 +42,12 @@ impl Site {
             Some(number) => self.testbed.load_balancer_pin_directory(number.parse().unwrap()),
             None => self.testbed.pin_directory().join(daemon),
         }
+    }
+
+    /// Connections from these of the client's addresses: a second run cannot bind the ports that the first one has used.
+    fn streams_from(&self, addresses: Range<u16>, seconds: u32) -> StreamClient {
+        let streams = Streams::steady(150.0, seconds);
+        self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()
     }
 
     /// The daemon ends, and a version with another layout starts.
@@ -107,7 +116,7 @@ fn real_versions_are_exchanged_up_and_down() {
     site.testbed.announce(&[1, 2]).unwrap();
 
     println!("== up, one after the other");
-    let client = site.streams(150.0, 45);
+    let client = site.streams_from(0..2, 45);
     for daemon in &daemons {
         pause(1_500);
         site.fleet.exchange(&site.testbed, daemon, None).unwrap();
@@ -118,7 +127,7 @@ fn real_versions_are_exchanged_up_and_down() {
     unbroken(client);
 
     println!("== down, one after the other");
-    let client = site.streams(150.0, 60);
+    let client = site.streams_from(2..4, 60);
     for daemon in &daemons {
         pause(1_500);
         let taken_over = site.fleet.exchange(&site.testbed, daemon, Some(&old));

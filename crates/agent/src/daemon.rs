@@ -153,7 +153,8 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
     let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(message(Message::Hello(hello))).await?;
     let stream = client.agent(ReceiverStream::new(receiver));
-    let mut updates = chores.meanwhile(agent, connection, stream).await?.into_inner();
+    let begun = chores.meanwhile(agent, connection, stream).await?;
+    let mut updates = connection.begun(begun)?;
     agent.begin_stream();
     tracing::info!("connected to controller {}", connection.controller());
     let mut tick = every(agent.report_interval());

@@ -4,12 +4,15 @@ mod contact;
 mod exchange;
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use coreward_config::{Secret, read_secret};
 use coreward_tls::connect::HttpsConnector;
+use coreward_tls::failure::{Failure, Reason};
+use coreward_tls::verify::Host;
 use hyper::Method;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
@@ -45,19 +48,21 @@ impl Client {
     /// # Errors
     /// When the file with the token cannot be read, or others than its owner can read it.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
-        Self::of_several(vec![controller], &Proof::Token { file: token_file.to_owned(), ca: None })
+        let proof = Proof::Token { file: token_file.to_owned(), ca: None };
+        Self::of_several(vec![controller], &proof, Host::AskedFor)
     }
 
-    /// All controllers of a fleet.
+    /// All controllers of a fleet. `host`: what the certificates of those with `https://` must say of where they are.
     ///
     /// # Errors
     /// When a file cannot be read, others than its owner can read a secret, or `https://` is asked for without a `ca`.
-    pub fn of_several(controllers: Vec<ControllerUrl>, proof: &Proof) -> anyhow::Result<Self> {
+    pub fn of_several(controllers: Vec<ControllerUrl>, proof: &Proof, host: Host) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Proof::Token { file, ca } => {
-                (Some(token(file)?), ca.as_deref().map(HttpsConnector::without_certificate).transpose()?)
+                let without = |ca| HttpsConnector::without_certificate(ca, host);
+                (Some(token(file)?), ca.as_deref().map(without).transpose()?)
             }
-            Proof::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files)?)),
+            Proof::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
         };
         for controller in &controllers {
             let is_possible = if controller.is_https() { https.is_some() } else { token.is_some() };
@@ -178,7 +183,10 @@ impl Client {
                 (position, Ok(Health { state: HealthState::Ready | HealthState::Settling, .. })) => {
                     return Ok(&self.controllers[position]);
                 }
-                (position, Ok(Health { leader: Some(leader), .. })) => said.insert(position, format!("{leader} leads")),
+                (position, Ok(Health { leader: Some(leader), leader_api, .. })) => {
+                    let api = leader_api.map_or_else(String::new, |api| format!(" (API: {api})"));
+                    said.insert(position, format!("{leader}{api} leads"))
+                }
                 (position, Ok(_)) => said.insert(position, "no controller leads".to_owned()),
                 (position, Err(error)) => said.insert(position, format!("{error:#}")),
             };
@@ -195,7 +203,12 @@ impl Client {
         let https = self.https.as_ref().filter(|_| controller.is_https());
         let token = self.token.as_ref().map(|token| token.expose().as_str());
         let unreachable = |error: anyhow::Error| {
-            let expected = "expected a running `coreward controller` whose `api` that is";
+            let expected = match failure(&error) {
+                Some(failure) if failure.reason == Reason::WrongName => {
+                    "expected the host that its certificate names, or `--controller-name` with its name"
+                }
+                _ => "expected a running `coreward controller` whose `api` that is",
+            };
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };
         let (status, body) = exchange(controller, https, token, question).await.map_err(unreachable)?;
@@ -205,6 +218,11 @@ impl Client {
         }
         Err(serde_json::from_slice::<Problem>(&body).map_or_else(|_| anyhow!(something_else()), anyhow::Error::from))
     }
+}
+
+/// Why TLS did not come about, where it is that.
+fn failure(error: &anyhow::Error) -> Option<&Failure> {
+    error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }
 
 fn token(file: &Path) -> anyhow::Result<Secret<String>> {

@@ -48,7 +48,7 @@ pub enum ProblemKind {
     /// again.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
     TooManyRequests,
-    /// Of several controllers another one leads; `leader` says which.
+    /// Of several controllers another one leads; `leader` and `leader_api` say which.
     #[serde(rename = "urn:coreward:problem:not-leading")]
     NotLeading,
     /// The controller's own fault.
@@ -83,7 +83,7 @@ pub struct Problem {
     #[serde(rename = "type")]
     pub kind: ProblemKind,
     /// That in words.
-    pub title: String,
+    pub title: Box<str>,
     /// The status of the answer.
     pub status: u16,
     /// What was found, and what was expected.
@@ -96,7 +96,11 @@ pub struct Problem {
     pub retry_after_s: Option<u64>,
     /// Where daemons reach the controller that leads, where this one does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub leader: Option<String>,
+    pub leader: Option<Box<str>>,
+    /// `https://HOST:PORT` of that one's API, where it listens beyond its own host: the same request is for there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(format = "uri")]
+    pub leader_api: Option<Box<str>>,
 }
 
 /// Something in a document that is not as expected.
@@ -139,9 +143,18 @@ impl Problem {
     /// `detail`: what was found, and what was expected.
     pub fn new(kind: ProblemKind, detail: impl Into<String>) -> Self {
         let (status, title) = kind.status_and_title();
-        let (title, status) = (title.to_owned(), status.as_u16());
+        let (title, status) = (title.into(), status.as_u16());
         let mistakes = Vec::new();
-        Self { kind, title, status, detail: detail.into(), mistakes, retry_after_s: None, leader: None }
+        Self {
+            kind,
+            title,
+            status,
+            detail: detail.into(),
+            mistakes,
+            retry_after_s: None,
+            leader: None,
+            leader_api: None,
+        }
     }
 
     /// There is no `what` of that name.

@@ -17,6 +17,8 @@ use crate::Role;
 
 /// Random bytes of a token that is drawn.
 const TOKEN_BYTES: usize = 32;
+/// Random bytes in the name of a file that is not written yet.
+const UNFINISHED_NAME_BYTES: usize = 9;
 /// A token that somebody wrote has at least so many characters.
 const SHORTEST: usize = 32;
 
@@ -69,9 +71,7 @@ impl Tokens {
 
 fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
-        let mut bytes = [0; TOKEN_BYTES];
-        let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
-        write_new(path, &URL_SAFE_NO_PAD.encode(bytes))
+        write_new(path, &random_text::<TOKEN_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
         tracing::info!("a new token is in {}", path.display());
     }
@@ -87,13 +87,21 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     Ok(Secret::new(text))
 }
 
-/// All of it or nothing, also when the machine stops in between. Of two controllers with one folder the first draws.
+fn random_text<const BYTES: usize>() -> String {
+    let mut bytes = [0; BYTES];
+    let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
+    URL_SAFE_NO_PAD.encode(bytes)
+}
+
+/// All of it or nothing, also when the machine stops in between. Of several controllers with one folder the first draws.
 fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
-    let unfinished = path.with_extension(format!("new-{}", std::process::id()));
-    let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
-    writeln!(file, "{token}")?;
-    file.sync_all()?;
-    let made = std::fs::hard_link(&unfinished, path);
+    // A name of its own: process ids are the same in two containers that share a folder.
+    let unfinished = path.with_extension(format!("new-{}", random_text::<UNFINISHED_NAME_BYTES>()));
+    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
+    let made = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
+        // Other than a renaming, a link takes nobody's place.
+        std::fs::hard_link(&unfinished, path)
+    });
     std::fs::remove_file(&unfinished)?;
     match made {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
@@ -125,6 +133,29 @@ mod tests {
             assert_eq!(tokens.role_of(&operator[1..]), None);
             assert_eq!(tokens.role_of(""), None);
             assert!(!format!("{tokens:?}").contains(&viewer));
+        }
+    }
+
+    /// In one process they have the same id, as in two containers.
+    #[test]
+    fn controllers_that_start_at_once_have_the_same_tokens() {
+        for _ in 0..20 {
+            let directory = tempfile::tempdir().unwrap();
+            let together = std::sync::Barrier::new(8);
+            let opened: Vec<Tokens> = std::thread::scope(|scope| {
+                let open = || {
+                    together.wait();
+                    Tokens::open(directory.path()).unwrap()
+                };
+                let threads: Vec<_> = (0..8).map(|_| scope.spawn(open)).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            for role in Role::ALL {
+                let written = std::fs::read_to_string(token_file(directory.path(), role)).unwrap();
+                assert!(opened.iter().all(|tokens| tokens.role_of(written.trim()) == Some(role)));
+            }
+            let left = std::fs::read_dir(directory.path()).unwrap().count();
+            assert_eq!(left, Role::ALL.len(), "nothing that is unfinished is left");
         }
     }
 

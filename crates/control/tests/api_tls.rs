@@ -9,6 +9,7 @@ use coreward_api::tokens::token_file;
 use coreward_api::types::RotateKeys;
 use coreward_api::{Problem, ProblemKind};
 use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::verify::Host;
 use coreward_tls::{Files, Identity, Role};
 use support::{Home, Running, in_time};
 
@@ -23,10 +24,15 @@ struct Site {
 
 impl Site {
     async fn start() -> Self {
+        Self::start_at(&["127.0.0.1"]).await
+    }
+
+    /// The controller's certificate names these hosts.
+    async fn start_at(hosts: &[&str]) -> Self {
         let home = Home::new(&["s1"], SERVICE);
         let authority =
             Authority::init(&home.directory.path().join("certs"), &"prod".parse().unwrap(), 30 * DAY).unwrap();
-        let own = issue(&home, &authority, Role::Controller, "c1");
+        let own = issue(&home, &authority, Role::Controller, "c1", hosts);
         let (ca, certificate, key) = (&own.ca, &own.certificate, &own.key);
         let tls = format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n");
         home.write_controllers_file(&format!("fleet = \"fleet.toml\"\n{tls}"));
@@ -41,7 +47,7 @@ impl Site {
     }
 
     fn certificate(&self, role: Role, name: &str) -> Files {
-        issue(&self.home, &self.authority, role, name)
+        issue(&self.home, &self.authority, role, name, &[])
     }
 
     fn token_file(&self, role: coreward_api::Role) -> PathBuf {
@@ -49,7 +55,11 @@ impl Site {
     }
 
     fn client(&self, proof: Proof) -> Client {
-        Client::of_several(vec![self.url().parse().unwrap()], &proof).unwrap()
+        self.client_of(&self.url(), proof, Host::AskedFor)
+    }
+
+    fn client_of(&self, url: &str, proof: Proof, host: Host) -> Client {
+        Client::of_several(vec![url.parse().unwrap()], &proof, host).unwrap()
     }
 
     /// The status of curl's answer, or why there is none.
@@ -65,10 +75,11 @@ impl Site {
     }
 }
 
-fn issue(home: &Home, authority: &Authority, role: Role, name: &str) -> Files {
+fn issue(home: &Home, authority: &Authority, role: Role, name: &str, hosts: &[&str]) -> Files {
     let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
     let directory = home.directory.path().join(format!("{role}-{name}"));
-    let issued = authority.issue(&identity, &["127.0.0.1".to_owned()], Validity::from_now(DAY)).unwrap();
+    let hosts: Vec<String> = hosts.iter().map(ToString::to_string).collect();
+    let issued = authority.issue(&identity, &hosts, Validity::from_now(DAY)).unwrap();
     issued.write(&directory, authority).unwrap();
     let file = |name: &str| directory.join(name);
     Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
@@ -141,9 +152,46 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
         ("127.0.0.1:7401".to_owned(), Proof::Certificate(viewer), "a certificate proves nothing without TLS"),
     ] {
         let url: ControllerUrl = url.parse().unwrap();
-        let error = Client::of_several(vec![url], &proof).unwrap_err().to_string();
+        let error = Client::of_several(vec![url], &proof, Host::AskedFor).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
+}
+
+/// Whose certificate names hosts is talked to as one of them, or as whom the operator says; whose names none, by its role.
+#[tokio::test]
+async fn a_controller_is_the_host_that_was_asked_for() {
+    let one_of = |names: &[&str]| Host::OneOf(names.iter().map(ToString::to_string).collect());
+    let site = Site::start_at(&["c1.example", "192.0.2.7"]).await;
+    let viewer = site.certificate(Role::Viewer, "eve");
+    let token = Proof::Token { file: site.token_file(coreward_api::Role::Viewer), ca: Some(viewer.ca.clone()) };
+    for proof in [token, Proof::Certificate(viewer.clone())] {
+        let refused = site.client(proof.clone()).status(false).await.unwrap_err().to_string();
+        let expected = "its certificate is for controller c1 at c1.example, 192.0.2.7: expected one for 127.0.0.1";
+        assert!(refused.contains(expected) && refused.contains("--controller-name"), "{refused}");
+        for named in ["c1", "c1.example", "192.0.2.7"] {
+            let client = site.client_of(&site.url(), proof.clone(), one_of(&["another", named]));
+            client.status(false).await.unwrap_or_else(|error| panic!("{named}: {error:#}"));
+        }
+        let refused = site.client_of(&site.url(), proof, one_of(&["c2", "127.0.0.1"])).status(false).await.unwrap_err();
+        let refused = refused.to_string();
+        assert!(refused.contains("192.0.2.7: expected one for c2 or 127.0.0.1"), "{refused}");
+    }
+    site.running.kill().await;
+
+    let site = Site::start_at(&["localhost"]).await;
+    let proof = Proof::Certificate(site.certificate(Role::Viewer, "eve"));
+    let by_name = site.url().replace("127.0.0.1", "localhost");
+    site.client_of(&by_name, proof.clone(), Host::AskedFor).status(false).await.unwrap();
+    site.client(proof).status(false).await.unwrap_err();
+    site.running.kill().await;
+
+    let site = Site::start_at(&[]).await;
+    let proof = Proof::Certificate(site.certificate(Role::Viewer, "eve"));
+    site.client(proof.clone()).status(false).await.unwrap();
+    site.client_of(&site.url(), proof.clone(), one_of(&["c1"])).status(false).await.unwrap();
+    let refused = site.client_of(&site.url(), proof, one_of(&["127.0.0.1"])).status(false).await.unwrap_err();
+    let expected = "its certificate is for controller c1 at no host that it names: expected one for 127.0.0.1";
+    assert!(refused.to_string().contains(expected), "{refused}");
 }
 
 #[tokio::test]

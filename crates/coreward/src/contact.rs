@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use coreward_api::client::{Client, ControllerUrl, Proof};
 use coreward_control::config::DEFAULT_API;
 use coreward_tls::Files;
+use coreward_tls::verify::Host;
 
 /// Where a controller keeps the operator's token in packages.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
@@ -25,13 +26,17 @@ pub struct ContactArgs {
     #[arg(long, value_name = "FILE", env = "COREWARD_TOKEN_FILE", default_value = DEFAULT_TOKEN_FILE)]
     token_file: PathBuf,
     /// For https://: the authorities' certificates
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = "COREWARD_CA")]
     ca: Option<PathBuf>,
+    /// For https://: whom the controller's certificate must name, as a host or as its own name; of several any, with commas
+    /// between. Without it the host of --controller, where the certificate names hosts
+    #[arg(long, value_name = "NAME", value_delimiter = ',', requires = "ca")]
+    controller_name: Vec<String>,
     /// In place of a token: the certificate of an operator or a viewer (`coreward certs issue --role viewer`)
-    #[arg(long, value_name = "FILE", requires = "ca", requires = "key")]
+    #[arg(long, value_name = "FILE", env = "COREWARD_CERTIFICATE", requires = "ca", requires = "key")]
     certificate: Option<PathBuf>,
     /// The key to it
-    #[arg(long, value_name = "FILE", requires = "certificate")]
+    #[arg(long, value_name = "FILE", env = "COREWARD_KEY", requires = "certificate")]
     key: Option<PathBuf>,
 }
 
@@ -44,6 +49,11 @@ impl ContactArgs {
         let files = |((ca, certificate), key)| Files { ca, certificate, key };
         let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);
         let token = || Proof::Token { file: self.token_file.clone(), ca: self.ca.clone() };
-        Client::of_several(self.controller.clone(), &certificate.map_or_else(token, Proof::Certificate))
+        let proof = certificate.map_or_else(token, Proof::Certificate);
+        let host = match self.controller_name.as_slice() {
+            [] => Host::AskedFor,
+            names => Host::OneOf(names.to_vec()),
+        };
+        Client::of_several(self.controller.clone(), &proof, host)
     }
 }

@@ -2,16 +2,16 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use coreward_metrics::page::Page;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Role, Tls, table};
-use coreward_wire::LEADER;
+use coreward_wire::{LEADER, TERM};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Response, Status};
 
 use crate::controllers::Controllers;
 
@@ -23,6 +23,11 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
+/// A leader of an older term than one that was heard within this time is not believed. The longest lease there is: so long may a
+/// machine whose clocks stood still take itself for the leader. Not for ever, as another etcd (`coreward store copy`, a restored
+/// snapshot) may count terms from the start.
+const TERM_MEMORY: Duration = Duration::from_secs(60);
+
 /// Where a daemon stands with its controllers.
 pub struct Connection {
     controllers: Controllers,
@@ -30,6 +35,7 @@ pub struct Connection {
     /// Who may be there.
     expected: &'static [Role],
     turns: Turns,
+    terms: Terms,
 }
 
 impl Connection {
@@ -47,7 +53,8 @@ impl Connection {
                 "no `[tls]`: whoever is on the way to {controllers} can read the cookie keys, and change what comes from there"
             ),
         }
-        Ok(Self { turns: Turns::new(controllers.addresses().len()), tls, expected, controllers })
+        let turns = Turns::new(controllers.addresses().len());
+        Ok(Self { turns, terms: Terms::default(), tls, expected, controllers })
     }
 
     /// What an operator should know: certificates that end soon.
@@ -82,9 +89,20 @@ impl Connection {
         }
     }
 
+    /// The stream that the controller has begun, if it may be believed.
+    ///
+    /// # Errors
+    /// When it led before one that was heard a moment ago: it was stopped, and does not know yet.
+    pub fn begun<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
+        let term = response.metadata().get(TERM).and_then(|term| term.to_str().ok()?.parse().ok());
+        self.terms.begun(term, Instant::now())?;
+        Ok(response.into_inner())
+    }
+
     /// The controller has answered with more than an error: it leads.
     pub fn heard(&mut self) {
         self.turns.heard();
+        self.terms.heard(Instant::now());
     }
 
     /// The stream has ended, by `error` or in order: logged, and whose turn is next is chosen. Gives the time to wait
@@ -192,6 +210,35 @@ impl Turns {
                 pause
             }
             _ => RETRY_INTERVALS.0,
+        }
+    }
+}
+
+/// Which term was heard last. Without clock.
+#[derive(Default)]
+struct Terms {
+    /// And when.
+    newest: Option<(u64, Instant)>,
+}
+
+impl Terms {
+    /// `term`: of whom there is a stream now; `None`: it does not say.
+    fn begun(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
+        match (term, self.newest) {
+            (Some(term), Some((newest, heard))) if term < newest && now.duration_since(heard) < TERM_MEMORY => Err(
+                anyhow!("it led before the controller that was heard last (term {term}, expected {newest} or more)"),
+            ),
+            _ => {
+                self.newest = term.map(|term| (term, now));
+                Ok(())
+            }
+        }
+    }
+
+    /// By the stream that there is.
+    fn heard(&mut self, now: Instant) {
+        if let Some((_, heard)) = &mut self.newest {
+            *heard = now;
         }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use coreward_metrics::latency::Latencies;
+use coreward_tls::failure::{Failure, Reason};
 use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
@@ -94,6 +95,7 @@ impl Cluster {
         request: impl Fn(Client) -> F,
     ) -> Result<T, EtcdError> {
         let mut problem = "nobody was asked: the time was over".to_owned();
+        let mut is_of_tls = false;
         let first = self.preferred.load(Ordering::Relaxed);
         for attempt in 0.. {
             let left = until.left();
@@ -110,7 +112,14 @@ impl Cluster {
                     return Ok(answer);
                 }
                 Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Refused(error.to_string())),
-                Ok(Err(error)) => problem = format!("{endpoint}: {error}"),
+                Ok(Err(error)) => {
+                    let silence = Silence::of(&error);
+                    if silence.is_of_tls || !is_of_tls {
+                        problem = format!("{endpoint}: {}", silence.words);
+                    }
+                    is_of_tls |= silence.is_of_tls;
+                }
+                Err(_) if is_of_tls => {}
                 Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
             }
             if position + 1 == self.members.len() {
@@ -126,6 +135,40 @@ impl Drop for Cluster {
         // Waiting for its thread is not possible everywhere where the last user may go.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
+        }
+    }
+}
+
+/// Why a member did not answer.
+struct Silence {
+    words: String,
+    /// It is known whose certificate is wrong. Of a connection that is refused after the handshake often no more is heard than
+    /// that it broke.
+    is_of_tls: bool,
+}
+
+impl Silence {
+    fn of(error: &Error) -> Self {
+        let first: &dyn std::error::Error = match error {
+            Error::GRpcStatus(status) => status,
+            other => other,
+        };
+        let causes: Vec<_> = std::iter::successors(Some(first), |cause| cause.source()).collect();
+        let mut failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
+        if let Some(failure) = failures.find(|failure| failure.reason != Reason::Broken) {
+            return Self { words: failure.to_string(), is_of_tls: true };
+        }
+        let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
+        // HTTP/2 hands on the text alone.
+        match words.split_once("received fatal alert: ") {
+            Some((_, alert)) => {
+                let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its --trusted-ca-file has signed";
+                Self {
+                    words: format!("etcd refuses our certificate, or that we show none ({alert}): {expected}"),
+                    is_of_tls: true,
+                }
+            }
+            None => Self { words, is_of_tls: false },
         }
     }
 }

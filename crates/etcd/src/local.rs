@@ -1,7 +1,7 @@
 //! An etcd of one's own, for tests: the commands that start its members.
 
-use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Where one member listens.
@@ -15,6 +15,17 @@ pub struct Member {
     pub peer: SocketAddr,
 }
 
+/// What a member shows to clients, and whom it lets in (PEM).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientTls {
+    /// Without a certificate that one of these authorities has signed nobody comes in.
+    pub ca: PathBuf,
+    /// Its own.
+    pub certificate: PathBuf,
+    /// The key to it.
+    pub key: PathBuf,
+}
+
 impl Member {
     /// `count` members at this address; each has two ports, from `port` on.
     pub fn several(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
@@ -26,23 +37,52 @@ impl Member {
         (0..count).map(member).collect()
     }
 
+    /// The only one, on ports of this host that are free now.
+    ///
+    /// # Errors
+    /// When there is no free port.
+    pub fn alone() -> std::io::Result<Self> {
+        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+        let [client, peer] = [free()?, free()?];
+        Ok(Self { name: "etcd1".to_owned(), client: client.local_addr()?, peer: peer.local_addr()? })
+    }
+
     /// For `endpoints`.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.client)
     }
 
+    /// For `endpoints`, of one that speaks TLS.
+    pub fn secure_endpoint(&self) -> String {
+        format!("https://{}", self.client)
+    }
+
     /// Starts it as one of `members`, with its data in a directory below `directory`: the same one again when it is started
     /// again.
     pub fn command(&self, members: &[Member], directory: &Path) -> Command {
+        self.command_for(members, directory, &self.endpoint())
+    }
+
+    /// The same, with TLS for clients.
+    pub fn secure_command(&self, members: &[Member], directory: &Path, tls: &ClientTls) -> Command {
+        let mut command = self.command_for(members, directory, &self.secure_endpoint());
+        command.arg("--client-cert-auth");
+        for (option, file) in
+            [("--trusted-ca-file", &tls.ca), ("--cert-file", &tls.certificate), ("--key-file", &tls.key)]
+        {
+            command.arg(option).arg(file);
+        }
+        command
+    }
+
+    fn command_for(&self, members: &[Member], directory: &Path, endpoint: &str) -> Command {
         let initial: Vec<String> =
             members.iter().map(|member| format!("{}=http://{}", member.name, member.peer)).collect();
         let mut command = Command::new("etcd");
         command.args(["--name", &self.name, "--data-dir"]).arg(directory.join(&self.name));
-        for (option, address) in [("client-urls", self.client), ("peer-urls", self.peer)] {
-            let url = format!("http://{address}");
-            let advertise = if option == "client-urls" { "advertise" } else { "initial-advertise" };
-            command.args([&format!("--listen-{option}"), &url, &format!("--{advertise}-{option}"), &url]);
-        }
+        command.args(["--listen-client-urls", endpoint, "--advertise-client-urls", endpoint]);
+        let peer = format!("http://{}", self.peer);
+        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &initial.join(",")]);
         // Sooner than in earnest: tests wait for it.
         command.args(["--heartbeat-interval", "50", "--election-timeout", "500"]);

@@ -1,15 +1,17 @@
 //! Who leads and what is on record, with a real etcd.
 
-use std::net::{Ipv4Addr, TcpListener};
-use std::process::Child;
+use std::path::Path;
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_etcd::EtcdError;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::{Candidate, Leadership, Seen};
-use coreward_etcd::local::Member;
+use coreward_etcd::local::{ClientTls, Member};
 use coreward_etcd::parts::{PartStore, Parts};
+use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::{Files, Role};
 use tempfile::TempDir;
 
 /// One member; it ends with this.
@@ -21,13 +23,13 @@ struct Etcd {
 
 impl Etcd {
     fn start() -> Self {
+        Self::start_with(|member, directory| member.command(std::slice::from_ref(member), directory))
+    }
+
+    fn start_with(command: impl FnOnce(&Member, &Path) -> Command) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let [client, peer] = [free(), free()];
-        let member =
-            Member { name: "etcd1".to_owned(), client: client.local_addr().unwrap(), peer: peer.local_addr().unwrap() };
-        drop((client, peer));
-        let process = member.command(std::slice::from_ref(&member), directory.path()).spawn();
+        let member = Member::alone().unwrap();
+        let process = command(&member, directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }
     }
@@ -164,4 +166,97 @@ fn others_wait_and_know_who_leads() {
     assert!(second.holds() && !first.holds());
     let now = cluster.block_on(candidate("c", Duration::from_secs(2)).look(&cluster)).unwrap();
     assert_eq!(now, Seen::Leader("b".to_owned()));
+}
+
+/// An authority, and certificates of it for 127.0.0.1.
+struct Signer {
+    directory: TempDir,
+    authority: Authority,
+}
+
+impl Signer {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let authority =
+            Authority::init(&directory.path().join("authority"), &"prod".parse().unwrap(), 30 * DAY).unwrap();
+        Self { directory, authority }
+    }
+
+    fn issue(&self, name: &str, address: &str, validity: Validity) -> Files {
+        let name = name.parse().unwrap();
+        let directory = self.directory.path().join(format!("{name}"));
+        let identity = coreward_tls::Identity { fleet: "prod".parse().unwrap(), role: Role::Controller, name };
+        let issued = self.authority.issue(&identity, &[address.to_owned()], validity).unwrap();
+        issued.write(&directory, &self.authority).unwrap();
+        let file = |name: &str| directory.join(name);
+        Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    }
+
+    fn good(&self, name: &str) -> Files {
+        self.issue(name, "127.0.0.1", Validity::from_now(DAY))
+    }
+}
+
+fn serving(files: Files) -> Etcd {
+    let Files { ca, certificate, key } = files;
+    let tls = ClientTls { ca, certificate, key };
+    Etcd::start_with(|member, directory| member.secure_command(std::slice::from_ref(member), directory, &tls))
+}
+
+fn options(ca: &Files, own: Option<&Files>) -> TlsOptions {
+    let read = |path: &Path| std::fs::read(path).unwrap();
+    let options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&ca.ca)));
+    match own {
+        Some(own) => options.identity(Identity::from_pem(read(&own.certificate), read(&own.key))),
+        None => options,
+    }
+}
+
+fn connect(endpoint: &str, tls: &TlsOptions) -> Arc<Cluster> {
+    Arc::new(Cluster::new(&[endpoint.to_owned()], Some(tls)).unwrap())
+}
+
+fn look(cluster: &Cluster) -> Result<Seen, String> {
+    cluster.block_on(candidate("x", Duration::from_secs(2)).look(cluster)).map_err(|error| error.to_string())
+}
+
+#[test]
+fn by_tls_and_with_the_right_certificates_only() {
+    let (ours, foreign) = (Signer::new(), Signer::new());
+    let etcd = serving(ours.good("etcd1"));
+    let own = ours.good("c1");
+    let endpoint = etcd.member.secure_endpoint();
+    let cluster = connect(&endpoint, &options(&own, Some(&own)));
+    let leadership = lead(&cluster, "a");
+    let mut store = open(&cluster, &leadership);
+    cluster.block_on(store.save(large(1))).unwrap();
+    assert_eq!(open(&cluster, &leadership).parts(), &large(1));
+
+    let now = coreward_tls::certificate::unix_now();
+    let past = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
+    let (other, expired) = (foreign.good("c1"), ours.issue("old", "127.0.0.1", past));
+    for (what, tls, expected) in [
+        (
+            "an authority that did not sign etcd's",
+            options(&other, Some(&own)),
+            "its certificate is signed by nobody in `ca`",
+        ),
+        ("no certificate", options(&own, None), "etcd refuses our certificate, or that we show none"),
+        (
+            "a certificate that another authority signed",
+            options(&own, Some(&other)),
+            "etcd refuses our certificate, or that we show none",
+        ),
+        ("one that has expired", options(&own, Some(&expired)), "etcd refuses our certificate, or that we show none"),
+    ] {
+        let said = look(&connect(&endpoint, &tls)).unwrap_err();
+        println!("{what}: {said}");
+        assert!(said.contains(&endpoint) && said.contains(expected), "{what}: {said}");
+    }
+    let plain = Cluster::new(&[etcd.member.endpoint()], None).unwrap();
+    look(&plain).unwrap_err();
+    let elsewhere = serving(ours.issue("etcd2", "192.0.2.1", Validity::from_now(DAY)));
+    let said = look(&connect(&elsewhere.member.secure_endpoint(), &options(&own, Some(&own)))).unwrap_err();
+    println!("another host: {said}");
+    assert!(said.contains("192.0.2.1"), "{said}");
 }

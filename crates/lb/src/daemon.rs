@@ -207,7 +207,8 @@ async fn follow(
     let (messages, receiver) = mpsc::channel(MESSAGES);
     messages.send(message(Message::Hello(hello(config)))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
-    let mut updates = around.meanwhile(forwarder, connection, stream).await??.into_inner();
+    let begun = around.meanwhile(forwarder, connection, stream).await??;
+    let mut updates = connection.begun(begun)?;
     tracing::info!("connected to controller {}", connection.controller());
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);

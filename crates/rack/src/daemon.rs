@@ -140,7 +140,8 @@ async fn follow(config: &Config, connection: &mut Connection, shared: &Shared) -
     let (messages, receiver) = mpsc::channel(QUEUED);
     let hello = v1::RackHello { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
-    let mut updates = client.rack(ReceiverStream::new(receiver)).await?.into_inner();
+    let begun = client.rack(ReceiverStream::new(receiver)).await?;
+    let mut updates = connection.begun(begun)?;
     let mut due = Instant::now();
     loop {
         tokio::select! {

@@ -19,6 +19,7 @@ use crate::identity::Role;
 use crate::io::Io;
 use crate::material::{Files, Material, Unusable, client_without_certificate};
 use crate::tls::Tls;
+use crate::verify::Host;
 
 /// HTTP as ALPN has it.
 const HTTP: &str = "http/1.1";
@@ -42,13 +43,13 @@ impl Connector {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
         let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.material().client(roles, "h2").map_err(io::Error::other)?;
-        shake_hands(Arc::new(config), self.address, stream).await
+        let config = tls.material().client(roles, Host::Any, "h2").map_err(io::Error::other)?;
+        shake_hands(Arc::new(config), self.address.ip().into(), stream).await
     }
 }
 
-async fn shake_hands(config: Arc<ClientConfig>, address: SocketAddr, stream: TcpStream) -> io::Result<Io> {
-    let connected = TlsConnector::from(config).connect(ServerName::from(address.ip()), stream).await;
+async fn shake_hands(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
+    let connected = TlsConnector::from(config).connect(host, stream).await;
     // The words of the failure instead of the library's.
     let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
     Ok(Io::Tls(Box::new(stream.into())))
@@ -63,8 +64,8 @@ impl HttpsConnector {
     ///
     /// # Errors
     /// When a file cannot be used.
-    pub fn with_certificate(files: &Files) -> Result<Self, Unusable> {
-        let config = Material::load(files)?.client(&[Role::Controller], HTTP);
+    pub fn with_certificate(files: &Files, host: Host) -> Result<Self, Unusable> {
+        let config = Material::load(files)?.client(&[Role::Controller], host, HTTP);
         let config = config.map_err(|error| Unusable { key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }
@@ -73,16 +74,20 @@ impl HttpsConnector {
     ///
     /// # Errors
     /// When the file cannot be used.
-    pub fn without_certificate(ca: &Path) -> Result<Self, Unusable> {
-        Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], HTTP)?)))
+    pub fn without_certificate(ca: &Path, host: Host) -> Result<Self, Unusable> {
+        Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP)?)))
     }
 
+    /// `host`: name or address that was asked for, `address` one of its addresses.
+    ///
     /// # Errors
     /// When nobody answers, or somebody whose certificate does not do.
-    pub async fn connect(&self, address: SocketAddr) -> io::Result<Io> {
+    pub async fn connect(&self, host: &str, address: SocketAddr) -> io::Result<Io> {
+        let wrong = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
+        let host = ServerName::try_from(host.to_owned()).map_err(wrong)?;
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
-        shake_hands(self.0.clone(), address, stream).await
+        shake_hands(self.0.clone(), host, stream).await
     }
 }
 

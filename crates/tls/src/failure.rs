@@ -33,7 +33,7 @@ pub enum Reason {
     OtherFleet,
     /// Its role has nothing to do here.
     WrongRole,
-    /// It says that it is somebody else.
+    /// It says that it is somebody else, or is at another host than its certificate says.
     WrongName,
     /// Its certificate is on the deny list.
     Denied,
@@ -107,6 +107,16 @@ pub enum NotAccepted {
         /// Who is expected.
         expected: Vec<Role>,
     },
+    /// Of another host than the one that is wanted.
+    #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
+    OtherHost {
+        /// Whose it is.
+        identity: Identity,
+        /// Host names and addresses that it names.
+        hosts: Vec<String>,
+        /// What would do.
+        expected: String,
+    },
     /// On the deny list.
     #[error("the certificate of {0} is on the deny list")]
     Denied(Identity),
@@ -116,12 +126,17 @@ fn roles(roles: &[Role]) -> String {
     roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
 }
 
+fn hosts_of(hosts: &[String]) -> String {
+    if hosts.is_empty() { "no host that it names".to_owned() } else { hosts.join(", ") }
+}
+
 impl NotAccepted {
     fn reason(&self) -> Reason {
         match self {
             Self::NoIdentity(_) => Reason::NoIdentity,
             Self::OtherFleet { .. } => Reason::OtherFleet,
             Self::WrongRole { .. } => Reason::WrongRole,
+            Self::OtherHost { .. } => Reason::WrongName,
             Self::Denied(_) => Reason::Denied,
         }
     }
@@ -168,6 +183,9 @@ impl Failure {
             }
             Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => {
                 (Reason::UnknownAuthority, "its certificate is signed by nobody in `ca`".to_owned())
+            }
+            Error::InvalidCertificate(Wrong::NotValidForName | Wrong::NotValidForNameContext { .. }) => {
+                (Reason::WrongName, error.to_string())
             }
             Error::InvalidCertificate(other) => {
                 (Reason::UnknownAuthority, format!("its certificate is wrong: {other:?}"))

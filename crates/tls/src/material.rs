@@ -13,7 +13,7 @@ use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
-use crate::verify::{ClientVerifier, Denied, ServerVerifier};
+use crate::verify::{ClientVerifier, Denied, Host, ServerVerifier};
 
 /// The files of `[tls]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl Material {
         let material = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
         // That key and certificate go together shows when TLS puts them together.
         material
-            .client(&[Role::Controller], "h2")
+            .client(&[Role::Controller], Host::Any, "h2")
             .map_err(|error| unusable("key", &files.key, format!("{error}: expected the key of {}", path.display())))?;
         Ok(material)
     }
@@ -91,9 +91,9 @@ impl Material {
     ///
     /// # Errors
     /// When key and certificate do not go together.
-    pub fn client(&self, expected: &[Role], protocol: &str) -> Result<ClientConfig, rustls::Error> {
+    pub fn client(&self, expected: &[Role], host: Host, protocol: &str) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
-        let builder = client_builder(self.roots.clone(), fleet, expected)?;
+        let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
         let config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
         Ok(completed(config, protocol))
     }
@@ -125,9 +125,14 @@ impl Material {
 ///
 /// # Errors
 /// When the file cannot be used.
-pub fn client_without_certificate(ca: &Path, expected: &[Role], protocol: &str) -> Result<ClientConfig, Unusable> {
+pub fn client_without_certificate(
+    ca: &Path,
+    expected: &[Role],
+    host: Host,
+    protocol: &str,
+) -> Result<ClientConfig, Unusable> {
     let (roots, _) = authorities(ca)?;
-    let builder = client_builder(Arc::new(roots), None, expected).map_err(|error| unusable("ca", ca, error))?;
+    let builder = client_builder(Arc::new(roots), None, expected, host).map_err(|error| unusable("ca", ca, error))?;
     Ok(completed(builder.with_no_client_auth(), protocol))
 }
 
@@ -135,9 +140,10 @@ fn client_builder(
     roots: Arc<RootCertStore>,
     fleet: Option<Name>,
     expected: &[Role],
+    host: Host,
 ) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>, rustls::Error> {
     let provider = provider();
-    let verifier = ServerVerifier::new(roots, &provider, fleet, expected);
+    let verifier = ServerVerifier::new(roots, &provider, fleet, expected, host);
     let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
     Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
 }

@@ -1,11 +1,12 @@
 //! Whether the other side's certificate does: signed by one of the authorities, in force, of our fleet, of a role that is
-//! expected here. Host names and addresses are not compared: they change, and who somebody is does not.
+//! expected here. Between parts host names and addresses are not compared: they change, and who somebody is does not. Commands
+//! compare them ([`Host`]), as a person has chosen the host.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
@@ -36,6 +37,44 @@ impl Denied {
     }
 }
 
+/// Which host the one that we connect to must be, beside its role.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Host {
+    /// Whichever it is.
+    Any,
+    /// The one that was asked for, where its certificate names hosts at all.
+    AskedFor,
+    /// One of these: as a host in its certificate, or as its own name.
+    OneOf(Vec<String>),
+}
+
+impl Host {
+    fn check(
+        &self,
+        asked: &ServerName<'_>,
+        parsed: &ParsedCertificate<'_>,
+        read: &Certificate,
+        identity: &Identity,
+    ) -> Result<(), NotAccepted> {
+        let names = |host: &ServerName<'_>| verify_server_name(parsed, host).is_ok();
+        let expected = match self {
+            Self::Any => return Ok(()),
+            Self::AskedFor if read.addresses.is_empty() || names(asked) => return Ok(()),
+            Self::AskedFor => asked.to_str().into_owned(),
+            Self::OneOf(wanted) => {
+                let is = |text: &String| {
+                    identity.name.as_str() == text || ServerName::try_from(text.as_str()).is_ok_and(|host| names(&host))
+                };
+                if wanted.iter().any(is) {
+                    return Ok(());
+                }
+                wanted.join(" or ")
+            }
+        };
+        Err(NotAccepted::OtherHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })
+    }
+}
+
 /// Who of which fleet may be at the other end.
 #[derive(Debug)]
 struct Expected {
@@ -45,16 +84,16 @@ struct Expected {
 }
 
 impl Expected {
-    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Fingerprint), NotAccepted> {
+    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), NotAccepted> {
         let read = Certificate::read(certificate).map_err(NotAccepted::NoIdentity)?;
-        let identity = read.identity.ok_or(NotAccepted::NoIdentity(read.subject))?;
+        let identity = read.identity.clone().ok_or_else(|| NotAccepted::NoIdentity(read.subject.clone()))?;
         if let Some(ours) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
             return Err(NotAccepted::OtherFleet { identity, ours });
         }
         if !self.roles.contains(&identity.role) {
             return Err(NotAccepted::WrongRole { identity, expected: self.roles.clone() });
         }
-        Ok((identity, read.fingerprint))
+        Ok((identity, read))
     }
 }
 
@@ -68,13 +107,20 @@ pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
     expected: Expected,
+    host: Host,
 }
 
 impl ServerVerifier {
     /// One of `roles` of `fleet`; of whichever fleet where it is `None`.
-    pub fn new(roots: Arc<RootCertStore>, provider: &CryptoProvider, fleet: Option<Name>, roles: &[Role]) -> Self {
+    pub fn new(
+        roots: Arc<RootCertStore>,
+        provider: &CryptoProvider,
+        fleet: Option<Name>,
+        roles: &[Role],
+        host: Host,
+    ) -> Self {
         let algorithms = provider.signature_verification_algorithms;
-        Self { roots, algorithms, expected: Expected { fleet, roles: roles.to_vec() } }
+        Self { roots, algorithms, expected: Expected { fleet, roles: roles.to_vec() }, host }
     }
 }
 
@@ -83,14 +129,15 @@ impl ServerCertVerifier for ServerVerifier {
         &self,
         certificate: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
+        asked: &ServerName<'_>,
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let parsed = ParsedCertificate::try_from(certificate)?;
         let algorithms = self.algorithms.all;
         verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, algorithms)?;
-        self.expected.check(certificate).map_err(refuse)?;
+        let (identity, read) = self.expected.check(certificate).map_err(refuse)?;
+        self.host.check(asked, &parsed, &read, &identity).map_err(refuse)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -167,8 +214,8 @@ impl ClientCertVerifier for ClientVerifier {
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
         let verified = self.chain.verify_client_cert(certificate, intermediates, now)?;
-        let (identity, fingerprint) = self.expected.check(certificate).map_err(refuse)?;
-        if self.denied.contains(&fingerprint) {
+        let (identity, read) = self.expected.check(certificate).map_err(refuse)?;
+        if self.denied.contains(&read.fingerprint) {
             return Err(refuse(NotAccepted::Denied(identity)));
         }
         Ok(verified)

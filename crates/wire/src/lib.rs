@@ -44,6 +44,10 @@ pub use traffic::{ServerTraffic, TrafficMessage};
 /// Metadata of an UNAVAILABLE: address and port of the controller that leads, as it stands in daemons' files.
 pub const LEADER: &str = "coreward-leader";
 
+/// Metadata of a stream's beginning: the term of the controller that answers, in decimal. Grows with every leader; there is none
+/// where one controller has a store of its own.
+pub const TERM: &str = "coreward-term";
+
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {

@@ -56,6 +56,12 @@ impl ControllerUrl {
     pub fn is_https(&self) -> bool {
         self.is_https
     }
+
+    /// The host alone, an IPv6 address without brackets.
+    pub(super) fn host(&self) -> &str {
+        let host = self.authority.rsplit_once(':').map_or(self.authority.as_str(), |(host, _)| host);
+        host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+    }
 }
 
 impl fmt::Display for ControllerUrl {
@@ -85,16 +91,17 @@ mod tests {
 
     #[test]
     fn urls() {
-        for (text, shown) in [
-            ("127.0.0.1:7401", "127.0.0.1:7401"),
-            ("http://127.0.0.1:7401/", "127.0.0.1:7401"),
-            ("[::1]:7401", "[::1]:7401"),
-            ("https://controller.example:7401", "https://controller.example:7401"),
-            ("https://192.0.2.1:7401/", "https://192.0.2.1:7401"),
-            ("https://[2001:db8::1]:7401", "https://[2001:db8::1]:7401"),
+        for (text, shown, host) in [
+            ("127.0.0.1:7401", "127.0.0.1:7401", "127.0.0.1"),
+            ("http://127.0.0.1:7401/", "127.0.0.1:7401", "127.0.0.1"),
+            ("[::1]:7401", "[::1]:7401", "::1"),
+            ("https://controller.example:7401", "https://controller.example:7401", "controller.example"),
+            ("https://192.0.2.1:7401/", "https://192.0.2.1:7401", "192.0.2.1"),
+            ("https://[2001:db8::1]:7401", "https://[2001:db8::1]:7401", "2001:db8::1"),
         ] {
             let url: ControllerUrl = text.parse().unwrap();
             assert_eq!((url.to_string().as_str(), url.is_https()), (shown, text.starts_with("https")));
+            assert_eq!(url.host(), host);
         }
         for text in [
             "",

@@ -54,7 +54,7 @@ async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Resul
     let mut refused = None;
     for address in tokio::net::lookup_host(&url.authority).await? {
         let connected = match tls {
-            Some(tls) => tls.connect(address).await,
+            Some(tls) => tls.connect(url.host(), address).await,
             None => TcpStream::connect(address).await.map(Io::Plain),
         };
         match connected {

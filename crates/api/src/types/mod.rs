@@ -52,6 +52,10 @@ pub struct Health {
     pub state: HealthState,
     /// Where daemons reach the controller that leads, where another one does; null: this one does, or none.
     pub leader: Option<String>,
+    /// `https://HOST:PORT` of that one's API; null: it listens on its own host only.
+    #[serde(default)]
+    #[schema(format = "uri")]
+    pub leader_api: Option<String>,
 }
 
 /// What a controller does.

@@ -25,7 +25,9 @@ pub async fn health(State(api): State<Api>) -> Json<Health> {
         Ok(_) => HealthState::Settling,
         Err(_) => HealthState::Following,
     };
-    Json(Health { state, leader: api.office.leader().map(|leader| leader.to_string()) })
+    let leader = api.office.leader();
+    let address = leader.as_ref().map(|leader| leader.address.to_string());
+    Json(Health { state, leader: address, leader_api: leader.and_then(|leader| leader.api) })
 }
 
 /// Everything there is to see: services, servers, load balancers, keys

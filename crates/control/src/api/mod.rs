@@ -29,7 +29,7 @@ use coreward_api::{Problem, ProblemKind, Role, routes};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{Instant, MissedTickBehavior};
 
-use crate::server::office::{Office, is_deposed};
+use crate::server::office::{Leader, Office, is_deposed};
 use crate::server::shared::Shared;
 use events::EventLog;
 use feed::Feed;
@@ -69,13 +69,15 @@ impl Api {
     }
 
     fn not_leading(&self, error: Option<&anyhow::Error>) -> Problem {
-        let leader = self.office.leader().map(|leader| leader.to_string());
+        let leader = self.office.leader();
         let detail = match (error, &leader) {
             (Some(error), _) => format!("{error:#}"),
             (None, Some(leader)) => format!("this controller does not lead: {leader} does"),
             (None, None) => "this controller does not lead, and no other one does at this moment".to_owned(),
         };
-        Problem { leader, ..Problem::new(ProblemKind::NotLeading, detail).retry_after(1) }
+        let problem = Problem::new(ProblemKind::NotLeading, detail).retry_after(1);
+        let Some(Leader { address, api }) = leader else { return problem };
+        Problem { leader: Some(address.to_string().into()), leader_api: api.map(Into::into), ..problem }
     }
 }
 

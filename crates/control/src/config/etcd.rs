@@ -24,6 +24,8 @@ pub struct EtcdConfig {
     pub lease: Duration,
     /// Where daemons reach this controller.
     pub advertise: SocketAddr,
+    /// `https://HOST:PORT` of this controller's API, for others; `None`: it listens on its own host only.
+    pub api: Option<String>,
     /// How to speak TLS with etcd.
     pub tls: Option<EtcdTlsConfig>,
 }
@@ -48,6 +50,8 @@ table! {
         pub lease: Spanned<Period<{ 2 * SECOND }, MINUTE>> = Spanned::new(0..0, Period(DEFAULT_LEASE)),
         /// Address and port at which daemons reach this controller, as in their files; without it what listen says.
         pub advertise: Option<SocketAddr>,
+        /// https://HOST:PORT at which people reach this controller's API, as its certificate names it; without it what api says.
+        pub advertise_api: Option<ApiPlace>,
         /// How to speak TLS with etcd.
         pub tls: Option<Spanned<EtcdTlsFile>>,
     }
@@ -73,12 +77,8 @@ impl Form for Endpoint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
             let place = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
-            let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
-            let is_host = |host: &str| !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
-            match place.and_then(|place| place.rsplit_once(':')) {
-                Some((host, port)) if is_host(host) && is_port(port) => Ok(Self(text.to_owned())),
-                _ => Err(format!("{text:?}: expected {}", Self::expected())),
-            }
+            let right = place.is_some_and(is_host_and_port);
+            right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
         })
     }
 
@@ -89,6 +89,33 @@ impl Form for Endpoint {
     fn schema() -> Value {
         json!({ "type": "string", "pattern": "^https?://[^/@?# ]+:[0-9]+$" })
     }
+}
+
+/// Where an API is, for others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ApiPlace(pub String);
+
+impl Form for ApiPlace {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |text| {
+            let right = text.strip_prefix("https://").is_some_and(is_host_and_port);
+            right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "where an API is, as \"https://controller1.example:7401\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": "^https://[^/@?# ]+:[0-9]+$" })
+    }
+}
+
+fn is_host_and_port(place: &str) -> bool {
+    let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
+    let is_host = |host: &str| !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
+    place.rsplit_once(':').is_some_and(|(host, port)| is_host(host) && is_port(port))
 }
 
 /// What keys begin with.
@@ -112,11 +139,20 @@ impl Form for Prefix {
     }
 }
 
+/// Where this controller listens.
+#[derive(Debug, Clone, Copy)]
+pub struct Listens {
+    /// For daemons.
+    pub parts: SocketAddr,
+    /// For people.
+    pub api: SocketAddr,
+}
+
 /// Where the file says that everything is; exactly one place. `fleet`: where in the file the fleet's document is named.
 pub fn store_place(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
-    listen: SocketAddr,
+    listens: Listens,
     fleet: Option<Span>,
     reader: &mut Reader<'_>,
 ) -> Option<StorePlace> {
@@ -128,7 +164,7 @@ pub fn store_place(
                                `coreward apply` with the file";
                 reader.mistake(span, message);
             }
-            check(etcd, listen, reader).map(StorePlace::Etcd)
+            check(etcd, listens, reader).map(StorePlace::Etcd)
         }
         (Some(_), Some(etcd)) => {
             let message =
@@ -147,9 +183,9 @@ pub fn store_place(
     }
 }
 
-fn check(etcd: Spanned<EtcdFile>, listen: SocketAddr, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
+fn check(etcd: Spanned<EtcdFile>, listens: Listens, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
     let whole = etcd.span();
-    let EtcdFile { endpoints, prefix, lease, advertise, tls } = etcd.into_inner();
+    let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
     if endpoints.is_empty() && !reader.has_found_any() {
         reader.mistake(whole.clone(), "no endpoints: expected at least one member of etcd");
     }
@@ -170,13 +206,14 @@ fn check(etcd: Spanned<EtcdFile>, listen: SocketAddr, reader: &mut Reader<'_>) -
     if time.subsec_nanos() != 0 {
         reader.mistake(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
-    let advertise = advertise.unwrap_or(listen);
+    let advertise = advertise.unwrap_or(listens.parts);
     if advertise.ip().is_unspecified() {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
         );
         reader.mistake(whole, message);
     }
+    let api = advertise_api.map(|ApiPlace(url)| url).or_else(|| api_place(listens.api, advertise));
     let tls = tls.and_then(|tls| {
         let span = tls.span();
         let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
@@ -191,5 +228,32 @@ fn check(etcd: Spanned<EtcdFile>, listen: SocketAddr, reader: &mut Reader<'_>) -
         Some(EtcdTlsConfig { ca: reader.beside(&ca), own })
     });
     let right = !reader.has_found_any();
-    right.then_some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, tls })
+    right.then_some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
+}
+
+/// Where others reach an API that listens at `api`, on the machine at `advertise`. Beyond its own host it speaks TLS only.
+fn api_place(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
+    let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };
+    let is_there = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;
+    is_there.then(|| format!("https://{}", SocketAddr::new(ip, api.port())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::api_place;
+
+    #[test]
+    fn an_api_is_where_others_reach_it() {
+        for (api, advertise, expected) in [
+            ("127.0.0.1:7401", "10.1.0.2:7400", None),
+            ("10.1.0.1:7401", "10.1.0.2:7400", Some("https://10.1.0.1:7401")),
+            ("[fd00::1]:7401", "10.1.0.2:7400", Some("https://[fd00::1]:7401")),
+            ("0.0.0.0:7401", "10.1.0.2:7400", Some("https://10.1.0.2:7401")),
+            ("0.0.0.0:7401", "127.0.0.1:7400", None),
+            ("10.1.0.1:0", "10.1.0.2:7400", None),
+        ] {
+            let place = api_place(api.parse().unwrap(), advertise.parse().unwrap());
+            assert_eq!(place.as_deref(), expected, "{api} {advertise}");
+        }
+    }
 }

@@ -33,7 +33,7 @@ use coreward_model::tuple::ServiceAddress;
 use coreward_tls::certificate::Fingerprint;
 
 pub use difference::{Change, difference};
-use etcd::EtcdConfig;
+use etcd::{EtcdConfig, Listens};
 use file::{ControllerFile, FleetFile};
 
 use crate::server::security::Door;
@@ -105,7 +105,7 @@ impl ControllerConfig {
                 reader.mistake(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
             }
             let fleet = file.fleet.as_ref().map(Spanned::span);
-            let store = etcd::store_place(file.store, file.etcd, listen, fleet, reader)?;
+            let store = etcd::store_place(file.store, file.etcd, Listens { parts: listen, api }, fleet, reader)?;
             let token_directory = match (file.token_directory, &store) {
                 (Some(directory), _) => reader.beside(&directory),
                 (None, StorePlace::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),

@@ -491,6 +491,10 @@ fn what_must_survive_has_exactly_one_place() {
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
     assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertise, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
+    assert_eq!(config.api, None, "it listens on its own host only");
+    let advertised = format!("{listen}{etcd}advertise_api = \"https://c1.example:443\"\n");
+    let StorePlace::Etcd(config) = controller(&advertised).unwrap().store else { panic!("in etcd") };
+    assert_eq!(config.api.as_deref(), Some("https://c1.example:443"));
     let tls =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
     let StorePlace::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
@@ -523,6 +527,10 @@ fn what_must_survive_has_exactly_one_place() {
         (
             format!("{listen}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
             "3:28: key `etcd.endpoints`: http://a:1 is named twice",
+        ),
+        (
+            format!("{listen}{etcd}advertise_api = \"http://c1:7401\"\n"),
+            "4:17: key `etcd.advertise_api`: \"http://c1:7401\": expected where an API is, as \"https://",
         ),
         (format!("{listen}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
     ];

@@ -31,8 +31,8 @@ use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
 use coreward_tls::{Limits, Role};
-use coreward_wire::v1;
 use coreward_wire::v1::control_server::{Control, ControlServer};
+use coreward_wire::{TERM, v1};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
@@ -408,6 +408,15 @@ fn refused_status(refused: &Refused) -> Status {
     }
 }
 
+/// A stream, and in which term: whoever has heard of a newer one leaves.
+fn begun<T>(shared: &Shared, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
+    let mut response = Response::new(ReceiverStream::new(stream));
+    if let Some(leadership) = shared.leadership() {
+        response.metadata_mut().insert(TERM, leadership.term().into());
+    }
+    response
+}
+
 struct Service {
     office: Arc<Office>,
 }
@@ -434,8 +443,10 @@ impl Control for Service {
         let visitor = self.visitor(&request, &[Role::Agent])?;
         let (answers, stream) = mpsc::channel(1);
         let speaker = Speaker::Agent(visitor);
-        tokio::spawn(agents::serve(self.office.shared()?, speaker, request.into_inner(), answers));
-        Ok(Response::new(ReceiverStream::new(stream)))
+        let shared = self.office.shared()?;
+        let begun = begun(&shared, stream);
+        tokio::spawn(agents::serve(shared, speaker, request.into_inner(), answers));
+        Ok(begun)
     }
 
     async fn load_balancer(
@@ -444,15 +455,19 @@ impl Control for Service {
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
         let visitor = self.visitor(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(1);
-        tokio::spawn(load_balancers::serve(self.office.shared()?, visitor, request.into_inner(), updates));
-        Ok(Response::new(ReceiverStream::new(stream)))
+        let shared = self.office.shared()?;
+        let begun = begun(&shared, stream);
+        tokio::spawn(load_balancers::serve(shared, visitor, request.into_inner(), updates));
+        Ok(begun)
     }
 
     async fn rack(&self, request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
         let visitor = self.visitor(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
-        tokio::spawn(racks::serve(self.office.shared()?, visitor, request.into_inner(), updates));
-        Ok(Response::new(ReceiverStream::new(stream)))
+        let shared = self.office.shared()?;
+        let begun = begun(&shared, stream);
+        tokio::spawn(racks::serve(shared, visitor, request.into_inner(), updates));
+        Ok(begun)
     }
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {

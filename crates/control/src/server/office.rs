@@ -23,15 +23,21 @@ use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use crate::store::StoreError;
 
 /// What others are told of who leads, in etcd.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
     /// Where daemons reach it.
     pub address: SocketAddr,
+    /// `https://HOST:PORT` of its API; `None`: on its own host only, or it is of a version that does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api: Option<String>,
 }
 
 impl fmt::Display for Leader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.address.fmt(f)
+        match &self.api {
+            Some(api) => write!(f, "{} (API: {api})", self.address),
+            None => self.address.fmt(f),
+        }
     }
 }
 
@@ -129,7 +135,7 @@ impl Office {
 
 /// Of a controller that does not lead; `leader`: the one that does.
 pub fn not_leading(leader: Option<Leader>) -> Status {
-    let Some(Leader { address }) = leader else {
+    let Some(Leader { address, .. }) = leader else {
         return Status::unavailable("this controller does not lead, and no other one does at this moment");
     };
     let mut status = Status::unavailable(format!("this controller does not lead: {address} does"));
@@ -159,10 +165,7 @@ pub async fn campaign(office: &Arc<Office>, cluster: &Arc<Cluster>, config: &Etc
         }
         Seen::Leader(value) => {
             let leader = serde_json::from_str::<Leader>(&value).ok();
-            tracing::info!(
-                "this controller follows: {} leads",
-                leader.map_or(value, |leader| leader.address.to_string())
-            );
+            tracing::info!("this controller follows: {} leads", leader.as_ref().map_or(value, Leader::to_string));
             office.follow(leader);
         }
         Seen::Unknown(problem) => {
@@ -176,7 +179,7 @@ pub async fn campaign(office: &Arc<Office>, cluster: &Arc<Cluster>, config: &Etc
 
 /// This controller, as etcd sees it.
 pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
-    let value = serde_json::to_string(&Leader { address: config.advertise })?;
+    let value = serde_json::to_string(&Leader { address: config.advertise, api: config.api.clone() })?;
     Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
 }
 
@@ -188,7 +191,7 @@ pub fn who_leads(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.look(&cluster))? {
         Seen::Leader(value) => match serde_json::from_str::<Leader>(&value) {
-            Ok(leader) => format!("controller {} leads", leader.address),
+            Ok(leader) => format!("controller {leader} leads"),
             Err(_) => format!("{value} leads"),
         },
         Seen::Nobody | Seen::Unknown(_) => "no controller leads".to_owned(),

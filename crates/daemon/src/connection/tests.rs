@@ -57,6 +57,41 @@ fn the_leader_that_is_named_is_next_also_when_the_one_that_names_it_led_before()
 }
 
 #[test]
+fn a_leader_of_before_is_not_believed_for_a_minute() {
+    let (start, mut terms) = (Instant::now(), Terms::default());
+    let at = |seconds| start + Duration::from_secs(seconds);
+    // A controller with a store of its own, or one of an older version.
+    terms.begun(None, at(0)).unwrap();
+    terms.begun(Some(9), at(1)).unwrap();
+    terms.heard(at(30));
+    let refused = terms.begun(Some(8), at(89)).unwrap_err().to_string();
+    assert_eq!(refused, "it led before the controller that was heard last (term 8, expected 9 or more)");
+    terms.begun(Some(9), at(89)).unwrap();
+    terms.begun(Some(12), at(90)).unwrap();
+    terms.begun(Some(11), at(149)).unwrap_err();
+    // Of another etcd.
+    terms.begun(Some(2), at(150)).unwrap();
+    terms.begun(Some(1), at(151)).unwrap_err();
+    terms.begun(None, at(152)).unwrap();
+    terms.begun(Some(1), at(153)).unwrap();
+}
+
+#[tokio::test]
+async fn the_term_comes_with_the_stream() {
+    let mut connection = connection(&[nobody().await]);
+    let stream = |term: Option<u64>| {
+        let mut response = Response::new(());
+        term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM, term.into())));
+        response
+    };
+    connection.begun(stream(Some(7))).unwrap();
+    let refused = connection.begun(stream(Some(6))).unwrap_err();
+    // The others are asked at once: this is no refusal of this daemon.
+    assert_eq!(connection.end(Some(&refused)), End::Lost);
+    connection.begun(stream(Some(7))).unwrap();
+}
+
+#[test]
 fn who_refuses_us_is_left_alone_for_a_while() {
     let mut turns = Turns::new(2);
     assert_eq!((turns.ended(&End::Refused), turns.current), (REFUSED_RETRY_INTERVAL, 1));

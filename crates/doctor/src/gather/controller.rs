@@ -10,6 +10,7 @@ use coreward_api::tokens::token_file;
 use coreward_control::config::ControllerConfig;
 use coreward_model::ServiceAddress;
 use coreward_tls::connect::Connector;
+use coreward_tls::verify::Host;
 use coreward_tls::{Files, Role as CertifiedRole};
 use coreward_wire::address::parse_address;
 use coreward_wire::v1::control_client::ControlClient;
@@ -75,8 +76,9 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
             _ => ("http", None),
         };
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
-        let client =
-            Client::of_several(vec![format!("{scheme}://{}", config.api).parse()?], &Proof::Token { file, ca })?;
+        let url = format!("{scheme}://{}", config.api).parse()?;
+        // On this host it listens at; which of its addresses that is does not matter.
+        let client = Client::of_several(vec![url], &Proof::Token { file, ca }, Host::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())
     };

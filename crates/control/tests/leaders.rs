@@ -1,0 +1,113 @@
+//! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it.
+
+mod support;
+
+use std::process::Child;
+
+use coreward_api::Role;
+use coreward_api::tokens::token_file;
+use coreward_api::types::{Health, HealthState};
+use coreward_api::{Problem, ProblemKind};
+use coreward_etcd::local::Member;
+use coreward_wire::{TERM, v1};
+use support::{Home, Running, in_time};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Code;
+
+/// One member; it ends with this.
+struct Etcd {
+    member: Member,
+    process: Child,
+    _directory: tempfile::TempDir,
+}
+
+impl Etcd {
+    fn start() -> Self {
+        let (member, directory) = (Member::alone().unwrap(), tempfile::tempdir().unwrap());
+        let process = member.command(std::slice::from_ref(&member), directory.path()).spawn();
+        let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
+        Self { member, process, _directory: directory }
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A controller of several, with tokens of its own.
+struct Controller {
+    home: Home,
+    running: Running,
+}
+
+impl Controller {
+    async fn start(etcd: &Etcd, name: &str) -> Self {
+        let home = Home::new(&[], "");
+        let endpoint = etcd.member.endpoint();
+        let text = format!(
+            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"2s\"\n\
+             advertise_api = \"https://{name}.example:7401\"\n"
+        );
+        std::fs::write(home.config(), text).unwrap();
+        let running = home.start().await;
+        Self { home, running }
+    }
+
+    /// Status and body of the answer to an operator.
+    async fn get<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
+        let token = std::fs::read_to_string(token_file(self.home.directory.path(), Role::Operator)).unwrap();
+        let url = format!("http://{}/v1/{path}", self.running.api);
+        let answer = reqwest::Client::new().get(url).bearer_auth(token.trim()).send();
+        let answer = in_time("an answer", answer).await.unwrap();
+        (answer.status().as_u16(), answer.json().await.unwrap())
+    }
+
+    /// Waits until this one leads; the term that a stream of a load balancer begins with.
+    async fn leads(&self) -> u64 {
+        let leads = async {
+            loop {
+                let (sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
+                let begun = self.running.client().await.load_balancer(ReceiverStream::new(receiver)).await;
+                drop(sender);
+                match begun {
+                    Ok(response) => return response.metadata().get(TERM).unwrap().to_str().unwrap().parse().unwrap(),
+                    Err(status) => assert_eq!(status.code(), Code::Unavailable, "{status}"),
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            }
+        };
+        in_time("the leader", leads).await
+    }
+}
+
+#[tokio::test]
+async fn who_follows_names_the_leader_and_every_leader_has_a_later_term() {
+    let etcd = Etcd::start();
+    let first = Controller::start(&etcd, "c1").await;
+    let term = first.leads().await;
+    let second = Controller::start(&etcd, "c2").await;
+    let follows = async {
+        loop {
+            let (status, health) = second.get::<Health>("health").await;
+            assert_eq!((status, health.state), (200, HealthState::Following));
+            if health.leader.is_some() {
+                break health;
+            }
+        }
+    };
+    let health = in_time("the name of the leader", follows).await;
+    assert_eq!(health.leader_api.as_deref(), Some("https://c1.example:7401"));
+    let (status, problem) = second.get::<Problem>("status").await;
+    assert_eq!((status, problem.kind, problem.retry_after_s), (503, ProblemKind::NotLeading, Some(1)));
+    assert_eq!(problem.leader.as_deref(), health.leader.as_deref());
+    assert_eq!(problem.leader_api.as_deref(), health.leader_api.as_deref());
+    assert!(problem.detail.contains("(API: https://c1.example:7401) does"), "{}", problem.detail);
+    let (_, health) = first.get::<Health>("health").await;
+    assert_eq!((health.leader, health.leader_api), (None, None));
+
+    first.running.kill().await;
+    assert!(second.leads().await > term);
+}
