@@ -23,6 +23,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
+/// What a controller may send before it is told that some of it was read (HTTP/2): a table has 13 kB and there are a thousand in a
+/// second, so with HTTP/2's 64 kB they would wait for that most of the time. The configuration of ten thousand servers fits, too.
+const WINDOW_BYTES: u32 = 1 << 20;
+
 /// A leader of an older term than one that was heard within this time is not believed. The longest lease there is: so long may a
 /// machine whose clocks stood still take itself for the leader. Not for ever, as another etcd (`coreward store copy`, a restored
 /// snapshot) may count terms from the start.
@@ -83,7 +87,9 @@ impl Connection {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
                 .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
                 .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
-                .keep_alive_while_idle(true);
+                .keep_alive_while_idle(true)
+                .initial_stream_window_size(WINDOW_BYTES)
+                .initial_connection_window_size(WINDOW_BYTES);
             let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
             Ok(connected.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
         }
