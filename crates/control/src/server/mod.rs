@@ -74,6 +74,10 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_LOOK: Duration = Duration::from_millis(10);
 /// Before a controller that has led stands for election again: others are first.
 const AFTER_LEADING: Duration = Duration::from_secs(1);
+/// What a part may send before it is told that some of it was read (HTTP/2): a rack's summaries of one interval.
+const WINDOW_BYTES: u32 = 256 << 10;
+/// Tables that a load balancer is sent before it takes one: some at once, but not so many that newer ones wait behind them.
+const TABLES_ON_THE_WAY: usize = 4;
 /// Tables that are due are made as long as this; then reports have their turn.
 const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
 /// After tables were made, none are for so many times as long: they take at most half of a CPU.
@@ -121,6 +125,8 @@ pub fn builder() -> tonic::transport::Server {
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
         .max_concurrent_streams(Some(STREAMS))
         .max_frame_size(Some(FRAME_BYTES))
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
 }
 
 /// A controller that listens.
@@ -454,7 +460,7 @@ impl Control for Service {
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
         let visitor = self.visitor(&request, &[Role::Lb])?;
-        let (updates, stream) = mpsc::channel(1);
+        let (updates, stream) = mpsc::channel(TABLES_ON_THE_WAY);
         let shared = self.office.shared()?;
         let begun = begun(&shared, stream);
         tokio::spawn(load_balancers::serve(shared, visitor, request.into_inner(), updates));
