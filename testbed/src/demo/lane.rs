@@ -15,7 +15,7 @@ use crate::process::Process;
 use crate::topology::{SERVICE, Testbed, TestbedOptions};
 
 use super::measure::{Sample, SeedMeasures};
-use super::options::DemoOptions;
+use super::options::{DemoOptions, Tables};
 use super::timeline::{Event, Timeline};
 
 /// A testbed with all daemons. The fields are dropped in this order: the testbed last.
@@ -55,8 +55,7 @@ impl Lane {
         let fleet_options = FleetOptions {
             policy: policy.to_owned(),
             load: LoadSource::PacedServer,
-            // What the simulator beside it does.
-            tables_by_interval: true,
+            tables_by_interval: options.tables == Tables::Interval,
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;

@@ -30,6 +30,9 @@ pub struct DemoOptions {
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
     pub seeds: Vec<u64>,
+    /// When tables are made: once per report interval, as in the simulator beside it, or as soon as a report comes
+    #[arg(long, value_enum, default_value_t = Tables::Interval)]
+    pub tables: Tables,
     /// What to print
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
@@ -39,6 +42,15 @@ pub struct DemoOptions {
     /// Directory for the picture, the JSON and the arrival logs
     #[arg(long, value_name = "DIR", default_value = "out")]
     pub out: PathBuf,
+}
+
+/// When tables are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Tables {
+    /// Once per report interval.
+    Interval,
+    /// As soon as what they are made of has changed.
+    OnChange,
 }
 
 /// What to print.
