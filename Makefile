@@ -35,7 +35,7 @@ screenshot: build ## the dashboard in a browser, with a fleet behind it: docs/da
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic
 
-test-upgrade: install ## an older commit's daemons exchanged for today's and back, under load (OLD=COMMIT)
+test-upgrade: install ## daemons of another layout, or of an older commit (OLD=COMMIT), exchanged for today's and back, under load
 	@scripts/install run
 	@scripts/test-upgrade $(OLD)
 
