@@ -38,10 +38,10 @@ where
     make_network()?;
     let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
+    // A process has the CPU of the thread that starts it.
+    run_on(0)?;
     let mut controller = Controller::start(fleet, certificates, &scratch.0)?;
-    pin(controller.id(), 0)?;
-    // This thread, and the threads and the load balancer that it starts.
-    pin(0, 1)?;
+    run_on(1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.listens().await?;
@@ -114,14 +114,14 @@ pub fn make_network() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives a process that CPU, and no other; 0 is the calling thread, and what it starts from then on.
+/// Gives the calling thread, and what it starts from then on, that CPU and no other.
 ///
 /// # Errors
 /// When there is no such CPU.
-fn pin(process: u32, cpu: usize) -> anyhow::Result<()> {
+fn run_on(cpu: usize) -> anyhow::Result<()> {
     let mut cpus = CpuSet::new();
     cpus.set(cpu)?;
-    sched_setaffinity(Pid::from_raw(process as i32), &cpus).with_context(|| format!("CPU {cpu}"))
+    sched_setaffinity(Pid::from_raw(0), &cpus).with_context(|| format!("CPU {cpu}"))
 }
 
 /// Agents that pretend have what the load balancer beside them leaves, from when it wants it: in life they are elsewhere. To be

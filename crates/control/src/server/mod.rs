@@ -95,15 +95,21 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// When a file is wrong, the store cannot be used or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let server = Server::bind(config).await?;
-        tracing::info!("listening on {}, the API at {}", server.address(), server.api_address());
-        let office = server.office();
-        let outcome = coreward_daemon::until_told(server.serve()).await;
-        office.resign().await;
-        outcome
-    })
+    // One worker: whatever is decided, is decided one after the other. Such a worker runs next what a task has just woken (a
+    // current-thread runtime: what has waited longest), so a table goes out before the reports of a thousand agents that came
+    // meanwhile, and what says that it is in force is heard before them.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let config = config.to_owned();
+    runtime.block_on(async { tokio::spawn(lead_and_serve(config)).await? })
+}
+
+async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
+    let server = Server::bind(&config).await?;
+    tracing::info!("listening on {}, the API at {}", server.address(), server.api_address());
+    let office = server.office();
+    let outcome = coreward_daemon::until_told(server.serve()).await;
+    office.resign().await;
+    outcome
 }
 
 /// Lets this process have as many connections as the system allows it: every agent is one, and the usual soft limit of
