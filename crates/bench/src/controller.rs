@@ -212,11 +212,6 @@ impl Controller {
         Ok((field(14)? / ticks, field(15)? / ticks))
     }
 
-    /// Its process's id.
-    pub(crate) fn id(&self) -> u32 {
-        self.process.id()
-    }
-
     pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
         self.memory_mib("VmRSS:")
     }
