@@ -182,7 +182,9 @@ impl Rack {
             let mut message = self.rounds[round % ROUNDS].clone();
             let wanted = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
             let per_detail = (DETAIL_INTERVAL.max(wanted).as_secs_f64() / interval.as_secs_f64()).round() as usize;
-            for (agent, server) in self.servers.iter_mut().skip(round % per_detail).step_by(per_detail) {
+            // The first report of each agent, which brings its RSS, goes up at once.
+            let (first, step) = if round == 0 { (0, 1) } else { (round % per_detail, per_detail) };
+            for (agent, server) in self.servers.iter_mut().skip(first).step_by(step) {
                 message.agents.push(said(*agent, agent_message::Message::Report(server.detailed_report())));
             }
             if self.messages.send(message).await.is_err() {

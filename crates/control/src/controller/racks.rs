@@ -208,11 +208,12 @@ impl Controller {
         now: Now,
     ) -> Result<(), SummaryRefused> {
         let Some((_, rack)) = self.racks.connected(session) else { return Ok(()) };
-        let own: HashSet<ServerId> = self.speaking(rack).map(|(_, id)| id).collect();
+        let mut own: Vec<ServerId> = self.speaking(rack).map(|(_, id)| id).collect();
+        own.sort_unstable();
         let mut summaries = BTreeMap::new();
         for message in messages {
             let (service, summary) = parse_summary(message)?;
-            if let Some(foreign) = summary.servers.iter().find(|server| !own.contains(&server.id)) {
+            if let Some(foreign) = summary.servers.iter().find(|server| own.binary_search(&server.id).is_err()) {
                 return Err(SummaryRefused::ForeignServer(foreign.id));
             }
             summaries.insert(service, Arc::new(summary));
