@@ -9,12 +9,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
-use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use nix::sys::signal::Signal;
-use support::eventually;
+use support::{Open, eventually, open};
 
 /// The fields are dropped in this order: the testbed last.
 struct Site {
@@ -22,8 +21,6 @@ struct Site {
     _nginx: Vec<Nginx>,
     testbed: Testbed,
 }
-
-type Open = Vec<(Connection, Answerer)>;
 
 impl Site {
     fn start(instance: &str) -> Self {
@@ -35,18 +32,8 @@ impl Site {
         Self { fleet, _nginx: nginx, testbed }
     }
 
-    /// Opens connections and asks each who answers.
-    fn open(&self, count: usize) -> Open {
-        let open = || {
-            let mut connection = Connection::open(None)?;
-            let answerer = connection.who()?;
-            Ok((connection, answerer))
-        };
-        self.testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
-    }
-
     fn all_go_to(&self, server: u16) -> bool {
-        self.open(10).iter().all(|(_, answerer)| answerer.server == server)
+        open(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
@@ -120,7 +107,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
         return;
     }
     let mut site = Site::start("drained");
-    let (mut leaving, mut staying) = of_server(site.open(12), 1);
+    let (mut leaving, mut staying) = of_server(open(&site.testbed, 12), 1);
     let remain = leaving.len();
     assert!(remain >= 2 && !staying.is_empty());
     let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
@@ -158,7 +145,7 @@ fn who_waits_no_more_leaves_the_server_drained() {
         return;
     }
     let mut site = Site::start("drainend");
-    let (mut of_1, _of_2) = of_server(site.open(8), 1);
+    let (mut of_1, _of_2) = of_server(open(&site.testbed, 8), 1);
     let mut impatient = site.begin("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
     let (well, said) = impatient.ends();
     let end = format!(

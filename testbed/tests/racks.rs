@@ -15,14 +15,13 @@ use std::time::{Duration, Instant};
 use coreward_testbed::chaos::traffic::STREAM_SERVICE;
 use coreward_testbed::conformity::write_busy;
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, asking, bundle, busy_file};
-use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use coreward_tls::Role;
 use serde_json::Value;
-use support::{eventually, pause, unbroken};
+use support::{Open, eventually, open, pause, unbroken};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const CORES: u16 = 2;
@@ -80,8 +79,6 @@ struct Site {
     testbed: Testbed,
 }
 
-type Open = Vec<(Connection, Answerer)>;
-
 impl Site {
     /// `racks_of`: by server, through which racks its agent speaks and which its document names.
     fn start(instance: &str, racks_of: &[(u16, &[u16])]) -> Self {
@@ -109,19 +106,10 @@ impl Site {
         Self { fleet, loads, _nginx: nginx, _streams: streams, testbed }
     }
 
-    fn open(&self, count: usize) -> Open {
-        let open = || {
-            let mut connection = Connection::open(None)?;
-            let answerer = connection.who()?;
-            Ok((connection, answerer))
-        };
-        self.testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
-    }
-
     /// The only server that has time gets all new connections.
     fn all_go_to(&self, server: u16) {
         self.loads.set_idle(server);
-        let all = || self.open(8).iter().all(|(_, answerer)| answerer.server == server);
+        let all = || open(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
         eventually(LIMIT, &format!("all new connections go to s{server}"), all);
     }
 
@@ -223,7 +211,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     drain(&site);
 
     site.loads.set_idle(NOBODY);
-    let mut kept = site.open(20);
+    let mut kept = open(&site.testbed, 20);
     let streams = Streams::steady(40.0, 30);
     let streams = site.testbed.start_stream_client_at(STREAM_SERVICE, 1..4, &streams, None).unwrap();
     pause(2_000);
@@ -262,7 +250,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
 /// `coreward drain --wait` of a server behind a rack: its connections are counted, and the last one ends it.
 fn drain(site: &Site) {
     site.all_go_to(2);
-    let mut leaving = site.open(3);
+    let mut leaving = open(&site.testbed, 3);
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
     let said = site.testbed.directory().join("drain.txt");
     let file = File::create(&said).unwrap();
@@ -271,7 +259,7 @@ fn drain(site: &Site) {
     let mut waiting = site.testbed.spawn(site.testbed.controller(), command).unwrap();
     let says = |words: &str| eventually(LIMIT, words, || fs::read_to_string(&said).unwrap().contains(words));
     says("s2 is drained: 3 connections remain\n");
-    let elsewhere = site.open(8);
+    let elsewhere = open(&site.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
     still_answered(&mut leaving);
     leaving.truncate(1);

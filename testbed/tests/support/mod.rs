@@ -8,9 +8,23 @@ pub mod load;
 use std::time::{Duration, Instant};
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, asking};
+use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Testbed, TestbedOptions};
+
+/// Connections, and who answers each.
+pub type Open = Vec<(Connection, Answerer)>;
+
+/// Opens connections and asks each who answers.
+pub fn open(testbed: &Testbed, count: usize) -> Open {
+    let open = || {
+        let mut connection = Connection::open(None)?;
+        let answerer = connection.who()?;
+        Ok((connection, answerer))
+    };
+    testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
+}
 
 /// The fields are dropped in this order: the testbed last.
 pub struct Site {

@@ -92,6 +92,8 @@ pub struct Service {
     new_interval: bool,
     /// What the newest table was made of, apart from loads.
     made_of: Option<u64>,
+    /// From when on it is looked at again for what changes by itself (since the controller's start).
+    pub look_due: Duration,
 }
 
 /// The oldest change that a table does not have yet.
@@ -125,6 +127,7 @@ impl Service {
             opened: None,
             new_interval: true,
             made_of: None,
+            look_due: Duration::ZERO,
             fleet: fleet.clone(),
         }
     }

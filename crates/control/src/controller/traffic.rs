@@ -20,22 +20,24 @@ struct Opened {
     newly: Option<u64>,
 }
 
+/// Ids are the controller's own: nobody can choose them to collide.
+type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
+
 /// What one load balancer sends to servers.
 #[derive(Debug, Default)]
 pub struct Traffic {
     /// When it last said so (since the controller's start).
     said: Option<Duration>,
     /// Of all services together, since its maps were made.
-    totals: HashMap<ServerId, ServerTraffic>,
+    totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, Opened>,
-    rates: HashMap<ServerId, TrafficRates>,
+    rates: ByServer<TrafficRates>,
 }
 
 impl Traffic {
     /// Takes in what it says. A count that went back is of maps that were made anew: its rate begins anew, too.
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
-        let totals: HashMap<ServerId, ServerTraffic> =
-            message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
+        let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.take_opened(message);
         let elapsed = self.said.map(|said| now.monotonic.saturating_sub(said).as_secs_f64());
         if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
