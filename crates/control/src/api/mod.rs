@@ -171,7 +171,7 @@ async fn look(api: Api) {
         let now = shared.now();
         if moment >= next_look {
             next_look = moment + LOOK_INTERVAL;
-            let overview = shared.controller().overview(now);
+            let overview = shared.overview(now);
             api.events.look(&overview, now.wall);
             api.feed.overview(overview);
         }

@@ -1,5 +1,6 @@
 //! What `coreward status` shows.
 
+use std::ops::Bound;
 use std::time::Duration;
 
 use coreward_api::types::{
@@ -71,17 +72,43 @@ impl Controller {
         }
     }
 
-    /// What changes now and then.
+    /// What changes now and then, without services and servers: those are asked for by and by, as there may be thousands, and reports
+    /// are not to wait.
     pub fn overview(&self, now: Now) -> Overview {
-        let nobody = Agent::default();
-        let service = |service: &Service| OverviewService {
+        let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
+            name: name.clone(),
+            connected: balancer.is_connected(),
+            alive: balancer.is_alive(now),
+            xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
+            warnings: balancer.state.iter().flat_map(|(state, _)| state.warnings.clone()).collect(),
+        };
+        Overview {
+            configuration_generation: self.fleet.generation,
+            fleet_generation: self.fleet.document.generation,
+            report_interval_ms: self.fleet.report_interval.as_millis() as u32,
+            services: Vec::new(),
+            servers: Vec::new(),
+            load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
+            keys: self.keys(now),
+        }
+    }
+
+    /// The service at this position, for the overview; `None`: there are no more.
+    pub fn overview_service(&self, position: usize, now: Now) -> Option<OverviewService> {
+        let service = self.services.get(position)?;
+        Some(OverviewService {
             name: service.fleet().name.clone(),
             address: service.fleet().address,
             policy: service.fleet().policy.to_owned(),
             consistency: service.fleet().mode.consistency.name().to_owned(),
             servers: self.names(service.fleet().members.keys().copied()),
             warnings: self.service_warnings(service, &self.newest_pool(service, now)),
-        };
+        })
+    }
+
+    /// At most so many servers whose ids follow `after`, for the overview.
+    pub fn overview_servers(&self, after: Option<ServerId>, count: usize, now: Now) -> Vec<OverviewServer> {
+        let nobody = Agent::default();
         let server = |(id, server): (&ServerId, &FleetServer)| {
             let agent = self.agent(*id).unwrap_or(&nobody);
             let life = self.life(*id, server, now);
@@ -97,22 +124,8 @@ impl Controller {
                 warnings: self.server_warnings(server, agent, now),
             }
         };
-        let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
-            name: name.clone(),
-            connected: balancer.is_connected(),
-            alive: balancer.is_alive(now),
-            xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
-            warnings: balancer.state.iter().flat_map(|(state, _)| state.warnings.clone()).collect(),
-        };
-        Overview {
-            configuration_generation: self.fleet.generation,
-            fleet_generation: self.fleet.document.generation,
-            report_interval_ms: self.fleet.report_interval.as_millis() as u32,
-            services: self.services.iter().map(service).collect(),
-            servers: self.fleet.servers.iter().map(server).collect(),
-            load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
-            keys: self.keys(now),
-        }
+        let first = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.fleet.servers.range((first, Bound::Unbounded)).take(count).map(server).collect()
     }
 
     fn load_balancer_status(&self, now: Now) -> Vec<LoadBalancer> {

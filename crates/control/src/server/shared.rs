@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use coreward_api::types::Overview;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
+use coreward_model::ServerId;
 use coreward_wire::table;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -56,6 +58,9 @@ pub struct WantedChange {
     /// Told when it is in force, or why it is not.
     pub done: oneshot::Sender<anyhow::Result<()>>,
 }
+
+/// Of an overview: some hundred microseconds.
+const SERVERS_AT_ONCE: usize = 64;
 
 /// Changes that wait for the keeper.
 const CHANGES: usize = 64;
@@ -139,6 +144,29 @@ impl Shared {
     pub fn status(&self, rss_keys: bool) -> coreward_api::types::Status {
         let now = self.now();
         self.controller().status(rss_keys, now)
+    }
+
+    /// What changes now and then, looked at piece by piece: reports and tables come between, so it may be of some milliseconds.
+    pub fn overview(&self, now: Now) -> Overview {
+        let mut overview = self.controller().overview(now);
+        loop {
+            let next = self.controller().overview_service(overview.services.len(), now);
+            let Some(service) = next else { break };
+            overview.services.push(service);
+            // Who waits for the controller has it next, also where there is one CPU.
+            std::thread::yield_now();
+        }
+        let mut after = None;
+        loop {
+            let part = self.controller().overview_servers(after, SERVERS_AT_ONCE, now);
+            let last = part.last().and_then(|last| ServerId::try_from(u64::from(last.id)).ok());
+            overview.servers.extend(part);
+            if last.is_none() {
+                return overview;
+            }
+            after = last;
+            std::thread::yield_now();
+        }
     }
 
     /// The cookie keys, without the secrets.
