@@ -4,6 +4,7 @@
 pub mod confine;
 mod connection;
 mod controllers;
+pub mod priority;
 
 use std::time::Duration;
 

@@ -142,6 +142,10 @@ pub fn serve(
 ) -> anyhow::Result<Serving> {
     let (router, api) = router(office, tokens.clone())?;
     listener.serve(acceptor, router, async move {
+        // People can wait for a moment; reports and tables shall not, where all have one CPU.
+        if let Err(error) = coreward_daemon::priority::yield_to_others() {
+            tracing::warn!("the API does not yield to reports and tables: {error}");
+        }
         tokio::join!(look(api), follow_signal(&tokens));
     })
 }
