@@ -2,8 +2,9 @@
 //! others, costs a second and not the lease. (etcd-client can balance over members itself, but it leaves a request with the
 //! member that has it.)
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use coreward_metrics::latency::Latencies;
@@ -18,6 +19,8 @@ use crate::clock::Moment;
 
 /// For one member to answer one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// For one question while nobody's lease depends on it.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
 /// After all members were asked in vain.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
@@ -28,6 +31,8 @@ pub struct Cluster {
     /// Which one answered last.
     preferred: AtomicUsize,
     latencies: Mutex<Latencies>,
+    /// That were granted to this process and may go on.
+    leases: Mutex<BTreeSet<i64>>,
     /// Its own thread: however busy the controller is, its lease is kept alive. `None`: it is ending.
     runtime: Option<Runtime>,
 }
@@ -57,7 +62,8 @@ impl Cluster {
             Ok((endpoint.clone(), client))
         };
         let members = endpoints.iter().map(connect).collect::<Result<_, EtcdError>>()?;
-        Ok(Self { members, preferred: AtomicUsize::new(0), latencies: Mutex::default(), runtime: Some(thread) })
+        let (preferred, latencies, leases) = Default::default();
+        Ok(Self { members, preferred, latencies, leases, runtime: Some(thread) })
     }
 
     /// Where they are.
@@ -69,6 +75,31 @@ impl Cluster {
     /// How long requests took that were answered.
     pub fn latencies(&self) -> Latencies {
         *self.latencies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn leases(&self) -> MutexGuard<'_, BTreeSet<i64>> {
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends a lease now.
+    pub(crate) async fn revoke(&self, lease: i64, until: Moment) -> Result<(), EtcdError> {
+        // Where etcd cannot be told it ends by itself.
+        self.leases().remove(&lease);
+        self.call(until, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
+    }
+
+    /// Ends what this process holds in etcd, so that others need not wait: whoever was about to lead when it was told to stop,
+    /// too. Returns whether it held anything.
+    ///
+    /// # Errors
+    /// When etcd cannot be told; then it ends by itself.
+    pub async fn leave(&self) -> Result<bool, EtcdError> {
+        let held = self.leases().clone();
+        let until = Moment::now() + PATIENCE;
+        for lease in &held {
+            self.revoke(*lease, until).await?;
+        }
+        Ok(!held.is_empty())
     }
 
     /// Does something on the thread that is for etcd alone.

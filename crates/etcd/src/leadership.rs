@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 
 use crate::EtcdError;
 use crate::clock::Moment;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, PATIENCE};
 
 /// Of a lease, that is not used: 1 / MARGIN.
 const MARGIN: u32 = 10;
@@ -29,8 +29,6 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 const CLOCK_LOOK: Duration = Duration::from_millis(100);
 /// Before etcd is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// For one question while nobody's lease depends on it.
-const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Where the state stands, and who wants to lead.
 #[derive(Debug, Clone)]
@@ -131,7 +129,6 @@ impl Candidate {
     }
 
     async fn attempt(&self, cluster: &Arc<Cluster>) -> Result<Attempt, EtcdError> {
-        let key = self.key();
         let found = self.leader_of(cluster).await?;
         if let Some(leader) = found.kvs().first() {
             return Ok(Attempt::lost(leader));
@@ -142,6 +139,25 @@ impl Candidate {
             cluster.call(began + PATIENCE, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
+        cluster.leases().insert(lease);
+        let attempt = self.take(cluster, lease, began, time).await;
+        if !matches!(attempt, Ok(Attempt::Won(_))) {
+            // The lease that was for nothing ends by itself; sooner is better.
+            let held = cluster.clone();
+            drop(cluster.spawn(async move { held.revoke(lease, Moment::now() + PATIENCE).await }));
+        }
+        attempt
+    }
+
+    /// Writes the leader's key with this lease of `time`, which was asked for when it `began`.
+    async fn take(
+        &self,
+        cluster: &Arc<Cluster>,
+        lease: i64,
+        began: Moment,
+        time: Duration,
+    ) -> Result<Attempt, EtcdError> {
+        let key = self.key();
         // Counted from before the first attempt, so it is never too long.
         let until = began + (time - time / MARGIN);
         let take = |mut client: Client| {
@@ -162,8 +178,6 @@ impl Candidate {
                 return Ok(Attempt::Won(self.won(cluster, lease, mine.create_revision(), time, until)));
             }
             if let Some(leader) = found.kvs().first() {
-                // The lease that was for nothing ends by itself; sooner is better.
-                revoke(cluster, lease);
                 return Ok(Attempt::lost(leader));
             }
         }
@@ -242,16 +256,6 @@ async fn renew(
     }
 }
 
-fn revoke(cluster: &Arc<Cluster>, lease: i64) {
-    let held = cluster.clone();
-    drop(cluster.spawn(async move {
-        let revoke = |mut client: Client| async move { client.lease_revoke(lease).await };
-        if let Err(error) = held.call(Moment::now() + PATIENCE, revoke).await {
-            tracing::debug!("lease {lease:x} ends by itself: {error}");
-        }
-    }));
-}
-
 impl Leadership {
     /// Grows with every leader: a revision of etcd.
     pub fn term(&self) -> u64 {
@@ -289,9 +293,7 @@ impl Leadership {
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
         self.until.store(0, Ordering::Relaxed);
-        let lease = self.lease;
-        let revoke = |mut client: Client| async move { client.lease_revoke(lease).await };
-        self.cluster.call(Moment::now() + PATIENCE, revoke).await.map(|_| ())
+        self.cluster.revoke(self.lease, Moment::now() + PATIENCE).await
     }
 
     /// Does these operations while it leads; `also`: a key, and at which revision it must have been written last.

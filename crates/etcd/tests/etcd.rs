@@ -168,6 +168,23 @@ fn others_wait_and_know_who_leads() {
     assert_eq!(now, Seen::Leader("b".to_owned()));
 }
 
+#[test]
+fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
+    let etcd = Etcd::start();
+    let (cluster, other) = (etcd.cluster(), etcd.cluster());
+    assert!(!cluster.block_on(cluster.leave()).unwrap(), "it holds nothing");
+    // Nobody knows yet that it has won.
+    let lease = Duration::from_secs(60);
+    drop(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).unwrap());
+    assert!(other.block_on(candidate("b", lease).lead_now(other.clone())).is_err());
+    assert!(cluster.block_on(cluster.leave()).unwrap());
+    let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
+    // What was in vain is held no more, and who has resigned has nothing left.
+    assert!(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).is_err());
+    other.block_on(second.resign()).unwrap();
+    assert!(!other.block_on(other.leave()).unwrap());
+}
+
 /// An authority, and certificates of it for 127.0.0.1.
 struct Signer {
     directory: TempDir,

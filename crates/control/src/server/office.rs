@@ -120,15 +120,14 @@ impl Office {
         page
     }
 
-    /// Gives the office up, where there are others who can take it.
+    /// Gives the office up, also one that it was about to take, where there are others who can take it.
     pub async fn resign(&self) {
-        let Role::Leads(shared) = self.role() else { return };
-        if let Some(leadership) = shared.leadership() {
-            self.follow(None);
-            match leadership.resign().await {
-                Ok(()) => tracing::info!("another controller may lead now"),
-                Err(error) => tracing::warn!("the others wait until the lease has ended: {error}"),
-            }
+        let Some(cluster) = &self.cluster else { return };
+        self.follow(None);
+        match cluster.leave().await {
+            Ok(true) => tracing::info!("another controller may lead now"),
+            Ok(false) => {}
+            Err(error) => tracing::warn!("the others wait until the lease has ended: {error}"),
         }
     }
 }
