@@ -27,7 +27,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let dispatcher = Dispatcher::start(config)?;
     let pins: Vec<PathBuf> =
         config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
-    endpoint::serve(config.metrics, move || page(&pins))?;
+    endpoint::serve(config.metrics, || (), move || page(&pins))?;
     while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "nobody looks after the services any more");
     }

@@ -46,7 +46,7 @@ impl Scrapes {
                 page.await.ok()
             }
         };
-        start(listener, collect)?;
+        start(listener, || (), collect)?;
         Ok(Self(Some(receiver)))
     }
 
@@ -62,13 +62,18 @@ impl Scrapes {
     }
 }
 
-/// Serves what `collect` gives, from a thread of its own, for as long as the process lives; without an address nothing.
+/// Serves what `collect` gives, from a thread of its own, for as long as the process lives; without an address nothing. `begin` is
+/// the first that this thread does.
 ///
 /// # Errors
 /// When the address cannot be listened on.
-pub fn serve(address: Option<SocketAddr>, collect: impl Fn() -> Page + Clone + Send + 'static) -> anyhow::Result<()> {
+pub fn serve(
+    address: Option<SocketAddr>,
+    begin: impl FnOnce() + Send + 'static,
+    collect: impl Fn() -> Page + Clone + Send + 'static,
+) -> anyhow::Result<()> {
     let Some(address) = address else { return Ok(()) };
-    start(bind(address)?, move || std::future::ready(Some(collect())))
+    start(bind(address)?, begin, move || std::future::ready(Some(collect())))
 }
 
 fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
@@ -81,10 +86,12 @@ fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
 
 fn start<F: Future<Output = Option<Page>> + 'static>(
     listener: TcpListener,
+    begin: impl FnOnce() + Send + 'static,
     collect: impl Fn() -> F + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let serve = move || {
+        begin();
         let local = tokio::task::LocalSet::new();
         local.block_on(&runtime, async move {
             match tokio::net::TcpListener::from_std(listener) {
@@ -175,7 +182,7 @@ mod tests {
             page.add("coreward_reports_accepted_total", &[], 7.0);
             std::future::ready(Some(page))
         };
-        start(listener, page).unwrap();
+        start(listener, || (), page).unwrap();
         let get = |path: &str, method: &str| ask(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
         let found = get("/metrics", "GET");
         assert!(found.starts_with("HTTP/1.1 200 OK") && found.contains("content-type: application/openmetrics-text"));

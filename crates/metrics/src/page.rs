@@ -17,10 +17,13 @@ pub const MAX_SERIES: usize = 2_000;
 /// See [`MAX_SERIES`].
 pub const OTHERS: &str = "(others)";
 
+/// Labels' values, and the value.
+type Series = Vec<(Vec<String>, f64)>;
+
 /// Values of one moment, by metric and labels.
 #[derive(Debug, Clone, Default)]
 pub struct Page {
-    series: BTreeMap<&'static str, Vec<(Vec<String>, f64)>>,
+    series: BTreeMap<&'static str, Series>,
     latencies: BTreeMap<&'static str, Latencies>,
 }
 
@@ -28,18 +31,25 @@ impl Page {
     /// # Panics
     /// When no metric has that name, or another number of labels: the tests of every part meet all that it serves.
     pub fn add(&mut self, name: &str, labels: &[&str], value: f64) {
+        let (metric, series) = self.series(name, labels.len());
+        push(series, metric.kind, value, || labels.iter().map(|label| (*label).to_owned()).collect());
+    }
+
+    /// Values of one that has two labels, of which the second one counts from 0: ten thousand servers have half a million cores.
+    ///
+    /// # Panics
+    /// As [`Page::add`].
+    pub fn add_numbered(&mut self, name: &str, label: &str, values: impl Iterator<Item = f64>) {
+        let (metric, series) = self.series(name, 2);
+        for (number, value) in values.enumerate() {
+            push(series, metric.kind, value, || vec![label.to_owned(), number.to_string()]);
+        }
+    }
+
+    fn series(&mut self, name: &str, labels: usize) -> (&'static Metric, &mut Series) {
         let metric = find(name).unwrap_or_else(|| panic!("no metric {name}"));
-        assert_eq!(labels.len(), metric.labels.len(), "labels of {name}");
-        let series = self.series.entry(metric.name).or_default();
-        if series.len() < MAX_SERIES {
-            series.push((labels.iter().map(|label| (*label).to_owned()).collect(), value));
-            return;
-        }
-        let last = series.last_mut().expect("it is full");
-        if last.0.iter().any(|label| label != OTHERS) {
-            last.0.iter_mut().for_each(|label| OTHERS.clone_into(label));
-        }
-        last.1 = if metric.kind == Kind::Extreme { last.1.max(value) } else { last.1 + value };
+        assert_eq!(labels, metric.labels.len(), "labels of {name}");
+        (metric, self.series.entry(metric.name).or_default())
     }
 
     /// # Panics
@@ -62,6 +72,20 @@ impl Page {
         // A String takes everything.
         let _ = text::encode(&mut text, &registry);
         text
+    }
+}
+
+/// One value more, or what is beyond [`MAX_SERIES`] put together.
+fn push(series: &mut Series, kind: Kind, value: f64, labels: impl FnOnce() -> Vec<String>) {
+    let is_full = series.len() == MAX_SERIES;
+    match series.last_mut() {
+        Some(last) if is_full => {
+            if last.0.iter().any(|label| label != OTHERS) {
+                last.0.iter_mut().for_each(|label| OTHERS.clone_into(label));
+            }
+            last.1 = if kind == Kind::Extreme { last.1.max(value) } else { last.1 + value };
+        }
+        _ => series.push((labels(), value)),
     }
 }
 
@@ -131,6 +155,16 @@ mod tests {
             page.add("coreward_server_open_connections", &[&format!("s{server}")], 1.0);
             page.add("coreward_server_report_age_seconds", &[&format!("s{server}")], server as f64);
         }
+        for server in 0..MAX_SERIES / 64 + 1 {
+            page.add_numbered(
+                "coreward_server_core_load_ratio",
+                &format!("s{server}"),
+                (0..64).map(|core| core as f64),
+            );
+        }
+        let loads = &page.series["coreward_server_core_load_ratio"];
+        assert_eq!(loads[63 + 2 * 64], (vec!["s2".to_owned(), "63".to_owned()], 63.0));
+        assert_eq!((loads.len(), loads.last()), (MAX_SERIES, Some(&(vec![OTHERS.to_owned(); 2], 63.0))));
         for (name, last) in [("coreward_server_open_connections", 11.0), ("coreward_server_report_age_seconds", 2009.0)]
         {
             let series = &page.series[name];

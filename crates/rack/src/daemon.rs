@@ -105,14 +105,18 @@ impl Rack {
     pub async fn serve(self) -> anyhow::Result<()> {
         let shared = Arc::new(Shared::default());
         let (asked, protected) = (shared.clone(), self.security.clone());
-        endpoint::serve(self.config.metrics, move || {
-            let counts = asked.counts();
-            let mut page = parts::begin(Part::Rack);
-            page.add("coreward_rack_controller_connected", &[], f64::from(u8::from(counts.connected)));
-            page.add("coreward_rack_agents", &[], counts.agents as f64);
-            protected.add_metrics(&mut page);
-            page
-        })?;
+        endpoint::serve(
+            self.config.metrics,
+            || (),
+            move || {
+                let counts = asked.counts();
+                let mut page = parts::begin(Part::Rack);
+                page.add("coreward_rack_controller_connected", &[], f64::from(u8::from(counts.connected)));
+                page.add("coreward_rack_agents", &[], counts.agents as f64);
+                protected.add_metrics(&mut page);
+                page
+            },
+        )?;
         let service = coreward_control::server::builder()
             .add_service(ControlServer::new(Service { shared: shared.clone(), security: self.security.clone() }))
             .serve_with_incoming(self.security.gate(&[Role::Agent], Limits::default()).admit(self.listener));

@@ -111,7 +111,7 @@ pub async fn server(
 /// All load balancers
 #[utoipa::path(get, path = "/v1/load-balancers", responses((status = 200, description = "All", body = LoadBalancers)))]
 pub async fn load_balancers(State(api): State<Api>) -> Result<Json<LoadBalancers>, Problem> {
-    Ok(Json(LoadBalancers { load_balancers: api.shared()?.status(false).load_balancers }))
+    Ok(Json(LoadBalancers { load_balancers: api.shared()?.load_balancers() }))
 }
 
 /// One load balancer
@@ -124,15 +124,14 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<Json<LoadBalancers
     )
 )]
 pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<LoadBalancer>, Problem> {
-    let found = api.shared()?.status(false).load_balancers.into_iter().find(|balancer| balancer.name == name);
+    let found = api.shared()?.load_balancers().into_iter().find(|balancer| balancer.name == name);
     found.map(Json).ok_or_else(|| Problem::not_found("load balancer", &name))
 }
 
 /// The load of every core of every server, and counts to make rates of
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "All of them", body = Loads)))]
 pub async fn loads(State(api): State<Api>) -> Result<Json<Loads>, Problem> {
-    let shared = api.shared()?;
-    Ok(Json(shared.controller().loads(shared.now())))
+    Ok(Json(api.shared()?.loads()))
 }
 
 /// The newest table of every service, without what stands in it

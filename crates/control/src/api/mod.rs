@@ -31,6 +31,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::server::office::{Leader, Office, is_deposed};
 use crate::server::shared::Shared;
+use crate::server::yield_to_reports;
 use events::EventLog;
 use feed::Feed;
 
@@ -142,10 +143,7 @@ pub fn serve(
 ) -> anyhow::Result<Serving> {
     let (router, api) = router(office, tokens.clone())?;
     listener.serve(acceptor, router, async move {
-        // People can wait for a moment; reports and tables shall not, where all have one CPU.
-        if let Err(error) = coreward_daemon::priority::yield_to_others() {
-            tracing::warn!("the API does not yield to reports and tables: {error}");
-        }
+        yield_to_reports("the API does");
         tokio::join!(look(api), follow_signal(&tokens));
     })
 }
@@ -179,6 +177,6 @@ async fn look(api: Api) {
             api.events.look(&overview, now.wall);
             api.feed.overview(overview);
         }
-        api.feed.loads(|| shared.controller().loads(now));
+        api.feed.loads(|| shared.loads());
     }
 }

@@ -85,7 +85,7 @@ impl World {
     }
 
     fn states(&self, now: Now) -> Vec<(String, String)> {
-        let servers = self.controller.status(false, now).servers;
+        let servers = self.controller.status(now).servers;
         servers.into_iter().map(|server| (server.state.to_string(), server.state_reason)).collect()
     }
 
@@ -110,7 +110,7 @@ fn the_majority_of_load_balancers_decides() {
     world.say("lb3", "udu", at(400));
     assert_eq!(world.members(at(400)), [0, 2]);
     assert_eq!(world.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
-    assert_eq!(world.controller.status(false, at(900)).servers[1].state_for_ms, Some(500));
+    assert_eq!(world.controller.status(at(900)).servers[1].state_for_ms, Some(500));
     // Who is lost has no say.
     let later = 400 + LOST_AFTER.as_millis() as u64 + 5_000;
     world.say("lb2", "uuu", at(later));
@@ -141,7 +141,7 @@ fn when_all_are_down_the_service_fails_open_or_drops() {
         assert_eq!(world.members(at(0)), [0, 1, 2]);
         world.say("lb1", "ddd", at(100));
         assert_eq!(world.members(at(100)), if open { vec![0, 1, 2] } else { Vec::<u16>::new() });
-        let service = world.controller.status(false, at(100)).services.remove(0);
+        let service = world.controller.status(at(100)).services.remove(0);
         assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
         assert!((0..3).all(|number| world.state(number, at(100)) == "down"));
         // The first that is well gets everything.

@@ -1,56 +1,61 @@
 //! What Prometheus is told.
 
-use coreward_api::types::{DrainedBy, Reports, Server, ServerState};
+use std::time::Duration;
+
+use coreward_api::types::{DrainedBy, Reports, Server, ServerState, Status};
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 
-use super::{Controller, Now};
+use super::Controller;
 
 fn seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
 }
 
-impl Controller {
-    /// All that is known of the fleet.
-    pub fn add_metrics(&self, page: &mut Page, now: Now) {
-        let status = self.status(false, now);
-        page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
-        page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
-        for (reason, count) in &status.refused_reports {
-            page.add("coreward_reports_refused_total", &[reason], *count as f64);
-        }
-        for service in &status.services {
-            page.add("coreward_table_generation", &[&service.name], service.table_generation as f64);
-            page.add("coreward_table_age_seconds", &[&service.name], seconds(service.table_age_ms));
-        }
+/// What `status` shows, at this time of the wall clock.
+pub fn add_status(page: &mut Page, status: &Status, wall: Duration) {
+    page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
+    page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
+    for (reason, count) in &status.refused_reports {
+        page.add("coreward_reports_refused_total", &[reason], *count as f64);
+    }
+    for service in &status.services {
+        page.add("coreward_table_generation", &[&service.name], service.table_generation as f64);
+        page.add("coreward_table_age_seconds", &[&service.name], seconds(service.table_age_ms));
+    }
+    for state in ServerState::ALL {
+        let count = status.servers.iter().filter(|server| server.state == state).count();
+        page.add("coreward_servers", &[state.name()], count as f64);
+    }
+    for service in &status.services {
         for state in ServerState::ALL {
-            let count = status.servers.iter().filter(|server| server.state == state).count();
-            page.add("coreward_servers", &[state.name()], count as f64);
+            let count = service.members.iter().filter(|member| member.state == state).count();
+            page.add("coreward_service_servers", &[&service.name, state.name()], count as f64);
         }
-        for service in &status.services {
-            for state in ServerState::ALL {
-                let count = service.members.iter().filter(|member| member.state == state).count();
-                page.add("coreward_service_servers", &[&service.name, state.name()], count as f64);
-            }
-            page.add("coreward_service_failing_open", &[&service.name], f64::from(u8::from(service.failing_open)));
-        }
-        status.servers.iter().for_each(|server| add_server(page, server));
+        page.add("coreward_service_failing_open", &[&service.name], f64::from(u8::from(service.failing_open)));
+    }
+    status.servers.iter().for_each(|server| add_server(page, server));
+    for (state, alive) in [("alive", true), ("lost", false)] {
+        let count = status.load_balancers.iter().filter(|balancer| balancer.alive == alive).count();
+        page.add("coreward_load_balancers", &[state], count as f64);
+    }
+    let age = wall.as_secs().saturating_sub(status.keys.current_since_unix_s);
+    page.add("coreward_cookie_key_age_seconds", &[], age as f64);
+}
+
+impl Controller {
+    /// What parts of the fleet say in messages that have it only for this.
+    pub fn add_metrics(&self, page: &mut Page) {
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {
                 parts::dispatch(page, &server.name, &newest.details.dispatch);
             }
-        }
-        for (state, alive) in [("alive", true), ("lost", false)] {
-            let count = status.load_balancers.iter().filter(|balancer| balancer.alive == alive).count();
-            page.add("coreward_load_balancers", &[state], count as f64);
         }
         for (name, balancer) in self.load_balancers.iter() {
             if let Some((state, _)) = &balancer.state {
                 parts::load_balancer(page, name, state);
             }
         }
-        let age = now.wall.as_secs().saturating_sub(status.keys.current_since_unix_s);
-        page.add("coreward_cookie_key_age_seconds", &[], age as f64);
     }
 }
 
@@ -58,9 +63,7 @@ fn add_server(page: &mut Page, server: &Server) {
     let name = server.name.as_str();
     if server.reports != Reports::None && server.state != ServerState::Gone {
         page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
-        for (core, load) in server.core_load.iter().enumerate() {
-            page.add("coreward_server_core_load_ratio", &[name, &core.to_string()], *load);
-        }
+        page.add_numbered("coreward_server_core_load_ratio", name, server.core_load.iter().copied());
     }
     page.add("coreward_server_open_connections", &[name], server.open_connections.into());
     if let Some(counted) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {

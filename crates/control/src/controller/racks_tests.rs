@@ -75,7 +75,7 @@ fn where_nothing_is_said_any_rack_speaks_for_any_server() {
     let rack = world.rack("r1");
     world.behind(rack, "r1", "s0", 1).unwrap();
     assert_eq!(world.told(rack), [(1, 0)]);
-    let status = world.controller.status(false, at(0));
+    let status = world.controller.status(at(0));
     assert_eq!((status.racks[0].may_speak_for, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
     assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].racks), (Some("r1"), &None));
 }
@@ -92,7 +92,7 @@ fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_thems
     world.behind(second, "r2", "s2", 2).unwrap();
     world.controller.hello("s1", "test", at(0)).unwrap();
     assert_eq!((world.told(first), world.told(second)), (vec![(2, 0)], vec![(2, 2)]));
-    let status = world.controller.status(false, at(0));
+    let status = world.controller.status(at(0));
     let may: Vec<u32> = status.racks.iter().map(|rack| rack.may_speak_for).collect();
     assert_eq!(may, [2, 1]);
     assert_eq!(status.servers[1].racks, Some(Vec::new()));
@@ -136,7 +136,7 @@ fn whose_agent_went_elsewhere_is_the_racks_no_more() {
     world.controller.hello("s0", "test", later).unwrap();
     assert!(world.controller.rack_changes() > before, "the rack is to be told");
     assert_eq!(world.told(rack), [(2, 1)]);
-    assert_eq!(world.controller.status(false, later).servers[0].rack, None);
+    assert_eq!(world.controller.status(later).servers[0].rack, None);
 }
 
 #[test]

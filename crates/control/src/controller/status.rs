@@ -20,20 +20,35 @@ use super::{Controller, Now};
 use crate::fleet::FleetServer;
 
 impl Controller {
-    /// Everything there is to see at this moment; with whole RSS keys where `rss_keys`.
-    pub fn status(&self, rss_keys: bool, now: Now) -> Status {
-        let server = |(id, server): (&ServerId, &FleetServer)| self.server_status(*id, server, rss_keys, now);
+    /// Servers whose ids follow `after`, in the order of the ids.
+    pub fn servers_after(&self, after: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
+        let first = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.fleet.servers.range((first, Bound::Unbounded)).map(|(id, server)| (*id, server))
+    }
+
+    /// What there is to see at this moment, without services and servers: those are asked for by and by, as there may be
+    /// thousands, and reports are not to wait.
+    pub fn status_head(&self, now: Now) -> Status {
         Status {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
             accepted_reports: self.accepted,
             refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
-            services: self.services.iter().map(|service| self.service_status(service, rss_keys, now)).collect(),
-            servers: self.fleet.servers.iter().map(server).collect(),
+            services: Vec::new(),
+            servers: Vec::new(),
             load_balancers: self.load_balancer_status(now),
             keys: self.keys(now),
             racks: self.rack_status(now),
         }
+    }
+
+    /// All of it at once.
+    #[cfg(test)]
+    pub fn status(&self, now: Now) -> Status {
+        let services =
+            (0..self.services.len()).filter_map(|position| self.service_status(position, false, now)).collect();
+        let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
+        Status { services, servers, ..self.status_head(now) }
     }
 
     /// How many reports were refused for this reason.
@@ -41,25 +56,8 @@ impl Controller {
         self.refused.get(reason).copied().unwrap_or(0)
     }
 
-    /// What changes with every report.
-    pub fn loads(&self, now: Now) -> Loads {
-        let nobody = Agent::default();
-        let server = |(id, server): (&ServerId, &FleetServer)| {
-            let agent = self.agent(*id).unwrap_or(&nobody);
-            let newest = agent.newest.as_ref();
-            ServerLoads {
-                name: server.name.clone(),
-                cores: agent
-                    .loads(now)
-                    .into_iter()
-                    .flat_map(|loads| loads.iter())
-                    .map(|load| (load * 1000.0).round() / 1000.0)
-                    .collect(),
-                open_connections: newest.map_or(0, |newest| newest.open_connections),
-                service_connections: agent.connections(now).map(Counted::sum),
-                new_connections: newest.map_or(0, |newest| newest.rss_matched + newest.rss_mismatched),
-            }
-        };
+    /// What changes with every report, without servers.
+    pub fn loads_head(&self, now: Now) -> Loads {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
             name: name.clone(),
             counters: balancer.state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
@@ -67,14 +65,28 @@ impl Controller {
         Loads {
             at_unix_ms: now.wall.as_millis() as u64,
             uptime_ms: now.monotonic.as_millis() as u64,
-            servers: self.fleet.servers.iter().map(server).collect(),
+            servers: Vec::new(),
             load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
         }
     }
 
-    /// What changes now and then, without services and servers: those are asked for by and by, as there may be thousands, and reports
-    /// are not to wait.
-    pub fn overview(&self, now: Now) -> Overview {
+    /// What changes with a server's every report.
+    pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: Now) -> ServerLoads {
+        let nobody = Agent::default();
+        let agent = self.agent(id).unwrap_or(&nobody);
+        let newest = agent.newest.as_ref();
+        let loads = agent.loads(now).into_iter().flat_map(|loads| loads.iter());
+        ServerLoads {
+            name: server.name.clone(),
+            cores: loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
+            open_connections: newest.map_or(0, |newest| newest.open_connections),
+            service_connections: agent.connections(now).map(Counted::sum),
+            new_connections: newest.map_or(0, |newest| newest.rss_matched + newest.rss_mismatched),
+        }
+    }
+
+    /// What changes now and then, without services and servers.
+    pub fn overview_head(&self, now: Now) -> Overview {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
             name: name.clone(),
             connected: balancer.is_connected(),
@@ -106,29 +118,26 @@ impl Controller {
         })
     }
 
-    /// At most so many servers whose ids follow `after`, for the overview.
-    pub fn overview_servers(&self, after: Option<ServerId>, count: usize, now: Now) -> Vec<OverviewServer> {
+    /// A server, for the overview.
+    pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
         let nobody = Agent::default();
-        let server = |(id, server): (&ServerId, &FleetServer)| {
-            let agent = self.agent(*id).unwrap_or(&nobody);
-            let life = self.life(*id, server, now);
-            OverviewServer {
-                name: server.name.clone(),
-                id: id.get().into(),
-                address: server.address,
-                state: life.state,
-                state_reason: life.reason,
-                reports: reports(agent, now),
-                weight: server.weight.get(),
-                drained: self.drained(*id, now),
-                warnings: self.server_warnings(server, agent, now),
-            }
-        };
-        let first = after.map_or(Bound::Unbounded, Bound::Excluded);
-        self.fleet.servers.range((first, Bound::Unbounded)).take(count).map(server).collect()
+        let agent = self.agent(id).unwrap_or(&nobody);
+        let life = self.life(id, server, now);
+        OverviewServer {
+            name: server.name.clone(),
+            id: id.get().into(),
+            address: server.address,
+            state: life.state,
+            state_reason: life.reason,
+            reports: reports(agent, now),
+            weight: server.weight.get(),
+            drained: self.drained(id, now),
+            warnings: self.server_warnings(server, agent, now),
+        }
     }
 
-    fn load_balancer_status(&self, now: Now) -> Vec<LoadBalancer> {
+    /// All load balancers.
+    pub fn load_balancer_status(&self, now: Now) -> Vec<LoadBalancer> {
         self.load_balancers
             .iter()
             .map(|(name, balancer)| {
@@ -146,12 +155,14 @@ impl Controller {
             .collect()
     }
 
-    fn service_status(&self, service: &Service, rss_keys: bool, now: Now) -> ShownService {
+    /// The service at this position; `None`: there are no more. With whole RSS keys where `rss_keys`.
+    pub fn service_status(&self, position: usize, rss_keys: bool, now: Now) -> Option<ShownService> {
+        let service = self.services.get(position)?;
         let fleet = service.fleet();
-        let pool = self.pool(service, now);
+        let pool = self.newest_pool(service, now);
         let table = service.table(now);
         let groups = self.groups(&pool);
-        ShownService {
+        Some(ShownService {
             name: fleet.name.clone(),
             address: fleet.address,
             policy: fleet.policy.to_owned(),
@@ -167,7 +178,7 @@ impl Controller {
             check: fleet.check.as_ref().map(|check| check.probe.name().to_owned()),
             when_all_down: fleet.when_all_down.name().to_owned(),
             failing_open: service.is_failing_open(),
-        }
+        })
     }
 
     pub(super) fn names(&self, ids: impl Iterator<Item = ServerId>) -> Vec<String> {
@@ -236,7 +247,8 @@ impl Controller {
         warnings
     }
 
-    fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
+    /// A server; with its whole RSS key where `rss_keys`.
+    pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
         let life = self.life(id, server, now);

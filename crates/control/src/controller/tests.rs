@@ -75,7 +75,7 @@ impl World {
     }
 
     fn status_of(&self, server: &str, now: Now) -> Server {
-        self.controller.status(false, now).servers.into_iter().find(|status| status.name == server).unwrap()
+        self.controller.status(now).servers.into_iter().find(|status| status.name == server).unwrap()
     }
 
     fn explain(&self, port: u16, now: Now) -> Explanation {
@@ -186,7 +186,7 @@ fn an_unknown_server_is_refused() {
         refused.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
-    assert_eq!(world.controller.status(false, at(0)).refused_reports["unknown_server"], 1);
+    assert_eq!(world.controller.status(at(0)).refused_reports["unknown_server"], 1);
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn one_live_agent_per_server() {
     // One that says goodbye makes room at once.
     world.controller.goodbye(&second);
     world.controller.hello("s0", "test", at(421)).unwrap();
-    let counts = world.controller.status(false, at(421)).refused_reports;
+    let counts = world.controller.status(at(421)).refused_reports;
     assert_eq!((counts["duplicate_session"], counts["superseded"]), (1, 1));
 }
 
@@ -239,7 +239,7 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
     assert_eq!(world.status_of("s0", at(150)).core_load, before);
     // A report up to one second ahead is none from the future.
     world.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
-    let status = world.controller.status(false, at(150));
+    let status = world.controller.status(at(150));
     assert_eq!(status.refused_reports.values().sum::<u64>(), 5);
     assert_eq!(status.accepted_reports, 3);
 }
@@ -311,7 +311,7 @@ fn nobody_eligible_gives_an_empty_table_and_a_warning() {
     let table = world.table(at(0));
     assert!(table.members.is_empty() && table.candidates.is_empty());
     assert_eq!(
-        world.controller.status(false, at(0)).services[0].warnings,
+        world.controller.status(at(0)).services[0].warnings,
         ["no server takes new connections: their first packets are dropped"]
     );
     assert_eq!(
@@ -359,7 +359,7 @@ fn status_names_groups_and_what_does_not_fit_them() {
         let report = Report { rss: Some(reported), ..report(1, at(0), &[0; 2]) };
         world.controller.report(&session, Ok(report), at(0)).unwrap();
     }
-    let service = world.controller.status(false, at(0)).services.remove(0);
+    let service = world.controller.status(at(0)).services.remove(0);
     let groups: Vec<Vec<String>> = service.rss_groups.into_iter().map(|group| group.servers).collect();
     assert_eq!(groups, [vec!["s0", "s1"], vec!["s2"], vec!["s3"], vec!["s4"]]);
     assert_eq!(
@@ -506,7 +506,7 @@ proptest! {
             let table = world.table(at(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
-        let status = world.controller.status(false, at(1_000));
+        let status = world.controller.status(at(1_000));
         prop_assert_eq!(status.accepted_reports, taken);
         prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
     }
@@ -554,7 +554,7 @@ fn reports_that_come_too_often_are_refused_and_counted() {
         })
         .collect();
     assert!(outcomes.iter().filter(|taken| **taken).count() < 64);
-    assert!(world.controller.status(false, at(100)).refused_reports["too_often"] > 900);
+    assert!(world.controller.status(at(100)).refused_reports["too_often"] > 900);
     assert_eq!(world.status_of("s0", at(100)).core_load, loads, "its clock stood still");
     assert!(world.controller.report(&sessions[1], Ok(report(3, at(200), &[100_000_000; 4])), at(200)).is_ok());
     // After a pause it may again.

@@ -135,6 +135,14 @@ pub fn builder() -> tonic::transport::Server {
         .initial_connection_window_size(WINDOW_BYTES)
 }
 
+/// People can wait for a moment; reports and tables shall not, where all have one CPU. `who`: the calling thread's work, with its
+/// verb.
+pub(crate) fn yield_to_reports(who: &str) {
+    if let Err(error) = coreward_daemon::priority::yield_to_others() {
+        tracing::warn!("{who} not yield to reports and tables: {error}");
+    }
+}
+
 /// A controller that listens.
 pub struct Server {
     path: PathBuf,
@@ -198,7 +206,7 @@ impl Server {
     /// When the listening socket fails.
     pub async fn serve(self) -> anyhow::Result<()> {
         let asked = self.office.clone();
-        endpoint::serve(self.config.metrics, move || asked.metrics())?;
+        endpoint::serve(self.config.metrics, || yield_to_reports("metrics do"), move || asked.metrics())?;
         // Before anybody can ask: who starts the only controller may ask it at once.
         let work = match self.place {
             Place::Own(keeper) => Work::Alone(Box::new(Term::begin(*keeper, &self.office, None))),

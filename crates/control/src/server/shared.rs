@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::types::Overview;
+use coreward_api::types::{LoadBalancer, Loads, Overview, Status};
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
@@ -19,8 +19,8 @@ use tokio::time::Instant;
 
 use crate::clock::{RecordClock, wall_now};
 use crate::config::TableTiming;
-use crate::controller::{Controller, NewTable, Now};
-use crate::fleet::Fleet;
+use crate::controller::{Controller, NewTable, Now, metrics};
+use crate::fleet::{Fleet, FleetServer};
 
 use super::board::Board;
 use super::keeper::Change;
@@ -59,8 +59,8 @@ pub struct WantedChange {
     pub done: oneshot::Sender<anyhow::Result<()>>,
 }
 
-/// Of an overview: some hundred microseconds.
-const SERVERS_AT_ONCE: usize = 64;
+/// That are looked at without a pause: some hundred microseconds.
+const SERVERS_AT_ONCE: usize = 32;
 
 /// Changes that wait for the keeper.
 const CHANGES: usize = 64;
@@ -140,31 +140,63 @@ impl Shared {
         self.controller.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Everything there is to see; with whole RSS keys where `rss_keys`.
-    pub fn status(&self, rss_keys: bool) -> coreward_api::types::Status {
+    /// Everything there is to see; with whole RSS keys where `rss_keys`. Of thousands of servers it takes tens of milliseconds.
+    pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
-        self.controller().status(rss_keys, now)
+        let mut status = self.controller().status_head(now);
+        status.services = self.each_service(|controller, position| controller.service_status(position, rss_keys, now));
+        status.servers = self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now));
+        status
     }
 
-    /// What changes now and then, looked at piece by piece: reports and tables come between, so it may be of some milliseconds.
+    /// What there is to see of load balancers.
+    pub fn load_balancers(&self) -> Vec<LoadBalancer> {
+        let now = self.now();
+        self.controller().load_balancer_status(now)
+    }
+
+    /// What changes now and then.
     pub fn overview(&self, now: Now) -> Overview {
-        let mut overview = self.controller().overview(now);
+        let mut overview = self.controller().overview_head(now);
+        overview.services = self.each_service(|controller, position| controller.overview_service(position, now));
+        overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
+        overview
+    }
+
+    /// What changes with every report.
+    pub fn loads(&self) -> Loads {
+        let now = self.now();
+        let mut loads = self.controller().loads_head(now);
+        loads.servers = self.each_server(|controller, id, server| controller.server_loads(id, server, now));
+        loads
+    }
+
+    /// What there is of each server. They are looked at piece by piece, and reports and tables come between.
+    fn each_server<T>(&self, look: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
+        let (mut found, mut after) = (Vec::new(), None);
         loop {
-            let next = self.controller().overview_service(overview.services.len(), now);
-            let Some(service) = next else { break };
-            overview.services.push(service);
+            let before = found.len();
+            let controller = self.controller();
+            for (id, server) in controller.servers_after(after).take(SERVERS_AT_ONCE) {
+                found.push(look(&controller, id, server));
+                after = Some(id);
+            }
+            drop(controller);
+            if found.len() - before < SERVERS_AT_ONCE {
+                return found;
+            }
             // Who waits for the controller has it next, also where there is one CPU.
             std::thread::yield_now();
         }
-        let mut after = None;
+    }
+
+    /// The same, of each service.
+    fn each_service<T>(&self, look: impl Fn(&Controller, usize) -> Option<T>) -> Vec<T> {
+        let mut found = Vec::new();
         loop {
-            let part = self.controller().overview_servers(after, SERVERS_AT_ONCE, now);
-            let last = part.last().and_then(|last| ServerId::try_from(u64::from(last.id)).ok());
-            overview.servers.extend(part);
-            if last.is_none() {
-                return overview;
-            }
-            after = last;
+            let next = look(&self.controller(), found.len());
+            let Some(service) = next else { return found };
+            found.push(service);
             std::thread::yield_now();
         }
     }
@@ -184,7 +216,8 @@ impl Shared {
     pub fn metrics(&self) -> Page {
         let now = self.now();
         let mut page = parts::begin(Part::Controller);
-        self.controller().add_metrics(&mut page, now);
+        metrics::add_status(&mut page, &self.status(false), now.wall);
+        self.controller().add_metrics(&mut page);
         let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
         page.add_latencies("coreward_report_to_table_seconds", latencies);
         let (since_receipt, since_sent) = {
