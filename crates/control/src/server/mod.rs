@@ -214,9 +214,10 @@ impl Server {
         let work = async {
             match work {
                 Work::Alone(term) => term.lead().await,
-                Work::Together(cluster, etcd) => {
-                    take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await
-                }
+                Work::Together(cluster, etcd) => tokio::select! {
+                    outcome = take_turns(&self.path, self.config, &self.office, &cluster, &etcd) => outcome,
+                    never = office::look_after_certificates(&cluster, &etcd) => match never {},
+                },
             }
         };
         tokio::select! {
