@@ -108,7 +108,7 @@ async fn converse(
             message = messages.next() => match message.transpose()?.and_then(|message| message.message) {
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
-                    shared.sockets.answer(SocketAnswer::try_from(answer)?);
+                    shared.sockets.answer(session.number(), SocketAnswer::try_from(answer)?);
                 }
                 Some(v1::agent_message::Message::Hello(_)) => {
                     return Err(Status::invalid_argument("a second hello: expected reports"));
