@@ -205,7 +205,7 @@ impl LoadBalancers {
     /// Connections that all of them have opened for the service since this was last asked; `None`: nobody has said it twice.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
-        opened.reduce(|a, b| a + b)
+        opened.reduce(u64::saturating_add)
     }
 
     /// It has disconnected. True when no newer session of that name is connected.

@@ -57,7 +57,7 @@ impl Controller {
                     .collect(),
                 open_connections: newest.map_or(0, |newest| newest.open_connections),
                 service_connections: agent.connections(now).map(Counted::sum),
-                new_connections: newest.map_or(0, |newest| newest.rss_matched + newest.rss_mismatched),
+                new_connections: newest.map_or(0, |newest| newest.rss_matched.saturating_add(newest.rss_mismatched)),
             }
         };
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
