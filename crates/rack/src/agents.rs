@@ -11,6 +11,7 @@ use coreward_tls::Role;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::Control;
+use coreward_wire::words::readable;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
@@ -20,6 +21,9 @@ use crate::reducer::Reducer;
 
 /// Updates that wait for one agent: configurations and questions. One that does not read them is let go.
 const QUEUED: usize = 64;
+/// Reports of one agent, on average, that wait to be handed on while the controller does not read. One whose report finds no room
+/// begins anew: a report that was left out may have been the one with its RSS.
+const WAITING: usize = 16;
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
@@ -151,8 +155,12 @@ impl Shared {
         if let Err(refused) = outcome {
             tracing::debug!("a report was refused ({}): {refused}", refused.reason());
         }
-        up.handed_on.extend(handed_on.map(|report| from_agent(stream, Message::Report(report))));
-        true
+        let Some(report) = handed_on else { return true };
+        let has_room = up.handed_on.len() < WAITING * up.answers.len();
+        if has_room {
+            up.handed_on.push(from_agent(stream, Message::Report(report)));
+        }
+        has_room
     }
 }
 
@@ -191,7 +199,7 @@ async fn serve(
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
             // The controller has only our word for who it is.
-            Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &hello.server) => false,
+            Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &readable(&hello.server)) => false,
             other => hand_on(from_agent(stream, other)).await,
         };
         if !goes_on {
@@ -245,5 +253,24 @@ impl Control for Service {
 
     async fn fleet(&self, _request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         Err(only_agents())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_for_a_controller_that_does_not_read_is_bounded() {
+        let shared = Shared::default();
+        let (messages, _controller) = mpsc::channel(1);
+        shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
+        let (answers, _agent) = mpsc::channel(1);
+        let (stream, _) = shared.begin(answers).unwrap();
+        // The controller has not said yet what is to be reduced: it has them whole.
+        let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
+        assert_eq!(taken, WAITING);
+        assert_eq!(shared.summaries().unwrap().agents.len(), WAITING);
+        assert!(shared.report(stream, v1::Report::default()));
     }
 }
