@@ -58,8 +58,8 @@ use shared::{Shared, WantedChange};
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// A peer that answers no ping for this long is gone, whatever TCP thinks.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a stream may take to say who it is.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a stream may take to say who it is, here and at racks.
+pub const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Who has something to say by gRPC.
 const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// At a time on one connection: a part has one, and somebody who asks some.
