@@ -19,6 +19,7 @@ pub mod security;
 pub(crate) mod shared;
 mod sockets;
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,11 +31,12 @@ use coreward_api::tokens::Tokens;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
+use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1::control_server::{Control, ControlServer};
 use coreward_wire::{TERM, v1};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
@@ -259,10 +261,12 @@ async fn take_turns(
     cluster: &Arc<Cluster>,
     etcd: &EtcdConfig,
 ) -> anyhow::Result<()> {
-    // From now on the signal ends nobody; who does not lead reads its file again when it does.
-    let _hangup = signal(SignalKind::hangup())?;
+    let mut hangup = signal(SignalKind::hangup())?;
     loop {
-        let leadership = Arc::new(office::campaign(office, cluster, etcd).await?);
+        let leadership = tokio::select! {
+            leadership = office::campaign(office, cluster, etcd) => Arc::new(leadership?),
+            never = deny_when_told(&mut hangup, path, &office.security.denied) => match never {},
+        };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
             Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
@@ -291,6 +295,17 @@ async fn take_turns(
             tracing::debug!("the lease ends by itself: {error}");
         }
         tokio::time::sleep(AFTER_LEADING).await;
+    }
+}
+
+/// SIGHUP at a controller that does not lead: certificates are refused there, too. The rest of the file counts when it leads.
+async fn deny_when_told(hangup: &mut Signal, path: &Path, denied: &Denied) -> Infallible {
+    loop {
+        hangup.recv().await;
+        match ControllerConfig::load(path) {
+            Ok(config) => denied.set(config.denied_certificates),
+            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+        }
     }
 }
 
