@@ -101,7 +101,7 @@ pub enum ReportError {
 /// Reports come every second at least, and live for some of them; behind a rack, for three of the minutes at which it hands them on.
 pub const LONGEST_LIFE_MS: u32 = 180_000;
 /// Lists of a report: name, and how long each may be.
-const MOST_CORES: usize = 4096;
+pub(crate) const MOST_CORES: usize = 4096;
 const MOST_COUNTERS: usize = 256;
 const MOST_WARNINGS: usize = 64;
 const MOST_DISPATCHED: usize = 1024;
