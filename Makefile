@@ -40,6 +40,7 @@ test-upgrade: install ## daemons of another layout, or of an older commit (OLD=C
 	@scripts/test-upgrade $(OLD)
 
 deb: build ## Debian packages with systemd units, man pages and completions: out/deb/
+	@scripts/install deb
 	@scripts/deb
 
 conformity: build ## stock clients and servers for minutes while everything changes, with and without SYN cookies
@@ -48,6 +49,7 @@ conformity: build ## stock clients and servers for minutes while everything chan
 	@$(COREWARD) testbed conformity --syncookies 2
 
 api-test: build ## the HTTP API against its OpenAPI document, by schemathesis (EXAMPLES=100)
+	@scripts/install api
 	@scripts/api-test $(EXAMPLES)
 
 soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="--seconds 300 --seed 1")

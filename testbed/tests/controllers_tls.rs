@@ -14,7 +14,7 @@ use coreward_testbed::process::Process;
 use coreward_testbed::topology::CONTROLLER_ADDRESS;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{Files, Identity, Role};
+use coreward_tls::{Files, Identity, Role, read_certificates};
 use nix::sys::signal::Signal;
 use support::eventually;
 
@@ -195,6 +195,21 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
     let named = format!("{} (API: {}) does", controller_address_of(leader), api_of(leader));
     assert!(said.len() == 2 && said.iter().all(|said| said.contains(&named)), "expected {named}: {said:#?}");
 
+    // A certificate that is denied where nobody leads is refused there, too.
+    let follower = all.into_iter().find(|number| *number != leader).unwrap();
+    let (file, controller) = (&files[usize::from(follower) - 1], &controllers[usize::from(follower) - 1]);
+    let text = fs::read_to_string(file).unwrap();
+    let lost = read_certificates(&site.operator.certificate).unwrap()[0].fingerprint;
+    let told = |text: &str| {
+        fs::write(file, text).unwrap();
+        controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
+    };
+    let refused = || site.ask(&[follower], &["status"]).unwrap_err().contains("on the deny list");
+    told(&format!("denied_certificates = [\"{lost}\"]\n{text}"));
+    eventually(TAKEN_OVER, "it is refused", refused);
+    told(&text);
+    eventually(TAKEN_OVER, "it is refused no more", || !refused());
+
     // It dies without a word.
     let mut killed = controllers[usize::from(leader) - 1].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
@@ -254,8 +269,12 @@ fn a_controller_that_etcd_does_not_let_in_says_why() {
         let doctor = site.doctor(&file);
         assert!(doctor.contains(expected), "{doctor}");
     }
-    // The right one, and nobody else has made it lead meanwhile.
-    let file = site.write_together("right", 1, &own);
+    // Nobody else has made it lead meanwhile, and it does when its certificate is exchanged for one that etcd takes.
+    let file = site.write_together("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
     let _controller = site.start_controller(&file);
+    let log = || fs::read_to_string(file.with_extension("log")).unwrap();
+    eventually(TAKEN_OVER, "it is refused", || log().contains("etcd refuses our certificate"));
+    fs::copy(&own.certificate, &foreign.certificate).unwrap();
+    fs::copy(&own.key, &foreign.key).unwrap();
     eventually(TAKEN_OVER, "it leads", || site.ask(&[1], &["fleet", "show"]).is_ok());
 }

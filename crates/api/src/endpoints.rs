@@ -9,6 +9,7 @@ use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, Uri, header};
 use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::{IntoResponse as _, Response};
+use tokio::sync::watch;
 use utoipa::OpenApi as _;
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
@@ -36,12 +37,31 @@ pub struct Guard {
     tokens: Arc<Tokens>,
     sessions: Sessions,
     limits: Limits,
+    /// Counts how often who may come in has changed.
+    changes: watch::Sender<u64>,
 }
 
 impl Guard {
     /// Whoever has one of these.
     pub fn new(tokens: Arc<Tokens>) -> Self {
-        Self { tokens, sessions: Sessions::default(), limits: Limits::default() }
+        Self { tokens, sessions: Sessions::default(), limits: Limits::default(), changes: watch::Sender::new(0) }
+    }
+
+    /// Reads the tokens again. Sessions end in any case, and so does what was begun with a token or a certificate
+    /// ([`Guard::changes`]): each may be one that is believed no more. Who may still come in comes back.
+    ///
+    /// # Errors
+    /// When a token cannot be used: all old ones stay valid.
+    pub fn reload(&self) -> anyhow::Result<()> {
+        let outcome = self.tokens.reload();
+        self.sessions.end_all();
+        self.changes.send_modify(|count| *count += 1);
+        outcome
+    }
+
+    /// Changes when who may come in may have changed: an answer that lasts ends then.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
     }
 
     /// Sessions of browsers.

@@ -55,6 +55,11 @@ impl Sessions {
         set_cookie("", Duration::ZERO)
     }
 
+    /// Ends all of them.
+    pub fn end_all(&self) {
+        self.living().clear();
+    }
+
     fn living(&self) -> MutexGuard<'_, Vec<Session>> {
         let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -99,6 +104,9 @@ mod tests {
         let headers = with(cookie.split(';').next().unwrap());
         assert!(sessions.has(&headers) && !sessions.has(&with("coreward_session=")) && !sessions.has(&with("a=b")));
         assert!(sessions.end(&headers).contains("Max-Age=0"));
+        assert!(!sessions.has(&headers));
+        let headers = with(sessions.begin().split(';').next().unwrap());
+        sessions.end_all();
         assert!(!sessions.has(&headers));
     }
 

@@ -56,11 +56,14 @@ impl Controller {
         Self { home, running }
     }
 
+    fn token(&self) -> String {
+        std::fs::read_to_string(token_file(self.home.directory.path(), Role::Operator)).unwrap().trim().to_owned()
+    }
+
     /// Status and body of the answer to an operator.
     async fn get<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
-        let token = std::fs::read_to_string(token_file(self.home.directory.path(), Role::Operator)).unwrap();
         let url = format!("http://{}/v1/{path}", self.running.api);
-        let answer = reqwest::Client::new().get(url).bearer_auth(token.trim()).send();
+        let answer = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
         let answer = in_time("an answer", answer).await.unwrap();
         (answer.status().as_u16(), answer.json().await.unwrap())
     }
@@ -110,4 +113,13 @@ async fn who_follows_names_the_leader_and_every_leader_has_a_later_term() {
 
     first.running.kill().await;
     assert!(second.leads().await > term);
+
+    // Who watches one that leads no more must look elsewhere, and is not left with what was.
+    let url = format!("http://{}/v1/watch", second.running.api);
+    let mut watch = reqwest::Client::new().get(url).bearer_auth(second.token()).send().await.unwrap();
+    assert_eq!(watch.status(), 200);
+    drop(etcd);
+    in_time("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
+    let (status, problem) = second.get::<Problem>("status").await;
+    assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading));
 }

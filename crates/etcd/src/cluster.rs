@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use coreward_metrics::latency::Latencies;
@@ -27,7 +27,9 @@ const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
 /// The members.
 pub struct Cluster {
-    members: Vec<(String, Client)>,
+    endpoints: Vec<String>,
+    /// One for each of them.
+    clients: RwLock<Vec<Client>>,
     /// Which one answered last.
     preferred: AtomicUsize,
     latencies: Mutex<Latencies>,
@@ -49,27 +51,30 @@ impl Cluster {
             .enable_all()
             .build()
             .map_err(|error| EtcdError::Refused(format!("no thread for it: {error}")))?;
-        let mut options = ConnectOptions::new()
-            .with_connect_timeout(REQUEST_TIMEOUT)
-            .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
-            .with_keep_alive_while_idle(true);
-        if let Some(tls) = tls {
-            options = options.with_tls(tls.clone());
-        }
-        let connect = |endpoint: &String| {
-            let client = thread.block_on(Client::connect([endpoint], Some(options.clone())));
-            let client = client.map_err(|error| EtcdError::Refused(format!("{endpoint}: {error}")))?;
-            Ok((endpoint.clone(), client))
-        };
-        let members = endpoints.iter().map(connect).collect::<Result<_, EtcdError>>()?;
+        let clients = RwLock::new(thread.block_on(connect(endpoints, tls))?);
         let (preferred, latencies, leases) = Default::default();
-        Ok(Self { members, preferred, latencies, leases, runtime: Some(thread) })
+        Ok(Self { endpoints: endpoints.to_vec(), clients, preferred, latencies, leases, runtime: Some(thread) })
+    }
+
+    /// From now on requests go by connections with these certificates. What is under way goes on by those of before.
+    ///
+    /// # Errors
+    /// When TLS cannot be set up: everything stays as it is.
+    pub async fn renew(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
+        let cluster = self.clone();
+        let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
+        let clients = connected.map_err(|_| EtcdError::Refused("the thread for it has ended".to_owned()))??;
+        *self.clients.write().unwrap_or_else(PoisonError::into_inner) = clients;
+        Ok(())
+    }
+
+    fn client(&self, position: usize) -> Client {
+        self.clients.read().unwrap_or_else(PoisonError::into_inner)[position].clone()
     }
 
     /// Where they are.
     pub fn endpoints(&self) -> String {
-        let endpoints: Vec<&str> = self.members.iter().map(|(endpoint, _)| endpoint.as_str()).collect();
-        endpoints.join(", ")
+        self.endpoints.join(", ")
     }
 
     /// How long requests took that were answered.
@@ -133,10 +138,10 @@ impl Cluster {
             if left.is_zero() {
                 break;
             }
-            let position = (first + attempt) % self.members.len();
-            let (endpoint, client) = &self.members[position];
+            let position = (first + attempt) % self.endpoints.len();
+            let endpoint = &self.endpoints[position];
             let began = Instant::now();
-            match tokio::time::timeout(left.min(REQUEST_TIMEOUT), request(client.clone())).await {
+            match tokio::time::timeout(left.min(REQUEST_TIMEOUT), request(self.client(position))).await {
                 Ok(Ok(answer)) => {
                     self.preferred.store(position, Ordering::Relaxed);
                     self.latencies.lock().unwrap_or_else(PoisonError::into_inner).observe(began.elapsed());
@@ -153,12 +158,29 @@ impl Cluster {
                 Err(_) if is_of_tls => {}
                 Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
             }
-            if position + 1 == self.members.len() {
+            if position + 1 == self.endpoints.len() {
                 tokio::time::sleep(ROUND_PAUSE.min(until.left())).await;
             }
         }
         Err(EtcdError::Unreachable { endpoints: self.endpoints(), problem })
     }
+}
+
+/// A client for each; nobody is asked yet.
+async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
+    let mut options = ConnectOptions::new()
+        .with_connect_timeout(REQUEST_TIMEOUT)
+        .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
+        .with_keep_alive_while_idle(true);
+    if let Some(tls) = tls {
+        options = options.with_tls(tls.clone());
+    }
+    let mut clients = Vec::with_capacity(endpoints.len());
+    for endpoint in endpoints {
+        let client = Client::connect([endpoint], Some(options.clone())).await;
+        clients.push(client.map_err(|error| EtcdError::Refused(format!("{endpoint}: {error}")))?);
+    }
+    Ok(clients)
 }
 
 impl Drop for Cluster {

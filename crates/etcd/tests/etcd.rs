@@ -266,9 +266,12 @@ fn by_tls_and_with_the_right_certificates_only() {
         ),
         ("one that has expired", options(&own, Some(&expired)), "etcd refuses our certificate, or that we show none"),
     ] {
-        let said = look(&connect(&endpoint, &tls)).unwrap_err();
+        let cluster = connect(&endpoint, &tls);
+        let said = look(&cluster).unwrap_err();
         println!("{what}: {said}");
         assert!(said.contains(&endpoint) && said.contains(expected), "{what}: {said}");
+        cluster.block_on(cluster.clone().renew(options(&own, Some(&own)))).unwrap();
+        assert_eq!(look(&cluster), Ok(Seen::Leader("a".to_owned())), "the next certificates do");
     }
     let plain = Cluster::new(&[etcd.member.endpoint()], None).unwrap();
     look(&plain).unwrap_err();

@@ -1,16 +1,19 @@
 //! The side towards agents: the same gRPC as the controller's, as far as agents use it.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
+use coreward_control::server::HELLO_TIMEOUT;
 use coreward_control::server::security::{Security, Visitor};
 use coreward_tls::Role;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::Control;
+use coreward_wire::words::readable;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
@@ -20,6 +23,9 @@ use crate::reducer::Reducer;
 
 /// Updates that wait for one agent: configurations and questions. One that does not read them is let go.
 const QUEUED: usize = 64;
+/// Reports of one agent, on average, that wait to be handed on while the controller does not read. One whose report finds no room
+/// begins anew: a report that was left out may have been the one with its RSS.
+const WAITING: usize = 16;
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
@@ -27,6 +33,9 @@ type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 pub struct Shared {
     /// `None`: there is no controller.
     up: Mutex<Option<Up>>,
+    /// The newest stream of an agent. A number is not used again at the next controller, where somebody may still be served who came
+    /// before.
+    streams: AtomicU64,
     started: Instant,
 }
 
@@ -35,7 +44,6 @@ struct Up {
     /// To the controller.
     messages: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, Answers>,
-    streams: u64,
     reducer: Reducer,
     /// Reports that go up with the next summaries.
     handed_on: Vec<v1::FromAgent>,
@@ -52,7 +60,7 @@ pub struct Counts {
 
 impl Default for Shared {
     fn default() -> Self {
-        Self { up: Mutex::new(None), started: Instant::now() }
+        Self { up: Mutex::new(None), streams: AtomicU64::new(0), started: Instant::now() }
     }
 }
 
@@ -78,7 +86,7 @@ impl Shared {
     /// There is a controller: agents are taken from now on.
     pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (answers, handed_on) = (HashMap::new(), Vec::new());
-        *self.up() = Some(Up { messages, answers, streams: 0, reducer, handed_on });
+        *self.up() = Some(Up { messages, answers, reducer, handed_on });
     }
 
     /// There is none any more: the streams of all agents end, and they look elsewhere.
@@ -118,10 +126,10 @@ impl Shared {
         let mut up = self.up();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
         let up = up.as_mut().ok_or_else(no_controller)?;
-        up.streams += 1;
-        up.answers.insert(up.streams, answers);
-        up.reducer.begin(up.streams);
-        Ok((up.streams, up.messages.clone()))
+        let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
+        up.answers.insert(stream, answers);
+        up.reducer.begin(stream);
+        Ok((stream, up.messages.clone()))
     }
 
     /// An agent's stream is over.
@@ -151,8 +159,12 @@ impl Shared {
         if let Err(refused) = outcome {
             tracing::debug!("a report was refused ({}): {refused}", refused.reason());
         }
-        up.handed_on.extend(handed_on.map(|report| from_agent(stream, Message::Report(report))));
-        true
+        let Some(report) = handed_on else { return true };
+        let has_room = up.handed_on.len() < WAITING * up.answers.len();
+        if has_room {
+            up.handed_on.push(from_agent(stream, Message::Report(report)));
+        }
+        has_room
     }
 }
 
@@ -181,17 +193,20 @@ async fn serve(
     mut said: Streaming<v1::AgentMessage>,
     up: mpsc::Sender<v1::RackMessage>,
 ) {
+    let (deadline, mut has_spoken) = (Instant::now() + HELLO_TIMEOUT, false);
     let hand_on = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
     loop {
         let message = tokio::select! {
             message = said.message() => message,
             () = up.closed() => break,
+            () = tokio::time::sleep_until(deadline), if !has_spoken => break,
         };
+        has_spoken = true;
         let Ok(Some(v1::AgentMessage { message: Some(message) })) = message else { break };
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
             // The controller has only our word for who it is.
-            Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &hello.server) => false,
+            Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &readable(&hello.server)) => false,
             other => hand_on(from_agent(stream, other)).await,
         };
         if !goes_on {
@@ -245,5 +260,39 @@ impl Control for Service {
 
     async fn fleet(&self, _request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         Err(only_agents())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_for_a_controller_that_does_not_read_is_bounded() {
+        let shared = Shared::default();
+        let (messages, _controller) = mpsc::channel(1);
+        shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
+        let (answers, _agent) = mpsc::channel(1);
+        let (stream, _) = shared.begin(answers).unwrap();
+        // The controller has not said yet what is to be reduced: it has them whole.
+        let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
+        assert_eq!(taken, WAITING);
+        assert_eq!(shared.summaries().unwrap().agents.len(), WAITING);
+        assert!(shared.report(stream, v1::Report::default()));
+    }
+
+    #[test]
+    fn who_was_there_before_the_controller_went_speaks_for_nobody_at_the_next_one() {
+        let shared = Shared::default();
+        let mut streams = [0, 0];
+        for stream in &mut streams {
+            let (messages, _controller) = mpsc::channel(1);
+            shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
+            let (answers, _agent) = mpsc::channel(1);
+            (*stream, _) = shared.begin(answers).unwrap();
+        }
+        assert!(!shared.report(streams[0], v1::Report::default()));
+        shared.end(streams[0]);
+        assert!(shared.report(streams[1], v1::Report::default()));
     }
 }

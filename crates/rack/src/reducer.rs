@@ -104,6 +104,9 @@ impl Reducer {
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Refused>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
+        if !reported.agent.may_report(configuration.report_interval, now) {
+            return (None, Err(Refused::TooOften(format!("stream {stream}"))));
+        }
         // Reports with details come once a second, but not to the millisecond.
         let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(told);
@@ -165,5 +168,36 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
         ramp: if member.whole_part { 1.0 } else { 0.0 },
         capacity: server.capacity,
         ..PoolServer::new(server.id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_control::controller::refused::REPORTS_AT_ONCE;
+    use coreward_model::load::Alpha;
+
+    use super::*;
+
+    #[test]
+    fn reports_that_come_too_often_are_refused() {
+        let mut reducer = Reducer::new(Duration::from_secs(1), 8);
+        reducer.begin(1);
+        reducer.configure(RackConfiguration {
+            report_interval: Duration::from_millis(100),
+            detail_interval: Duration::ZERO,
+            alpha: Alpha::PUBLISHED,
+            servers: Vec::new(),
+            services: Vec::new(),
+        });
+        let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
+        let (mut handed_on, mut refused) = (0, 0);
+        for _ in 0..100 {
+            // Each would be handed on, as it says another RSS.
+            let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
+            let (report, outcome) = reducer.report(1, report, now);
+            handed_on += u32::from(report.is_some());
+            refused += u32::from(matches!(outcome, Err(Refused::TooOften(_))));
+        }
+        assert_eq!((handed_on, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
     }
 }

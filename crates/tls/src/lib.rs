@@ -28,4 +28,4 @@ pub use caller::Caller;
 pub use gate::{Admitted, Gate, Limits};
 pub use identity::{Identity, Name, Role};
 pub use material::{ClientCertificates, Files, Unusable, read_certificates};
-pub use tls::Tls;
+pub use tls::{Tls, written};

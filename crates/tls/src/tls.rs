@@ -1,6 +1,6 @@
 //! A process's certificates: read at the start, and again when the files change.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -121,8 +121,12 @@ impl Tls {
 }
 
 fn stamp(files: &Files) -> Stamp {
-    let written = |path: &PathBuf| std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok();
-    [&files.ca, &files.certificate, &files.key].map(written)
+    [&files.ca, &files.certificate, &files.key].map(|path| written(path))
+}
+
+/// When a file was written last; `None`: it is not there.
+pub fn written(path: &Path) -> Option<SystemTime> {
+    std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }
 
 /// How long it is still good, in days or less.

@@ -13,6 +13,7 @@
 //! * [`traffic`]: what load balancers count for policies
 //! * [`health`]: how servers are checked, and what the checks say
 //! * [`sockets`]: whether idle connections still have a socket
+//! * [`words`]: what others wrote and people read
 
 pub mod address;
 pub mod change;
@@ -27,6 +28,7 @@ pub mod rss;
 pub mod sockets;
 pub mod table;
 pub mod traffic;
+pub mod words;
 
 pub use change::FleetChange;
 pub use configuration::{

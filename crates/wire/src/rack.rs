@@ -1,5 +1,6 @@
 //! What the controller and its racks tell each other.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use coreward_model::ServerId;
@@ -11,6 +12,7 @@ use coreward_model::policy::{
 use coreward_model::rss::RssKey;
 
 use crate::address::parse_server_id;
+use crate::report::MOST_CORES;
 use crate::{Context as _, ServiceIndex, WireError, v1};
 
 /// A rack has fewer cores. With it, and no load above 16 (`MOST_LOAD` of the model), what a thousand racks pass up adds up to less
@@ -198,7 +200,11 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         length_is("whole.load", whole.load.len(), message.cores[position] as usize)?;
         servers[position].loads = Loads::Whole(whole.load.clone().into());
     }
-    let spreads = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
+    let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
+    let mut classes = HashSet::new();
+    if !spreads.iter().all(|(class, _)| classes.insert((class.weight.get(), class.speed.to_bits()))) {
+        return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
+    }
     let list = |list: &v1::CandidateList| parse_list(list, &servers);
     let lists = message.lists.iter().map(list).collect::<Result<_, _>>().within("lists")?;
     Ok((service, RackSummary { servers, spreads, lists }))
@@ -213,10 +219,10 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
     }
     let parallel = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
     let server = |((id, cores), sum): ((&u32, &u32), &f64)| {
-        is_load("load_sum", *sum)?;
-        if *cores == 0 {
-            return Err(WireError::new("cores", "0: expected at least 1"));
+        if !(1..=MOST_CORES as u32).contains(cores) {
+            return Err(WireError::new("cores", format!("{cores}: expected 1 to {MOST_CORES}")));
         }
+        is_load_of("load_sum", *sum, *cores)?;
         let loads = Loads::Reduced { sum: *sum, cores: *cores };
         Ok(ReducedServer { id: parse_server_id("server_id", *id)?, loads })
     };
@@ -230,6 +236,9 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, LoadSpread), WireErr
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
     let class = Class { weight: parse_weight(message.weight)?, speed: message.speed };
+    if !message.bin.is_sorted_by(|one, next| one < next) {
+        return Err(WireError::new("bin", "not in ascending order"));
+    }
     let mut spread = LoadSpread::default();
     for ((bin, cores), sum) in message.bin.iter().zip(&message.cores).zip(&message.sum) {
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
@@ -270,10 +279,17 @@ fn parse_list(message: &v1::CandidateList, servers: &[ReducedServer]) -> Result<
 }
 
 fn is_load(field: &str, load: f64) -> Result<(), WireError> {
-    if load.is_finite() && load >= 0.0 {
+    is_load_of(field, load, 1)
+}
+
+/// A sum of so many cores' loads.
+fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
+    let most = MOST_LOAD * f64::from(cores);
+    // What was smoothed may be rounded up.
+    if (0.0..=most * 1.000_001).contains(&load) {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{load}: expected a number of at least 0")))
+    Err(WireError::new(field, format!("{load}: expected a number from 0 to {most}")))
 }
 
 fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
@@ -320,12 +336,20 @@ mod tests {
             parse_summary(&message).unwrap_err().to_string()
         };
         assert_eq!(error(|m| m.server_id[1] = 500), "server_id: not in ascending order");
-        assert_eq!(error(|m| m.load_sum[0] = f64::NAN), "load_sum: NaN: expected a number of at least 0");
+        assert_eq!(error(|m| m.load_sum[0] = f64::NAN), "load_sum: NaN: expected a number from 0 to 64");
+        assert_eq!(error(|m| m.load_sum[0] = 65.0), "load_sum: 65: expected a number from 0 to 64");
+        assert_eq!(error(|m| m.cores[0] = 4097), "cores: 4097: expected 1 to 4096");
         assert_eq!(error(|m| m.whole[0].server_id = 7), "whole.server_id: 7: expected one of `server_id`");
         assert_eq!(error(|m| m.whole[0].load.truncate(3)), "whole.load: 3 entries: expected 4");
         assert_eq!(error(|m| m.lists[0].server[9] = 5), "lists.server: 5: expected a position below 5");
         assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
-        assert_eq!(error(|m| m.spreads[0].bin[0] = 5_000), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(error(|m| m.spreads[0].bin[0] = 5_000), "spreads.bin: not in ascending order");
+        assert_eq!(error(|m| *m.spreads[0].bin.last_mut().unwrap() = 5_000), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(error(|m| m.spreads[0].bin[1] = m.spreads[0].bin[0]), "spreads.bin: not in ascending order");
+        assert_eq!(
+            error(|m| m.spreads.push(m.spreads[0].clone())),
+            "spreads: two of one weight and speed: expected one"
+        );
         assert_eq!(
             error(|m| m.spreads[0].sum[0] = u64::MAX).split(": expected").next(),
             Some("spreads.cores: 4 cores with a sum of 18446744073709551615")

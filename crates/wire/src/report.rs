@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use coreward_model::load::CoreReadings;
 
+use crate::words::{made_readable, readable_counts, readable_dispatched};
 use crate::{Context as _, ReportedRss, WireError, v1};
 
 /// A report, all values absolute.
@@ -39,7 +40,7 @@ pub struct ReportDetails {
     pub counters: Vec<(String, u64)>,
     /// What the agent found wrong, in words.
     pub warnings: Vec<String>,
-    /// UDP services whose requests are dispatched at the server; for people, unchecked.
+    /// UDP services whose requests are dispatched at the server; for people.
     pub dispatch: Vec<v1::DispatchedService>,
     /// The newest count of connections; `None`: there is none yet, or the agent does not count.
     pub connections: Option<CountedConnections>,
@@ -61,7 +62,7 @@ impl From<v1::CountedConnections> for CountedConnections {
         Self {
             age: Duration::from_millis(message.age_ms.into()),
             configuration_generation: message.configuration_generation,
-            services: message.services.into_iter().collect(),
+            services: message.services.into_iter().map(|(name, count)| (made_readable(name), count)).collect(),
         }
     }
 }
@@ -100,14 +101,14 @@ pub enum ReportError {
 /// Reports come every second at least, and live for some of them; behind a rack, for three of the minutes at which it hands them on.
 pub const LONGEST_LIFE_MS: u32 = 180_000;
 /// Lists of a report: name, and how long each may be.
-const MOST_CORES: usize = 4096;
+pub(crate) const MOST_CORES: usize = 4096;
 const MOST_COUNTERS: usize = 256;
 const MOST_WARNINGS: usize = 64;
 const MOST_DISPATCHED: usize = 1024;
 /// As many as there are indexes of services.
 const MOST_COUNTED: usize = 1024;
-/// Characters.
-const LONGEST_WARNING: usize = 512;
+/// Of all UDP services together: a worker has a core, or shares one.
+const MOST_WORKERS: usize = 4096;
 
 impl TryFrom<v1::Report> for Report {
     type Error = ReportError;
@@ -121,6 +122,7 @@ impl TryFrom<v1::Report> for Report {
             ("counters", message.counters.len(), MOST_COUNTERS),
             ("warnings", message.warnings.len(), MOST_WARNINGS),
             ("dispatch", message.dispatch.len(), MOST_DISPATCHED),
+            ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MOST_WORKERS),
             ("connections", message.connections.as_ref().map_or(0, |counted| counted.services.len()), MOST_COUNTED),
         ] {
             if count > most {
@@ -130,9 +132,9 @@ impl TryFrom<v1::Report> for Report {
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
         let details = (!message.without_details).then(|| ReportDetails {
-            counters: message.counters.into_iter().collect(),
-            warnings: message.warnings.iter().map(|warning| readable(warning)).collect(),
-            dispatch: message.dispatch,
+            counters: readable_counts(message.counters).into_iter().collect(),
+            warnings: message.warnings.into_iter().map(made_readable).collect(),
+            dispatch: message.dispatch.into_iter().map(readable_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
         });
         Ok(Self {
@@ -152,11 +154,6 @@ impl TryFrom<v1::Report> for Report {
             details,
         })
     }
-}
-
-/// What others wrote and people read: no control characters (a terminal would obey them), and not too long.
-pub fn readable(text: &str) -> String {
-    text.chars().take(LONGEST_WARNING).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 impl From<Report> for v1::Report {
@@ -246,5 +243,12 @@ mod tests {
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
         let report = Report::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..message() }).unwrap();
         assert_eq!(report.details.unwrap().warnings, ["\u{fffd}[2Jgone"]);
+        let many = v1::DispatchedService { workers: vec![Default::default(); 2049], ..Default::default() };
+        let dispatch = vec![many.clone(), many];
+        let error = Report::try_from(v1::Report { dispatch, ..message() }).unwrap_err();
+        assert_eq!(error.to_string(), "dispatch.workers: 4098: expected at most 4096");
+        let dispatch = vec![v1::DispatchedService { listen: "\u{1b}[2J".into(), ..Default::default() }];
+        let report = Report::try_from(v1::Report { dispatch, ..message() }).unwrap();
+        assert_eq!(report.details.unwrap().dispatch[0].listen, "\u{fffd}[2J");
     }
 }

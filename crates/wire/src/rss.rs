@@ -2,6 +2,7 @@
 
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 
+use crate::words::readable;
 use crate::{WireError, v1};
 
 /// What an agent knows of its NIC's RSS.
@@ -31,7 +32,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     type Error = WireError;
 
     fn try_from(message: &v1::Rss) -> Result<Self, WireError> {
-        let source = message.source.clone();
+        let source = readable(&message.source);
         if message.key.is_empty() && message.indirection_table.is_empty() {
             return Ok(Self { source, rss: None });
         }

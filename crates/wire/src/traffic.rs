@@ -48,7 +48,7 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
             let within = format!("services[{position}]");
             let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
             // One or the other is there.
-            let of_servers: u64 = service.servers.iter().map(|server| server.opened).sum();
+            let of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
             parsed.opened.insert(index, service.opened.max(of_servers));
             parsed.add_servers(&service.servers, &within)?;
         }
@@ -94,6 +94,18 @@ mod tests {
             TrafficMessage::try_from(&sent).unwrap_err().to_string(),
             "services[1].service_index: service index 1024: expected 0 to 1023"
         );
+    }
+
+    /// A load balancer that lies ends no part of a controller.
+    #[test]
+    fn counts_that_somebody_makes_up_add_up_to_the_largest() {
+        let most = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
+        let services =
+            vec![v1::ServiceTraffic { service_index: 0, servers: vec![most.clone(), most.clone()], opened: 1 }];
+        let message = v1::LoadBalancerTraffic { services, servers: vec![most] };
+        let parsed = TrafficMessage::try_from(&message).unwrap();
+        assert_eq!(parsed.opened[&ServiceIndex::FIRST], u64::MAX);
+        assert_eq!((parsed.servers[&id(7)].opened, parsed.servers[&id(7)].packets), (u64::MAX, u64::MAX));
     }
 
     /// A load balancer of the version before counts by service and server.

@@ -1,9 +1,12 @@
 //! The dashboard: one page without anything from elsewhere, and the session with which a browser reads.
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
+use coreward_api::serve::Peer;
+use coreward_api::{Problem, ProblemKind};
 
 use super::Api;
 
@@ -29,10 +32,19 @@ pub fn routes() -> axum::Router<Api> {
         .route("/dashboard.js", file("text/javascript; charset=utf-8", include_str!("dashboard/dashboard.js")))
 }
 
-/// Begin a session of a browser: a cookie with a viewer's rights, whoever logs in
+/// Begin a session of a browser: a cookie with a viewer's rights, whoever logs in with a token or a certificate
 #[utoipa::path(post, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
-pub async fn log_in(State(api): State<Api>) -> impl IntoResponse {
-    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin())])
+pub async fn log_in(
+    State(api): State<Api>,
+    peer: Option<Extension<Peer>>,
+    headers: HeaderMap,
+) -> Result<impl IntoResponse, Problem> {
+    // Who is here has shown one of the three. By a session alone there is no next one, or it would never end.
+    if !headers.contains_key(header::AUTHORIZATION) && peer.is_none_or(|peer| peer.certified.is_none()) {
+        let detail = "a session begins no other one: expected a token, or the certificate of an operator or a viewer";
+        return Err(Problem::new(ProblemKind::Forbidden, detail));
+    }
+    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin())]))
 }
 
 /// End it

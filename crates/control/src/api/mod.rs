@@ -66,7 +66,12 @@ impl Api {
 impl Api {
     /// Why a change was not made.
     fn not_changed(&self, error: &anyhow::Error) -> Problem {
-        if is_deposed(error) { self.not_leading(Some(error)) } else { Problem::internal(error) }
+        // Who has been deposed meanwhile has nobody left who would answer.
+        if is_deposed(error) || self.office.shared().is_err() {
+            self.not_leading(Some(error))
+        } else {
+            Problem::internal(error)
+        }
     }
 
     fn not_leading(&self, error: Option<&anyhow::Error>) -> Problem {
@@ -141,21 +146,22 @@ pub fn serve(
     office: Arc<Office>,
     tokens: Arc<Tokens>,
 ) -> anyhow::Result<Serving> {
-    let (router, api) = router(office, tokens.clone())?;
+    let (router, api) = router(office, tokens)?;
+    let guard = api.guard.clone();
     listener.serve(acceptor, router, async move {
         yield_to_reports("the API does");
-        tokio::join!(look(api), follow_signal(&tokens));
+        tokio::join!(look(api), follow_signal(&guard));
     })
 }
 
 /// SIGHUP: the tokens are read again, for ever.
-async fn follow_signal(tokens: &Tokens) {
+async fn follow_signal(guard: &Guard) {
     let mut hangup = match signal(SignalKind::hangup()) {
         Ok(hangup) => hangup,
         Err(error) => return tracing::error!("tokens are not read again by SIGHUP: {error}"),
     };
     while hangup.recv().await.is_some() {
-        if let Err(error) = tokens.reload() {
+        if let Err(error) = guard.reload() {
             tracing::error!("the old tokens stay valid: {error:#}");
         }
     }

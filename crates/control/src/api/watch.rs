@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
@@ -18,6 +19,7 @@ use utoipa::IntoParams;
 use super::Api;
 use super::events::KEPT;
 use super::feed::Watcher;
+use crate::server::shared::Shared;
 
 /// How often something is sent where nothing happens, so that both sides see whether the other is there.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -55,6 +57,7 @@ fn second() -> u32 {
 ///
 /// `status` (an `Overview`) at once and whenever it changes; `loads` (`Loads`) at the interval; `event` (an `Event`) for each
 /// that happens. Events have ids: who comes back with `Last-Event-ID` gets those that it missed; without it, the newest 100.
+/// The stream ends when this controller leads no more, and when tokens and certificates are looked at again (SIGHUP): come back then.
 #[utoipa::path(
     get, path = "/v1/watch",
     params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Of the last event that was received")),
@@ -70,7 +73,7 @@ pub async fn watch(
         let detail = format!("interval_ms {}: expected 250 to 60000", query.interval_ms);
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
-    api.shared()?;
+    let shared = api.shared()?;
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
     let last = last.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run());
     let seen = last.and_then(|(_, id)| id.parse().ok());
@@ -78,6 +81,8 @@ pub async fn watch(
     watcher.overview.mark_changed();
     let missed = api.events.after(seen.unwrap_or(0), if seen.is_some() { KEPT } else { 100 });
     let stream = Changes {
+        shared,
+        who_may: api.guard.changes(),
         newest: api.events.newest(),
         seen: missed.last().map(|event| event.id).or(seen).unwrap_or(0),
         waiting: missed.into(),
@@ -96,6 +101,10 @@ pub async fn watch(
 /// What one watcher is still to be told.
 struct Changes {
     api: Api,
+    /// Of the term in which it began.
+    shared: Arc<Shared>,
+    /// Changes when who may watch may have changed.
+    who_may: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest: tokio::sync::watch::Receiver<u64>,
     /// The id of the last event that is in `waiting` or was sent.
@@ -106,9 +115,12 @@ struct Changes {
 }
 
 impl Changes {
-    /// `None`: the controller ends.
+    /// `None`: the controller ends, or leads no more, or who watches must say again who it is.
     async fn next(&mut self) -> Option<sse::Event> {
         loop {
+            if !self.shared.leads() {
+                return None;
+            }
             if let Some(event) = self.waiting.pop_front() {
                 let id = format!("{}-{}", self.api.events.run(), event.id);
                 return sse::Event::default().event("event").id(id).retry(COME_BACK).json_data(event).ok();
@@ -116,6 +128,8 @@ impl Changes {
             let loads_due = tokio::time::sleep_until(self.due);
             tokio::select! {
                 biased;
+                _ = self.who_may.changed() => return None,
+                _ = self.shared.deposed() => return None,
                 changed = self.watcher.overview.changed() => {
                     changed.ok()?;
                     let text = self.watcher.overview.borrow_and_update().clone();

@@ -30,7 +30,7 @@ pub struct EtcdConfig {
     pub tls: Option<EtcdTlsConfig>,
 }
 
-/// The files are read when etcd is connected to.
+/// The files are read at the start, and again when they change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdTlsConfig {
     /// Certificates of the authorities that etcd's certificate must come from (PEM).

@@ -7,7 +7,7 @@ use coreward_model::ServerId;
 use coreward_model::health::Verdict;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::report::readable;
+use coreward_wire::words::{readable, readable_state};
 use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
@@ -119,14 +119,14 @@ impl LoadBalancers {
     /// It says what it sees. `newest`: generation of the configuration in force, beyond which nothing can be confirmed.
     pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
         if let Some(balancer) = self.heard(session, now) {
+            let state = readable_state(state);
             let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
             balancer.unresolved_since =
                 state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
             if (balancer.confirmed + 1..=newest).contains(&state.configuration_generation) {
                 (balancer.confirmed, balancer.confirmed_at) = (state.configuration_generation, now.monotonic);
             }
-            let warnings = state.warnings.iter().map(|warning| readable(warning)).collect();
-            balancer.state = Some((v1::LoadBalancerState { warnings, ..state }, now.monotonic));
+            balancer.state = Some((state, now.monotonic));
         }
     }
 
@@ -205,7 +205,7 @@ impl LoadBalancers {
     /// Connections that all of them have opened for the service since this was last asked; `None`: nobody has said it twice.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
-        opened.reduce(|a, b| a + b)
+        opened.reduce(u64::saturating_add)
     }
 
     /// It has disconnected. True when no newer session of that name is connected.

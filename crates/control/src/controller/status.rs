@@ -81,7 +81,7 @@ impl Controller {
             cores: loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: newest.map_or(0, |newest| newest.open_connections),
             service_connections: agent.connections(now).map(Counted::sum),
-            new_connections: newest.map_or(0, |newest| newest.rss_matched + newest.rss_mismatched),
+            new_connections: newest.map_or(0, |newest| newest.rss_matched.saturating_add(newest.rss_mismatched)),
         }
     }
 

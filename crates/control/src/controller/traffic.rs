@@ -52,7 +52,7 @@ impl Traffic {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A count that went back is of maps that were made anew, or a server has left.
-            let more = |before: &Opened| before.newly.unwrap_or(0) + total.saturating_sub(before.total);
+            let more = |before: &Opened| before.newly.unwrap_or(0).saturating_add(total.saturating_sub(before.total));
             let newly = self.opened.get(&service).map(more);
             (service, Opened { total, newly })
         };
@@ -107,7 +107,9 @@ impl Totals {
             let then = then.0.get(name)?;
             let opened = now.opened.checked_sub(then.opened)?;
             let closed = now.closed.checked_sub(then.closed)?;
-            Some(opened as i64 - closed as i64)
+            // Who makes counts up makes them up to what still adds up.
+            let most = i128::from(u32::MAX);
+            Some((i128::from(opened) - i128::from(closed)).clamp(-most, most) as i64)
         };
         self.0.iter().filter_map(of).sum()
     }
@@ -163,5 +165,21 @@ mod tests {
         let now = totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);
         assert_eq!(now.opened_since(&then), 7 - 4);
         assert_eq!(totals(&[("lb1", 5, 0)]).opened_since(&then), 0, "it counts anew");
+        let lies = totals(&[("lb1", u64::MAX, 90), ("lb2", 1 << 63, u64::MAX)]);
+        assert_eq!(lies.opened_since(&then), 0, "as many one way as the other");
+    }
+
+    #[test]
+    fn counts_that_somebody_makes_up_add_up_to_the_largest() {
+        let opened =
+            |total: u64| TrafficMessage { opened: [(ServiceIndex::FIRST, total)].into(), ..Default::default() };
+        let mut balancers = super::super::load_balancers::LoadBalancers::default();
+        let sessions = ["lb1", "lb2"].map(|name| balancers.hello(name, at(0)).unwrap());
+        for total in [0, u64::MAX, 0, u64::MAX] {
+            for session in sessions {
+                balancers.traffic(session, &opened(total), Alpha::PUBLISHED, at(100));
+            }
+        }
+        assert_eq!(balancers.newly_opened(ServiceIndex::FIRST), Some(u64::MAX));
     }
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use coreward_tls::Role;
+use coreward_wire::words::made_readable;
 use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
@@ -83,9 +84,10 @@ async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages)
     let Some(v1::agent_message::Message::Hello(hello)) = message else {
         return Err(Status::invalid_argument("an agent's first message: expected a hello"));
     };
-    let behind = speaker.require_name(&hello.server)?;
+    let (server, version) = (made_readable(hello.server), made_readable(hello.version));
+    let behind = speaker.require_name(&server)?;
     let now = shared.now();
-    let session = shared.controller().hello_behind(&hello.server, &hello.version, behind, now);
+    let session = shared.controller().hello_behind(&server, &version, behind, now);
     session.map_err(|refused| refused_status(&refused))
 }
 
@@ -108,7 +110,7 @@ async fn converse(
             message = messages.next() => match message.transpose()?.and_then(|message| message.message) {
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
-                    shared.sockets.answer(SocketAnswer::try_from(answer)?);
+                    shared.sockets.answer(session.number(), SocketAnswer::try_from(answer)?);
                 }
                 Some(v1::agent_message::Message::Hello(_)) => {
                     return Err(Status::invalid_argument("a second hello: expected reports"));

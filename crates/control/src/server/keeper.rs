@@ -157,8 +157,8 @@ impl Keeper {
         Fleet::new(&self.fleet, &self.records).of_controller(self.config.fleet.clone(), rss_key)
     }
 
-    /// Makes the change; the new configuration, if it changes that. On an error everything is as it was. What changes no configuration
-    /// is made also when it cannot be written down now.
+    /// Makes the change; the new configuration, if it changes that. On an error everything is as it was, but for certificates that
+    /// are refused from now on. What changes no configuration is made also when it cannot be written down now.
     pub fn make(&mut self, change: Change) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
@@ -250,6 +250,8 @@ impl Keeper {
 
     fn reload(&mut self) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.path)?;
+        // Also where the rest cannot be in force: a key that was lost does not wait for room on a disk.
+        self.denied.set(config.denied_certificates.iter().copied());
         let fleet = match &config.fleet {
             Some(file) => FleetConfig::load(file)?,
             None => self.fleet.clone(),
@@ -269,7 +271,6 @@ impl Keeper {
                 tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
             }
         }
-        self.denied.set(config.denied_certificates.iter().copied());
         (self.config, self.fleet, self.records) = (config, fleet, records);
         Ok(self.fleet())
     }
@@ -279,4 +280,29 @@ impl Keeper {
 fn applied(document: &Document) -> Result<FleetConfig, Mistakes> {
     let name = format!("the applied fleet (generation {})", document.generation);
     FleetConfig::parse(&Source::from_text(&name, &document.text))
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_tls::certificate::Fingerprint;
+
+    use super::*;
+    use crate::store::embedded::EmbeddedStore;
+
+    #[test]
+    fn certificates_are_denied_also_where_the_fleet_is_wrong() {
+        let directory = tempfile::tempdir().unwrap();
+        let [path, fleet, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.path().join(name));
+        let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");
+        std::fs::write(&path, &text).unwrap();
+        std::fs::write(&fleet, "").unwrap();
+        let denied = Denied::default();
+        let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
+        let mut keeper = Keeper::open(&path, ControllerConfig::load(&path).unwrap(), denied.clone(), open).unwrap();
+        let lost = "AB".repeat(32);
+        std::fs::write(&path, format!("denied_certificates = [\"{lost}\"]\n{text}")).unwrap();
+        std::fs::write(&fleet, "alpha = 7").unwrap();
+        assert!(keeper.make(Change::Reload).is_err());
+        assert!(denied.contains(&lost.parse::<Fingerprint>().unwrap()));
+    }
 }

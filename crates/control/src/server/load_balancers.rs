@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use coreward_tls::Role;
 use coreward_wire::address::parse_optional_address;
+use coreward_wire::words::made_readable;
 use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficMessage, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
@@ -86,7 +87,7 @@ async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hell
     match message {
         Some(v1::load_balancer_message::Message::Hello(hello)) => {
             let address = parse_optional_address("address", &hello.address)?;
-            Ok(Hello { name: hello.name, address, takes_changes: hello.takes_changes })
+            Ok(Hello { name: made_readable(hello.name), address, takes_changes: hello.takes_changes })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
     }

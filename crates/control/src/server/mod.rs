@@ -19,6 +19,7 @@ pub mod security;
 pub(crate) mod shared;
 mod sockets;
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,11 +31,12 @@ use coreward_api::tokens::Tokens;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
+use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1::control_server::{Control, ControlServer};
 use coreward_wire::{TERM, v1};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
@@ -58,8 +60,8 @@ use shared::{Shared, WantedChange};
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// A peer that answers no ping for this long is gone, whatever TCP thinks.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a stream may take to say who it is.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a stream may take to say who it is, here and at racks.
+pub const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Who has something to say by gRPC.
 const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// At a time on one connection: a part has one, and somebody who asks some.
@@ -222,9 +224,10 @@ impl Server {
         let work = async {
             match work {
                 Work::Alone(term) => term.lead().await,
-                Work::Together(cluster, etcd) => {
-                    take_turns(&self.path, self.config, &self.office, &cluster, &etcd).await
-                }
+                Work::Together(cluster, etcd) => tokio::select! {
+                    outcome = take_turns(&self.path, self.config, &self.office, &cluster, &etcd) => outcome,
+                    never = office::look_after_certificates(&cluster, &etcd) => match never {},
+                },
             }
         };
         tokio::select! {
@@ -266,10 +269,12 @@ async fn take_turns(
     cluster: &Arc<Cluster>,
     etcd: &EtcdConfig,
 ) -> anyhow::Result<()> {
-    // From now on the signal ends nobody; who does not lead reads its file again when it does.
-    let _hangup = signal(SignalKind::hangup())?;
+    let mut hangup = signal(SignalKind::hangup())?;
     loop {
-        let leadership = Arc::new(office::campaign(office, cluster, etcd).await?);
+        let leadership = tokio::select! {
+            leadership = office::campaign(office, cluster, etcd) => Arc::new(leadership?),
+            never = deny_when_told(&mut hangup, path, &office.security.denied) => match never {},
+        };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
             Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
@@ -298,6 +303,17 @@ async fn take_turns(
             tracing::debug!("the lease ends by itself: {error}");
         }
         tokio::time::sleep(AFTER_LEADING).await;
+    }
+}
+
+/// SIGHUP at a controller that does not lead: certificates are refused there, too. The rest of the file counts when it leads.
+async fn deny_when_told(hangup: &mut Signal, path: &Path, denied: &Denied) -> Infallible {
+    loop {
+        hangup.recv().await;
+        match ControllerConfig::load(path) {
+            Ok(config) => denied.set(config.denied_certificates),
+            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use coreward_tls::Role;
 use coreward_wire::v1;
+use coreward_wire::words::made_readable;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -24,6 +25,8 @@ type Said = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
 /// Messages of one agent that wait to be served. The rack's stream waits where there is no room.
 const QUEUED: usize = 4;
+/// Streams of agents behind one rack: as many as there are ids of servers.
+const MOST_AGENTS: usize = 16_384;
 
 /// Serves the stream until it ends.
 pub async fn serve(shared: Arc<Shared>, visitor: Visitor, mut messages: Streaming<v1::RackMessage>, updates: Updates) {
@@ -60,10 +63,11 @@ async fn hello(
     let Some(hello) = message.and_then(|message| message.hello) else {
         return Err(Status::invalid_argument("a rack's first message: expected a hello"));
     };
-    visitor.require_name(Role::Rack, &hello.name)?;
+    let (name, version) = (made_readable(hello.name), made_readable(hello.version));
+    visitor.require_name(Role::Rack, &name)?;
     let now = shared.now();
-    let session = shared.controller().rack_hello(&hello.name, &hello.version, now);
-    session.map(|session| (hello.name, session)).map_err(|refused| refused_status(&refused))
+    let session = shared.controller().rack_hello(&name, &version, now);
+    session.map(|session| (name, session)).map_err(|refused| refused_status(&refused))
 }
 
 /// What it passes up and hands on, until it disconnects.
@@ -83,6 +87,16 @@ async fn listen(
             match message {
                 None => drop(served.remove(&stream)),
                 Some(message) => {
+                    if served.len() >= MOST_AGENTS && !served.contains_key(&stream) {
+                        served.retain(|_, said| !said.is_closed());
+                    }
+                    if served.len() >= MOST_AGENTS && !served.contains_key(&stream) {
+                        let refusal =
+                            format!("stream {stream} of an agent is one more than {MOST_AGENTS}: expected fewer");
+                        tracing::warn!("rack {name} is refused: {refusal}");
+                        let _ = updates.send(Err(Status::resource_exhausted(refusal))).await;
+                        return;
+                    }
                     let behind = Behind { rack: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| begin(shared, behind, updates.clone()));
                     // Where nobody serves it any more, it has been told why.

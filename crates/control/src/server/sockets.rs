@@ -1,7 +1,8 @@
 //! Questions for sockets on their way from load balancers to agents, and the answers on their way back. Nothing waits: what
-//! finds its queue full, or nobody there, is dropped, and asked again by who wants to know.
+//! finds its queue full, or nobody there, is dropped, and asked again by who wants to know. An agent answers what it was asked,
+//! and nothing else: by another's answer a load balancer would free connections of servers that the agent does not speak for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use coreward_wire::{SocketAnswer, SocketQuery};
@@ -9,12 +10,21 @@ use tokio::sync::mpsc;
 
 /// Questions of up to 256 connections that wait for one agent, or answers that wait for one load balancer.
 const QUEUED: usize = 64;
+/// Questions that an agent may still answer: of all load balancers with a connection table as many as each has under way, twice.
+const OPEN: usize = 1024;
 
 /// Who can be asked, and who waits for answers; by session.
 #[derive(Default)]
 pub struct Sockets {
-    agents: Mutex<HashMap<u64, mpsc::Sender<SocketQuery>>>,
+    agents: Mutex<HashMap<u64, Asked>>,
     askers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
+}
+
+/// An agent that can be asked.
+struct Asked {
+    questions: mpsc::Sender<SocketQuery>,
+    /// What it was asked and has not answered: who asked, and the question's number there.
+    open: VecDeque<(u64, u64)>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -24,8 +34,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Sockets {
     /// An agent's session has begun: its questions come here.
     pub fn expect_questions(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
-        let (sender, receiver) = mpsc::channel(QUEUED);
-        locked(&self.agents).insert(agent, sender);
+        let (questions, receiver) = mpsc::channel(QUEUED);
+        locked(&self.agents).insert(agent, Asked { questions, open: VecDeque::new() });
         receiver
     }
 
@@ -48,15 +58,71 @@ impl Sockets {
 
     /// Asks the agent.
     pub fn ask(&self, agent: u64, query: SocketQuery) {
-        if let Some(sender) = locked(&self.agents).get(&agent) {
-            let _ = sender.try_send(query);
+        let mut agents = locked(&self.agents);
+        let Some(asked) = agents.get_mut(&agent) else { return };
+        let question = (query.asker, query.number);
+        if asked.questions.try_send(query).is_ok() {
+            asked.open.truncate(OPEN - 1);
+            asked.open.push_front(question);
         }
     }
 
-    /// An agent has answered.
-    pub fn answer(&self, answer: SocketAnswer) {
+    /// The agent has answered.
+    pub fn answer(&self, agent: u64, answer: SocketAnswer) {
+        let question = (answer.asker, answer.number);
+        let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
+            let position = asked.open.iter().position(|open| *open == question);
+            position.and_then(|position| asked.open.remove(position)).is_some()
+        });
+        if !was_asked {
+            return tracing::debug!("an agent answers what it was not asked, or was asked long ago");
+        }
         if let Some(sender) = locked(&self.askers).get(&answer.asker) {
             let _ = sender.try_send(answer);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::ServiceAddress;
+    use coreward_model::tuple::Protocol;
+
+    use super::*;
+
+    fn query(asker: u64, number: u64) -> SocketQuery {
+        let service = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let clients = vec!["10.1.0.7:40000".parse().unwrap()];
+        SocketQuery { number, asker, server: 9.try_into().unwrap(), service, clients }
+    }
+
+    #[test]
+    fn an_agent_answers_once_what_it_was_asked() {
+        let sockets = Sockets::default();
+        let (mut own, _other) = (sockets.expect_questions(1), sockets.expect_questions(2));
+        let mut answers = sockets.expect_answers(7);
+        sockets.ask(1, query(7, 5));
+        let asked = own.try_recv().unwrap();
+        sockets.answer(2, asked.answer(vec![false]));
+        sockets.answer(1, query(7, 6).answer(vec![false]));
+        assert!(answers.try_recv().is_err(), "it was not asked that");
+        sockets.answer(1, asked.answer(vec![true]));
+        assert_eq!(answers.try_recv().unwrap().open, [true]);
+        sockets.answer(1, asked.answer(vec![false]));
+        assert!(answers.try_recv().is_err(), "it has answered");
+    }
+
+    #[test]
+    fn what_is_never_answered_is_forgotten() {
+        let sockets = Sockets::default();
+        let (mut questions, mut answers) = (sockets.expect_questions(1), sockets.expect_answers(7));
+        for number in 0..=OPEN as u64 {
+            sockets.ask(1, query(7, number));
+            questions.try_recv().unwrap();
+        }
+        sockets.answer(1, query(7, 0).answer(vec![false]));
+        assert!(answers.try_recv().is_err());
+        sockets.answer(1, query(7, 1).answer(vec![false]));
+        assert!(answers.try_recv().is_ok());
     }
 }

@@ -51,7 +51,7 @@ fn rack_text(rack: &Rack, servers: usize) -> String {
 /// Those above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
 fn counts(counts: &BTreeMap<String, u64>) -> String {
     let listed = listed(counts);
-    let sum: u64 = counts.values().sum();
+    let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
     if listed.is_empty() { "0".to_owned() } else { format!("{sum} ({listed})") }
 }
 

@@ -1,0 +1,41 @@
+//! Sessions of browsers and streams of watchers end when who may come in is looked at again.
+
+mod support;
+
+use coreward_api::Role;
+use coreward_api::tokens::token_file;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::getpid;
+use reqwest::StatusCode;
+use support::{Home, in_time};
+
+/// The only test of this process: a SIGHUP reaches all that listen for one.
+#[tokio::test]
+async fn who_came_in_with_a_token_of_before_is_out() {
+    let home = Home::new(&["s1"], "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n");
+    let running = home.start().await;
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    let url = |path: &str| format!("http://{}/v1/{path}", running.api);
+    let file = token_file(home.directory.path(), Role::Viewer);
+    let old = std::fs::read_to_string(&file).unwrap().trim().to_owned();
+
+    let begun = http.post(url("session")).bearer_auth(&old).send().await.unwrap();
+    let cookie = begun.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
+    let with_cookie = async |request: reqwest::RequestBuilder| request.header("cookie", &cookie).send().await.unwrap();
+    assert_eq!(with_cookie(http.get(url("health"))).await.status(), StatusCode::OK);
+    let another = with_cookie(http.post(url("session"))).await;
+    assert_eq!(another.status(), StatusCode::FORBIDDEN, "a session that begins sessions never ends");
+    let mut watches =
+        [http.get(url("watch")).bearer_auth(&old).send().await.unwrap(), with_cookie(http.get(url("watch"))).await];
+
+    std::fs::remove_file(&file).unwrap();
+    kill(getpid(), Signal::SIGHUP).unwrap();
+    for watch in &mut watches {
+        in_time("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
+    }
+    assert_eq!(with_cookie(http.get(url("health"))).await.status(), StatusCode::UNAUTHORIZED);
+    let status = async |token: &str| http.get(url("health")).bearer_auth(token).send().await.unwrap().status();
+    assert_eq!(status(&old).await, StatusCode::UNAUTHORIZED);
+    let new = std::fs::read_to_string(&file).unwrap();
+    assert_eq!(status(new.trim()).await, StatusCode::OK);
+}

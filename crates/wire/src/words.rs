@@ -1,0 +1,88 @@
+//! What others wrote and people read: no control characters (a terminal would obey them), not too long, and not too many.
+
+use std::collections::HashMap;
+
+use crate::v1;
+
+/// Characters.
+const LONGEST: usize = 512;
+/// Counters of one kind, or services: as many as there are indexes of services.
+const MOST_COUNTS: usize = 1024;
+/// As many as there are ids.
+const MOST_SERVERS: usize = 16_384;
+
+/// The text as people may see it.
+pub fn readable(text: &str) -> String {
+    text.chars().take(LONGEST).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
+/// The same of a text that nobody else needs: as it is where that will do.
+pub fn made_readable(text: String) -> String {
+    let is_readable = text.len() <= LONGEST && !text.chars().any(char::is_control);
+    if is_readable { text } else { readable(&text) }
+}
+
+fn all_readable(texts: Vec<String>) -> Vec<String> {
+    texts.into_iter().take(MOST_SERVERS).map(made_readable).collect()
+}
+
+/// Counts by name.
+pub fn readable_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
+    counts.into_iter().take(MOST_COUNTS).map(|(name, count)| (made_readable(name), count)).collect()
+}
+
+/// What an agent says of a UDP service.
+pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
+    v1::DispatchedService {
+        listen: made_readable(service.listen),
+        policy: made_readable(service.policy),
+        workers: service.workers,
+        counters: readable_counts(service.counters),
+    }
+}
+
+/// What a load balancer says of itself.
+pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
+    let clock = |clock: v1::ServerClock| v1::ServerClock {
+        service: made_readable(clock.service),
+        server: made_readable(clock.server),
+        state: made_readable(clock.state),
+        problem: made_readable(clock.problem),
+        ..clock
+    };
+    v1::LoadBalancerState {
+        table_generations: readable_counts(state.table_generations),
+        unresolved_servers: all_readable(state.unresolved_servers),
+        counters: readable_counts(state.counters),
+        xdp_mode: made_readable(state.xdp_mode),
+        events: readable_counts(state.events),
+        unresolved_load_balancers: all_readable(state.unresolved_load_balancers),
+        server_clocks: state.server_clocks.into_iter().take(MOST_SERVERS).map(clock).collect(),
+        warnings: all_readable(state.warnings),
+        ..state
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_is_told_what_a_terminal_obeys() {
+        let escape = || "\u{1b}[2Jgone".to_owned();
+        assert_eq!(made_readable("s1".into()), "s1");
+        assert_eq!(made_readable(escape()), "\u{fffd}[2Jgone");
+        assert_eq!(made_readable("ä".repeat(600)).chars().count(), LONGEST);
+        let state = readable_state(v1::LoadBalancerState {
+            xdp_mode: escape(),
+            counters: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
+            unresolved_servers: vec![escape()],
+            server_clocks: vec![v1::ServerClock { problem: escape(), ..Default::default() }],
+            connections: 7,
+            ..Default::default()
+        });
+        assert_eq!((state.counters.len(), state.connections), (MOST_COUNTS, 7));
+        let shown = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem];
+        assert!(shown.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));
+    }
+}
