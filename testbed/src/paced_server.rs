@@ -16,7 +16,7 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::sys::wait::wait;
@@ -28,7 +28,7 @@ use crate::busy::{BusyFile, VirtualCore, read_busy_file};
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};
-use coreward_load::event_loop::{Epoll, now_ns};
+use coreward_load::event_loop::{Epoll, accept, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_MAX_US};
 
 /// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
@@ -177,23 +177,14 @@ impl<'a> Worker<'a> {
     }
 
     fn accept_all(&mut self) -> anyhow::Result<()> {
-        loop {
-            match self.listener.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(true)?;
-                    stream.set_nodelay(true)?;
-                    let number = self.next_connection;
-                    self.next_connection += 1;
-                    self.epoll.add(stream.as_fd(), number, libc::EPOLLIN)?;
-                    let connection = Connection { stream, messages: Messages::default(), pending: 0, ended: false };
-                    self.connections.insert(number, connection);
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                // The client was gone before we came.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Err(error) => return Err(error).context("cannot accept"),
-            }
+        while let Some(stream) = accept(self.listener).context("cannot accept")? {
+            let number = self.next_connection;
+            self.next_connection += 1;
+            self.epoll.add(stream.as_fd(), number, libc::EPOLLIN)?;
+            let connection = Connection { stream, messages: Messages::default(), pending: 0, ended: false };
+            self.connections.insert(number, connection);
         }
+        Ok(())
     }
 
     fn read(&mut self, number: u64, now_ns: u64) -> anyhow::Result<()> {
@@ -267,16 +258,7 @@ impl Testbed {
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&busy_file);
         let mut process = self.spawn(self.server(number)?, command)?;
-        let end = Instant::now() + START_LIMIT;
-        while !busy_file.exists() {
-            if let Some(status) = process.try_wait()? {
-                bail!("the paced server of server {number} ended: {status}");
-            }
-            if Instant::now() > end {
-                bail!("the paced server of server {number} does not listen after {START_LIMIT:?}");
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        process.wait_for_file(&format!("the paced server of server {number}"), &busy_file, START_LIMIT)?;
         Ok(PacedServer { process, busy_file })
     }
 }

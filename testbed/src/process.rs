@@ -2,6 +2,7 @@
 
 use std::os::fd::AsRawFd as _;
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output};
 use std::time::{Duration, Instant};
 
@@ -74,6 +75,24 @@ impl Process {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
+    }
+
+    /// Waits until it has made a file, which it does once it listens. `what`: the process, in words.
+    ///
+    /// # Errors
+    /// When it ends before, or takes more than `limit`.
+    pub fn wait_for_file(&mut self, what: &str, file: &Path, limit: Duration) -> anyhow::Result<()> {
+        let end = Instant::now() + limit;
+        while !file.exists() {
+            if let Some(status) = self.try_wait()? {
+                bail!("{what} ended: {status}");
+            }
+            if Instant::now() > end {
+                bail!("{what} does not listen after {limit:?}");
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
     }
 
     /// Asks it to end (SIGTERM) and waits.

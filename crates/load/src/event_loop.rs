@@ -2,6 +2,7 @@
 //! the clock. They spend a few microseconds on a request; a runtime would cost more than they.
 
 use std::io;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::time::Duration;
 
@@ -89,6 +90,26 @@ impl Epoll {
             other => other?,
         };
         Ok(self.ready[..count as usize].iter().map(|event| Event { token: event.u64, flags: event.events }))
+    }
+}
+
+/// The next connection that waits at a listener that does not block, with which nobody blocks either; `None`: there is none.
+///
+/// # Errors
+/// When the process has no descriptors left.
+pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)?;
+                return Ok(Some(stream));
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            // The client was gone before we came.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+            Err(error) => return Err(error),
+        }
     }
 }
 

@@ -100,8 +100,7 @@ mod tests {
     #[test]
     fn counts_that_somebody_makes_up_add_up_to_the_largest() {
         let most = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
-        let services =
-            vec![v1::ServiceTraffic { service_index: 0, servers: vec![most.clone(), most.clone()], opened: 1 }];
+        let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![most; 2], opened: 1 }];
         let message = v1::LoadBalancerTraffic { services, servers: vec![most] };
         let parsed = TrafficMessage::try_from(&message).unwrap();
         assert_eq!(parsed.opened[&ServiceIndex::FIRST], u64::MAX);

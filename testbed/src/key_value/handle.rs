@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 
 use super::server::WorkerCounters;
 use super::worker::Counters;
@@ -73,16 +73,7 @@ impl Testbed {
         command.arg("--counter-file").arg(&counter_file).arg("--busy-file").arg(fleet::busy_file(self, number));
         command.args(options);
         let mut process = self.spawn(self.server(number)?, command)?;
-        let end = Instant::now() + START_LIMIT;
-        while !counter_file.exists() {
-            if let Some(status) = process.try_wait()? {
-                bail!("the key-value server of server {number} ended: {status}");
-            }
-            if Instant::now() > end {
-                bail!("the key-value server of server {number} does not listen after {START_LIMIT:?}");
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        process.wait_for_file(&format!("the key-value server of server {number}"), &counter_file, START_LIMIT)?;
         Ok(KeyValueServer { process, counter_file })
     }
 }

@@ -23,7 +23,7 @@ use crate::fleet;
 use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};
-use coreward_load::event_loop::{Epoll, now_ns};
+use coreward_load::event_loop::{Epoll, accept, now_ns};
 
 const BACKLOG: i32 = 4096;
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -146,25 +146,16 @@ impl Serving {
     }
 
     fn accept_all(&mut self, server: usize, now_ns: u64) -> anyhow::Result<()> {
-        loop {
-            match self.servers[server].listener.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(true)?;
-                    stream.set_nodelay(true)?;
-                    let number = self.next_connection;
-                    self.next_connection += 1;
-                    self.epoll.add(stream.as_fd(), number, libc::EPOLLIN)?;
-                    let received = ([0; REQUEST_BYTES], 0);
-                    let connection = Connection { server, stream, received, request: None, began_ns: 0, sent: 0 };
-                    self.connections.insert(number, connection);
-                    self.servers[server].core.accept(now_ns, WORK_NS);
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                // The client was gone before we came.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Err(error) => return Err(error).context("cannot accept"),
-            }
+        while let Some(stream) = accept(&self.servers[server].listener).context("cannot accept")? {
+            let number = self.next_connection;
+            self.next_connection += 1;
+            self.epoll.add(stream.as_fd(), number, libc::EPOLLIN)?;
+            let received = ([0; REQUEST_BYTES], 0);
+            let connection = Connection { server, stream, received, request: None, began_ns: 0, sent: 0 };
+            self.connections.insert(number, connection);
+            self.servers[server].core.accept(now_ns, WORK_NS);
         }
+        Ok(())
     }
 
     /// The request; after it nothing but the connection's end may come.

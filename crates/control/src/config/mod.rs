@@ -6,6 +6,8 @@
 //! [`difference`] says what one document of the fleet changes in another.
 
 mod check;
+#[cfg(test)]
+mod controller_tests;
 mod difference;
 pub mod etcd;
 pub mod file;

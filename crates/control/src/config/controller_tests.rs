@@ -1,0 +1,119 @@
+//! Every bad input of the controller's own file with its message.
+
+use coreward_config::Source;
+
+use super::*;
+
+const CONTROLLER: &str = "listen = \"127.0.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
+
+fn controller(text: &str) -> Result<ControllerConfig, String> {
+    let source = Source::from_text("/etc/coreward/controller.toml", text);
+    ControllerConfig::parse(&source).map_err(|mistakes| mistakes.to_string())
+}
+
+#[test]
+fn the_controllers_own_file() {
+    let config = controller(&format!("{CONTROLLER}fleet = \"fleet.toml\"\n")).unwrap();
+    assert_eq!(config.fleet.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
+    assert!(controller(CONTROLLER).unwrap().fleet.is_none());
+    let mistakes =
+        controller("stores = \"x\"\nrss_key = \"6d:5a\"\nalpha = 0.5\n[[server]]\nname = \"s1\"\n").unwrap_err();
+    let file = "/etc/coreward/controller.toml";
+    assert_eq!(
+        mistakes,
+        format!(
+            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, `etcd`, \
+             `metrics`, `fleet`, `rss_key_file`, `tls`, `denied_certificates`, `allow_plaintext` (nearest: `store`)\n\
+             {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
+             {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
+             is a secret\n\
+             {file}:3:1: key `alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
+             \"fleet.toml\"` names here\n\
+             {file}:4:3: key `server`: is not known here: expected it in the fleet's own file, which `fleet = \
+             \"fleet.toml\"` names here"
+        )
+    );
+}
+
+#[test]
+fn what_must_survive_has_exactly_one_place() {
+    let listen = "listen = \"127.0.0.1:7400\"\n";
+    let etcd = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
+    let StorePlace::Etcd(config) = controller(&format!("{listen}{etcd}")).unwrap().store else { panic!("in etcd") };
+    assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
+    assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));
+    assert_eq!((config.advertise, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
+    assert_eq!(config.api, None, "it listens on its own host only");
+    let advertised = format!("{listen}{etcd}advertise_api = \"https://c1.example:443\"\n");
+    let StorePlace::Etcd(config) = controller(&advertised).unwrap().store else { panic!("in etcd") };
+    assert_eq!(config.api.as_deref(), Some("https://c1.example:443"));
+    let tls =
+        "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
+    let StorePlace::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
+    assert_eq!(config.tls.unwrap().own.unwrap().1, Path::new("/etc/coreward/k.pem"));
+    let cases = [
+        (listen.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
+        (format!("{CONTROLLER}{etcd}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
+        (
+            format!("fleet = \"f.toml\"\n{listen}{etcd}"),
+            "1:9: key `fleet`: several controllers may each have another file",
+        ),
+        (
+            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{etcd}"),
+            "3:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
+        ),
+        (format!("{listen}{etcd}lease = \"2500ms\"\n"), "4:9: key `etcd.lease`: a lease in parts of a second"),
+        (
+            format!("{listen}{etcd}lease = \"1s\"\n"),
+            "4:9: key `etcd.lease`: \"1s\": expected a time with its unit, from",
+        ),
+        (format!("{listen}{etcd}prefix = \"/a/\"\n"), "4:10: key `etcd.prefix`: \"/a/\": expected what all keys"),
+        (
+            format!("{listen}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
+            "3:14: key `etcd.endpoints`: \"10.1.0.5:2379\": expected a member of etcd",
+        ),
+        (
+            format!("{listen}[etcd]\nendpoints = [\"https://a:1\"]\n"),
+            "3:14: key `etcd.endpoints`: https://a:1: expected [etcd.tls] with `ca`",
+        ),
+        (
+            format!("{listen}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
+            "3:28: key `etcd.endpoints`: http://a:1 is named twice",
+        ),
+        (
+            format!("{listen}{etcd}advertise_api = \"http://c1:7401\"\n"),
+            "4:17: key `etcd.advertise_api`: \"http://c1:7401\": expected where an API is, as \"https://",
+        ),
+        (format!("{listen}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
+    ];
+    for (text, message) in cases {
+        let mistakes = controller(&text).unwrap_err();
+        let start = format!("/etc/coreward/controller.toml:{message}");
+        assert!(mistakes.starts_with(&start), "{mistakes}\nexpected: {start}");
+    }
+}
+
+#[test]
+fn certificates_stand_in_files_that_are_there() {
+    let text = CONTROLLER.replace("127.0.0.1", "10.1.0.1");
+    assert!(!controller(&text).unwrap().allow_plaintext);
+    assert!(controller(&format!("{text}allow_plaintext = true\n")).unwrap().allow_plaintext);
+    let missing =
+        controller(&format!("{text}[tls]\nca = \"none.crt\"\ncertificate = \"own.crt\"\nkey = \"own.key\"\n"));
+    assert!(missing.unwrap_err().starts_with(
+        "/etc/coreward/controller.toml:4:6: key `tls.ca`: /etc/coreward/none.crt: No such file or directory"
+    ));
+}
+
+#[test]
+fn denied_certificates_are_fingerprints() {
+    let text = format!("{CONTROLLER}denied_certificates = [\"AB:CD\"]\n");
+    assert_eq!(
+        controller(&text).unwrap_err(),
+        "/etc/coreward/controller.toml:3:24: key `denied_certificates`: fingerprint \"AB:CD\": expected the 32 bytes of a \
+         SHA-256 in hexadecimal, as `coreward certs show` prints them"
+    );
+    let fingerprint = "AB".repeat(32);
+    let config = controller(&format!("{CONTROLLER}denied_certificates = [\"{fingerprint}\"]\n")).unwrap();
+    assert!(config.denied_certificates[0].to_string().starts_with("AB:AB:"));
+}
