@@ -93,6 +93,8 @@ proptest! {
             let mut servers = servers.clone();
             let policy = || named(name, 7).unwrap();
             let (mut flat, mut above, mut at_racks) = (policy(), policy(), [policy(), policy(), policy(), policy()]);
+            // As the controller does: its pool goes on from table to table.
+            let (mut going_on, mut kept) = (policy(), None);
             for report in 1..=REPORTS {
                 let of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
                     servers.iter().filter(|racked| racked.rack == rack).map(|racked| racked.server.clone()).collect()
@@ -100,15 +102,21 @@ proptest! {
                 let passed_up = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
                     let pool = pool_of(&of_rack(Some(rack)), requests);
                     Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
-                }).collect();
+                }).collect::<Vec<_>>();
                 let all: Vec<PoolServer> = servers.iter().map(|racked| racked.server.clone()).collect();
                 let known_above: Vec<PoolServer> = servers.iter().map(|racked| PoolServer {
                     loads: racked.server.loads.clone().filter(|_| racked.rack.is_none()),
                     ..racked.server.clone()
                 }).collect();
                 let expected = flat.place(&pool_of(&all, requests), buckets, report);
-                let found = above.place(&pool_of(&known_above, requests).behind_racks(passed_up), buckets, report);
-                prop_assert_eq!(found, expected, "{}, report {}", name, report);
+                let found = above.place(&pool_of(&known_above, requests).behind_racks(passed_up.clone()), buckets, report);
+                prop_assert_eq!(&found, &expected, "{}, report {}", name, report);
+                let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
+                known_above.iter().for_each(|server| pool.renew(server.clone()));
+                let pool = pool.for_next_table(2).with_opened_connections(300);
+                let pool = if requests { pool.of_requests() } else { pool }.behind_racks(passed_up);
+                prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going on", name, report);
+                kept = Some(pool);
                 later(&mut servers, report);
             }
         }

@@ -22,6 +22,7 @@ mod error;
 pub mod health;
 pub mod keys;
 pub mod mode;
+mod packed;
 pub mod rack;
 pub mod report;
 pub mod rss;

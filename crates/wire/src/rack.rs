@@ -7,13 +7,14 @@ use coreward_model::ServerId;
 use coreward_model::load::{Alpha, MOST_LOAD};
 use coreward_model::placement::{BucketCount, Core};
 use coreward_model::policy::{
-    Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MOST_CANDIDATES, RackSummary, ReducedServer, Weight,
+    Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MOST_CANDIDATES, RackSummary, ReducedServer, SpreadBins,
+    Weight,
 };
 use coreward_model::rss::RssKey;
 
 use crate::address::parse_server_id;
 use crate::report::MOST_CORES;
-use crate::{Context as _, ServiceIndex, WireError, v1};
+use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 
 /// A rack has fewer cores. With it, and no load above 16 (`MOST_LOAD` of the model), what a thousand racks pass up adds up to less
 /// than 2^64, and can be taken out again.
@@ -168,20 +169,20 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
             message.whole.push(v1::WholeServer { server_id: id, load: cores.to_vec() });
         }
     }
-    let spread = |(class, spread): &(Class, LoadSpread)| v1::LoadSpread {
+    let spread = |(class, bins): &(Class, SpreadBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
-        bin: spread.bins().map(|(bin, _)| bin.into()).collect(),
-        cores: spread.bins().map(|(_, bin)| bin.cores).collect(),
-        sum: spread.bins().map(|(_, bin)| bin.sum).collect(),
+        bin: packed::write(bins.iter().map(|(bin, _)| u64::from(*bin))),
+        cores: packed::write(bins.iter().map(|(_, bin)| bin.cores)),
+        sum: packed::write(bins.iter().map(|(_, bin)| bin.sum)),
     };
     message.spreads = summary.spreads.iter().map(spread).collect();
     let list = |list: &CandidateList| v1::CandidateList {
-        key: list.key.bytes().to_vec(),
+        key: list.key.bytes().to_vec().into(),
         per_bucket: list.per_bucket as u32,
-        server: list.candidates.iter().map(|(core, _)| position(core.server) as u32).collect(),
-        core: list.candidates.iter().map(|(core, _)| core.core.into()).collect(),
-        load: list.candidates.iter().map(|(_, load)| *load).collect(),
+        server: packed::write(list.candidates.iter().map(|(core, _)| position(core.server) as u64)),
+        core: packed::write(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
+        load: packed::write_doubles(list.candidates.iter().map(|(_, load)| *load)),
     };
     message.lists = summary.lists.iter().map(list).collect();
     message
@@ -229,53 +230,56 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
     parallel.map(server).collect()
 }
 
-fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, LoadSpread), WireError> {
-    length_is("cores", message.cores.len(), message.bin.len())?;
-    length_is("sum", message.sum.len(), message.bin.len())?;
+fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireError> {
+    let count = packed::count(&message.bin);
+    length_is("cores", packed::count(&message.cores), count)?;
+    length_is("sum", packed::count(&message.sum), count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
     let class = Class { weight: parse_weight(message.weight)?, speed: message.speed };
-    if !message.bin.is_sorted_by(|one, next| one < next) {
-        return Err(WireError::new("bin", "not in ascending order"));
-    }
-    let mut spread = LoadSpread::default();
-    for ((bin, cores), sum) in message.bin.iter().zip(&message.cores).zip(&message.sum) {
+    let mut bins = SpreadBins::with_capacity(count);
+    let numbers =
+        (packed::read("bin", &message.bin), packed::read("cores", &message.cores), packed::read("sum", &message.sum));
+    for ((bin, cores), sum) in numbers.0.zip(numbers.1).zip(numbers.2) {
+        let (bin, cores, sum) = (bin?, cores?, sum?);
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
-        let bin = u16::try_from(*bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
+        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
         let sum_at_most = cores.saturating_mul(LARGEST_LOAD);
-        if *cores > MOST_CORES_OF_A_BIN || *sum > sum_at_most {
+        if cores > MOST_CORES_OF_A_BIN || sum > sum_at_most {
             let problem = format!(
                 "{cores} cores with a sum of {sum}: expected at most {MOST_CORES_OF_A_BIN}, and of {sum_at_most}"
             );
             return Err(WireError::new("cores", problem));
         }
-        spread.add_bin(bin, Bin { cores: *cores, sum: *sum });
+        if bins.last().is_some_and(|(last, _)| *last >= bin) {
+            return Err(WireError::new("bin", "not in ascending order"));
+        }
+        bins.push((bin, Bin { cores, sum }));
     }
-    Ok((class, spread))
+    Ok((class, bins))
 }
 
 fn parse_list(message: &v1::CandidateList, servers: &[ReducedServer]) -> Result<CandidateList, WireError> {
-    let count = message.server.len();
-    length_is("core", message.core.len(), count)?;
-    length_is("load", message.load.len(), count)?;
+    let count = packed::count(&message.server);
+    length_is("core", packed::count(&message.core), count)?;
+    length_is("load", packed::count_doubles("load", &message.load)?, count)?;
     if !(1..=u32::from(MOST_CANDIDATES)).contains(&message.per_bucket) {
         let problem = format!("{}: expected 1 to {MOST_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
-    let parallel = message.server.iter().zip(&message.core).zip(&message.load);
-    let candidate = |((server, core), load): ((&u32, &u32), &f64)| {
-        is_load("load", *load)?;
+    let cores = packed::read("server", &message.server).zip(packed::read("core", &message.core));
+    let mut candidates = Vec::with_capacity(count);
+    for ((server, core), load) in cores.zip(packed::read_doubles(&message.load)) {
+        let (server, core) = (server?, core?);
+        is_load("load", load)?;
         let expected = || WireError::new("server", format!("{server}: expected a position below {}", servers.len()));
-        let server = servers.get(*server as usize).ok_or_else(expected)?.id;
-        let core = u16::try_from(*core).map_err(|_| WireError::new("core", format!("{core}: expected below 65536")))?;
-        Ok((Core { server, core }, *load))
-    };
-    Ok(CandidateList {
-        key: RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?,
-        per_bucket: message.per_bucket as usize,
-        candidates: parallel.map(candidate).collect::<Result<_, _>>()?,
-    })
+        let server = usize::try_from(server).ok().and_then(|at| servers.get(at)).ok_or_else(expected)?.id;
+        let core = u16::try_from(core).map_err(|_| WireError::new("core", format!("{core}: expected below 65536")))?;
+        candidates.push((Core { server, core }, load));
+    }
+    let key = RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?;
+    Ok(CandidateList { key, per_bucket: message.per_bucket as usize, candidates })
 }
 
 fn is_load(field: &str, load: f64) -> Result<(), WireError> {
@@ -303,6 +307,7 @@ fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireErro
 mod tests {
     use coreward_model::policy::{Pool, PoolServer, named};
     use coreward_model::rss::{IndirectionTable, Rss};
+    use prost::bytes::Bytes;
 
     use super::*;
 
@@ -328,6 +333,13 @@ mod tests {
         assert_eq!(parse_summary(&summary_message(service, &summary)), Ok((service, summary)));
     }
 
+    /// Another number at that position.
+    fn change(numbers: &mut Bytes, position: usize, number: u64) {
+        let mut all: Vec<u64> = packed::read("numbers", numbers).map(Result::unwrap).collect();
+        all[position] = number;
+        *numbers = packed::write(all.into_iter());
+    }
+
     #[test]
     fn summaries_that_mean_nothing_are_refused() {
         let error = |change: fn(&mut v1::RackSummary)| {
@@ -341,20 +353,27 @@ mod tests {
         assert_eq!(error(|m| m.cores[0] = 4097), "cores: 4097: expected 1 to 4096");
         assert_eq!(error(|m| m.whole[0].server_id = 7), "whole.server_id: 7: expected one of `server_id`");
         assert_eq!(error(|m| m.whole[0].load.truncate(3)), "whole.load: 3 entries: expected 4");
-        assert_eq!(error(|m| m.lists[0].server[9] = 5), "lists.server: 5: expected a position below 5");
+        assert_eq!(error(|m| change(&mut m.lists[0].server, 9, 5)), "lists.server: 5: expected a position below 5");
+        assert_eq!(error(|m| m.lists[0].load.truncate(9)), "lists.load: 9 bytes: expected 8 for each number");
+        assert_eq!(error(|m| m.lists[0].core.truncate(4)), "lists.core: 4 entries: expected 512");
+        assert_eq!(
+            error(|m| m.lists[0].load = vec![0xff; 512 * 8].into()),
+            "lists.load: NaN: expected a number from 0 to 16"
+        );
         assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
-        assert_eq!(error(|m| m.spreads[0].bin[0] = 5_000), "spreads.bin: not in ascending order");
-        assert_eq!(error(|m| *m.spreads[0].bin.last_mut().unwrap() = 5_000), "spreads.bin: 5000: expected 0 to 2049");
-        assert_eq!(error(|m| m.spreads[0].bin[1] = m.spreads[0].bin[0]), "spreads.bin: not in ascending order");
+        assert_eq!(error(|m| change(&mut m.spreads[0].bin, 0, 5_000)), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(error(|m| change(&mut m.spreads[0].bin, 1, 0)), "spreads.bin: not in ascending order");
         assert_eq!(
             error(|m| m.spreads.push(m.spreads[0].clone())),
             "spreads: two of one weight and speed: expected one"
         );
         assert_eq!(
-            error(|m| m.spreads[0].sum[0] = u64::MAX).split(": expected").next(),
+            error(|m| change(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
             Some("spreads.cores: 4 cores with a sum of 18446744073709551615")
         );
-        assert!(error(|m| m.spreads[0].cores[0] = 1 << 40).starts_with("spreads.cores: 1099511627776 cores"));
+        assert!(
+            error(|m| change(&mut m.spreads[0].cores, 0, 1 << 40)).starts_with("spreads.cores: 1099511627776 cores")
+        );
         assert_eq!(error(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
     }
 

@@ -129,6 +129,11 @@ impl Agent {
         if self.is_fresh(now) { self.tracker.loads() } else { None }
     }
 
+    /// Whether its loads are the rack's to say, and its reports here are for people.
+    pub fn is_behind_rack(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.rack.is_some())
+    }
+
     /// How many cores its newest report had.
     pub fn core_count(&self) -> Option<usize> {
         self.tracker.loads().map(|loads| loads.len())

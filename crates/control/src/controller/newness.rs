@@ -16,30 +16,44 @@ struct Server {
 
 /// Of all servers of a service.
 #[derive(Debug, Default)]
-pub struct Newness(Vec<Server>);
+pub struct Newness {
+    /// By id.
+    servers: Vec<Server>,
+    /// Those of which something is new: few, as tables are made after a few reports.
+    marked: Vec<ServerId>,
+    /// Those of which something was when the newest table was made.
+    before: Vec<ServerId>,
+}
 
 impl Newness {
     fn server(&mut self, id: ServerId) -> &mut Server {
         let position = usize::from(id.get());
-        if position >= self.0.len() {
-            self.0.resize(position + 1, Server::default());
+        if position >= self.servers.len() {
+            self.servers.resize(position + 1, Server::default());
         }
-        &mut self.0[position]
+        &mut self.servers[position]
     }
 
     fn get(&self, id: ServerId) -> Server {
-        self.0.get(usize::from(id.get())).copied().unwrap_or_default()
+        self.servers.get(usize::from(id.get())).copied().unwrap_or_default()
     }
 
     /// Its load is new, and perhaps more.
     pub fn mark(&mut self, id: ServerId) {
-        let server = self.server(id);
-        (server.load, server.more) = (true, true);
+        self.mark_passed_up(id);
+        self.server(id).more = true;
     }
 
     /// Its rack passes up new loads of it.
     pub fn mark_passed_up(&mut self, id: ServerId) {
-        self.server(id).load = true;
+        if !std::mem::replace(&mut self.server(id).load, true) {
+            self.marked.push(id);
+        }
+    }
+
+    /// Of whom something is new, or was when the newest table was made.
+    pub fn changed(&self) -> impl Iterator<Item = ServerId> {
+        self.before.iter().chain(&self.marked).copied()
     }
 
     /// Whether its load is newer than the newest table.
@@ -54,8 +68,10 @@ impl Newness {
 
     /// A table of that generation has all that is new.
     pub fn is_in_table(&mut self, generation: u64) {
-        for server in self.0.iter_mut().filter(|server| server.load) {
-            *server = Server { load: false, more: false, generation };
+        std::mem::swap(&mut self.before, &mut self.marked);
+        self.marked.clear();
+        for id in &self.before {
+            self.servers[usize::from(id.get())] = Server { load: false, more: false, generation };
         }
     }
 
@@ -66,10 +82,12 @@ impl Newness {
 
     /// Only these are in the service.
     pub fn retain(&mut self, is_there: impl Fn(ServerId) -> bool) {
-        for (position, server) in self.0.iter_mut().enumerate() {
+        for (position, server) in self.servers.iter_mut().enumerate() {
             if !ServerId::try_from(position as u64).is_ok_and(&is_there) {
                 *server = Server::default();
             }
         }
+        self.marked.retain(|id| is_there(*id));
+        self.before.retain(|id| is_there(*id));
     }
 }

@@ -14,6 +14,7 @@ use coreward_model::policy::{Capacity, RackSummary};
 use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
+use super::pool::loads_here;
 use super::service::Cause;
 use super::{Controller, NewTable, Now};
 
@@ -127,8 +128,12 @@ impl Controller {
 
     /// What was assigned to a server that does not report ends with the interval: nothing else would ever show it.
     fn renew_unreported(&mut self, position: usize, now: Now) {
+        let passed_up = self.racks.passed_up(self.services[position].fleet().index, now);
         let members = self.services[position].fleet().members.keys().copied();
-        let silent = |id: &ServerId| self.agent(*id).and_then(|agent| agent.loads(now)).is_none();
+        let silent = |id: &ServerId| {
+            let is_passed_up = passed_up.get(usize::from(id.get())).copied().unwrap_or(false);
+            !is_passed_up && self.agent(*id).and_then(|agent| loads_here(agent, now)).is_none()
+        };
         let silent: Vec<ServerId> = members.filter(silent).collect();
         silent.into_iter().for_each(|id| self.services[position].load_is_new(id));
     }
@@ -144,9 +149,11 @@ impl Controller {
         self.racks.summaries(fleet.index, now).count().hash(&mut hasher);
         for id in fleet.members.keys() {
             let (agent, server) = (self.agent(*id), &self.fleet.servers[id]);
-            let cores = agent.and_then(Agent::core_count);
-            let fresh = service.reads_loads() && agent.is_some_and(|agent| agent.is_fresh(now));
-            (id, self.condition(fleet, *id, now), fresh, cores).hash(&mut hasher);
+            // What the agent of one behind a rack says here of its loads is for people.
+            let reports = agent.filter(|agent| !agent.is_behind_rack());
+            let cores = reports.and_then(Agent::core_count);
+            let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
+            (id, self.condition(fleet, *id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
             (service.ramp(*id, now).to_bits(), server.weight.get()).hash(&mut hasher);
             server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
         }

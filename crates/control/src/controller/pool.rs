@@ -1,6 +1,8 @@
 //! A service's servers as its policy sees them. From one table to the next only those are looked at of which something new is
 //! known; all of them when what else a table is made of has changed (`inputs` of [`super::on_change`]).
 
+use std::borrow::Cow;
+
 use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
 use coreward_model::load::CoreLoads;
@@ -16,57 +18,56 @@ use crate::fleet::FleetService;
 impl Controller {
     /// The table of the service at this position, as things are now.
     pub(super) fn place(&mut self, position: usize, now: Now) -> NewTable {
-        let servers = match self.services[position].known_servers() {
+        let pool = match self.services[position].take_pool() {
             Some(known) => self.renewed(position, known, now),
             None => {
                 self.follow(position, now);
-                self.pool_servers(&self.services[position], now)
+                let service = &self.services[position];
+                self.as_it_is(service, Pool::new(self.pool_servers(service, now), 1), now)
             }
         };
-        let pool = self.pool_of(&self.services[position], servers, now);
         let service = &mut self.services[position];
         service.due = None;
         let pool = service.with_interval(pool);
         let table = service.place(&pool, now);
-        service.know_servers(pool.into_servers());
+        service.know_pool(pool);
         table
     }
 
     /// The service's pool as its policy would see it now.
     pub(super) fn pool(&self, service: &Service, now: Now) -> Pool {
-        self.pool_of(service, self.pool_servers(service, now), now)
+        self.as_it_is(service, Pool::new(self.pool_servers(service, now), 1), now)
     }
 
     /// The pool that the newest table was made of, as far as it is known still: for those who look twice a second and must not
     /// keep reports waiting.
-    pub(super) fn newest_pool(&self, service: &Service, now: Now) -> Pool {
-        match service.newest_servers() {
-            Some(servers) => self.pool_of(service, servers.to_vec(), now),
-            None => self.pool(service, now),
-        }
+    pub(super) fn newest_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
+        service.newest_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
         service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    fn pool_of(&self, service: &Service, servers: Vec<PoolServer>, now: Now) -> Pool {
+    /// The service's pool with all that is not its servers' own.
+    fn as_it_is(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet = service.fleet();
-        let pool = Pool::new(servers, self.load_balancers.count() as u32);
+        let pool = pool.for_next_table(self.load_balancers.count() as u32);
         let pool = pool.behind_racks(self.racks.summaries(fleet.index, now).cloned().collect());
         if places_requests(fleet) { pool.of_requests() } else { pool }
     }
 
-    /// These servers of the service at this position, with what is new of them.
-    fn renewed(&self, position: usize, mut servers: Vec<PoolServer>, now: Now) -> Vec<PoolServer> {
+    /// The pool of the newest table of the service at this position, with what is new.
+    fn renewed(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
         let service = &self.services[position];
-        for server in &mut servers {
-            server.fresh = service.is_fresh(server.id);
-            if service.is_to_be_looked_at(server.id) {
-                *server = self.pool_server(service, server.id, now);
+        for id in service.perhaps_new() {
+            if service.is_to_be_looked_at(id) {
+                pool.renew(self.pool_server(service, id, now));
+            } else {
+                pool.set_fresh(id, service.is_fresh(id));
             }
         }
-        servers
+        self.as_it_is(service, pool, now)
     }
 
     /// Where the servers of the service at this position stand now.
@@ -125,9 +126,8 @@ impl Controller {
 
 /// The loads of a server's cores as its agent reports them here; of one behind a rack they come from there, and what its agent
 /// reports here now and then is for people.
-fn loads_here(agent: &Agent, now: Now) -> Option<&CoreLoads> {
-    let is_behind = agent.session.as_ref().is_some_and(|session| session.rack.is_some());
-    agent.loads(now).filter(|_| !is_behind)
+pub(super) fn loads_here(agent: &Agent, now: Now) -> Option<&CoreLoads> {
+    agent.loads(now).filter(|_| !agent.is_behind_rack())
 }
 
 /// Whether each datagram is placed on its own (`udp = "packet"`).

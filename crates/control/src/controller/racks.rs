@@ -95,6 +95,19 @@ impl Racks {
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
+    /// Whose loads are passed up now for the service, by id.
+    pub fn passed_up(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
+        let mut passed_up = Vec::new();
+        for server in self.summaries(service, now).flat_map(|summary| &summary.servers) {
+            let id = usize::from(server.id.get());
+            if id >= passed_up.len() {
+                passed_up.resize(id + 1, false);
+            }
+            passed_up[id] = true;
+        }
+        passed_up
+    }
+
     /// An agent's session has begun behind a rack.
     pub fn begin(&mut self, behind: &Behind, session: &Session) {
         self.changes += 1;
@@ -212,7 +225,10 @@ impl Controller {
         own.sort_unstable();
         let mut summaries = BTreeMap::new();
         for message in messages {
-            let (service, summary) = parse_summary(message)?;
+            let (service, mut summary) = parse_summary(message)?;
+            for list in &mut summary.lists {
+                list.key = self.rss_keys.shared(list.key.clone());
+            }
             if let Some(foreign) = summary.servers.iter().find(|server| own.binary_search(&server.id).is_err()) {
                 return Err(SummaryRefused::ForeignServer(foreign.id));
             }

@@ -10,7 +10,7 @@ use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::Consistency;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{Core, PlacementTable, Rule};
-use coreward_model::policy::{Policy, Pool, PoolServer};
+use coreward_model::policy::{Policy, Pool};
 use coreward_model::tuple::Protocol;
 
 use super::newness::Newness;
@@ -84,9 +84,8 @@ pub struct Service {
     pub due: Option<Cause>,
     /// Of which servers something is newer than the newest table.
     newness: Newness,
-    /// Its servers as the newest table was made of them, but for what racks pass up; `None`: something else than loads may
-    /// have changed since.
-    servers: Option<Vec<PoolServer>>,
+    /// The pool of the newest table; `None`: something else than loads may have changed since.
+    pool: Option<Pool>,
     /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
     opened: Option<u64>,
     new_interval: bool,
@@ -123,7 +122,7 @@ impl Service {
             predecessor_changes: 0,
             due: None,
             newness: Newness::default(),
-            servers: None,
+            pool: None,
             opened: None,
             new_interval: true,
             made_of: None,
@@ -143,7 +142,7 @@ impl Service {
             self.policy = policy_of(new);
         }
         self.fleet = new.clone();
-        self.servers = None;
+        self.pool = None;
         let members = &self.fleet.members;
         self.newness.retain(|server| members.contains_key(&server));
         self.predecessors.retain(|server, before| {
@@ -244,24 +243,29 @@ impl Service {
         self.fleet.members.keys().for_each(|server| self.newness.mark(*server));
     }
 
-    /// Its servers as the newest table was made of them; `None`: all must be looked at.
-    pub fn known_servers(&mut self) -> Option<Vec<PoolServer>> {
-        self.servers.take()
+    /// The pool of the newest table; `None`: all servers must be looked at.
+    pub fn take_pool(&mut self) -> Option<Pool> {
+        self.pool.take()
     }
 
     /// The same, only to look at.
-    pub fn newest_servers(&self) -> Option<&[PoolServer]> {
-        self.servers.as_deref()
+    pub fn newest_pool(&self) -> Option<&Pool> {
+        self.pool.as_ref()
     }
 
-    /// A table is made of these.
-    pub fn know_servers(&mut self, servers: Vec<PoolServer>) {
-        self.servers = Some(servers);
+    /// The newest table was made of this one.
+    pub fn know_pool(&mut self, pool: Pool) {
+        self.pool = Some(pool);
     }
 
     /// Something else than loads may have changed.
     pub fn forget_servers(&mut self) {
-        self.servers = None;
+        self.pool = None;
+    }
+
+    /// Of whom something is newer than the newest table, and was when that one was made. (Some come twice.)
+    pub fn perhaps_new(&self) -> impl Iterator<Item = ServerId> {
+        self.newness.changed()
     }
 
     /// Whether the server's load is newer than the newest table.

@@ -161,13 +161,13 @@ impl RecentServer {
 impl RecentLoads {
     /// Takes in the newest loads; the pool with the mean of newest and recent loads. What racks pass up is that already.
     fn evened<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
-        if !pool.servers.iter().any(|server| matches!(server.loads, Some(Loads::Cores(_)))) {
+        if !pool.totals().any_reports_here {
             self.of_servers.clear();
             return Cow::Borrowed(pool);
         }
-        let mut evened = pool.clone();
+        let mut evened = pool.servers.clone();
         let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
-        for server in &mut evened.servers {
+        for server in &mut evened {
             let Some(Loads::Cores(loads)) = &mut server.loads else { continue };
             // Who is not there, or does not report, is forgotten.
             while before.next_if(|known| known.id < server.id).is_some() {}
@@ -177,7 +177,7 @@ impl RecentLoads {
             *loads = known.evened.clone();
             self.of_servers.push(known);
         }
-        Cow::Owned(evened)
+        Cow::Owned(pool.with_servers(evened))
     }
 }
 

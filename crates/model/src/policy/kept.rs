@@ -41,17 +41,23 @@ impl Kept {
         if passed_up.is_empty() {
             return Cow::Borrowed(&self.spreads.of_class);
         }
+        if self.spreads.counted.is_empty() {
+            return Cow::Borrowed(passed_up);
+        }
         let mut all = passed_up.clone();
         for (class, spread) in &self.spreads.of_class {
-            all.entry(*class).or_default().add_all(spread);
+            all.entry(*class).or_default().add_all(spread.bins());
         }
         Cow::Owned(all)
     }
 
     /// The choice for connections without a cookie: it changes with the eligible servers and their weights alone.
     pub(super) fn consistent(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
-        let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
-        if self.consistent.made_of.as_ref() != Some(&(weights.clone(), buckets)) {
+        let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
+        let is_same =
+            |(known, of): &(Vec<(ServerId, u32)>, BucketCount)| *of == buckets && known.iter().copied().eq(weights());
+        if !self.consistent.made_of.as_ref().is_some_and(is_same) {
+            let weights: Vec<(ServerId, u32)> = weights().collect();
             self.consistent.choice = weighted_rendezvous(&weights, buckets);
             self.consistent.made_of = Some((weights, buckets));
         }

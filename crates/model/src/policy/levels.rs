@@ -21,9 +21,7 @@ pub struct Levels {
 impl Levels {
     /// Of the eligible servers.
     pub fn of(pool: &Pool) -> Self {
-        let mut classes = pool.eligible().map(|server| server.class());
-        let first = classes.next();
-        let alike = classes.all(|class| Some(class) == first);
+        let alike = pool.totals().alike;
         let mut levels = Self { mean: pool.neutral_load(), lift: 0.0, mean_weight: 1.0, mean_speed: 1.0, alike };
         if !alike {
             let classes: Vec<Class> = pool.eligible().map(|server| server.class()).collect();

@@ -119,6 +119,10 @@ impl PartialEq for LoadSpread {
 
 impl Eq for LoadSpread {}
 
+/// What racks pass up of a [`LoadSpread`]: the bins in which there is a core, by load. A few hundred of 2,000 are, and hundreds of
+/// racks are kept and added up.
+pub type SpreadBins = Vec<(u16, Bin)>;
+
 /// The cores in a bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bin {
@@ -152,13 +156,13 @@ impl LoadSpread {
     }
 
     /// Takes in all cores of another.
-    pub fn add_all(&mut self, other: &LoadSpread) {
-        other.bins().for_each(|(bin, more)| self.add_bin(bin, more));
+    pub fn add_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
+        other.for_each(|(bin, more)| self.add_bin(bin, more));
     }
 
     /// Takes out all cores of another that was taken in.
-    pub fn remove_all(&mut self, other: &LoadSpread) {
-        for (bin, less) in other.bins() {
+    pub fn remove_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
+        for (bin, less) in other {
             let known = &mut self.bins[usize::from(bin)];
             known.cores = known.cores.saturating_sub(less.cores);
             known.sum = known.sum.saturating_sub(less.sum);
@@ -230,7 +234,7 @@ mod tests {
             let mut sum = LoadSpread::default();
             for of_part in 0..part {
                 let loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();
-                sum.add_all(&spread(&loads));
+                sum.add_all(spread(&loads).bins());
             }
             prop_assert_eq!(sum, spread(&loads));
         }

@@ -33,7 +33,7 @@ pub use crossrss_plus::CrossRssPlus;
 pub use groups::{RssGroup, rss_groups};
 pub use hash::striped_table;
 pub use least::Least;
-pub use loads::{Bin, Class, LoadSpread, Loads};
+pub use loads::{Bin, Class, LoadSpread, Loads, SpreadBins};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use measure::{Measure, TrafficWanted};
 pub use pool::{Pool, PoolServer, TrafficRates};

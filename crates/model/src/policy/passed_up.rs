@@ -39,7 +39,7 @@ impl PassedUpSpreads {
             Some(changed) => {
                 for (position, before) in changed {
                     for (class, spread) in &before.spreads {
-                        self.of_class.entry(*class).or_default().remove_all(spread);
+                        self.of_class.entry(*class).or_default().remove_all(spread.iter().copied());
                     }
                     self.add(&racks[position]);
                 }
@@ -54,7 +54,7 @@ impl PassedUpSpreads {
 
     fn add(&mut self, rack: &RackSummary) {
         for (class, spread) in &rack.spreads {
-            self.of_class.entry(*class).or_default().add_all(spread);
+            self.of_class.entry(*class).or_default().add_all(spread.iter().copied());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! A service's servers, as policies see them.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::loads::{Class, Loads};
 use super::{CandidateList, Capacity, RackSummary, Weight};
@@ -44,7 +44,7 @@ pub struct TrafficRates {
 }
 
 /// The pool of one service at the moment of a table.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
     pub(super) racks: Vec<Arc<RackSummary>>,
@@ -52,6 +52,25 @@ pub struct Pool {
     pub(super) opened_connections: Option<u64>,
     pub(super) of_requests: bool,
     pub(super) new_interval: bool,
+    /// Of each id its position in `servers`; empty until somebody looks for one.
+    positions: Vec<Option<u16>>,
+    /// Whether each server is in one rack's summary at most, and has its loads from there: what a rack passes up next then takes their
+    /// place.
+    in_one_rack: bool,
+    totals: OnceLock<Totals>,
+}
+
+/// What is added up over all servers: once for a table, and not for all who ask.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Totals {
+    /// See [`Pool::neutral_load`].
+    neutral_load: f64,
+    /// See [`Pool::has_loads`].
+    has_loads: bool,
+    /// Whether all eligible servers are of one class.
+    pub alike: bool,
+    /// Whether the loads of any server's cores are reported here.
+    pub any_reports_here: bool,
 }
 
 impl Pool {
@@ -66,29 +85,94 @@ impl Pool {
             opened_connections: None,
             of_requests: false,
             new_interval: true,
+            positions: Vec::new(),
+            in_one_rack: true,
+            totals: OnceLock::new(),
         }
+    }
+
+    /// The same servers at the moment of the next table, as [`Pool::new`] would have them.
+    pub fn for_next_table(self, load_balancers: u32) -> Self {
+        let load_balancers = load_balancers.max(1);
+        Self { load_balancers, opened_connections: None, of_requests: false, new_interval: true, ..self }
+    }
+
+    /// This is what is known of one of its servers now, without what racks pass up; of one that is not in it nothing happens.
+    pub fn renew(&mut self, server: PoolServer) {
+        let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
+        let passed_up = match (&server.loads, &known.loads) {
+            (None, Some(loads)) if !matches!(loads, Loads::Cores(_)) => known.loads.take(),
+            // Whether a rack passes its loads up is to be looked for.
+            (None, Some(_)) => {
+                self.in_one_rack = false;
+                None
+            }
+            _ => None,
+        };
+        *known = PoolServer { loads: server.loads.or(passed_up), ..server };
+        self.totals = OnceLock::new();
+    }
+
+    /// Whether what is known of the server's load is newer than the previous table.
+    pub fn set_fresh(&mut self, id: ServerId, fresh: bool) {
+        if let Some(position) = self.position(id) {
+            self.servers[position].fresh = fresh;
+        }
+    }
+
+    fn position(&mut self, id: ServerId) -> Option<usize> {
+        if self.positions.is_empty()
+            && let Some(last) = self.servers.last()
+        {
+            self.positions.resize(usize::from(last.id.get()) + 1, None);
+            for (position, server) in (0..).zip(&self.servers) {
+                self.positions[usize::from(server.id.get())] = Some(position);
+            }
+        }
+        self.positions.get(usize::from(id.get())).copied().flatten().map(usize::from)
     }
 
     /// The same pool, in which the loads of the racks' servers are what the racks pass up, where none are known yet.
+    /// In a pool that is behind racks already only what they pass up anew is looked at.
     pub fn behind_racks(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
-        let mut servers = by_id(&mut self.servers, !racks.is_empty());
-        for reduced in racks.iter().flat_map(|rack| &rack.servers) {
-            if let Some(Some(server)) = servers.get_mut(usize::from(reduced.id.get())) {
-                server.loads.get_or_insert_with(|| reduced.loads.clone());
+        let before = std::mem::replace(&mut self.racks, racks.clone());
+        self.totals = OnceLock::new();
+        if self.in_one_rack && before.len() == racks.len() {
+            let changed = || before.iter().zip(&racks).filter(|(before, now)| !Arc::ptr_eq(before, now));
+            changed().for_each(|(before, _)| self.forget(before));
+            changed().for_each(|(_, now)| self.hear(now));
+            if self.in_one_rack {
+                return self;
             }
         }
-        self.racks = racks;
+        self.in_one_rack = true;
+        for server in &mut self.servers {
+            server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
+        }
+        racks.iter().for_each(|rack| self.hear(rack));
         self
     }
 
-    /// The servers, without what racks pass up of them.
-    pub fn into_servers(mut self) -> Vec<PoolServer> {
-        if !self.racks.is_empty() {
-            for server in &mut self.servers {
-                server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
+    /// Nothing holds of what the rack has passed up of its servers.
+    fn forget(&mut self, rack: &RackSummary) {
+        for reduced in &rack.servers {
+            if let Some(position) = self.position(reduced.id) {
+                let loads = &mut self.servers[position].loads;
+                *loads = loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
             }
         }
-        self.servers
+    }
+
+    /// A rack passes that up: the first one that names a server is heard.
+    fn hear(&mut self, rack: &RackSummary) {
+        for reduced in &rack.servers {
+            let Some(position) = self.position(reduced.id) else { continue };
+            match &mut self.servers[position].loads {
+                loads @ None => *loads = Some(reduced.loads.clone()),
+                Some(Loads::Cores(_)) => {}
+                Some(_) => self.in_one_rack = false,
+            }
+        }
     }
 
     /// What racks pass up of servers with this RSS key.
@@ -122,16 +206,40 @@ impl Pool {
         self.servers.iter().filter(|server| server.eligible)
     }
 
+    /// The same pool with other loads of these servers.
+    pub(super) fn with_servers(&self, servers: Vec<PoolServer>) -> Self {
+        Self { servers, racks: self.racks.clone(), positions: Vec::new(), totals: OnceLock::new(), ..*self }
+    }
+
+    pub(super) fn totals(&self) -> &Totals {
+        self.totals.get_or_init(|| {
+            // From -0 on, as sums of iterators begin.
+            let (mut cores, mut sum, mut alike, mut first) = (0u64, -0.0, true, None);
+            for server in self.eligible() {
+                if let Some(loads) = &server.loads {
+                    cores += u64::from(loads.count());
+                    sum += loads.sum();
+                }
+                let class = server.class();
+                alike &= class == *first.get_or_insert(class);
+            }
+            Totals {
+                neutral_load: if cores == 0 { 0.0 } else { sum / cores as f64 },
+                has_loads: self.eligible().any(|server| server.loads.is_some()),
+                alike,
+                any_reports_here: self.servers.iter().any(|server| matches!(server.loads, Some(Loads::Cores(_)))),
+            }
+        })
+    }
+
     /// Whether any eligible server's loads are known.
     pub fn has_loads(&self) -> bool {
-        self.eligible().any(|server| server.loads.is_some())
+        self.totals().has_loads
     }
 
     /// Mean load of all cores whose load is known: what a server without a fresh report counts as.
     pub fn neutral_load(&self) -> f64 {
-        let known = || self.eligible().filter_map(|server| server.loads.as_ref());
-        let cores: u64 = known().map(|loads| u64::from(loads.count())).sum();
-        if cores == 0 { 0.0 } else { known().map(Loads::sum).sum::<f64>() / cores as f64 }
+        self.totals().neutral_load
     }
 
     /// What every eligible server has of new connections, next to the others: weight x ramp.
@@ -170,19 +278,6 @@ impl Pool {
     }
 }
 
-/// Servers by their id, if that is `wanted`: racks name thousands of them.
-fn by_id(servers: &mut [PoolServer], wanted: bool) -> Vec<Option<&mut PoolServer>> {
-    let mut by_id: Vec<Option<&mut PoolServer>> = Vec::new();
-    if wanted && let Some(last) = servers.last() {
-        by_id.resize_with(usize::from(last.id.get()) + 1, || None);
-        for server in servers {
-            let id = usize::from(server.id.get());
-            by_id[id] = Some(server);
-        }
-    }
-    by_id
-}
-
 /// A number from 0 to 1 that is the bucket's and the server's own.
 fn part_of(bucket: u32, server: ServerId) -> f64 {
     let bits = mix(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -215,11 +310,8 @@ impl PoolServer {
     /// What its cores are compared by.
     pub(super) fn class(&self) -> Class {
         // How fast one core is: what the operator says of all of them, by their number.
-        let speed = match (self.capacity, self.core_count()) {
-            (Some(capacity), Some(cores)) => capacity.get() / f64::from(cores.max(1)),
-            _ => 1.0,
-        };
-        Class { weight: self.weight, speed }
+        let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
+        Class { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
     /// How many cores it has, by its reports or by its NIC's table; `None` when neither is known.
@@ -237,6 +329,8 @@ impl PoolServer {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -263,5 +357,60 @@ mod tests {
         let pool = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
         assert_eq!(pool(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]), [2.5, 4.0, 3.0]);
         assert_eq!(pool(&[server(1, None, 0)]), [1.0]);
+    }
+
+    prop_compose! {
+        /// Loads that are reported here, of some servers, and summaries of some racks, which may name the same server.
+        fn step()(
+            here in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
+            racks in prop::collection::vec((0usize..5, prop::collection::vec((0u64..12, 1u32..9), 0..5)), 0..3),
+            count in prop_oneof![4 => Just(4usize), 1 => 0usize..6],
+        ) -> (Vec<(usize, Option<u32>)>, Vec<(usize, Vec<(u64, u32)>)>, usize) {
+            (here, racks, count)
+        }
+    }
+
+    fn id(number: u64) -> ServerId {
+        ServerId::try_from(number * 7).unwrap()
+    }
+
+    fn summary(servers: &[(u64, u32)]) -> Arc<RackSummary> {
+        let mut servers = servers.to_vec();
+        servers.sort_unstable();
+        servers.dedup_by_key(|(server, _)| *server);
+        let of = |(server, tenths): &(u64, u32)| {
+            let loads = match tenths {
+                1 => Loads::Whole(vec![0.5; 2].into()),
+                _ => Loads::Reduced { sum: f64::from(*tenths) / 10.0, cores: 3 },
+            };
+            crate::policy::ReducedServer { id: id(*server), loads }
+        };
+        Arc::new(RackSummary { servers: servers.iter().map(of).collect(), spreads: Vec::new(), lists: Vec::new() })
+    }
+
+    proptest! {
+        /// A pool that goes on from table to table is the one that would be made anew.
+        #[test]
+        fn what_is_renewed_is_what_would_be_made_anew(steps in prop::collection::vec(step(), 1..10)) {
+            let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
+            let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| summary(&[])).collect();
+            let mut pool = Pool::new(servers.clone(), 1);
+            for (here, passed_up, count) in steps {
+                for (server, tenths) in here {
+                    let loads = tenths.map(|tenths| Loads::from(vec![f64::from(tenths) / 10.0; 2]));
+                    servers[server] = PoolServer { loads, fresh: tenths != Some(1), ..servers[server].clone() };
+                    pool.renew(servers[server].clone());
+                }
+                for (rack, of_rack) in passed_up {
+                    racks[rack] = summary(&of_rack);
+                }
+                pool = pool.for_next_table(3).with_opened_connections(4).behind_racks(racks[..count].to_vec());
+                let anew = Pool::new(servers.clone(), 3).with_opened_connections(4).behind_racks(racks[..count].to_vec());
+                prop_assert_eq!(pool.servers(), anew.servers());
+                prop_assert_eq!(pool.neutral_load(), anew.neutral_load());
+                prop_assert_eq!(pool.has_loads(), anew.has_loads());
+                prop_assert_eq!((pool.load_balancers, pool.opened_connections), (anew.load_balancers, anew.opened_connections));
+            }
+        }
     }
 }

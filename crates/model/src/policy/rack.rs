@@ -16,7 +16,7 @@
 use std::collections::BTreeMap;
 
 use super::groups::Least;
-use super::loads::{Class, LoadSpread, Loads};
+use super::loads::{Class, LoadSpread, Loads, SpreadBins};
 use super::reached::reached;
 use super::{Policy, Pool, PoolServer};
 use crate::ServerId;
@@ -32,7 +32,7 @@ pub struct RackSummary {
     /// By id.
     pub servers: Vec<ReducedServer>,
     /// How the loads of the eligible reduced ones are spread.
-    pub spreads: Vec<(Class, LoadSpread)>,
+    pub spreads: Vec<(Class, SpreadBins)>,
     /// The least loaded cores of the eligible reduced ones: a list for each RSS key and class.
     pub lists: Vec<CandidateList>,
 }
@@ -95,7 +95,7 @@ impl RackSummary {
                 None => listed.push((&rss.key, class, vec![server])),
             }
         }
-        summary.spreads = spreads.into_iter().collect();
+        summary.spreads = spreads.into_iter().map(|(class, spread)| (class, spread.bins().collect())).collect();
         if most > 0 {
             let lists = listed.into_iter().map(|(key, _, servers)| list(key, &servers, buckets, most));
             summary.lists = lists.collect();

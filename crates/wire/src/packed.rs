@@ -1,0 +1,104 @@
+//! Many numbers in `bytes`, written as protobuf writes packed `repeated` fields of them, and read where they came: what racks pass up
+//! is millions of numbers a second, and each list of them that protobuf reads grows in a vector of its own.
+
+use prost::bytes::{Bytes, BytesMut};
+use prost::encoding::{decode_varint, encode_varint};
+
+use crate::WireError;
+
+/// As `repeated uint64` (and `uint32`).
+pub fn write(numbers: impl Iterator<Item = u64>) -> Bytes {
+    let mut bytes = BytesMut::with_capacity(numbers.size_hint().0);
+    numbers.for_each(|number| encode_varint(number, &mut bytes));
+    bytes.freeze()
+}
+
+/// As `repeated double`.
+pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
+    numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
+}
+
+/// How many numbers there are: each has one byte without the bit that says that it goes on.
+pub fn count(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|byte| **byte < 0x80).count()
+}
+
+/// The numbers; `field` is what an error names.
+pub fn read<'a>(field: &'a str, bytes: &'a [u8]) -> impl Iterator<Item = Result<u64, WireError>> + 'a {
+    let mut rest = bytes;
+    std::iter::from_fn(move || match rest.split_first()? {
+        (small, after) if *small < 0x80 => {
+            rest = after;
+            Some(Ok(u64::from(*small)))
+        }
+        _ => {
+            let number = decode_varint(&mut rest).map_err(|error| WireError::new(field, error));
+            if number.is_err() {
+                rest = &[];
+            }
+            Some(number)
+        }
+    })
+}
+
+/// As [`count`].
+///
+/// # Errors
+/// When the last one is not whole.
+pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
+    let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
+    bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)
+}
+
+/// The numbers.
+pub fn read_doubles(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+    bytes.as_chunks().0.iter().map(|number| f64::from_le_bytes(*number))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What a version reads whose fields are `repeated`.
+    #[derive(Clone, PartialEq, prost::Message)]
+    struct Repeated {
+        #[prost(uint64, repeated, tag = "3")]
+        numbers: Vec<u64>,
+        #[prost(double, repeated, tag = "5")]
+        doubles: Vec<f64>,
+    }
+
+    #[derive(Clone, PartialEq, prost::Message)]
+    struct InBytes {
+        #[prost(bytes = "bytes", tag = "3")]
+        numbers: Bytes,
+        #[prost(bytes = "bytes", tag = "5")]
+        doubles: Bytes,
+    }
+
+    proptest! {
+        #[test]
+        fn both_ways_are_the_same_bytes(
+            numbers in prop::collection::vec(prop_oneof![0u64..200, any::<u64>()], 0..50),
+            doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
+        ) {
+            use prost::Message as _;
+            let in_bytes = InBytes { numbers: write(numbers.iter().copied()), doubles: write_doubles(doubles.iter().copied()) };
+            let repeated = Repeated { numbers, doubles };
+            prop_assert_eq!(in_bytes.encode_to_vec(), repeated.encode_to_vec());
+            prop_assert_eq!(count(&in_bytes.numbers), repeated.numbers.len());
+            prop_assert_eq!(count_doubles("load", &in_bytes.doubles).unwrap(), repeated.doubles.len());
+            let read: Vec<u64> = read("number", &in_bytes.numbers).map(Result::unwrap).collect();
+            prop_assert_eq!(read, repeated.numbers);
+            prop_assert_eq!(read_doubles(&in_bytes.doubles).collect::<Vec<f64>>(), repeated.doubles);
+        }
+    }
+
+    #[test]
+    fn what_is_cut_off_is_refused() {
+        let numbers: Vec<_> = read("core", &[7, 0x80]).collect();
+        assert!(numbers[0] == Ok(7) && numbers[1].is_err() && numbers.len() == 2, "{numbers:?}");
+    }
+}
