@@ -298,7 +298,9 @@ impl<'a> Run<'a> {
             interrupt::check()?;
             self.site.look_after()?;
             let missing = match watch.status() {
-                Ok(status) => watch::not_whole(self.testbed, &status, since).or_else(|| watch.without_table(since)),
+                Ok(status) => {
+                    watch::not_whole(self.testbed, &status, since).or_else(|| watch.without_table(&status, since))
+                }
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(missing) = missing else { break };

@@ -68,6 +68,9 @@ struct Known {
     keys: Option<[Value; 3]>,
 }
 
+/// Policies whose tables are new as long as there is traffic.
+const READ_LOADS: [&str; 2] = ["crossrss", "crossrss-plus"];
+
 impl<'a> Watch<'a> {
     /// Nothing is known yet.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
@@ -101,12 +104,20 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Which load balancer got no new table since that moment; `None`: all did.
-    pub fn without_table(&self, since: Instant) -> Option<String> {
+    /// Which load balancer got no new table since that moment; `None`: all did. `status`: of the controller. Where no service's
+    /// policy reads loads, no table is new while nothing else changes: then those that the controller has are in force.
+    pub fn without_table(&self, status: &Value, since: Instant) -> Option<String> {
+        let services = array(&status["services"]);
+        let reads_loads = services.iter().any(|service| READ_LOADS.iter().any(|policy| service["policy"] == *policy));
+        let made: f64 = services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
         let known = self.known();
-        let new = |number: &u16| known.tables.get(number).is_some_and(|(_, at)| *at > since);
-        let numbers = self.testbed.load_balancer_numbers();
-        numbers.into_iter().find(|number| !new(number)).map(|number| format!("lb{number} has no new table"))
+        let lacks = |number: u16| match known.tables.get(&number) {
+            Some((_, at)) if *at > since => None,
+            Some((generations, _)) if !reads_loads => (*generations != made)
+                .then(|| format!("lb{number}'s tables are of generations {generations} in all, and not {made}")),
+            _ => Some(format!("lb{number} has no new table")),
+        };
+        self.testbed.load_balancer_numbers().into_iter().find_map(lacks)
     }
 
     /// What `coreward status` says.
