@@ -86,6 +86,9 @@ const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
 const TABLES_REST: u32 = 1;
 /// But at least so long: what comes meanwhile is in the next ones.
 const TABLES_GAP: Duration = Duration::from_millis(1);
+/// After so many reports, or pieces of other work, it is looked at what has come meanwhile and which time is over: of racks each
+/// takes up to some hundred microseconds (tokio's 61 are 10 ms then).
+const EVENT_INTERVAL: u32 = 7;
 /// How often ids of servers that left are looked over.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
@@ -100,7 +103,11 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     // One worker: whatever is decided, is decided one after the other. Such a worker runs next what a task has just woken (a
     // current-thread runtime: what has waited longest), so a table goes out before the reports of a thousand agents that came
     // meanwhile, and what says that it is in force is heard before them.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .event_interval(EVENT_INTERVAL)
+        .enable_all()
+        .build()?;
     let config = config.to_owned();
     runtime.block_on(async { tokio::spawn(lead_and_serve(config)).await? })
 }
