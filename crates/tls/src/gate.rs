@@ -12,6 +12,7 @@ use std::time::Duration;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_rustls::TlsAcceptor;
@@ -362,6 +363,15 @@ impl Admitted {
     /// Whose it is.
     pub fn caller(&self) -> &Caller {
         &self.caller
+    }
+
+    /// The same connection, to be served in that runtime.
+    ///
+    /// # Errors
+    /// When there can be no more open files.
+    pub fn moved_to(mut self, runtime: &Handle) -> io::Result<Self> {
+        self.io.move_to(runtime)?;
+        Ok(self)
     }
 
     fn is_closed(&self) -> bool {

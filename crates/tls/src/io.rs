@@ -1,11 +1,13 @@
 //! Bytes of a connection, with or without TLS.
 
 use std::io;
+use std::os::fd::AsFd as _;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::runtime::Handle;
 use tokio_rustls::TlsStream;
 
 use crate::failure::Failure;
@@ -17,6 +19,21 @@ pub enum Io {
     Plain(TcpStream),
     /// Encrypted.
     Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Io {
+    /// From now on this runtime waits for its bytes. A socket belongs to the runtime in which it was made, so it becomes another one,
+    /// of the same connection.
+    pub(crate) fn move_to(&mut self, runtime: &Handle) -> io::Result<()> {
+        let stream = match self {
+            Self::Plain(stream) => stream,
+            Self::Tls(stream) => stream.get_mut().0,
+        };
+        let same = std::net::TcpStream::from(stream.as_fd().try_clone_to_owned()?);
+        let _guard = runtime.enter();
+        *stream = TcpStream::from_std(same)?;
+        Ok(())
+    }
 }
 
 /// An error of TLS (an alert that the peer sent) in words.

@@ -13,6 +13,7 @@ use crate::authority::{Authority, DAY, RollOver, Validity};
 use crate::certificate::{Fingerprint, unix_now};
 use crate::connect::Connector;
 use crate::failure::{Failures, Reason};
+use crate::gate::Admitted;
 use crate::identity::{Identity, Name, Role};
 use crate::io::Io;
 use crate::verify::Denied;
@@ -73,15 +74,8 @@ impl Listening {
         };
         let mut admitted = Box::pin(gate.admit(listener));
         tokio::spawn(async move {
-            while let Some(Ok(mut connection)) = admitted.next().await {
-                tokio::spawn(async move {
-                    let caller: Caller = connection.caller().clone();
-                    let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
-                    while connection.read_u8().await.is_ok() {
-                        connection.write_all(format!("{who}\n").as_bytes()).await.unwrap();
-                        connection.flush().await.unwrap();
-                    }
-                });
+            while let Some(Ok(connection)) = admitted.next().await {
+                tokio::spawn(answer(connection));
             }
         });
         Self { address, failures, denied }
@@ -105,6 +99,16 @@ impl Listening {
     }
 }
 
+/// Says who asks, as often as it is asked.
+async fn answer(mut connection: Admitted) {
+    let caller: Caller = connection.caller().clone();
+    let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
+    while connection.read_u8().await.is_ok() {
+        connection.write_all(format!("{who}\n").as_bytes()).await.unwrap();
+        connection.flush().await.unwrap();
+    }
+}
+
 async fn ask(stream: &mut Io) -> Result<String, String> {
     let asked = async {
         stream.write_all(b"?").await?;
@@ -119,6 +123,27 @@ async fn ask(stream: &mut Io) -> Result<String, String> {
     };
     let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(PATIENCE, asked).await;
     answer.expect("an answer in time").map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_connection_goes_on_in_another_runtime_when_the_first_one_has_ended() {
+    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (accepting, serving, asking) = (runtime(), runtime(), runtime());
+    let fleet = Fleet::new("prod");
+    let (controller, balancer) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Lb, "lb1"));
+    let (required, failures) = (ClientCertificates::Required, Arc::default());
+    let gate = Gate::guarded(controller, PARTS, required, &["h2"], Denied::default(), Limits::default(), failures);
+    let (connection, client) = accepting.block_on(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connector = Connector::new(listener.local_addr().unwrap(), Some((balancer, &[Role::Controller])));
+        let client = asking.spawn(async move { connector.connect().await.unwrap() });
+        let connection = Box::pin(gate.admit(listener)).next().await.unwrap().unwrap();
+        (connection.moved_to(serving.handle()).unwrap(), client)
+    });
+    drop(accepting);
+    serving.spawn(answer(connection));
+    let said = asking.block_on(async { ask(&mut client.await.unwrap()).await });
+    assert_eq!(said.unwrap(), "lb lb1");
 }
 
 #[tokio::test]

@@ -9,10 +9,12 @@
 //! * [`agents`], [`racks`], [`load_balancers`], [`machines`]: one kind of caller each
 
 mod agents;
+mod apart;
 mod board;
 pub(crate) mod keeper;
 mod load_balancers;
 mod machines;
+mod making;
 pub mod office;
 mod racks;
 pub mod security;
@@ -38,7 +40,7 @@ use coreward_wire::{TERM, v1};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, sleep_until};
+use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -51,7 +53,9 @@ use crate::store::Store;
 use crate::store::embedded::EmbeddedStore;
 use crate::store::etcd::EtcdStore;
 use agents::Speaker;
+use apart::Apart;
 use keeper::{Change, Keeper};
+use making::make_tables;
 use office::Office;
 use security::{Security, Visitor};
 use shared::{Shared, WantedChange};
@@ -70,22 +74,12 @@ const STREAMS: u32 = 32;
 const FRAME_BYTES: u32 = 16 << 10;
 /// A message to the controller: the counts of 16,384 servers are the largest.
 const MESSAGE_BYTES: usize = 4 << 20;
-/// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
-/// are back; but no longer than this.
-const SETTLE_LIMIT: Duration = Duration::from_secs(4);
-const SETTLE_LOOK: Duration = Duration::from_millis(10);
 /// Before a controller that has led stands for election again: others are first.
 const AFTER_LEADING: Duration = Duration::from_secs(1);
 /// What a part may send before it is told that some of it was read (HTTP/2): a rack's summaries of one interval.
 const WINDOW_BYTES: u32 = 256 << 10;
 /// Tables that a load balancer is sent before it takes one: some at once, but not so many that newer ones wait behind them.
 const TABLES_ON_THE_WAY: usize = 4;
-/// Tables that are due are made as long as this; then reports have their turn.
-const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
-/// After tables were made, none are for so many times as long: they take at most half of a CPU.
-const TABLES_REST: u32 = 1;
-/// But at least so long: what comes meanwhile is in the next ones.
-const TABLES_GAP: Duration = Duration::from_millis(1);
 /// After so many reports, or pieces of other work, it is looked at what has come meanwhile and which time is over: of racks each
 /// takes up to some hundred microseconds (tokio's 61 are 10 ms then).
 const EVENT_INTERVAL: u32 = 7;
@@ -100,9 +94,9 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// When a file is wrong, the store cannot be used or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
-    // One worker: whatever is decided, is decided one after the other. Such a worker runs next what a task has just woken (a
-    // current-thread runtime: what has waited longest), so a table goes out before the reports of a thousand agents that came
-    // meanwhile, and what says that it is in force is heard before them.
+    // One worker takes what agents and racks say, and makes tables of it. Such a worker runs next what a task has just woken (a
+    // current-thread runtime: what has waited longest), so a table that is due does not wait for the reports of a thousand agents that
+    // came meanwhile.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .event_interval(EVENT_INTERVAL)
@@ -223,11 +217,11 @@ impl Server {
         };
         let api_door = self.office.security.api_door(self.config.api);
         let _api = api::serve(self.api, api_door.clone(), self.office.clone(), self.tokens)?;
-        let service = builder()
-            .add_service(
-                ControlServer::new(Service { office: self.office.clone() }).max_decoding_message_size(MESSAGE_BYTES),
-            )
-            .serve_with_incoming(self.office.security.gate(PARTS, Limits::default()).admit(self.listener));
+        let mut load_balancers = Apart::begin(self.office.clone())?;
+        let admitted = self.office.security.gate(PARTS, Limits::default()).admit(self.listener);
+        let others = builder()
+            .add_service(service(Service { office: self.office.clone() }))
+            .serve_with_incoming(load_balancers.take_from(admitted));
         let work = async {
             match work {
                 Work::Alone(term) => term.lead().await,
@@ -238,7 +232,8 @@ impl Server {
             }
         };
         tokio::select! {
-            outcome = service => outcome.context("the controller's socket failed"),
+            outcome = others => outcome.context("the controller's socket failed"),
+            outcome = load_balancers.ended() => outcome,
             outcome = work => outcome,
             never = self.office.security.look_after() => match never {},
             never = api_door.look_after() => match never {},
@@ -344,31 +339,9 @@ impl Term {
     async fn lead(self) -> anyhow::Result<()> {
         let Self { keeper, shared, changes } = self;
         tokio::select! {
-            () = tick(&shared, keeper.restarted()) => Ok(()),
+            () = make_tables(&shared, keeper.restarted()) => Ok(()),
             outcome = keep(keeper, &shared, changes) => outcome,
             () = look(&shared) => Ok(()),
-        }
-    }
-}
-
-/// Tables, for ever.
-async fn tick(shared: &Shared, restarted: bool) {
-    let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
-    while Instant::now() < limit && !shared.all_report() {
-        tokio::time::sleep(SETTLE_LOOK).await;
-    }
-    shared.settle();
-    let mut due = Instant::now();
-    loop {
-        tokio::select! {
-            () = sleep_until(due) => {
-                // After a pause of the machine one tick, not all that were missed.
-                due = (due + shared.tick()).max(Instant::now());
-            }
-            () = shared.due() => {
-                let took = shared.make_due_tables(TABLES_AT_ONCE);
-                tokio::time::sleep((took * TABLES_REST).max(TABLES_GAP)).await;
-            }
         }
     }
 }
@@ -462,6 +435,10 @@ fn begun<T>(shared: &Shared, stream: mpsc::Receiver<T>) -> Response<ReceiverStre
 
 struct Service {
     office: Arc<Office>,
+}
+
+fn service(service: Service) -> ControlServer<Service> {
+    ControlServer::new(service).max_decoding_message_size(MESSAGE_BYTES)
 }
 
 impl Service {

@@ -1,0 +1,97 @@
+//! Load balancers' connections have a thread of their own. What agents and racks say is served in the order in which it came, and a
+//! burst of it takes tens of milliseconds of a CPU; a table that was made meanwhile is not to wait behind it, nor is what a load
+//! balancer says of it. The kernel prefers a thread that mostly sleeps, so this holds on one CPU, too. Without TLS nobody knows whose a
+//! connection is before it has said so, and load balancers are served with the others.
+
+use std::io;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use coreward_tls::Role;
+use coreward_tls::gate::Admitted;
+use tokio::runtime::{Handle, Runtime};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt as _};
+
+use super::{Service, builder, service};
+use crate::server::office::Office;
+
+/// Connections that wait for the thread.
+const WAITING: usize = 64;
+
+/// Serves load balancers, for as long as it is there.
+pub struct Apart {
+    runtime: Option<Runtime>,
+    connections: mpsc::Sender<io::Result<Admitted>>,
+    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+}
+
+impl Apart {
+    /// Begins to serve.
+    ///
+    /// # Errors
+    /// When there can be no more threads.
+    pub fn begin(office: Arc<Office>) -> anyhow::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("load-balancers")
+            .enable_all()
+            .build()
+            .context("no thread for load balancers")?;
+        let (connections, receiver) = mpsc::channel(WAITING);
+        let server = builder().add_service(service(Service { office }));
+        let serving = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
+        Ok(Self { runtime: Some(runtime), connections, serving })
+    }
+
+    /// Takes load balancers' connections out of these: those whose certificate says so.
+    pub fn take_from<S: Stream<Item = io::Result<Admitted>>>(
+        &self,
+        admitted: S,
+    ) -> impl Stream<Item = io::Result<Admitted>> + use<S> {
+        let (connections, thread) = (self.connections.clone(), self.runtime().handle().clone());
+        admitted.filter_map(move |admitted| match admitted {
+            Ok(connection) if is_load_balancers(&connection) => {
+                if let Err(error) = hand_over(connection, &connections, &thread) {
+                    tracing::warn!("a load balancer has to connect again: {error:#}");
+                }
+                None
+            }
+            other => Some(other),
+        })
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().expect("it is there until this is dropped")
+    }
+
+    /// Returns when it serves no more.
+    pub async fn ended(&mut self) -> anyhow::Result<()> {
+        (&mut self.serving).await?.context("load balancers are not served")
+    }
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        // Waiting for its thread is not possible in asynchronous code.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn is_load_balancers(connection: &Admitted) -> bool {
+    connection.caller().identity.as_ref().is_some_and(|identity| identity.role == Role::Lb)
+}
+
+fn hand_over(
+    connection: Admitted,
+    connections: &mpsc::Sender<io::Result<Admitted>>,
+    thread: &Handle,
+) -> anyhow::Result<()> {
+    let caller = connection.caller().clone();
+    let moved = connection.moved_to(thread).with_context(|| caller.to_string())?;
+    connections.try_send(Ok(moved)).map_err(|error| anyhow::anyhow!("{caller}: {error}"))
+}
