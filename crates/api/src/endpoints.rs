@@ -19,7 +19,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use crate::limits::Limits;
 use crate::problem::PROBLEM_JSON;
 use crate::serve::Peer;
-use crate::sessions::Sessions;
+use crate::sessions::{Sessions, Shown};
 use crate::tokens::Tokens;
 use crate::{Caller, Problem, ProblemKind, Role};
 
@@ -47,16 +47,19 @@ impl Guard {
         Self { tokens, sessions: Sessions::default(), limits: Limits::default(), changes: watch::Sender::new(0) }
     }
 
-    /// Reads the tokens again. Sessions end in any case, and so does what was begun with a token or a certificate
-    /// ([`Guard::changes`]): each may be one that is believed no more. Who may still come in comes back.
+    /// Reads the tokens again. Where there are others, sessions that were begun with a token end; those begun with a certificate do in
+    /// any case, as it may be denied now; and so does an answer that lasts ([`Guard::changes`]). Who may still come in comes back.
     ///
     /// # Errors
     /// When a token cannot be used: all old ones stay valid.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
-        self.sessions.end_all();
+        self.sessions.end_by(Shown::Certificate);
+        if outcome.as_ref().is_ok_and(|others| *others) {
+            self.sessions.end_by(Shown::Token);
+        }
         self.changes.send_modify(|count| *count += 1);
-        outcome
+        outcome.map(drop)
     }
 
     /// Changes when who may come in may have changed: an answer that lasts ends then.

@@ -22,14 +22,24 @@ const COOKIE: &str = "coreward_session";
 #[derive(Default)]
 pub struct Sessions(Mutex<Vec<Session>>);
 
+/// What somebody showed who began a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shown {
+    /// A token.
+    Token,
+    /// A certificate.
+    Certificate,
+}
+
 struct Session {
     id: String,
+    by: Shown,
     ends: Instant,
 }
 
 impl Sessions {
-    /// A new session: the `Set-Cookie` that begins it.
-    pub fn begin(&self) -> String {
+    /// A new session: the `Set-Cookie` that begins it. `by`: what was shown for it.
+    pub fn begin(&self, by: Shown) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
@@ -38,7 +48,7 @@ impl Sessions {
             sessions.remove(0);
         }
         let cookie = set_cookie(&id, LIFE);
-        sessions.push(Session { id, ends: Instant::now() + LIFE });
+        sessions.push(Session { id, by, ends: Instant::now() + LIFE });
         cookie
     }
 
@@ -55,9 +65,9 @@ impl Sessions {
         set_cookie("", Duration::ZERO)
     }
 
-    /// Ends all of them.
-    pub fn end_all(&self) {
-        self.living().clear();
+    /// Ends those that were begun by this.
+    pub fn end_by(&self, by: Shown) {
+        self.living().retain(|session| session.by != by);
     }
 
     fn living(&self) -> MutexGuard<'_, Vec<Session>> {
@@ -99,22 +109,25 @@ mod tests {
     #[test]
     fn a_session_lasts_until_it_is_ended() {
         let sessions = Sessions::default();
-        let cookie = sessions.begin();
+        let cookie = sessions.begin(Shown::Token);
         assert!(cookie.contains("HttpOnly; SameSite=Strict"), "{cookie}");
         let headers = with(cookie.split(';').next().unwrap());
         assert!(sessions.has(&headers) && !sessions.has(&with("coreward_session=")) && !sessions.has(&with("a=b")));
         assert!(sessions.end(&headers).contains("Max-Age=0"));
         assert!(!sessions.has(&headers));
-        let headers = with(sessions.begin().split(';').next().unwrap());
-        sessions.end_all();
-        assert!(!sessions.has(&headers));
+        let [token, certificate] =
+            [Shown::Token, Shown::Certificate].map(|by| with(sessions.begin(by).split(';').next().unwrap()));
+        sessions.end_by(Shown::Certificate);
+        assert!(sessions.has(&token) && !sessions.has(&certificate));
+        sessions.end_by(Shown::Token);
+        assert!(!sessions.has(&token));
     }
 
     #[test]
     fn there_are_only_so_many() {
         let sessions = Sessions::default();
-        let first = with(sessions.begin().split(';').next().unwrap());
-        (0..MOST).for_each(|_| drop(sessions.begin()));
+        let first = with(sessions.begin(Shown::Token).split(';').next().unwrap());
+        (0..MOST).for_each(|_| drop(sessions.begin(Shown::Token)));
         assert!(!sessions.has(&first));
         assert_eq!(sessions.living().len(), MOST);
     }

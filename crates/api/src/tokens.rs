@@ -45,11 +45,11 @@ impl Tokens {
         Ok(tokens)
     }
 
-    /// Reads the files again. On an error the old tokens stay valid.
+    /// Reads the files again; whether there are other tokens now. On an error the old tokens stay valid.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
-    pub fn reload(&self) -> anyhow::Result<()> {
+    pub fn reload(&self) -> anyhow::Result<bool> {
         let read = |role| read_or_draw(&token_file(&self.directory, role)).map(|token| (role, token));
         let tokens = Role::ALL.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
         ensure!(
@@ -57,8 +57,13 @@ impl Tokens {
             "the roles' tokens in {} are the same: expected one for each",
             self.directory.display()
         );
-        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = tokens;
-        Ok(())
+        let mut known = self.tokens.write().unwrap_or_else(PoisonError::into_inner);
+        let texts = |tokens: &[(Role, Secret<String>)]| -> Vec<String> {
+            tokens.iter().map(|(_, token)| token.expose().clone()).collect()
+        };
+        let others = texts(&known) != texts(&tokens);
+        *known = tokens;
+        Ok(others)
     }
 
     /// The role that has this token. How long that takes does not depend on where they differ.
@@ -177,7 +182,7 @@ mod tests {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(tokens.reload().unwrap_err().to_string().contains("chmod 600"));
         std::fs::remove_file(&path).unwrap();
-        tokens.reload().unwrap();
+        assert!(tokens.reload().unwrap() && !tokens.reload().unwrap(), "others, and then the same");
         assert_eq!(tokens.role_of(old.trim()), None);
     }
 }

@@ -6,6 +6,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use coreward_api::serve::Peer;
+use coreward_api::sessions::Shown;
 use coreward_api::{Problem, ProblemKind};
 
 use super::Api;
@@ -40,11 +41,15 @@ pub async fn log_in(
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
     // Who is here has shown one of the three. By a session alone there is no next one, or it would never end.
-    if !headers.contains_key(header::AUTHORIZATION) && peer.is_none_or(|peer| peer.certified.is_none()) {
+    let shown = if headers.contains_key(header::AUTHORIZATION) {
+        Shown::Token
+    } else if peer.is_some_and(|peer| peer.certified.is_some()) {
+        Shown::Certificate
+    } else {
         let detail = "a session begins no other one: expected a token, or the certificate of an operator or a viewer";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
-    }
-    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin())]))
+    };
+    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin(shown))]))
 }
 
 /// End it
