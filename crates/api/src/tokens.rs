@@ -58,10 +58,8 @@ impl Tokens {
             self.directory.display()
         );
         let mut known = self.tokens.write().unwrap_or_else(PoisonError::into_inner);
-        let texts = |tokens: &[(Role, Secret<String>)]| -> Vec<String> {
-            tokens.iter().map(|(_, token)| token.expose().clone()).collect()
-        };
-        let others = texts(&known) != texts(&tokens);
+        let texts = known.iter().map(|(_, token)| token.expose());
+        let others = !texts.eq(tokens.iter().map(|(_, token)| token.expose()));
         *known = tokens;
         Ok(others)
     }
