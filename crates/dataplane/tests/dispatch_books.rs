@@ -10,7 +10,7 @@ use coreward_dataplane::dispatch::{self, Dispatch, Patience, Policy, RequestId};
 use coreward_dataplane::reuseport;
 use coreward_intf as intf;
 use socket2::SockRef;
-use support::dispatch_bed::{Bed, Pins, SERVICE, client, in_namespace, options, worker_socket};
+use support::dispatch_bed::{Bed, Pins, SERVICE, client, in_another_namespace, in_namespace, options, worker_socket};
 use support::may_load_bpf;
 
 const PATIENCE: Patience =
@@ -103,7 +103,7 @@ fn a_service_of_the_same_address_in_another_namespace_is_another() {
             bed.send(&client, b"a");
             let port = client.local_addr().unwrap().port();
             // The same service and the same client, elsewhere.
-            in_namespace(|| {
+            in_another_namespace(|| {
                 let answers = worker_socket(SERVICE);
                 answers.send_to(b"b", ("127.0.0.1", port)).unwrap();
             });

@@ -6,6 +6,7 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::dispatch::{self, Dispatch, Options, Patience, Policy, WorkerCounts};
@@ -14,14 +15,22 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 
-/// Runs `test` in a thread that is in a network namespace of its own, with its loopback up.
+/// Runs `test` in a network namespace of its own. One test at a time: the child that another one starts has this one's
+/// sockets until it execs, and a worker that is dropped meanwhile would live on.
 pub fn in_namespace(test: impl FnOnce() + Send) {
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    in_another_namespace(test);
+}
+
+/// Runs a part of a test in a thread that is in a network namespace of its own, with its loopback up.
+pub fn in_another_namespace(part: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
             assert!(up.success());
-            test();
+            part();
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
