@@ -149,6 +149,20 @@ impl FleetService {
     }
 }
 
+/// For how many servers racks may speak.
+#[derive(Debug, Default)]
+pub struct ServersByRack<'a> {
+    of_any: u32,
+    of_these: HashMap<&'a str, u32>,
+}
+
+impl ServersByRack<'_> {
+    /// For how many the rack of that name may.
+    pub fn of(&self, rack: &str) -> u32 {
+        self.of_any + self.of_these.get(rack).copied().unwrap_or(0)
+    }
+}
+
 impl Fleet {
     /// `records` have taken in `config`.
     pub fn new(config: &FleetConfig, records: &Records) -> Self {
@@ -206,6 +220,18 @@ impl Fleet {
     /// Whether the server's agent may speak through the rack, and the rack for its server.
     pub fn may_speak_through(&self, id: ServerId, rack: &str) -> bool {
         self.racks_of(id).is_none_or(|racks| racks.contains(rack))
+    }
+
+    /// For how many servers racks may speak. One pass, as there are thousands of servers and hundreds of racks.
+    pub fn servers_by_rack(&self) -> ServersByRack<'_> {
+        let mut servers = ServersByRack::default();
+        for id in self.servers.keys() {
+            match self.racks_of(*id) {
+                None => servers.of_any += 1,
+                Some(racks) => racks.iter().for_each(|rack| *servers.of_these.entry(rack).or_default() += 1),
+            }
+        }
+        servers
     }
 
     /// Whether the server takes the service's new connections, as far as the operator decides.

@@ -28,6 +28,7 @@ mod health_tests;
 pub mod in_force;
 mod lives;
 pub mod load_balancers;
+mod looked;
 pub mod metrics;
 mod newness;
 mod on_change;

@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
-use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::health::WhenAllDown;
@@ -14,13 +13,10 @@ use coreward_model::policy::{Capacity, RackSummary};
 use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
+use super::looked::Piece;
 use super::pool::loads_here;
 use super::service::Cause;
 use super::{Controller, NewTable, Now};
-
-/// So often all of a service's servers are looked at, for each of them: what changes by itself in a service of ten thousand is found
-/// within half a second instead of a report interval. A look at one takes a hundredth of that.
-const LOOK_AT_ONE: Duration = Duration::from_micros(50);
 
 /// A table, and what made it due.
 #[derive(Debug, Clone)]
@@ -107,14 +103,13 @@ impl Controller {
             if interval_ended {
                 self.begin_interval(position);
                 self.renew_unreported(position, now);
-                if now.monotonic < self.services[position].look_due {
-                    continue;
-                }
             }
+            let pieces = self.services[position].to_look_at(!interval_ended);
+            let found =
+                pieces.into_iter().map(|piece| (piece, self.server_inputs(position, piece, now))).collect::<Vec<_>>();
             let inputs = self.inputs(position, now);
             let service = &mut self.services[position];
-            service.look_due = now.monotonic + service.fleet().members.len() as u32 * LOOK_AT_ONE;
-            if !service.is_made_of(inputs) {
+            if !service.is_made_of(inputs, &found) {
                 continue;
             }
             service.forget_servers();
@@ -138,7 +133,7 @@ impl Controller {
         silent.into_iter().for_each(|id| self.services[position].load_is_new(id));
     }
 
-    /// What the service's table is made of, apart from loads and counts, as one number.
+    /// What the service's table is made of, apart from loads, counts and what is each server's own, as one number.
     fn inputs(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
@@ -147,14 +142,23 @@ impl Controller {
         (fleet.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
         // A rack whose summaries hold no more.
         self.racks.summaries(fleet.index, now).count().hash(&mut hasher);
-        for id in fleet.members.keys() {
-            let (agent, server) = (self.agent(*id), &self.fleet.servers[id]);
+        fleet.members.len().hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// The same, of these servers.
+    fn server_inputs(&self, position: usize, piece: Piece, now: Now) -> u64 {
+        let service = &self.services[position];
+        let fleet = service.fleet();
+        let mut hasher = foldhash::fast::FixedState::default().build_hasher();
+        for id in piece.members(&fleet.members) {
+            let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
             // What the agent of one behind a rack says here of its loads is for people.
             let reports = agent.filter(|agent| !agent.is_behind_rack());
             let cores = reports.and_then(Agent::core_count);
             let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
-            (id, self.condition(fleet, *id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
-            (service.ramp(*id, now).to_bits(), server.weight.get()).hash(&mut hasher);
+            (id, self.condition(fleet, id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
+            (service.ramp(id, now).to_bits(), server.weight.get()).hash(&mut hasher);
             server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
         }
         hasher.finish()

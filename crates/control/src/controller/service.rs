@@ -13,6 +13,7 @@ use coreward_model::placement::{Core, PlacementTable, Rule};
 use coreward_model::policy::{Policy, Pool};
 use coreward_model::tuple::Protocol;
 
+use super::looked::{Looked, Piece};
 use super::newness::Newness;
 use super::{NewTable, Now, policy_of};
 use crate::fleet::FleetService;
@@ -90,9 +91,7 @@ pub struct Service {
     opened: Option<u64>,
     new_interval: bool,
     /// What the newest table was made of, apart from loads.
-    made_of: Option<u64>,
-    /// From when on it is looked at again for what changes by itself (since the controller's start).
-    pub look_due: Duration,
+    made_of: Looked,
 }
 
 /// The oldest change that a table does not have yet.
@@ -125,8 +124,7 @@ impl Service {
             pool: None,
             opened: None,
             new_interval: true,
-            made_of: None,
-            look_due: Duration::ZERO,
+            made_of: Looked::default(),
             fleet: fleet.clone(),
         }
     }
@@ -294,8 +292,13 @@ impl Service {
     }
 
     /// Takes note of what the next table will be made of, apart from loads; whether that has changed.
-    pub fn is_made_of(&mut self, inputs: u64) -> bool {
-        self.made_of.replace(inputs) != Some(inputs)
+    pub fn is_made_of(&mut self, inputs: u64, servers: &[(Piece, u64)]) -> bool {
+        self.made_of.finds(inputs, servers)
+    }
+
+    /// Which servers are to be looked at next for what changes by itself.
+    pub fn to_look_at(&mut self, all: bool) -> Vec<Piece> {
+        self.made_of.next(&self.fleet.members, all)
     }
 
     /// The table for this pool.

@@ -10,7 +10,7 @@ use coreward_api::types::{
 };
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups};
+use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups, rss_key_count};
 use coreward_model::rss::{Rss, RssKey};
 
 use super::agent::{Agent, Counted};
@@ -222,10 +222,11 @@ impl Controller {
                     .to_owned(),
             );
         }
-        let groups = self.groups(pool);
-        let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());
-        let left_over = self.names(left_over.map(|server| server.id));
-        if !left_over.is_empty() {
+        // Looked at once a second, and grouping ten thousand servers takes milliseconds.
+        if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
+            let groups = self.groups(pool);
+            let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());
+            let left_over = self.names(left_over.map(|server| server.id));
             warnings.push(format!(
                 "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives all \
                  servers one key)",

@@ -61,6 +61,17 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     groups
 }
 
+/// How many different RSS keys the eligible servers have.
+pub fn rss_key_count(pool: &Pool) -> usize {
+    let mut keys: Vec<&RssKey> = Vec::new();
+    for rss in pool.eligible().filter_map(|server| server.rss.as_ref()) {
+        if !keys.contains(&&rss.key) {
+            keys.push(&rss.key);
+        }
+    }
+    keys.len()
+}
+
 /// Cores in the order in which they were first seen.
 struct CoreSlots<'a> {
     slots: &'a mut Vec<Core>,

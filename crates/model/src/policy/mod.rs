@@ -30,7 +30,7 @@ mod wrr;
 
 pub use consistent_hash::ring_table;
 pub use crossrss_plus::CrossRssPlus;
-pub use groups::{RssGroup, rss_groups};
+pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::striped_table;
 pub use least::Least;
 pub use loads::{Bin, Class, LoadSpread, Loads, SpreadBins};
