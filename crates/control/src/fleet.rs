@@ -56,7 +56,8 @@ pub struct Fleet {
     pub document: Document,
     /// The file in which it stands; `None`: it was applied.
     pub file: Option<PathBuf>,
-    ids: HashMap<String, ServerId>,
+    /// Looked up for each agent of a rack whenever the rack passes something up. Names are the operator's: nobody picks ones that collide.
+    ids: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
 /// A server.
@@ -176,7 +177,7 @@ impl Fleet {
                 (*id, fleet_server(record, listed.copied()))
             })
             .collect();
-        let mut ids: HashMap<String, ServerId> = HashMap::new();
+        let mut ids = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
             // Of two ids with one name (the operator changed it) the one that is in the file.
             if server.standing != Standing::Left || !ids.contains_key(&server.name) {

@@ -23,22 +23,27 @@ pub fn count(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// The numbers; `field` is what an error names.
-pub fn read<'a>(field: &'a str, bytes: &'a [u8]) -> impl Iterator<Item = Result<u64, WireError>> + 'a {
+/// The numbers; `None` where one is not whole or too large, and then no more.
+pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut rest = bytes;
     std::iter::from_fn(move || match rest.split_first()? {
         (small, after) if *small < 0x80 => {
             rest = after;
-            Some(Ok(u64::from(*small)))
+            Some(Some(u64::from(*small)))
         }
         _ => {
-            let number = decode_varint(&mut rest).map_err(|error| WireError::new(field, error));
-            if number.is_err() {
+            let number = decode_varint(&mut rest).ok();
+            if number.is_none() {
                 rest = &[];
             }
             Some(number)
         }
     })
+}
+
+/// What [`read`] could not read.
+pub fn unreadable(field: &str) -> WireError {
+    WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
 /// As [`count`].
@@ -90,7 +95,7 @@ mod tests {
             prop_assert_eq!(in_bytes.encode_to_vec(), repeated.encode_to_vec());
             prop_assert_eq!(count(&in_bytes.numbers), repeated.numbers.len());
             prop_assert_eq!(count_doubles("load", &in_bytes.doubles).unwrap(), repeated.doubles.len());
-            let read: Vec<u64> = read("number", &in_bytes.numbers).map(Result::unwrap).collect();
+            let read: Vec<u64> = read(&in_bytes.numbers).map(Option::unwrap).collect();
             prop_assert_eq!(read, repeated.numbers);
             prop_assert_eq!(read_doubles(&in_bytes.doubles).collect::<Vec<f64>>(), repeated.doubles);
         }
@@ -98,7 +103,7 @@ mod tests {
 
     #[test]
     fn what_is_cut_off_is_refused() {
-        let numbers: Vec<_> = read("core", &[7, 0x80]).collect();
-        assert!(numbers[0] == Ok(7) && numbers[1].is_err() && numbers.len() == 2, "{numbers:?}");
+        let numbers: Vec<_> = read(&[7, 0x80]).collect();
+        assert!(numbers == [Some(7), None], "{numbers:?}");
     }
 }

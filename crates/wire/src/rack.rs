@@ -206,7 +206,8 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
     if !spreads.iter().all(|(class, _)| classes.insert((class.weight.get(), class.speed.to_bits()))) {
         return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
     }
-    let list = |list: &v1::CandidateList| parse_list(list, &servers);
+    let ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
+    let list = |list: &v1::CandidateList| parse_list(list, &ids);
     let lists = message.lists.iter().map(list).collect::<Result<_, _>>().within("lists")?;
     Ok((service, RackSummary { servers, spreads, lists }))
 }
@@ -239,10 +240,11 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireErr
     }
     let class = Class { weight: parse_weight(message.weight)?, speed: message.speed };
     let mut bins = SpreadBins::with_capacity(count);
-    let numbers =
-        (packed::read("bin", &message.bin), packed::read("cores", &message.cores), packed::read("sum", &message.sum));
-    for ((bin, cores), sum) in numbers.0.zip(numbers.1).zip(numbers.2) {
-        let (bin, cores, sum) = (bin?, cores?, sum?);
+    let numbers = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
+    for ((bin, cores), sum) in numbers {
+        let (Some(bin), Some(cores), Some(sum)) = (bin, cores, sum) else {
+            return Err(packed::unreadable("bin, cores, sum"));
+        };
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
         let sum_at_most = cores.saturating_mul(LARGEST_LOAD);
@@ -260,7 +262,8 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireErr
     Ok((class, bins))
 }
 
-fn parse_list(message: &v1::CandidateList, servers: &[ReducedServer]) -> Result<CandidateList, WireError> {
+/// Thousands of candidates come with each message: what is done for each one counts. `ids`: of the summary's servers.
+fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let count = packed::count(&message.server);
     length_is("core", packed::count(&message.core), count)?;
     length_is("load", packed::count_doubles("load", &message.load)?, count)?;
@@ -268,15 +271,20 @@ fn parse_list(message: &v1::CandidateList, servers: &[ReducedServer]) -> Result<
         let problem = format!("{}: expected 1 to {MOST_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
-    let cores = packed::read("server", &message.server).zip(packed::read("core", &message.core));
+    let cores = packed::read(&message.server).zip(packed::read(&message.core));
+    packed::read_doubles(&message.load).try_for_each(|load| is_load("load", load))?;
     let mut candidates = Vec::with_capacity(count);
     for ((server, core), load) in cores.zip(packed::read_doubles(&message.load)) {
-        let (server, core) = (server?, core?);
-        is_load("load", load)?;
-        let expected = || WireError::new("server", format!("{server}: expected a position below {}", servers.len()));
-        let server = usize::try_from(server).ok().and_then(|at| servers.get(at)).ok_or_else(expected)?.id;
-        let core = u16::try_from(core).map_err(|_| WireError::new("core", format!("{core}: expected below 65536")))?;
-        candidates.push((Core { server, core }, load));
+        let (Some(server), Some(core)) = (server, core) else {
+            return Err(packed::unreadable("server, core"));
+        };
+        let Some(id) = usize::try_from(server).ok().and_then(|at| ids.get(at)) else {
+            return Err(WireError::new("server", format!("{server}: expected a position below {}", ids.len())));
+        };
+        let Ok(core) = u16::try_from(core) else {
+            return Err(WireError::new("core", format!("{core}: expected below 65536")));
+        };
+        candidates.push((Core { server: *id, core }, load));
     }
     let key = RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?;
     Ok(CandidateList { key, per_bucket: message.per_bucket as usize, candidates })
@@ -335,7 +343,7 @@ mod tests {
 
     /// Another number at that position.
     fn change(numbers: &mut Bytes, position: usize, number: u64) {
-        let mut all: Vec<u64> = packed::read("numbers", numbers).map(Result::unwrap).collect();
+        let mut all: Vec<u64> = packed::read(numbers).map(Option::unwrap).collect();
         all[position] = number;
         *numbers = packed::write(all.into_iter());
     }
