@@ -4,7 +4,7 @@
 //! a server is unreachable for long enough, a report too old, a slow start further. For the latter somebody has to look, once
 //! per report interval.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
 
 use coreward_model::ServerId;
@@ -15,8 +15,9 @@ use coreward_wire::ServiceIndex;
 use super::agent::Agent;
 use super::looked::Piece;
 use super::pool::loads_here;
-use super::service::Cause;
+use super::service::{Cause, Service};
 use super::{Controller, NewTable, Now};
+use crate::config::TableTiming;
 
 /// A table, and what made it due.
 #[derive(Debug, Clone)]
@@ -54,10 +55,7 @@ impl Controller {
                 continue;
             }
             service.load_is_new(id);
-            if service.due.is_none() {
-                service.due = Some(cause);
-                self.due.push_back(service.fleet().index);
-            }
+            make_due(&mut self.due, service, cause, self.fleet.tables);
         }
     }
 
@@ -76,10 +74,8 @@ impl Controller {
             return;
         }
         summary.servers.iter().for_each(|server| service.load_is_passed_up(server.id));
-        if service.due.is_none() {
-            service.due = Some(Cause { received: now.monotonic, is_load: true, sent: None });
-            self.due.push_back(service.fleet().index);
-        }
+        let cause = Cause { received: now.monotonic, is_load: true, sent: None };
+        make_due(&mut self.due, service, cause, self.fleet.tables);
     }
 
     /// What load balancers count has changed.
@@ -87,10 +83,7 @@ impl Controller {
         let cause = Cause { received: now.monotonic, is_load: false, sent: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.loads_are_new();
-            if service.due.is_none() {
-                service.due = Some(cause);
-                self.due.push_back(service.fleet().index);
-            }
+            make_due(&mut self.due, service, cause, self.fleet.tables);
         }
     }
 
@@ -114,10 +107,8 @@ impl Controller {
             }
             service.forget_servers();
             self.racks.changes += 1;
-            if service.due.is_none() {
-                service.due = Some(Cause { received: now.monotonic, is_load: false, sent: None });
-                self.due.push_back(service.fleet().index);
-            }
+            let cause = Cause { received: now.monotonic, is_load: false, sent: None };
+            make_due(&mut self.due, service, cause, self.fleet.tables);
         }
     }
 
@@ -179,5 +170,13 @@ impl Controller {
     /// Whether any table is due.
     pub fn is_due(&self) -> bool {
         !self.due.is_empty()
+    }
+}
+
+/// Of several causes the first counts. Where tables are made at the interval none is ever due.
+fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, cause: Cause, tables: TableTiming) {
+    if tables == TableTiming::OnChange && service.due.is_none() {
+        service.due = Some(cause);
+        due.push_back(service.fleet().index);
     }
 }

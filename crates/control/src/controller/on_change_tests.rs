@@ -46,7 +46,12 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let config = fleet("");
+        Self::with("")
+    }
+
+    /// `keys`: of the fleet's file, before its servers.
+    fn with(keys: &str) -> Self {
+        let config = fleet(keys);
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
@@ -175,4 +180,16 @@ fn a_new_configuration_changes_what_it_changes() {
     world.controller.configure(Fleet::new(&config, &world.records));
     world.controller.look(at(2), false);
     assert_eq!(world.made(at(2)), [("web", 2)], "what was due is due still, and no other");
+}
+
+#[test]
+fn at_the_interval_no_report_makes_a_table_due() {
+    let mut world = World::with("tables = \"interval\"\n");
+    assert_eq!(world.controller.tick(at(0)).len(), 3);
+    (0..4).for_each(|server| world.report(server, at(100)));
+    let traffic = TrafficMessage::default();
+    let session = world.controller.load_balancer_hello("lb", at(100)).unwrap();
+    world.controller.load_balancer_traffic(session, &traffic, at(110));
+    assert_eq!((world.controller.is_due(), world.made(at(120))), (false, vec![]));
+    assert_eq!(world.controller.tick(at(200)).len(), 3);
 }

@@ -145,7 +145,7 @@ fn take(shared: &Shared, session: &Session, report: v1::Report, log: &mut Refusa
     match outcome {
         Ok(()) => {
             log.newest = None;
-            shared.inputs_changed();
+            shared.loads_came();
         }
         Err(refused) if refused.ends_session() => return Err(refused_status(&refused)),
         Err(refused) => log.refused(session, &refused),

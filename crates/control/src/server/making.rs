@@ -1,6 +1,7 @@
 //! When tables are made: at the end of each report interval, or as soon as something has changed of which they are made, while
 //! reports have their share of the time.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
@@ -18,6 +19,33 @@ const TABLES_REST: u32 = 1;
 /// But at least so long: what comes meanwhile is in the next ones.
 const TABLES_GAP: Duration = Duration::from_millis(1);
 
+/// From when on it is the turn of tables again; `None`: it always was.
+#[derive(Debug, Default)]
+pub struct Turns(Mutex<Option<Instant>>);
+
+impl Turns {
+    /// Makes tables that are due if it is their turn. Gives when it is next.
+    fn take(&self, shared: &Shared) -> Instant {
+        let mut next = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(later) = next.filter(|next| *next > Instant::now()) {
+            return later;
+        }
+        let took = shared.make_due_tables(TABLES_AT_ONCE);
+        *next.insert(Instant::now() + (took * TABLES_REST).max(TABLES_GAP))
+    }
+}
+
+impl Shared {
+    /// Loads are new. Whoever takes them in makes the tables, too, when it is their turn: a task of their own that had to wait for its
+    /// turn among hundreds that have reports to take in would make them after a burst of these.
+    pub fn loads_came(&self) {
+        if self.may_make_tables() {
+            self.turns.take(self);
+            self.inputs_changed();
+        }
+    }
+}
+
 /// Makes tables, for ever. `restarted`: load balancers have those of before.
 pub async fn make_tables(shared: &Shared, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
@@ -25,17 +53,24 @@ pub async fn make_tables(shared: &Shared, restarted: bool) {
         tokio::time::sleep(SETTLE_LOOK).await;
     }
     shared.settle();
+    tokio::join!(at_intervals(shared), on_change(shared));
+}
+
+async fn at_intervals(shared: &Shared) {
     let mut due = Instant::now();
     loop {
-        tokio::select! {
-            () = sleep_until(due) => {
-                // After a pause of the machine one tick, not all that were missed.
-                due = (due + shared.tick()).max(Instant::now());
-            }
-            () = shared.due() => {
-                let took = shared.make_due_tables(TABLES_AT_ONCE);
-                tokio::time::sleep((took * TABLES_REST).max(TABLES_GAP)).await;
-            }
+        sleep_until(due).await;
+        // After a pause of the machine one tick, not all that were missed.
+        due = (due + shared.tick()).max(Instant::now());
+    }
+}
+
+/// Tables that are due while no loads come.
+async fn on_change(shared: &Shared) {
+    loop {
+        shared.due().await;
+        while shared.may_make_tables() {
+            sleep_until(shared.turns.take(shared)).await;
         }
     }
 }

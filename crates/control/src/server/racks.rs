@@ -108,7 +108,7 @@ async fn listen(
             continue;
         }
         let outcome = shared.controller().rack_summaries(session, &message.summaries, now);
-        shared.inputs_changed();
+        shared.loads_came();
         // Once, not ten times a second.
         if let Err(refused) = &outcome
             && newest_refusal.as_ref() != Some(refused)

@@ -24,6 +24,7 @@ use crate::fleet::{Fleet, FleetServer};
 
 use super::board::Board;
 use super::keeper::Change;
+use super::making::Turns;
 use super::sockets::Sockets;
 
 /// The controller's decisions, and what they say now.
@@ -35,6 +36,8 @@ pub struct Shared {
     pub board: Board,
     /// Tables are due.
     due: Notify,
+    /// Whether it is their turn.
+    pub turns: Turns,
     /// Counts configurations of agents: what they wait for.
     agent_configurations: watch::Sender<u64>,
     /// Who is asked for sockets, and who asks.
@@ -86,6 +89,7 @@ impl Shared {
         let shared = Self {
             board: Board::new(configuration),
             due: Notify::new(),
+            turns: Turns::default(),
             agent_configurations: watch::Sender::new(0),
             sockets: Sockets::default(),
             leadership,
@@ -265,17 +269,13 @@ impl Shared {
         self.post(&tables, received.into_iter());
     }
 
-    /// Makes tables that are due, the longest first, until none is or `enough` time has passed. Gives the time that it took;
-    /// if tables are left, [`Shared::due`] is ready at once.
+    /// Makes tables that are due, the longest first, until none is or `enough` time has passed. Gives the time that it took.
     pub fn make_due_tables(&self, enough: Duration) -> Duration {
         let begun = Instant::now();
         while begun.elapsed() < enough {
             let now = self.now();
             let Some(due) = self.controller().next_due(now) else { break };
             self.post(&[due.new], due.cause.is_load.then_some(due.cause.received).into_iter());
-        }
-        if self.controller().is_due() {
-            self.due.notify_one();
         }
         begun.elapsed()
     }
@@ -287,9 +287,14 @@ impl Shared {
 
     /// What a table is made of may have changed.
     pub fn inputs_changed(&self) {
-        if self.settled.load(Ordering::Relaxed) && self.controller().is_due() {
+        if self.may_make_tables() {
             self.due.notify_one();
         }
+    }
+
+    /// Whether tables are due, and are made at all.
+    pub fn may_make_tables(&self) -> bool {
+        self.is_settled() && self.controller().is_due()
     }
 
     fn post(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
