@@ -31,11 +31,20 @@ pub struct Peer {
     pub address: IpAddr,
     /// The role that its certificate proves.
     pub certified: Option<Role>,
+    /// Whether nobody on the way can read what it sends.
+    pub encrypted: bool,
+}
+
+impl Peer {
+    /// Somebody without TLS.
+    pub fn in_clear(address: IpAddr) -> Self {
+        Self { address, certified: None, encrypted: false }
+    }
 }
 
 impl Default for Peer {
     fn default() -> Self {
-        Self { address: IpAddr::V4(Ipv4Addr::UNSPECIFIED), certified: None }
+        Self::in_clear(IpAddr::V4(Ipv4Addr::UNSPECIFIED))
     }
 }
 
@@ -44,8 +53,12 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
     /// What requests come from.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
-    /// The connection, and the role that the peer has proved with it. Given up after ten seconds.
-    fn accept(&self, stream: TcpStream) -> impl Future<Output = io::Result<(Self::Stream, Option<Role>)>> + Send;
+    /// The connection, and who is at the other end of it. Given up after ten seconds.
+    fn accept(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+    ) -> impl Future<Output = io::Result<(Self::Stream, Peer)>> + Send;
 }
 
 /// As it is.
@@ -55,8 +68,8 @@ pub struct Plain;
 impl Acceptor for Plain {
     type Stream = TcpStream;
 
-    async fn accept(&self, stream: TcpStream) -> io::Result<(TcpStream, Option<Role>)> {
-        Ok((stream, None))
+    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, Peer)> {
+        Ok((stream, Peer::in_clear(address.ip())))
     }
 }
 
@@ -133,7 +146,7 @@ async fn accept(listener: tokio::net::TcpListener, acceptor: impl Acceptor, rout
         };
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
-            if let Err(error) = connection(stream, address.ip(), acceptor, router).await {
+            if let Err(error) = connection(stream, address, acceptor, router).await {
                 tracing::debug!("API: {address}: {error}");
             }
             drop(place);
@@ -143,14 +156,14 @@ async fn accept(listener: tokio::net::TcpListener, acceptor: impl Acceptor, rout
 
 async fn connection(
     stream: TcpStream,
-    address: IpAddr,
+    address: SocketAddr,
     acceptor: impl Acceptor,
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     stream.set_nodelay(true)?;
     socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(WRITE_PATIENCE))?;
-    let (stream, certified) = tokio::time::timeout(HEADERS_PATIENCE, acceptor.accept(stream)).await??;
-    let router = router.layer(axum::Extension(Peer { address, certified }));
+    let (stream, peer) = tokio::time::timeout(HEADERS_PATIENCE, acceptor.accept(stream, address)).await??;
+    let router = router.layer(axum::Extension(peer));
     http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADERS_PATIENCE)
