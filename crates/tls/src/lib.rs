@@ -13,6 +13,7 @@ pub mod caller;
 pub mod certificate;
 pub mod command;
 pub mod connect;
+mod disk;
 pub mod failure;
 pub mod gate;
 pub mod identity;
