@@ -16,6 +16,7 @@ pub mod client;
 pub mod endpoints;
 pub mod extract;
 mod limits;
+mod places;
 pub mod problem;
 pub mod role;
 pub mod serve;

@@ -8,21 +8,34 @@ use std::time::Duration;
 use anyhow::Context as _;
 use axum::Router;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 
 use crate::Role;
+use crate::places::{Answer, Place, Places};
 
-/// At a time; others wait in the system's queue.
-const CONNECTIONS: usize = 512;
-/// To the end of a request's headers, from the connection or from the last answer on.
-const HEADERS_PATIENCE: Duration = Duration::from_secs(10);
-const HEADERS_LIMIT: usize = 32 << 10;
-/// Who takes nothing of an answer for so long is let go.
-const WRITE_PATIENCE: Duration = Duration::from_secs(20);
+/// What connections can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// At a time. Of those who come then, each takes the place of one that asks for nothing; where there is none it waits.
+    pub connections: usize,
+    /// To the end of a request's head, from the handshake or from the end of the last answer on. An answer lasts as long as it does.
+    pub head: Duration,
+    /// Bytes of a head.
+    pub head_bytes: usize,
+    /// Who takes nothing of an answer for so long is let go.
+    pub write: Duration,
+}
+
+impl Default for Bounds {
+    fn default() -> Self {
+        Self { connections: 512, head: Duration::from_secs(10), head_bytes: 32 << 10, write: Duration::from_secs(20) }
+    }
+}
 
 /// Who is at the other end of a connection; every request carries it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,11 +44,20 @@ pub struct Peer {
     pub address: IpAddr,
     /// The role that its certificate proves.
     pub certified: Option<Role>,
+    /// Whether nobody on the way can read what it sends.
+    pub encrypted: bool,
+}
+
+impl Peer {
+    /// Somebody without TLS.
+    pub fn in_clear(address: IpAddr) -> Self {
+        Self { address, certified: None, encrypted: false }
+    }
 }
 
 impl Default for Peer {
     fn default() -> Self {
-        Self { address: IpAddr::V4(Ipv4Addr::UNSPECIFIED), certified: None }
+        Self::in_clear(IpAddr::V4(Ipv4Addr::UNSPECIFIED))
     }
 }
 
@@ -44,8 +66,12 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
     /// What requests come from.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
-    /// The connection, and the role that the peer has proved with it. Given up after ten seconds.
-    fn accept(&self, stream: TcpStream) -> impl Future<Output = io::Result<(Self::Stream, Option<Role>)>> + Send;
+    /// The connection, and who is at the other end of it. Gives up by itself who does not go on.
+    fn accept(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+    ) -> impl Future<Output = io::Result<(Self::Stream, Peer)>> + Send;
 }
 
 /// As it is.
@@ -55,8 +81,8 @@ pub struct Plain;
 impl Acceptor for Plain {
     type Stream = TcpStream;
 
-    async fn accept(&self, stream: TcpStream) -> io::Result<(TcpStream, Option<Role>)> {
-        Ok((stream, None))
+    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, Peer)> {
+        Ok((stream, Peer::in_clear(address.ip())))
     }
 }
 
@@ -64,6 +90,7 @@ impl Acceptor for Plain {
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
+    bounds: Bounds,
 }
 
 impl Listener {
@@ -75,7 +102,12 @@ impl Listener {
             std::net::TcpListener::bind(wanted).with_context(|| format!("cannot listen on {wanted}: {expected}"))?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok(Self { listener, address })
+        Ok(Self { listener, address, bounds: Bounds::default() })
+    }
+
+    /// The same, with other bounds.
+    pub fn within(self, bounds: Bounds) -> Self {
+        Self { bounds, ..self }
     }
 
     /// Where it listens.
@@ -103,7 +135,7 @@ impl Listener {
                 };
                 tokio::select! {
                     _ = &mut dropped => {}
-                    () = accept(listener, acceptor, router) => {}
+                    () = accept(listener, self.bounds, acceptor, router) => {}
                     () = beside => {}
                 }
             });
@@ -118,10 +150,9 @@ pub struct Serving {
     _alive: oneshot::Sender<std::convert::Infallible>,
 }
 
-async fn accept(listener: tokio::net::TcpListener, acceptor: impl Acceptor, router: Router) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: impl Acceptor, router: Router) {
+    let places = Places::new(bounds.connections);
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -131,31 +162,46 @@ async fn accept(listener: tokio::net::TcpListener, acceptor: impl Acceptor, rout
                 continue;
             }
         };
+        let place = Arc::new(places.take(address.ip()).await);
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
-            if let Err(error) = connection(stream, address.ip(), acceptor, router).await {
+            let ended = tokio::select! {
+                // First what it has sent: who has just asked stays.
+                biased;
+                ended = connection(stream, address, bounds, &place, acceptor, router) => ended,
+                () = place.is_needed() => Err("others come, and it asks for nothing".into()),
+            };
+            if let Err(error) = ended {
                 tracing::debug!("API: {address}: {error}");
             }
-            drop(place);
         });
     }
 }
 
 async fn connection(
     stream: TcpStream,
-    address: IpAddr,
+    address: SocketAddr,
+    bounds: Bounds,
+    place: &Arc<Place>,
     acceptor: impl Acceptor,
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     stream.set_nodelay(true)?;
-    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(WRITE_PATIENCE))?;
-    let (stream, certified) = tokio::time::timeout(HEADERS_PATIENCE, acceptor.accept(stream)).await??;
-    let router = router.layer(axum::Extension(Peer { address, certified }));
+    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(bounds.write))?;
+    let (stream, peer) = acceptor.accept(stream, address).await?;
+    let answers = TowerToHyperService::new(router.layer(axum::Extension(peer)));
+    let service = service_fn(|request| {
+        let (asks, answer) = (place.asks(), answers.call(request));
+        async { answer.await.map(|answer| answer.map(|body| Answer { body, _asks: asks })) }
+    });
     http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADERS_PATIENCE)
-        .max_buf_size(HEADERS_LIMIT)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .header_read_timeout(bounds.head)
+        .max_buf_size(bounds.head_bytes)
+        .serve_connection(TokioIo::new(stream), service)
         .await?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

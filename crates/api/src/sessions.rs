@@ -38,8 +38,8 @@ struct Session {
 }
 
 impl Sessions {
-    /// A new session: the `Set-Cookie` that begins it. `by`: what was shown for it.
-    pub fn begin(&self, by: Shown) -> String {
+    /// A new session: the `Set-Cookie` that begins it. `by`: what was shown for it; `encrypted`: whether that came by TLS.
+    pub fn begin(&self, by: Shown, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
@@ -47,7 +47,7 @@ impl Sessions {
         if sessions.len() >= MOST {
             sessions.remove(0);
         }
-        let cookie = set_cookie(&id, LIFE);
+        let cookie = set_cookie(&id, LIFE, encrypted);
         sessions.push(Session { id, by, ends: Instant::now() + LIFE });
         cookie
     }
@@ -57,12 +57,12 @@ impl Sessions {
         ids(headers).any(|id| self.living().iter().any(|session| session.is(id)))
     }
 
-    /// Ends the request's session: the `Set-Cookie` that has the browser forget it.
-    pub fn end(&self, headers: &HeaderMap) -> String {
+    /// Ends the request's session: the `Set-Cookie` that has the browser forget it. `encrypted`: whether the request came by TLS.
+    pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in ids(headers) {
             self.living().retain(|session| !session.is(id));
         }
-        set_cookie("", Duration::ZERO)
+        set_cookie("", Duration::ZERO, encrypted)
     }
 
     /// Ends those that were begun by this.
@@ -84,8 +84,10 @@ impl Session {
     }
 }
 
-fn set_cookie(id: &str, life: Duration) -> String {
-    format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}", life.as_secs())
+/// RFC 6265bis, Sect. 4.1.2.5: a browser sends what is `Secure` by TLS only, and takes none that comes in clear.
+fn set_cookie(id: &str, life: Duration, encrypted: bool) -> String {
+    let secure = if encrypted { "; Secure" } else { "" };
+    format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())
 }
 
 fn ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
@@ -109,14 +111,14 @@ mod tests {
     #[test]
     fn a_session_lasts_until_it_is_ended() {
         let sessions = Sessions::default();
-        let cookie = sessions.begin(Shown::Token);
-        assert!(cookie.contains("HttpOnly; SameSite=Strict"), "{cookie}");
+        let cookie = sessions.begin(Shown::Token, false);
+        assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = with(cookie.split(';').next().unwrap());
         assert!(sessions.has(&headers) && !sessions.has(&with("coreward_session=")) && !sessions.has(&with("a=b")));
-        assert!(sessions.end(&headers).contains("Max-Age=0"));
+        assert!(sessions.end(&headers, false).contains("Max-Age=0"));
         assert!(!sessions.has(&headers));
         let [token, certificate] =
-            [Shown::Token, Shown::Certificate].map(|by| with(sessions.begin(by).split(';').next().unwrap()));
+            [Shown::Token, Shown::Certificate].map(|by| with(sessions.begin(by, false).split(';').next().unwrap()));
         sessions.end_by(Shown::Certificate);
         assert!(sessions.has(&token) && !sessions.has(&certificate));
         sessions.end_by(Shown::Token);
@@ -126,8 +128,8 @@ mod tests {
     #[test]
     fn there_are_only_so_many() {
         let sessions = Sessions::default();
-        let first = with(sessions.begin(Shown::Token).split(';').next().unwrap());
-        (0..MOST).for_each(|_| drop(sessions.begin(Shown::Token)));
+        let first = with(sessions.begin(Shown::Token, false).split(';').next().unwrap());
+        (0..MOST).for_each(|_| drop(sessions.begin(Shown::Token, false)));
         assert!(!sessions.has(&first));
         assert_eq!(sessions.living().len(), MOST);
     }

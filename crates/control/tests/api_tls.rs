@@ -126,6 +126,22 @@ async fn curl_comes_in_with_a_token_or_with_a_certificate() {
     assert!(plain.is_err(), "what is not encrypted gets no answer: {plain:?}");
 }
 
+/// Else a browser would send it to whatever speaks plain HTTP in the name of the same host.
+#[tokio::test]
+async fn a_session_that_begins_by_tls_is_sent_by_tls_only() {
+    let site = Site::start().await;
+    let own = site.certificate(Role::Viewer, "eve");
+    let headers = site.home.directory.path().join("headers");
+    let asks = ["--cacert", shown(&own.ca), "--cert", shown(&own.certificate), "--key", shown(&own.key)];
+    for method in ["POST", "DELETE"] {
+        let more = ["--request", method, "--dump-header", shown(&headers)];
+        assert_eq!(site.curl("/v1/session", &[&asks[..], &more].concat()).await, Ok(204));
+        let answer = std::fs::read_to_string(&headers).unwrap();
+        let cookie = answer.lines().find(|line| line.starts_with("set-cookie: ")).expect("a cookie");
+        assert!(cookie.split("; ").any(|attribute| attribute == "Secure"), "{method}: {cookie}");
+    }
+}
+
 #[tokio::test]
 async fn commands_come_in_with_a_token_or_with_a_certificate() {
     let site = Site::start().await;

@@ -5,10 +5,9 @@ mod support;
 use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use coreward_api::types::{Explain, KeyPhase, PacketKind, Reports, RotateKeys};
+use coreward_api::types::{KeyPhase, Reports, RotateKeys};
 use coreward_api::{Problem, ProblemKind};
 use coreward_model::placement::PlacementTable;
-use coreward_model::tuple::Protocol;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
 use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketQuery, table, v1};
@@ -197,14 +196,8 @@ async fn tables_follow_loads() {
     assert!(status.servers.iter().all(|server| server.reports == Reports::Fresh && server.core_load.len() == 2));
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
-    let question = Explain {
-        vip: "10.200.0.1:80".parse().unwrap(),
-        protocol: Protocol::Tcp,
-        client: "10.1.0.7:40312".parse().unwrap(),
-        packet: PacketKind::First,
-        echo: None,
-    };
-    let explained = running.asking.explain(&question).await.unwrap();
+    let question = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
+    let explained = running.asking.explain(&serde_json::from_str(question).unwrap()).await.unwrap();
     assert!(explained.reason.contains(" is the least loaded"), "{}", explained.reason);
     assert_eq!(explained.servers.len(), 2);
 

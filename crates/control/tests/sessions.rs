@@ -20,7 +20,9 @@ async fn who_came_in_with_a_token_of_before_is_out() {
     let old = std::fs::read_to_string(&file).unwrap().trim().to_owned();
 
     let begun = http.post(url("session")).bearer_auth(&old).send().await.unwrap();
-    let cookie = begun.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
+    let cookie = begun.headers()["set-cookie"].to_str().unwrap();
+    assert!(!cookie.contains("Secure"), "by plain HTTP a browser would not take it: {cookie}");
+    let cookie = cookie.split(';').next().unwrap().to_owned();
     let with_cookie = async |request: reqwest::RequestBuilder| request.header("cookie", &cookie).send().await.unwrap();
     assert_eq!(with_cookie(http.get(url("health"))).await.status(), StatusCode::OK);
     let another = with_cookie(http.post(url("session"))).await;

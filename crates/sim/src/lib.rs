@@ -12,6 +12,7 @@ pub mod output;
 pub mod path;
 pub mod pcc;
 pub mod random;
+pub mod range;
 pub mod rpc;
 pub mod spread;
 pub mod trace;

@@ -6,10 +6,10 @@
 //! next.crt, .key              will sign (roll-over, first step)
 //! previous.crt                signed before (roll-over, second step)
 //! ```
+//!
+//! A key is put into its place last: what was interrupted has not been done yet, and is done by the same command again.
 
 use std::fs;
-use std::io::Write as _;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -17,13 +17,14 @@ use anyhow::{Context as _, ensure};
 use rcgen::string::Ia5String;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
-    SanType,
+    PublicKeyData as _, SanType,
 };
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use time::OffsetDateTime;
 
 use crate::certificate::{Certificate, unix_now};
+use crate::disk::{self, write, write_secret};
 use crate::identity::{Identity, Name, Role};
 
 /// Clocks may be that far apart: certificates begin so long before they are made.
@@ -82,8 +83,7 @@ impl Authority {
         let authority = Self { directory: directory.to_owned() };
         let file = authority.path("authority.key");
         ensure!(!file.exists(), "{} exists: expected a directory without an authority", file.display());
-        authority.generate("authority", fleet, Validity::from_now(length))?;
-        authority.publish(&["authority"])?;
+        authority.generate("authority", fleet, Validity::from_now(length), &["authority"])?;
         Ok(authority)
     }
 
@@ -116,7 +116,8 @@ impl Authority {
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    fn generate(&self, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<()> {
+    /// Makes an authority, and puts those of `published` into ca.crt.
+    fn generate(&self, name: &str, fleet: &Name, validity: Validity, published: &[&str]) -> anyhow::Result<()> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::OrganizationName, fleet.as_str());
@@ -125,8 +126,9 @@ impl Authority {
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         (params.not_before, params.not_after) = (at(validity.not_before)?, at(validity.not_after)?);
         let certificate = params.self_signed(&key)?;
-        write_secret(&self.path(&format!("{name}.key")), &key.serialize_pem())?;
-        write(&self.path(&format!("{name}.crt")), &certificate.pem())
+        write(&self.path(&format!("{name}.crt")), &certificate.pem())?;
+        self.publish(published)?;
+        write_secret(&self.path(&format!("{name}.key")), &key.serialize_pem())
     }
 
     /// Puts these authorities' certificates into ca.crt.
@@ -160,8 +162,12 @@ impl Authority {
             "the authority ends before this certificate would: expected at most {} days, or `coreward certs roll-over`",
             own.remains(unix_now()).as_secs() / DAY.as_secs()
         );
-        let secret = coreward_config::read_secret(&self.path("authority.key")).map_err(anyhow::Error::msg)?;
-        let issuer = Issuer::from_ca_cert_pem(&signer, KeyPair::from_pem(&secret)?)?;
+        let secret = self.secret("authority.key")?;
+        ensure!(
+            self.belongs(&secret, "authority.crt")?,
+            "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where that was interrupted"
+        );
+        let issuer = Issuer::from_ca_cert_pem(&signer, secret)?;
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::new(addresses.to_vec())?;
         params.distinguished_name.push(DnType::OrganizationName, identity.fleet.as_str());
@@ -184,7 +190,6 @@ impl Authority {
     /// When it is not that step's turn, or files cannot be written.
     pub fn roll_over(&self, step: RollOver, length: Duration) -> anyhow::Result<()> {
         let is_there = |file: &str| self.path(file).exists();
-        let rename = |from: &str, to: &str| fs::rename(self.path(from), self.path(to)).with_context(|| from.to_owned());
         match step {
             RollOver::Begin => {
                 ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
@@ -192,23 +197,50 @@ impl Authority {
                     !is_there("previous.crt"),
                     "previous.crt exists: expected `finish`, the last step of the roll-over before"
                 );
-                self.generate("next", &self.fleet()?, Validity::from_now(length))?;
-                self.publish(&["authority", "next"])
+                self.generate("next", &self.fleet()?, Validity::from_now(length), &["authority", "next"])
             }
             RollOver::Switch => {
+                ensure!(
+                    is_there("next.key") || !is_there("previous.crt"),
+                    "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the last step"
+                );
                 ensure!(is_there("next.key"), "next.key is not there: expected `begin`, the first step");
-                rename("authority.crt", "previous.crt")?;
-                rename("next.crt", "authority.crt")?;
-                // The key last: without it there is no authority, and the step can be seen to be unfinished.
-                rename("next.key", "authority.key")?;
-                self.publish(&["authority", "previous"])
+                self.switch()
             }
             RollOver::Finish => {
+                ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(is_there("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
                 self.publish(&["authority"])?;
-                fs::remove_file(self.path("previous.crt")).context("previous.crt")
+                disk::remove(&self.path("previous.crt"))
             }
         }
+    }
+
+    /// From `next` to `authority`, file by file; begins with the one at which an attempt before was interrupted.
+    fn switch(&self) -> anyhow::Result<()> {
+        let next = self.secret("next.key")?;
+        if !self.belongs(&next, "authority.crt")? {
+            ensure!(
+                self.belongs(&next, "next.crt")?,
+                "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and begin again"
+            );
+            write(&self.path("previous.crt"), &self.read("authority.crt")?)?;
+            disk::rename(&self.path("next.crt"), &self.path("authority.crt"))?;
+        }
+        self.publish(&["authority", "previous"])?;
+        disk::rename(&self.path("next.key"), &self.path("authority.key"))
+    }
+
+    fn secret(&self, file: &str) -> anyhow::Result<KeyPair> {
+        let text = coreward_config::read_secret(&self.path(file)).map_err(anyhow::Error::msg)?;
+        KeyPair::from_pem(&text).with_context(|| self.path(file).display().to_string())
+    }
+
+    /// Whether it is the key of that certificate.
+    fn belongs(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
+        let der = CertificateDer::from_pem_slice(self.read(certificate)?.as_bytes())?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
+        Ok(parsed.public_key().raw == key.subject_public_key_info())
     }
 }
 
@@ -227,29 +259,4 @@ impl Issued {
         write_secret(&directory.join("own.key"), &self.key)?;
         write(&directory.join("own.crt"), &self.certificate)
     }
-}
-
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_as(path, text, 0o644)
-}
-
-fn write_secret(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_as(path, text, 0o600)
-}
-
-/// Whole or not at all: who reads it meanwhile has the old one.
-fn write_as(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
-    let new = path.with_extension("new");
-    let write = || {
-        // What an attempt before left may be readable by others.
-        match fs::remove_file(&new) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&new, path)
-    };
-    write().with_context(|| path.display().to_string())
 }

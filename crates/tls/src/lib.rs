@@ -11,8 +11,10 @@
 pub mod authority;
 pub mod caller;
 pub mod certificate;
+mod changes;
 pub mod command;
 pub mod connect;
+mod disk;
 pub mod failure;
 pub mod gate;
 pub mod identity;
@@ -25,7 +27,8 @@ mod tls;
 pub mod verify;
 
 pub use caller::Caller;
+pub use changes::Changes;
 pub use gate::{Admitted, Gate, Limits};
 pub use identity::{Identity, Name, Role};
 pub use material::{ClientCertificates, Files, Unusable, read_certificates};
-pub use tls::{Tls, written};
+pub use tls::Tls;

@@ -1,7 +1,7 @@
 //! Who gets in and who does not, over loopback.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use tokio_stream::StreamExt as _;
 use crate::authority::{Authority, DAY, RollOver, Validity};
 use crate::certificate::{Fingerprint, unix_now};
 use crate::connect::Connector;
+use crate::disk::interruption;
 use crate::failure::{Failures, Reason};
 use crate::gate::Admitted;
 use crate::identity::{Identity, Name, Role};
@@ -42,10 +43,14 @@ impl Fleet {
     }
 
     fn write(&self, role: Role, name: &str, validity: Validity) -> Files {
+        self.try_write(role, name, validity).unwrap()
+    }
+
+    fn try_write(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<Files> {
         let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
         let bundle = self.bundle(name);
-        self.authority.issue(&identity, &[], validity).unwrap().write(&bundle, &self.authority).unwrap();
-        Files { ca: bundle.join("ca.crt"), certificate: bundle.join("own.crt"), key: bundle.join("own.key") }
+        self.authority.issue(&identity, &[], validity)?.write(&bundle, &self.authority)?;
+        Ok(Files { ca: bundle.join("ca.crt"), certificate: bundle.join("own.crt"), key: bundle.join("own.key") })
     }
 
     fn issue(&self, role: Role, name: &str) -> Arc<Tls> {
@@ -377,4 +382,85 @@ fn keys_are_for_their_owner_only_and_an_end_that_comes_near_is_told() {
         refused.to_string().starts_with("the authority ends before this certificate would: expected at most 29 days"),
         "{refused}"
     );
+}
+
+/// After every change of a file that a command makes: what is issued then is believed, or the error says what to do; no other
+/// step is taken; and the same command goes on.
+#[tokio::test]
+async fn an_interrupted_step_is_finished_by_the_same_command() {
+    const STEPS: [RollOver; 3] = [RollOver::Begin, RollOver::Switch, RollOver::Finish];
+    for (position, interrupted) in STEPS.into_iter().enumerate() {
+        let mut changes = 0;
+        loop {
+            let site = RollingOver::start().await;
+            for step in &STEPS[..position] {
+                site.step(*step).await;
+            }
+            let outcome = interruption::after(changes, || site.fleet.authority.roll_over(interrupted, 30 * DAY));
+            let Err(error) = outcome else { break };
+            let at = format!("{interrupted:?} after {changes} changes");
+            assert!(format!("{error:#}").contains("interrupted"), "{at}: {error:#}");
+            match site.fleet.try_write(Role::Agent, "s1", Validity::from_now(DAY)) {
+                Ok(_) => site.believes(&at).await,
+                Err(error) => {
+                    assert!(error.to_string().contains("`coreward certs roll-over switch` again"), "{at}: {error}")
+                }
+            }
+            for other in STEPS.into_iter().filter(|step| *step != interrupted) {
+                assert!(site.fleet.authority.roll_over(other, 30 * DAY).is_err(), "{at}: {other:?} is refused");
+            }
+            for step in &STEPS[position..] {
+                site.step(*step).await;
+            }
+            changes += 1;
+        }
+        assert!(changes > 1, "{interrupted:?} changes {changes} files");
+    }
+}
+
+#[test]
+fn an_authority_that_was_not_made_whole_is_made_by_the_same_command() {
+    let init = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
+    for changes in 0.. {
+        let directory = tempfile::tempdir().unwrap();
+        if interruption::after(changes, || init(directory.path())).is_ok() {
+            return assert!(changes > 2);
+        }
+        assert!(Authority::open(directory.path()).is_err(), "after {changes} changes");
+        let identity = Identity { fleet: "prod".parse().unwrap(), role: Role::Lb, name: "lb1".parse().unwrap() };
+        init(directory.path()).unwrap().issue(&identity, &[], Validity::from_now(DAY / 2)).unwrap();
+    }
+}
+
+/// A controller and an agent that are taken from one authority to the next.
+struct RollingOver {
+    fleet: Fleet,
+    controller: Arc<Tls>,
+    agent: Arc<Tls>,
+    listening: Listening,
+}
+
+impl RollingOver {
+    async fn start() -> Self {
+        let fleet = Fleet::new("prod");
+        let (controller, agent) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Agent, "s1"));
+        let listening = Listening::start(Some(controller.clone()), Limits::default()).await;
+        Self { fleet, controller, agent, listening }
+    }
+
+    /// Goes a step, and gives every part what it has made.
+    async fn step(&self, step: RollOver) {
+        self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
+        self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
+        self.believes(&format!("{step:?}: the agent first")).await;
+        self.fleet.write(Role::Controller, "c1", Validity::from_now(DAY));
+        self.controller.reload().unwrap();
+        self.believes(&format!("{step:?}: both")).await;
+    }
+
+    /// The agent's newest files are believed, and it believes the controller.
+    async fn believes(&self, when: &str) {
+        self.agent.reload().unwrap();
+        assert_eq!(self.listening.meet(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");
+    }
 }

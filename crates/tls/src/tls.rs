@@ -1,19 +1,16 @@
 //! A process's certificates: read at the start, and again when the files change.
 
-use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::MissedTickBehavior;
 
 use crate::certificate::{Certificate, unix_now};
+use crate::changes::Changes;
 use crate::identity::Identity;
 use crate::material::{Files, Material, Unusable};
 
-/// How often it is looked whether a file has changed.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// How often an end that comes near is logged.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
@@ -22,21 +19,17 @@ const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 pub struct Tls {
     files: Files,
     material: watch::Sender<Arc<Material>>,
-    /// Of the files when they were last read.
-    stamp: Mutex<Stamp>,
+    changes: Changes,
 }
-
-/// When each file was written; `None`: it is not there.
-type Stamp = [Option<SystemTime>; 3];
 
 impl Tls {
     /// # Errors
     /// When a file cannot be used.
     pub fn load(files: Files) -> Result<Arc<Self>, Unusable> {
-        let stamp = stamp(&files);
+        let changes = Changes::of([&files.ca, &files.certificate, &files.key]);
         let material = Arc::new(Material::load(&files)?);
         tracing::info!("our certificate is for {}, valid for {}", material.identity, shown(&material.own));
-        Ok(Arc::new(Self { files, material: watch::Sender::new(material), stamp: Mutex::new(stamp) }))
+        Ok(Arc::new(Self { files, material: watch::Sender::new(material), changes }))
     }
 
     pub(crate) fn material(&self) -> Arc<Material> {
@@ -75,7 +68,7 @@ impl Tls {
     /// # Errors
     /// When a file cannot be used, or is for somebody else.
     pub fn reload(&self) -> Result<(), Unusable> {
-        *self.stamp.lock().unwrap_or_else(PoisonError::into_inner) = stamp(&self.files);
+        self.changes.take();
         let new = Material::load(&self.files)?;
         let old = self.material();
         if new.identity != old.identity {
@@ -95,8 +88,6 @@ impl Tls {
     /// Reads files that have changed, or all by SIGHUP, and says what ends soon; for ever.
     pub async fn look_after(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
-        let mut due = tokio::time::interval(LOOK_INTERVAL);
-        due.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
         loop {
             let told = async {
@@ -107,7 +98,7 @@ impl Tls {
             };
             let read = tokio::select! {
                 _ = told => true,
-                _ = due.tick() => stamp(&self.files) != *self.stamp.lock().unwrap_or_else(PoisonError::into_inner),
+                () = self.changes.come() => true,
                 _ = reminder.tick() => {
                     self.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
                     false
@@ -118,15 +109,6 @@ impl Tls {
             }
         }
     }
-}
-
-fn stamp(files: &Files) -> Stamp {
-    [&files.ca, &files.certificate, &files.key].map(|path| written(path))
-}
-
-/// When a file was written last; `None`: it is not there.
-pub fn written(path: &Path) -> Option<SystemTime> {
-    std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }
 
 /// How long it is still good, in days or less.

@@ -124,6 +124,33 @@ impl ServerVerifier {
     }
 }
 
+/// What both verifiers have to say of signatures: TLS 1.3 has them, by `self.algorithms`.
+macro_rules! signatures_of_tls13 {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            Err(PeerIncompatible::Tls12NotOffered.into())
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            verify_tls13_signature(message, certificate, signature, &self.algorithms)
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            self.algorithms.supported_schemes()
+        }
+    };
+}
+
 impl ServerCertVerifier for ServerVerifier {
     fn verify_server_cert(
         &self,
@@ -141,33 +168,14 @@ impl ServerCertVerifier for ServerVerifier {
         Ok(ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(PeerIncompatible::Tls12NotOffered.into())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, certificate, signature, &self.algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
+    signatures_of_tls13!();
 }
 
 /// Of those that connect to us.
 #[derive(Debug)]
 pub struct ClientVerifier {
     chain: Arc<dyn ClientCertVerifier>,
+    algorithms: WebPkiSupportedAlgorithms,
     expected: Expected,
     denied: Denied,
 }
@@ -190,7 +198,8 @@ impl ClientVerifier {
             ClientCertificates::Required => builder.build()?,
             ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
         };
-        Ok(Self { chain, expected: Expected { fleet: Some(fleet), roles: roles.to_vec() }, denied })
+        let algorithms = provider.signature_verification_algorithms;
+        Ok(Self { chain, algorithms, expected: Expected { fleet: Some(fleet), roles: roles.to_vec() }, denied })
     }
 }
 
@@ -221,25 +230,5 @@ impl ClientCertVerifier for ClientVerifier {
         Ok(verified)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        Err(PeerIncompatible::Tls12NotOffered.into())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.chain.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chain.supported_verify_schemes()
-    }
+    signatures_of_tls13!();
 }

@@ -37,23 +37,27 @@ pub fn routes() -> axum::Router<Api> {
 #[utoipa::path(post, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
 pub async fn log_in(
     State(api): State<Api>,
-    peer: Option<Extension<Peer>>,
+    Extension(peer): Extension<Peer>,
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
     // Who is here has shown one of the three. By a session alone there is no next one, or it would never end.
     let shown = if headers.contains_key(header::AUTHORIZATION) {
         Shown::Token
-    } else if peer.is_some_and(|peer| peer.certified.is_some()) {
+    } else if peer.certified.is_some() {
         Shown::Certificate
     } else {
         let detail = "a session begins no other one: expected a token, or the certificate of an operator or a viewer";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
     };
-    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin(shown))]))
+    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin(shown, peer.encrypted))]))
 }
 
 /// End it
 #[utoipa::path(delete, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
-pub async fn log_out(State(api): State<Api>, headers: HeaderMap) -> impl IntoResponse {
-    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().end(&headers))])
+pub async fn log_out(
+    State(api): State<Api>,
+    Extension(peer): Extension<Peer>,
+    headers: HeaderMap,
+) -> impl IntoResponse {
+    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().end(&headers, peer.encrypted))])
 }

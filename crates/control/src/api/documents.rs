@@ -50,8 +50,8 @@ pub async fn put_fleet(
     let changes = difference(&Source::from_text("the fleet in force", &old.text), &Source::from_text(&name, &text));
     let was_in_force = old.text == text && old.generation > 0;
     let change = Change::Apply(WantedDocument { name, text, generation, dry_run });
-    shared.change(change).await.map_err(|error| api.not_applied(&error))?;
-    let now_in_force = in_force(&shared).generation;
+    let made = shared.change(change).await.map_err(|error| api.not_applied(&error))?;
+    let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: the document of generation {now_in_force} was applied");
         tracing::info!("{message}");
@@ -100,4 +100,69 @@ pub async fn check(Json(wanted): Json<Check>) -> Json<Checked> {
             Checked { mistakes: mistakes.list.iter().map(Into::into).collect(), more: mistakes.more as u64 }
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+    use std::sync::Arc;
+
+    use coreward_api::Role;
+    use coreward_api::endpoints::Guard;
+    use coreward_api::tokens::Tokens;
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::config::ControllerConfig;
+    use crate::controller::Controller;
+    use crate::server::keeper::Keeper;
+    use crate::server::make;
+    use crate::server::office::Office;
+    use crate::server::security::Security;
+    use crate::server::shared::WantedChange;
+    use crate::store::Store;
+    use crate::store::embedded::EmbeddedStore;
+
+    /// A controller that leads, and what comes to its keeper.
+    fn leader(directory: &std::path::Path) -> (Api, Keeper, mpsc::Receiver<WantedChange>) {
+        let (path, store) = (directory.join("controller.toml"), directory.join("store"));
+        std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
+        let config = ControllerConfig::load(&path).unwrap();
+        let office = Office::new(None, Security::of(&config.door()).unwrap());
+        let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
+        let keeper = Keeper::open(&path, config, office.security.denied.clone(), open).unwrap();
+        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), None);
+        office.take(Arc::new(shared));
+        let guard = Arc::new(Guard::new(Arc::new(Tokens::open(directory).unwrap())));
+        let (events, feed, document) = Default::default();
+        (Api { office: Arc::new(office), guard, events, feed, document }, keeper, changes)
+    }
+
+    /// Two operators: the second one's document is in force when the first one is told of its own.
+    #[tokio::test]
+    async fn each_is_told_of_the_generation_of_its_own_document() {
+        let directory = tempfile::tempdir().unwrap();
+        let (api, mut keeper, mut changes) = leader(directory.path());
+        let shared = api.shared().unwrap();
+        let put = |generation: u64| {
+            let text = format!("retire_after = \"{}h\"\n", generation + 1);
+            let wanted = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
+            let caller = Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]) };
+            put_fleet(State(api.clone()), Extension(caller), Json(wanted))
+        };
+        let both_at_once = async {
+            let mut told = Vec::new();
+            for _ in 0..2 {
+                let WantedChange { change, done } = changes.recv().await.unwrap();
+                let (back, outcome) = make(keeper, &shared, change).await.unwrap();
+                keeper = back;
+                told.push((done, outcome));
+            }
+            told.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
+        };
+        let (first, second, ()) = tokio::join!(put(0), put(1), both_at_once);
+        let generations =
+            [first, second].map(|applied| applied.unwrap_or_else(|problem| panic!("{problem:?}")).0.generation);
+        assert_eq!(generations, [1, 2]);
+    }
 }

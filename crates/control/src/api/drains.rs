@@ -86,13 +86,11 @@ async fn change(
     change: Change,
     event: &str,
 ) -> Result<Json<DrainStatus>, Problem> {
-    let generation = || shared.controller().fleet().generation;
-    let before = generation();
-    shared.change(change).await.map_err(|error| match error.downcast_ref::<NotDrained>() {
+    let made = shared.change(change).await.map_err(|error| match error.downcast_ref::<NotDrained>() {
         Some(refused) => not_drained(refused),
         None => api.not_changed(&error),
     })?;
-    if generation() != before {
+    if made.is_new {
         tracing::info!("server {server}: {event}");
         api.events.add(EventKind::Server, server, event.to_owned(), shared.now().wall);
     }

@@ -157,6 +157,11 @@ impl Keeper {
         Fleet::new(&self.fleet, &self.records).of_controller(self.config.fleet.clone(), rss_key)
     }
 
+    /// Of the fleet's document in force.
+    pub fn document_generation(&self) -> u64 {
+        self.records.document.generation
+    }
+
     /// Makes the change; the new configuration, if it changes that. On an error everything is as it was, but for certificates that
     /// are refused from now on. What changes no configuration is made also when it cannot be written down now.
     pub fn make(&mut self, change: Change) -> anyhow::Result<Option<Fleet>> {

@@ -58,7 +58,7 @@ use keeper::{Change, Keeper};
 use making::make_tables;
 use office::Office;
 use security::{Security, Visitor};
-use shared::{Shared, WantedChange};
+use shared::{Made, Shared, WantedChange};
 
 /// How often a silent peer is pinged (HTTP/2).
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -356,26 +356,39 @@ async fn keep(mut keeper: Keeper, shared: &Shared, mut changes: mpsc::Receiver<W
             _ = retire.tick() => (Change::Retire, None),
             Some(WantedChange { change, done }) = changes.recv() => (change, Some(done)),
         };
-        // The disk may take its time: tables and reports go on.
-        let (back, outcome) = tokio::task::spawn_blocking(move || {
-            let outcome = keeper.make(change);
-            (keeper, outcome)
-        })
-        .await?;
+        let (back, outcome) = make(keeper, shared, change).await?;
         keeper = back;
-        let outcome = outcome.map(|fleet| {
-            if let Some(fleet) = fleet {
-                tracing::info!("configuration generation {} is in force", fleet.generation);
-                shared.configure(fleet);
-            }
-        });
         match (waiting, outcome) {
             // Who has hung up meanwhile does not want to know.
             (Some(done), outcome) => drop(done.send(outcome)),
             (None, Err(error)) => tracing::error!("the old configuration stays in force: {error:#}"),
-            (None, Ok(())) => {}
+            (None, Ok(_)) => {}
         }
     }
+}
+
+/// Makes a change, and puts it in force.
+pub(crate) async fn make(
+    mut keeper: Keeper,
+    shared: &Shared,
+    change: Change,
+) -> anyhow::Result<(Keeper, anyhow::Result<Made>)> {
+    // The disk may take its time: tables and reports go on.
+    let (keeper, outcome) = tokio::task::spawn_blocking(move || {
+        let outcome = keeper.make(change);
+        (keeper, outcome)
+    })
+    .await?;
+    let document_generation = keeper.document_generation();
+    let outcome = outcome.map(|fleet| {
+        let is_new = fleet.is_some();
+        if let Some(fleet) = fleet {
+            tracing::info!("configuration generation {} is in force", fleet.generation);
+            shared.configure(fleet);
+        }
+        Made { is_new, document_generation }
+    });
+    Ok((keeper, outcome))
 }
 
 /// Looks after what is to be written down by itself, for ever: buckets that changed hands, and keys.
@@ -396,7 +409,7 @@ async fn look(shared: &Shared) {
         match step {
             Ok(None) => not_rotated = None,
             Ok(Some(step)) => match shared.change(Change::Keys(step)).await {
-                Ok(()) => tracing::info!("cookie keys: {}", step.words()),
+                Ok(_) => tracing::info!("cookie keys: {}", step.words()),
                 Err(error) => tracing::error!("cookie keys: {error:#}"),
             },
             Err(reason) => {

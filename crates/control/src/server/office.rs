@@ -3,9 +3,7 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_config::read_secret;
@@ -15,10 +13,9 @@ use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
-use coreward_tls::written;
+use coreward_tls::Changes;
 use coreward_wire::LEADER;
 use serde::{Deserialize, Serialize};
-use tokio::time::MissedTickBehavior;
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
@@ -26,9 +23,6 @@ use super::security::Security;
 use super::shared::Shared;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use crate::store::StoreError;
-
-/// How often it is looked whether a file of `[etcd.tls]` has changed.
-const CERTIFICATES_LOOK: Duration = Duration::from_secs(1);
 
 /// What others are told of who leads, in etcd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -218,18 +212,10 @@ pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
 pub async fn look_after_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let own = files.own.iter().flat_map(|(certificate, key)| [certificate, key]);
-    let paths: Vec<PathBuf> = std::iter::once(&files.ca).chain(own).cloned().collect();
-    let stamp = || paths.iter().map(|path| written(path)).collect::<Vec<_>>();
-    let mut known = stamp();
-    let mut due = tokio::time::interval(CERTIFICATES_LOOK);
-    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let changes = Changes::of(std::iter::once(&files.ca).chain(own));
     loop {
-        due.tick().await;
-        let now = stamp();
-        if now == known {
-            continue;
-        }
-        known = now;
+        changes.come().await;
+        changes.take();
         let renewed = match tls(files) {
             Ok(tls) => cluster.clone().renew(tls).await.map_err(anyhow::Error::from),
             Err(error) => Err(error),

@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use coreward_api::serve::Acceptor;
+use coreward_api::serve::{Acceptor, Peer};
 use coreward_daemon::add_expiry;
 use coreward_metrics::page::Page;
 use coreward_tls::certificate::Fingerprint;
@@ -111,15 +111,16 @@ impl ApiDoor {
 impl Acceptor for ApiDoor {
     type Stream = Admitted;
 
-    async fn accept(&self, stream: TcpStream) -> io::Result<(Admitted, Option<coreward_api::Role>)> {
-        let address = stream.peer_addr()?;
+    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(Admitted, Peer)> {
         let admitted = self.0.clone().admit_one(stream, address).await.map_err(io::Error::other)?;
-        let role = admitted.caller().identity.as_ref().and_then(|identity| match identity.role {
+        let caller = admitted.caller();
+        let certified = caller.identity.as_ref().and_then(|identity| match identity.role {
             Role::Operator => Some(coreward_api::Role::Operator),
             Role::Viewer => Some(coreward_api::Role::Viewer),
             _ => None,
         });
-        Ok((admitted, role))
+        let peer = Peer { address: address.ip(), certified, encrypted: caller.is_protected };
+        Ok((admitted, peer))
     }
 }
 

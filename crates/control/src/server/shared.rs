@@ -59,7 +59,16 @@ pub struct WantedChange {
     /// What is to be changed.
     pub change: Change,
     /// Told when it is in force, or why it is not.
-    pub done: oneshot::Sender<anyhow::Result<()>>,
+    pub done: oneshot::Sender<anyhow::Result<Made>>,
+}
+
+/// What a change has come to, whatever others change after it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Made {
+    /// Whether it makes another configuration.
+    pub is_new: bool,
+    /// Of the fleet's document that was in force then.
+    pub document_generation: u64,
 }
 
 /// That are looked at without a pause: some hundred microseconds.
@@ -108,7 +117,7 @@ impl Shared {
     ///
     /// # Errors
     /// When it cannot be written down.
-    pub async fn change(&self, change: Change) -> anyhow::Result<()> {
+    pub async fn change(&self, change: Change) -> anyhow::Result<Made> {
         let (done, outcome) = oneshot::channel();
         self.changes.send(WantedChange { change, done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?

@@ -23,6 +23,7 @@ use coreward_model::placement::BucketCount;
 use coreward_model::policy::MOST_CANDIDATES;
 
 use crate::names::UnknownName;
+use crate::range::OutOfRange;
 use crate::trace::capture::ReadOptions;
 use crate::trace::{Source, TraceError};
 
@@ -101,15 +102,8 @@ pub const MAX_CORES: u32 = 65_536;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A number of the configuration is out of its range.
-    #[error("{name} {value}: expected {expected}")]
-    OutOfRange {
-        /// What it is.
-        name: &'static str,
-        /// What it was.
-        value: String,
-        /// What would do.
-        expected: String,
-    },
+    #[error(transparent)]
+    OutOfRange(#[from] OutOfRange),
     /// A policy that does not exist.
     #[error(transparent)]
     Policy(#[from] UnknownName),
@@ -195,7 +189,7 @@ impl Config {
             (!self.policies.is_empty(), ("policies", "0".to_owned(), "at least 1".to_owned())),
         ];
         match rules.into_iter().find(|(holds, _)| !holds) {
-            Some((_, (name, value, expected))) => Err(Error::OutOfRange { name, value, expected }),
+            Some((_, (name, value, expected))) => Err(OutOfRange { name, value, expected }.into()),
             None => Ok(()),
         }
     }

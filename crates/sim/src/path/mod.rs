@@ -22,6 +22,7 @@ use coreward_model::policy;
 pub use outcome::{Combination, Measured, Outcome};
 
 use crate::names::UnknownName;
+use crate::range::OutOfRange;
 use crate::rpc::ticks::{Tick, ticks};
 use crate::rpc::{self, Policy, Service};
 use crate::side_by_side;
@@ -111,15 +112,8 @@ impl Default for Config {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A number of the configuration is out of its range.
-    #[error("{name} {value}: expected {expected}")]
-    OutOfRange {
-        /// What it is.
-        name: &'static str,
-        /// What it was.
-        value: String,
-        /// What would do.
-        expected: String,
-    },
+    #[error(transparent)]
+    OutOfRange(#[from] OutOfRange),
     /// A policy that does not exist.
     #[error(transparent)]
     Policy(#[from] UnknownName),
@@ -171,7 +165,7 @@ impl Config {
         if let Some((name, value, low, high)) =
             ranges.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value))
         {
-            return Err(Error::OutOfRange { name, value: value.to_string(), expected: format!("{low} to {high}") });
+            return Err(OutOfRange { name, value: value.to_string(), expected: format!("{low} to {high}") }.into());
         }
         for dispatch in &self.dispatch {
             self.check_server(dispatch)?;

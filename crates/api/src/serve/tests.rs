@@ -1,0 +1,149 @@
+//! Who is let go, and who is not, over loopback.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, Bytes};
+use axum::routing::get;
+use hyper::body::Frame;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpSocket;
+use tokio::time::{Interval, interval, timeout};
+
+use super::*;
+
+/// Everything here happens within milliseconds; a test that waits this long has failed.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Nobody is let go by the clock.
+const NEVER: Duration = Duration::from_secs(3600);
+
+/// What a watcher gets.
+struct Endless(Interval);
+
+impl hyper::body::Body for Endless {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.0.poll_tick(context).map(|_| Some(Ok(Frame::data(Bytes::from_static(b"more")))))
+    }
+}
+
+fn serve(bounds: Bounds) -> (SocketAddr, Serving) {
+    let router = Router::new()
+        .route("/", get(async || "here"))
+        .route("/watch", get(async || Body::new(Endless(interval(Duration::from_millis(5))))));
+    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().within(bounds);
+    (listener.address(), listener.serve(Plain, router, std::future::pending()).unwrap())
+}
+
+/// Somebody at 127.0.0.`host`.
+struct Client(TcpStream);
+
+impl Client {
+    async fn connect(host: u8, to: SocketAddr) -> Self {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::from(([127, 0, 0, host], 0))).unwrap();
+        Self(socket.connect(to).await.unwrap())
+    }
+
+    async fn send(&mut self, text: &str) {
+        self.0.write_all(text.as_bytes()).await.unwrap();
+    }
+
+    async fn read_until(&mut self, expected: &str) {
+        let mut read = Vec::new();
+        let reading = async {
+            while !String::from_utf8_lossy(&read).contains(expected) {
+                assert_ne!(self.0.read_buf(&mut read).await.unwrap(), 0, "it was let go");
+            }
+        };
+        timeout(PATIENCE, reading).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
+    }
+
+    async fn ask(&mut self) {
+        self.send("GET / HTTP/1.1\r\nHost: h\r\n\r\n").await;
+        self.read_until("here").await;
+    }
+
+    async fn watch(&mut self) {
+        self.send("GET /watch HTTP/1.1\r\nHost: h\r\n\r\n").await;
+        self.read_until("more").await;
+    }
+
+    async fn is_let_go(&mut self) {
+        let mut read = Vec::new();
+        let ended = timeout(PATIENCE, self.0.read_to_end(&mut read)).await;
+        drop(ended.expect("it is let go in time"));
+    }
+}
+
+/// One connection more than there are: each comes in all the same, and who is being answered stays.
+#[tokio::test]
+async fn who_asks_for_nothing_makes_room() {
+    let (address, _serving) = serve(Bounds { connections: 5, head: NEVER, ..Bounds::default() });
+    let mut alone = Client::connect(2, address).await;
+    let mut watcher = Client::connect(1, address).await;
+    watcher.watch().await;
+    let mut asked = Client::connect(1, address).await;
+    asked.ask().await;
+    let mut halfway = Client::connect(1, address).await;
+    halfway.send("GET / HTTP/1.1\r\n").await;
+    let mut silent = Client::connect(1, address).await;
+    // It has asked again, and is idle for less long than the next one.
+    silent.ask().await;
+    asked.ask().await;
+
+    let mut next = Client::connect(3, address).await;
+    next.ask().await;
+    halfway.is_let_go().await;
+    let mut another = Client::connect(3, address).await;
+    another.ask().await;
+    silent.is_let_go().await;
+    // Of two that are at one address; `alone` came first of all.
+    let mut third = Client::connect(4, address).await;
+    third.ask().await;
+    next.is_let_go().await;
+    for client in [&mut alone, &mut asked, &mut another, &mut third] {
+        client.ask().await;
+    }
+    watcher.read_until("more").await;
+}
+
+#[tokio::test]
+async fn who_comes_when_all_are_being_answered_waits_until_one_is_no_more() {
+    let (address, _serving) = serve(Bounds { connections: 2, head: NEVER, ..Bounds::default() });
+    let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
+    for watcher in &mut watchers {
+        watcher.watch().await;
+    }
+    let mut next = Client::connect(1, address).await;
+    let waited = timeout(Duration::from_millis(300), next.ask()).await;
+    assert!(waited.is_err(), "there is no place");
+    let [first, mut second] = watchers;
+    drop(first);
+    next.read_until("here").await;
+    second.read_until("more").await;
+}
+
+#[tokio::test]
+async fn who_is_silent_for_long_is_let_go_and_a_watcher_is_not() {
+    let (address, _serving) = serve(Bounds { head: Duration::from_millis(500), ..Bounds::default() });
+    let mut watcher = Client::connect(1, address).await;
+    watcher.watch().await;
+    let mut silent = Client::connect(1, address).await;
+    let mut halfway = Client::connect(1, address).await;
+    halfway.send("GET / HTTP/1.1\r\n").await;
+    let mut asked = Client::connect(1, address).await;
+    asked.ask().await;
+    for client in [&mut silent, &mut halfway, &mut asked] {
+        client.is_let_go().await;
+    }
+    for _ in 0..3 {
+        watcher.read_until("more").await;
+    }
+}

@@ -1,0 +1,74 @@
+//! Files that are read again when they have changed.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+/// How often it is looked whether a file has changed.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Files, and when they were written as far as whoever reads them knows.
+#[derive(Debug)]
+pub struct Changes {
+    paths: Vec<PathBuf>,
+    known: Mutex<Vec<Option<SystemTime>>>,
+}
+
+impl Changes {
+    /// Of these files, from now on.
+    pub fn of<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
+        let changes = Self { paths: paths.into_iter().cloned().collect(), known: Mutex::default() };
+        changes.take();
+        changes
+    }
+
+    /// Those until now are known: to be called before the files are read, so that none is missed.
+    pub fn take(&self) {
+        *self.known() = self.now();
+    }
+
+    /// Returns when there is one that is not known, also of a file that comes or goes. Never at once: files that belong together are
+    /// written one after the other.
+    pub async fn come(&self) {
+        loop {
+            tokio::time::sleep(LOOK_INTERVAL).await;
+            if self.now() != *self.known() {
+                return;
+            }
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now(&self) -> Vec<Option<SystemTime>> {
+        self.paths.iter().map(|path| written(path)).collect()
+    }
+}
+
+/// When a file was written last; `None`: it is not there.
+fn written(path: &Path) -> Option<SystemTime> {
+    std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_change_is_told_until_it_is_taken() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("own.crt");
+        let changes = Changes::of([&path]);
+        let told = async |changes: &Changes| timeout(3 * LOOK_INTERVAL / 2, changes.come()).await.is_ok();
+        assert!(!told(&changes).await, "nothing has changed");
+        std::fs::write(&path, "").unwrap();
+        assert!(told(&changes).await && told(&changes).await, "nobody has taken it");
+        changes.take();
+        std::fs::remove_file(&path).unwrap();
+        assert!(told(&changes).await, "it is gone");
+    }
+}

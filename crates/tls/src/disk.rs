@@ -1,0 +1,85 @@
+//! Changes of files, each whole or not at all, and on the disk before the next one begins.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+
+/// What everybody may read.
+pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    write_as(path, text, 0o644)
+}
+
+/// What only its owner may read.
+pub(crate) fn write_secret(path: &Path, text: &str) -> anyhow::Result<()> {
+    write_as(path, text, 0o600)
+}
+
+/// Who reads it meanwhile has the old one.
+fn write_as(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
+    let new = path.with_extension("new");
+    let write = || {
+        // What an attempt before left may be readable by others.
+        match fs::remove_file(&new) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    };
+    write().with_context(|| path.display().to_string())?;
+    rename(&new, path)
+}
+
+/// Puts a file in the place of another one.
+pub(crate) fn rename(from: &Path, to: &Path) -> anyhow::Result<()> {
+    changed(to, || fs::rename(from, to))
+}
+
+/// Removes a file.
+pub(crate) fn remove(path: &Path) -> anyhow::Result<()> {
+    changed(path, || fs::remove_file(path))
+}
+
+fn changed(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
+    let change = || {
+        #[cfg(test)]
+        interruption::point()?;
+        change()?;
+        // A name is on the disk when its directory is.
+        path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
+    };
+    change().with_context(|| path.display().to_string())
+}
+
+/// A process that is killed between two changes.
+#[cfg(test)]
+pub(crate) mod interruption {
+    use std::cell::Cell;
+    use std::io;
+
+    thread_local! {
+        static CHANGES_LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+    }
+
+    /// What `run` gives when it is interrupted after so many changes.
+    pub(crate) fn after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
+        CHANGES_LEFT.set(Some(changes));
+        let outcome = run();
+        CHANGES_LEFT.set(None);
+        outcome
+    }
+
+    pub(super) fn point() -> io::Result<()> {
+        match CHANGES_LEFT.get() {
+            Some(0) => Err(io::Error::new(io::ErrorKind::Interrupted, "interrupted")),
+            left => {
+                CHANGES_LEFT.set(left.map(|left| left - 1));
+                Ok(())
+            }
+        }
+    }
+}
