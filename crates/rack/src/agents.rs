@@ -10,6 +10,7 @@ use coreward_control::controller::Now;
 use coreward_control::server::HELLO_TIMEOUT;
 use coreward_control::server::security::{Security, Visitor};
 use coreward_tls::Role;
+use coreward_wire::rack::rack_messages;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::Control;
@@ -113,12 +114,12 @@ impl Shared {
         self.up().as_ref()?.reducer.report_interval()
     }
 
-    /// What goes up now.
-    pub fn summaries(&self) -> Option<v1::RackMessage> {
+    /// What goes up now, in as many messages as it takes.
+    pub fn summaries(&self) -> Vec<v1::RackMessage> {
         let (now, mut up) = (self.now(), self.up());
-        let up = up.as_mut()?;
+        let Some(up) = up.as_mut() else { return Vec::new() };
         let summaries = up.reducer.summaries(now);
-        Some(v1::RackMessage { hello: None, agents: std::mem::take(&mut up.handed_on), summaries })
+        rack_messages(std::mem::take(&mut up.handed_on), summaries)
     }
 
     /// An agent has connected: the number of its stream, and the way to the controller.
@@ -277,7 +278,7 @@ mod tests {
         // The controller has not said yet what is to be reduced: it has them whole.
         let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
         assert_eq!(taken, WAITING);
-        assert_eq!(shared.summaries().unwrap().agents.len(), WAITING);
+        assert_eq!(shared.summaries()[0].agents.len(), WAITING);
         assert!(shared.report(stream, v1::Report::default()));
     }
 

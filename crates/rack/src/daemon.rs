@@ -162,10 +162,14 @@ async fn follow(config: &Config, connection: &mut Connection, shared: &Shared) -
             () = tokio::time::sleep_until(due) => {
                 let interval = shared.report_interval().unwrap_or(std::time::Duration::from_millis(10));
                 due = (due + interval).max(Instant::now());
-                if let Ok(place) = messages.try_reserve()
-                    && let Some(message) = shared.summaries()
-                {
-                    place.send(message);
+                if messages.capacity() > 0 {
+                    for message in shared.summaries() {
+                        // Where they are many each of the rest waits for its place: none is always left out.
+                        if messages.send(message).await.is_err() {
+                            // The stream is over: its end says why.
+                            break;
+                        }
+                    }
                 }
             }
         }

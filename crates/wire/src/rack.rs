@@ -11,6 +11,7 @@ use coreward_model::policy::{
     Weight,
 };
 use coreward_model::rss::RssKey;
+use prost::Message as _;
 
 use crate::address::parse_server_id;
 use crate::report::MOST_CORES;
@@ -21,6 +22,9 @@ use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 const MOST_CORES_OF_A_BIN: u64 = 1 << 18;
 /// In 2^-32 of a core, as sums are.
 const LARGEST_LOAD: u64 = (MOST_LOAD as u64) << 32;
+
+/// A controller takes twice as much at once; one summary is less (2,048 buckets, 8 candidates of each, one RSS key: 200 kB).
+const LARGEST_MESSAGE: usize = 2 << 20;
 
 /// What a rack must know of its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
@@ -117,6 +121,35 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
             servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().within("servers")?,
             services: message.services.iter().map(parse_service).collect::<Result<_, _>>().within("services")?,
         })
+    }
+}
+
+/// What a rack passes up, in as many messages as it takes; at least one, which shows that the rack is there.
+pub fn rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
+    let mut packed = PackedMessages { bytes: 0, messages: vec![v1::RackMessage::default()] };
+    for agent in agents {
+        packed.with_room_for(agent.encoded_len()).agents.push(agent);
+    }
+    for summary in summaries {
+        packed.with_room_for(summary.encoded_len()).summaries.push(summary);
+    }
+    packed.messages
+}
+
+struct PackedMessages {
+    /// Of the last one.
+    bytes: usize,
+    messages: Vec<v1::RackMessage>,
+}
+
+impl PackedMessages {
+    fn with_room_for(&mut self, bytes: usize) -> &mut v1::RackMessage {
+        if self.bytes > 0 && self.bytes + bytes > LARGEST_MESSAGE {
+            self.messages.push(v1::RackMessage::default());
+            self.bytes = 0;
+        }
+        self.bytes += bytes;
+        self.messages.last_mut().expect("there is at least one")
     }
 }
 
@@ -339,6 +372,22 @@ mod tests {
         let summary = summary();
         assert_eq!(summary.lists[0].per_bucket, 4);
         assert_eq!(parse_summary(&summary_message(service, &summary)), Ok((service, summary)));
+    }
+
+    #[test]
+    fn what_is_too_much_for_one_message_comes_in_several() {
+        let message = summary_message(ServiceIndex::new(3).unwrap(), &summary());
+        let (bytes, count) = (message.encoded_len(), 3 * LARGEST_MESSAGE / message.encoded_len());
+        let agent = v1::FromAgent { stream: 7, message: None };
+        let messages = rack_messages(vec![agent.clone()], vec![message.clone(); count]);
+        assert!((3..=4).contains(&messages.len()), "{} of {bytes} bytes in {}", count, messages.len());
+        assert!(messages.iter().all(|message| message.encoded_len() < 2 * LARGEST_MESSAGE));
+        assert_eq!(messages[0].agents, [agent]);
+        assert_eq!(
+            messages.into_iter().flat_map(|message| message.summaries).collect::<Vec<_>>(),
+            vec![message; count]
+        );
+        assert_eq!(rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
     }
 
     /// Another number at that position.

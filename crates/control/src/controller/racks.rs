@@ -42,9 +42,28 @@ struct Rack {
     heard: Duration,
     /// By the number of the agent's stream at the rack.
     agents: BTreeMap<u64, Session>,
-    /// Until then they hold.
+    summaries: BTreeMap<ServiceIndex, PassedUp>,
+}
+
+/// What a rack has passed up of one service.
+#[derive(Debug)]
+struct PassedUp {
+    summary: Arc<RackSummary>,
+    /// Until then it holds (since the controller's start).
     fresh_until: Duration,
-    summaries: BTreeMap<ServiceIndex, Arc<RackSummary>>,
+}
+
+impl PassedUp {
+    fn holds(&self, now: Now) -> bool {
+        now.monotonic <= self.fresh_until
+    }
+}
+
+impl Rack {
+    /// What it has passed up and still holds.
+    fn fresh(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
+        self.summaries.values().filter(move |passed_up| passed_up.holds(now)).map(|passed_up| &passed_up.summary)
+    }
 }
 
 /// Through which rack an agent speaks.
@@ -79,19 +98,15 @@ impl Racks {
         self.known.iter().find(|(_, rack)| rack.session == Some(session))
     }
 
-    /// Racks whose summaries hold.
-    fn fresh(&self, now: Now) -> impl Iterator<Item = &Rack> {
-        self.known.values().filter(move |rack| now.monotonic <= rack.fresh_until)
-    }
-
     /// What is passed up of the service's servers, as far as it holds.
     pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        self.fresh(now).filter_map(move |rack| rack.summaries.get(&service))
+        let passed_up = self.known.values().filter_map(move |rack| rack.summaries.get(&service));
+        passed_up.filter(move |passed_up| passed_up.holds(now)).map(|passed_up| &passed_up.summary)
     }
 
     /// The servers whose loads are passed up now.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
-        let summaries = self.fresh(now).flat_map(|rack| rack.summaries.values());
+        let summaries = self.known.values().flat_map(|rack| rack.fresh(now));
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
@@ -178,17 +193,16 @@ impl Controller {
             }
         }
         // What gone racks said holds no more.
-        racks.known.retain(|_, rack| rack.session.is_some() || now.monotonic <= rack.fresh_until);
+        racks.known.retain(|_, rack| rack.session.is_some() || rack.fresh(now).next().is_some());
         racks.sessions += 1;
         racks.changes += 1;
         let old = racks.known.remove(name);
-        let (fresh_until, summaries) = old.map(|old| (old.fresh_until, old.summaries)).unwrap_or_default();
+        let summaries = old.map(|old| old.summaries).unwrap_or_default();
         let rack = Rack {
             session: Some(racks.sessions),
             version: version.to_owned(),
             heard: now.monotonic,
             agents: BTreeMap::new(),
-            fresh_until,
             summaries,
         };
         racks.known.insert(name.to_owned(), rack);
@@ -210,7 +224,8 @@ impl Controller {
         }
     }
 
-    /// A rack passes up what it has reduced its servers' reports to; in place of all that it passed up before.
+    /// A rack passes up what it has reduced its servers' reports to, of each service in place of what it passed up before: of many
+    /// services it comes in several messages.
     ///
     /// # Errors
     /// When one of the summaries is of no use; what was known before still holds.
@@ -226,6 +241,10 @@ impl Controller {
         let mut summaries = BTreeMap::new();
         for message in messages {
             let (service, mut summary) = parse_summary(message)?;
+            // One that the rack does not know to be gone.
+            if !self.positions.contains_key(&service) {
+                continue;
+            }
             for list in &mut summary.lists {
                 list.key = self.rss_keys.shared(list.key.clone());
             }
@@ -236,7 +255,11 @@ impl Controller {
         }
         let fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
         if let Some(rack) = self.racks.of_session(session) {
-            (rack.summaries, rack.fresh_until) = (summaries.clone(), fresh_until);
+            rack.summaries.retain(|_, passed_up| passed_up.holds(now));
+            let passed_up = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
+                (*service, PassedUp { summary: summary.clone(), fresh_until })
+            };
+            rack.summaries.extend(summaries.iter().map(passed_up));
         }
         for (service, summary) in &summaries {
             self.loads_passed_up(*service, summary, now);

@@ -148,3 +148,23 @@ fn refusals_say_who_may() {
     let words = foreign("s0", "r3", &[]).to_string();
     assert!(words.contains("server \"s0\": expected its agent itself"), "{words}");
 }
+
+#[test]
+fn what_is_passed_up_of_a_service_holds_for_itself() {
+    let mut world = World::new("", &["", ""]);
+    let rack = world.rack("r1");
+    world.behind(rack, "r1", "s0", 1).unwrap();
+    let web = world.controller.fleet().services[0].index;
+    let summary = |service: u32| v1::RackSummary {
+        service_index: service,
+        server_id: vec![0],
+        cores: vec![1],
+        load_sum: vec![0.5],
+        ..Default::default()
+    };
+    let passed_up = |world: &World, now: Now| world.controller.racks.summaries(web, now).count();
+    world.controller.rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
+    // Another message, of another service, which is none of the fleet's.
+    world.controller.rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
+    assert_eq!((passed_up(&world, at(300)), passed_up(&world, at(301))), (1, 0));
+}
