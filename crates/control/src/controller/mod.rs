@@ -229,8 +229,8 @@ impl Controller {
         // Until its first report says how long it may be silent: as long as three reports take.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
-        if agent.session.as_ref().is_some_and(|replaced| replaced.rack.is_some()) {
-            self.racks.changes += 1;
+        if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
+            self.racks.replaced(rack);
         }
         let rack = behind.as_ref().map(|behind| behind.name.clone());
         agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, rack });

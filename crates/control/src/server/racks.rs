@@ -149,7 +149,7 @@ async fn tell(shared: &Shared, session: u64, updates: &Updates) -> Option<Refuse
     let (mut told, mut looked_at) = (None, None);
     loop {
         let now = shared.now();
-        let changes = shared.controller().rack_changes();
+        let changes = shared.controller().rack_changes(session);
         if looked_at.replace(changes) != Some(changes) {
             let configuration = match shared.controller().rack_configuration(session, now) {
                 Ok(configuration) => configuration?,
