@@ -86,6 +86,8 @@ impl Fleet {
             fleet.start_load_balancer(testbed, number)?;
         }
         if fleet.options.agents {
+            // An agent that finds its first rack without a controller goes to the next.
+            fleet.wait_until(testbed, || fleet.check_racks(testbed))?;
             for number in testbed.server_numbers() {
                 fleet.start_agent(testbed, number)?;
             }
@@ -328,8 +330,12 @@ impl Fleet {
     /// # Errors
     /// When that takes longer than ten seconds; the error holds the last lines of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
+        self.wait_until(testbed, || self.check_ready(testbed))
+    }
+
+    fn wait_until(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let end = Instant::now() + Duration::from_secs(10);
-        while let Err(missing) = self.check_ready(testbed) {
+        while let Err(missing) = check() {
             ensure!(Instant::now() < end, "the fleet is not ready: {missing:#}\n{}", logs(testbed));
             std::thread::sleep(Duration::from_millis(50));
         }

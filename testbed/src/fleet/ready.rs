@@ -40,6 +40,16 @@ impl Fleet {
         Ok(())
     }
 
+    /// Whether every rack has a controller.
+    pub(super) fn check_racks(&self, testbed: &Testbed) -> anyhow::Result<()> {
+        if self.racks.is_empty() {
+            return Ok(());
+        }
+        let (connected, expected) = (array(&self.status(testbed)?["racks"]).len(), self.racks.len());
+        ensure!(connected == expected, "{connected} racks are connected: expected {expected}");
+        Ok(())
+    }
+
     /// Name of the service, and generation of its newest table, which has all servers that take new connections. Tables are made on
     /// change: the first may come before the last server is found, or its agent reports.
     fn whole_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
