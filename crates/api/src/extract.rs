@@ -1,7 +1,12 @@
 //! What handlers take out of a request; what does not fit is answered by a [`Problem`].
 
-use axum::extract::{FromRequest, FromRequestParts};
-use serde::Serialize;
+use std::fmt;
+use std::marker::PhantomData;
+
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{DeserializeOwned, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
 
@@ -16,12 +21,61 @@ pub struct Query<T>(pub T);
 pub struct Path<T>(pub T);
 
 /// A body, or an answer.
-#[derive(Debug, FromRequest)]
-#[from_request(via(axum::Json), rejection(Problem))]
+#[derive(Debug)]
 pub struct Json<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Json<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
+        let axum::Json(Object(body)) = axum::Json::from_request(request, state).await?;
+        Ok(Self(body))
+    }
+}
+
+/// Every body is an object: serde would take an array of a struct's fields, too.
+struct Object<T>(T);
+
+impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ObjectVisitor(PhantomData))
+    }
+}
+
+struct ObjectVisitor<T>(PhantomData<T>);
+
+impl<'de, T: DeserializeOwned> Visitor<'de> for ObjectVisitor<T> {
+    type Value = Object<T>;
+
+    fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
+        text.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Object<T>, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(map)).map(Object)
+    }
+}
 
 impl<T: Serialize> axum::response::IntoResponse for Json<T> {
     fn into_response(self) -> axum::response::Response {
         axum::Json(self.0).into_response()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    struct Wanted {
+        #[serde(default)]
+        force: bool,
+    }
+
+    #[test]
+    fn a_body_is_an_object() {
+        assert!(!serde_json::from_str::<Object<Wanted>>("{}").unwrap().0.force);
+        let refused = serde_json::from_str::<Object<Wanted>>("[]").map(|body| body.0).unwrap_err();
+        assert!(refused.to_string().contains("invalid type: sequence, expected an object"), "{refused}");
     }
 }
