@@ -79,7 +79,7 @@ fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    let more = "[announce]\ndrain = \"1s\"\n".to_owned();
+    let more = "[announce]\ndrain = \"2s\"\n".to_owned();
     let mut site = Site::start(
         options,
         FleetOptions { policy: "rr".to_owned(), more_of_load_balancers: more, ..FleetOptions::default() },

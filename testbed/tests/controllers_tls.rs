@@ -19,7 +19,7 @@ use nix::sys::signal::Signal;
 use support::eventually;
 
 /// Until another controller leads: the lease and a little.
-const TAKEN_OVER: Duration = Duration::from_secs(10);
+const TAKEN_OVER: Duration = Duration::from_secs(20);
 const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n";
 

@@ -13,7 +13,7 @@ use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
-use support::{eventually, pause};
+use support::{AT_EVERY_SERVER, eventually, pause};
 
 const LIMIT: Duration = Duration::from_secs(10);
 /// What the configuration below says: interval x fall + timeout.
@@ -107,9 +107,14 @@ impl Site {
         self.testbed.client().within(ask).unwrap();
     }
 
+    /// Waits until just these get new connections: soon after the controller says so.
+    fn only_go_to(&self, servers: &[u16]) {
+        eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
+    }
+
     /// The servers that get new connections now.
     fn servers(&self) -> Vec<u16> {
-        let mut servers: Vec<u16> = self.open(12).into_iter().map(|(_, server)| server).collect();
+        let mut servers: Vec<u16> = self.open(AT_EVERY_SERVER).into_iter().map(|(_, server)| server).collect();
         servers.sort_unstable();
         servers.dedup();
         servers
@@ -133,7 +138,7 @@ fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
     }
     let mut site = Site::start("health", 2, CHECK);
     site.wait_until_checked();
-    let mut connections = site.open(12);
+    let mut connections = site.open(AT_EVERY_SERVER);
     assert_eq!(site.servers(), [1, 2, 3]);
 
     // It answers, but not that it is well.
@@ -141,13 +146,12 @@ fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
     let took = site.wait_for(1, "down");
     println!("found after {took:?}, expected within {FOUND_WITHIN:?}");
     assert!(site.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", site.state(1));
-    pause(300);
-    assert_eq!(site.servers(), [2, 3]);
+    site.only_go_to(&[2, 3]);
     site.still_answered(&mut connections);
     site.set_well(1, true);
     site.wait_for(1, "joining");
     site.wait_for(1, "active");
-    eventually(LIMIT, "s1 gets connections again", || site.servers() == [1, 2, 3]);
+    site.only_go_to(&[1, 2, 3]);
     site.still_answered(&mut connections);
     connections.retain(|(_, server)| *server != 2);
 
@@ -155,8 +159,7 @@ fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
     site.nginx[1] = None;
     site.wait_for(2, "down");
     assert!(site.state(2).1.contains("connection refused"), "{:?}", site.state(2));
-    pause(300);
-    assert_eq!(site.servers(), [1, 3]);
+    site.only_go_to(&[1, 3]);
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     site.wait_for(2, "active");
     site.wait_until_checked();
@@ -176,8 +179,7 @@ fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
     // What one that sees finds is believed all the same.
     site.set_well(3, false);
     site.wait_for(3, "down");
-    pause(300);
-    assert_eq!(site.servers(), [1, 2]);
+    site.only_go_to(&[1, 2]);
     site.set_well(3, true);
     site.wait_for(3, "active");
     site.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
@@ -195,8 +197,7 @@ fn when_all_are_down() {
     let mut connections = site.open(6);
     (1..=3).for_each(|number| site.set_well(number, false));
     eventually(LIMIT, "the service fails open", || site.status()["services"][0]["failing_open"] == true);
-    pause(300);
-    assert_eq!(site.servers(), [1, 2, 3]);
+    site.only_go_to(&[1, 2, 3]);
     let dropped = |site: &Site| {
         let status = site.status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
@@ -216,7 +217,6 @@ fn when_all_are_down() {
     site.still_answered(&mut connections);
     site.set_well(2, true);
     eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
-    pause(300);
-    assert_eq!(site.servers(), [2]);
+    site.only_go_to(&[2]);
     site.still_answered(&mut connections);
 }

@@ -21,7 +21,7 @@ use nix::sys::signal::Signal;
 use support::{eventually, pause, unbroken};
 
 /// Until another controller leads: the lease and a little.
-const TAKEN_OVER: Duration = Duration::from_secs(8);
+const TAKEN_OVER: Duration = Duration::from_secs(20);
 
 /// The fields are dropped in this order: the testbed last.
 struct Datacentre {

@@ -117,7 +117,7 @@ fn what_is_no_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         Ok(())
     })?;
     // The worker counts an answer when it has sent it: the client may be quicker.
-    eventually(Duration::from_secs(2), "the answer is counted", || {
+    eventually(Duration::from_secs(15), "the answer is counted", || {
         server.counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
     let [counters] = server.counters()?[..] else { panic!("one worker") };
@@ -141,9 +141,9 @@ fn latency_counts_from_when_a_request_was_due() -> anyhow::Result<()> {
     assert_eq!((report["requests"].as_u64(), report["lost"].as_u64()), (Some(1999), Some(0)), "{report}");
     for (quantile, expected_ms) in [("p50", 1_000.0), ("p90", 1_800.0), ("p99", 1_980.0), ("max", 2_000.0)] {
         let measured_ms = report["latency_us"][quantile].as_f64().unwrap() / 1e3;
-        // Up to 100 ms for a machine that is busy with something else; less than 2 us a request for rounding.
+        // Up to 300 ms for a machine that is busy with something else; less than 2 us a request for rounding.
         assert!(
-            (expected_ms - 5.0..expected_ms + 100.0).contains(&measured_ms),
+            (expected_ms - 5.0..expected_ms + 300.0).contains(&measured_ms),
             "{quantile}: {measured_ms} ms: {report}"
         );
     }
@@ -172,7 +172,8 @@ fn what_a_dead_worker_had_is_lost_and_counted() -> anyhow::Result<()> {
     // Half of the flows for half of the time, give or take the flows' luck.
     assert!(count("lost") > count("requests") / 20 && count("lost") < count("requests") / 2, "{report}");
     let answered: u64 = server.counters()?.iter().map(|counters| counters.answered).sum();
-    assert!((count("completed")..=count("completed") + 1).contains(&answered), "{answered}: {report}");
+    // It may be killed between an answer and its count, or have answered what came too late.
+    assert!(answered.abs_diff(count("completed")) <= 1, "{answered}: {report}");
     let by_class = |name: &str| -> u64 {
         report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
     };
@@ -189,7 +190,7 @@ fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Its socket is there before it is.
     let other_than = |before: Option<u32>| {
-        let end = std::time::Instant::now() + Duration::from_secs(5);
+        let end = std::time::Instant::now() + Duration::from_secs(15);
         loop {
             match server.worker_pid(1) {
                 Ok(pid) if before != Some(pid) => return pid,

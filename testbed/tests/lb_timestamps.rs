@@ -14,7 +14,7 @@ use coreward_testbed::{TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 use support::{Site, eventually, pause, unbroken};
 
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Servers with these values of net.ipv4.tcp_timestamps.
 fn site(instance: &str, tcp_timestamps: &[&str]) -> Site {
@@ -63,7 +63,7 @@ fn warm_up(site: &Site) {
     // Below the ports of the streams that come.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
     let mut connect = Command::new("bash");
-    connect.args(["-c", &format!("for n in {{1..40}}; do exec 3<>/dev/tcp/{VIP}/80; exec 3>&-; done")]);
+    connect.args(["-c", &format!("for n in {{1..100}}; do exec 3<>/dev/tcp/{VIP}/80; exec 3>&-; done")]);
     site.testbed.run(client, connect).unwrap();
     let servers = site.testbed.server_numbers();
     eventually(PATIENCE, "all clocks are known", || {

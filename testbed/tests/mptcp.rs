@@ -19,8 +19,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 use support::{eventually, pause};
 
 const SERVERS: u16 = 3;
-const CONNECTIONS: u64 = 9;
-const TRANSFER_BYTES: usize = 300_000;
+/// One of the servers has none of them once in 10^6 runs, were each placed by lot.
+const CONNECTIONS: u64 = 36;
+const TRANSFER_BYTES: usize = 100_000;
 /// Servers' ports for joins: this and the server's number.
 const JOIN_PORT: u16 = 8000;
 
@@ -151,7 +152,7 @@ fn subflows_that_join_reach_the_server_of_the_first() {
         })
         .unwrap();
     assert!((1..=SERVERS).all(|number| streams.iter().any(|(_, server)| *server == number)));
-    eventually(Duration::from_secs(5), "every connection has a second subflow", || {
+    eventually(Duration::from_secs(15), "every connection has a second subflow", || {
         counter("MPTcpExtMPJoinSynAckRx") >= CONNECTIONS
     });
     assert_eq!(counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);

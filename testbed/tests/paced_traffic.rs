@@ -80,7 +80,7 @@ fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
     // The server dies with the connections open: the kernel resets or ends them.
     let server = testbed.start_paced_server(1)?;
     let load = start_load(&testbed, &log(50))?;
-    std::thread::sleep(Duration::from_millis(1_000));
+    std::thread::sleep(Duration::from_millis(2_000));
     drop(server);
     let ended = report(load)?;
     assert_eq!((ended.opened, ended.completed), (10, 0));

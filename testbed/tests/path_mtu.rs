@@ -11,6 +11,7 @@ use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Testbed, TestbedOptions, counters, skip_without_privilege};
 
 const CLIENT_ADDRESSES: u16 = 12;
+const ROUNDS: usize = 5;
 
 /// Downloads once from each of the client's addresses: a server remembers the MTU towards an address.
 fn download(testbed: &Testbed) {
@@ -46,9 +47,14 @@ fn small_mtu(instance: &str, client_timestamps: &str) {
     let _nginx: Vec<Nginx> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
-    download(&testbed);
-    let told = told(&testbed);
-    assert!(told.iter().all(|errors| *errors > 0), "ICMP errors at servers: {told:?}");
+    // Which server is asked is the hash's affair: 12 connections pass over one of three once in 43 runs.
+    for _ in 0..ROUNDS {
+        download(&testbed);
+        if told(&testbed).iter().all(|errors| *errors > 0) {
+            return;
+        }
+    }
+    panic!("ICMP errors at servers: {:?}", told(&testbed));
 }
 
 #[test]

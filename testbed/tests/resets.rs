@@ -75,11 +75,11 @@ fn servers_hear_of_aborted_connections() {
             for stream in streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }
-            eventually(Duration::from_secs(3), "12 connections are reset", || sockets(&site.testbed) == 12);
+            eventually(Duration::from_secs(15), "12 connections are reset", || sockets(&site.testbed) == 12);
             streams.into_iter().for_each(forget);
-            eventually(Duration::from_secs(5), "24 connections are reset", || sockets(&site.testbed) == 0);
+            eventually(Duration::from_secs(15), "24 connections are reset", || sockets(&site.testbed) == 0);
             Ok(())
         })
         .unwrap();
-    eventually(Duration::from_secs(3), "the load balancer tells", || site.counters("to_all") >= 12);
+    eventually(Duration::from_secs(15), "the load balancer tells", || site.counters("to_all") >= 12);
 }

@@ -111,7 +111,7 @@ fn a_server_with_a_new_mac_address_is_found_again() {
     let start = Instant::now();
     still_answered(&mut connections);
     site.open(3);
-    assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
 }
 
 #[test]
@@ -120,12 +120,12 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
         return;
     }
     let mut site = site("drain", 2, "rr");
-    let mut connections = site.open(10);
+    let mut connections = site.open(20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
     let mut pool = site.fleet.pool().clone();
     pool.insert(1, Standing::Draining);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
-    eventually(Duration::from_secs(5), "server 1 drains", || {
+    eventually(Duration::from_secs(15), "server 1 drains", || {
         site.open(10).iter().all(|(_, answerer)| answerer.server == 2)
     });
     still_answered(&mut connections);
@@ -138,7 +138,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
     // And back.
     pool.insert(1, Standing::Active);
     site.fleet.set_pool(&site.testbed, pool).unwrap();
-    eventually(Duration::from_secs(5), "server 1 is back", || {
+    eventually(Duration::from_secs(15), "server 1 is back", || {
         site.open(10).iter().any(|(_, answerer)| answerer.server == 1)
     });
     still_answered(&mut connections);

@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_model::FourTuple;
@@ -35,10 +35,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     if skip_without_privilege("hosts_reach_each_other_and_nginx_serves") {
         return Ok(());
     }
-    let start = Instant::now();
     let mut testbed = Testbed::create(options("ttopology", 2))?;
-    let made = start.elapsed();
-    assert!(made < Duration::from_secs(5), "making a testbed of two servers took {made:?}");
 
     attach_xdp_pass(testbed.load_balancer(1)?, DEVICE).context("the load balancer's device must take native XDP")?;
 

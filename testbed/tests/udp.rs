@@ -91,7 +91,7 @@ fn datagrams_of_a_flow_stay_with_their_server() {
     let client = site.testbed.client().clone();
     client
         .within(|| {
-            let flows: Vec<(Flow, u16)> = (0..16)
+            let flows: Vec<(Flow, u16)> = (0..64)
                 .map(|_| {
                     let flow = Flow::open();
                     let server = flow.ask(10).unwrap();
@@ -99,16 +99,18 @@ fn datagrams_of_a_flow_stay_with_their_server() {
                 })
                 .collect();
             let used: BTreeSet<u16> = flows.iter().map(|(_, server)| *server).collect();
-            assert_eq!(used.len(), 4, "16 flows in turn at servers {used:?}");
+            assert_eq!(used.len(), 4, "64 flows at servers {used:?}: once in 10^7 runs were it by lot");
             let all_stay = || flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(100).unwrap(), *server));
             all_stay();
             // What is longer than a frame comes in fragments, the later ones without ports.
             flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(5_000).unwrap(), *server));
             site.set(1, Some(Standing::Draining));
-            eventually(Duration::from_secs(3), "server 1 drains", || (0..8).all(|_| Flow::open().ask(1).unwrap() != 1));
+            eventually(Duration::from_secs(15), "server 1 drains", || {
+                (0..8).all(|_| Flow::open().ask(1).unwrap() != 1)
+            });
             all_stay();
             site.set(2, None);
-            eventually(Duration::from_secs(3), "server 2 goes", || (0..8).all(|_| Flow::open().ask(1).unwrap() > 2));
+            eventually(Duration::from_secs(15), "server 2 goes", || (0..8).all(|_| Flow::open().ask(1).unwrap() > 2));
             all_stay();
             Ok(())
         })
@@ -128,7 +130,7 @@ fn datagrams_by_packet_go_where_the_policy_says() {
         .within(|| {
             let flow = Flow::open();
             // Faster than tables change: the same addresses and ports take turns all the same.
-            (0..30).map(|_| flow.ask(10)).collect()
+            (0..80).map(|_| flow.ask(10)).collect()
         })
         .unwrap();
     let used: BTreeSet<u16> = answered.iter().copied().collect();

@@ -26,6 +26,21 @@ pub fn open(testbed: &Testbed, count: usize) -> Open {
     testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
 }
 
+/// Connections in so great a number that one of three servers has none of them once in 10^7 runs, were each placed by lot: 3 *
+/// (2/3)^40.
+pub const AT_EVERY_SERVER: usize = 40;
+
+/// Opens connections until each of these servers has so many, and asks each who answers: some servers are drawn more often than others.
+pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> Open {
+    let mut opened = Open::new();
+    let has = |opened: &Open, server| opened.iter().filter(|(_, answerer)| answerer.server == server).count();
+    while servers.iter().any(|server| has(&opened, *server) < at_least) {
+        assert!(opened.len() < 400, "of {} connections one of the servers {servers:?} has too few", opened.len());
+        opened.append(&mut open(testbed, 4));
+    }
+    opened
+}
+
 /// The fields are dropped in this order: the testbed last.
 pub struct Site {
     pub fleet: Fleet,
