@@ -76,7 +76,11 @@ fn daemons_need_no_more_than_their_units_leave_them() {
         warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
     };
     eventually(LIMIT, "the agent complains of nothing", || complaints(&fleet).is_empty());
-    eventually(LIMIT, "connections were steered", || server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0);
+    // Those of above may have come before the agent had found the workers.
+    eventually(LIMIT, "connections were steered", || {
+        ask(&testbed, 2);
+        server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
+    });
     // Who may have to hand packets on to a server that drains finds it by ARP.
     let mut pool = fleet.pool().clone();
     pool.insert(2, Standing::Draining);
