@@ -152,6 +152,13 @@ fn explain_names_the_server_and_the_core_that_serve() {
     let site = site("explain", 3, "hash");
     let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
     let address = site.testbed.client_address(0);
+    // An agent looks for workers once a second.
+    eventually(Duration::from_secs(20), "connections are steered at every server", || {
+        site.open(8);
+        let status = site.fleet.status(&site.testbed).unwrap();
+        let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
+        status["servers"].as_array().unwrap().iter().all(steers)
+    });
     for port in 40_300..40_332 {
         let source = SocketAddrV4::new(address, port);
         let explained = site.explain(source);
