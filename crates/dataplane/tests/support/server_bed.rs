@@ -126,17 +126,17 @@ impl Sniffer {
 
     /// The beginnings of all TCP packets that came from the VIP so far.
     pub fn received_from_vip(&self) -> Vec<Vec<u8>> {
-        self.received().into_iter().filter(is_from_vip).collect()
+        self.received().into_iter().filter(|frame| is_from_vip(frame)).collect()
     }
 
     /// The same, of what came until [`settled`](Self::settled).
     pub fn settled_from_vip(&self, bed: &Bed) -> Vec<Vec<u8>> {
-        self.settled(bed).into_iter().filter(is_from_vip).collect()
+        self.settled(bed).into_iter().filter(|frame| is_from_vip(frame)).collect()
     }
 
     /// The beginnings of all IPv4 packets that came so far.
     pub fn received(&self) -> Vec<Vec<u8>> {
-        self.received_of_all().into_iter().filter(is_ipv4).collect()
+        self.received_of_all().into_iter().filter(|frame| is_ipv4(frame)).collect()
     }
 
     /// The beginnings of all frames that came so far.
@@ -163,7 +163,7 @@ impl Sniffer {
         loop {
             let new = self.received_of_all();
             let is_over = new.iter().any(is_answer);
-            frames.extend(new.into_iter().filter(is_ipv4));
+            frames.extend(new.into_iter().filter(|frame| is_ipv4(frame)));
             if is_over {
                 return frames;
             }
@@ -173,11 +173,11 @@ impl Sniffer {
     }
 }
 
-fn is_ipv4(frame: &Vec<u8>) -> bool {
+fn is_ipv4(frame: &[u8]) -> bool {
     frame.len() >= 34 && frame[12..14] == [8, 0]
 }
 
-fn is_from_vip(frame: &Vec<u8>) -> bool {
+fn is_from_vip(frame: &[u8]) -> bool {
     frame.len() >= 54 && frame[23] == 6 && frame[26..30] == VIP.octets()
 }
 
