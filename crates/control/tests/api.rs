@@ -281,7 +281,8 @@ async fn watchers_miss_nothing() {
         assert_eq!(answer.headers()["content-type"], "text/event-stream");
         let mut text = String::new();
         in_time(until, async {
-            while !text.contains(until) {
+            // To the end of an event.
+            while !(text.contains(until) && text.ends_with("\n\n")) {
                 text += std::str::from_utf8(&answer.chunk().await.unwrap().unwrap()).unwrap();
             }
         })

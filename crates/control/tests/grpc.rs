@@ -3,7 +3,7 @@
 mod support;
 
 use std::collections::BTreeSet;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use coreward_api::types::{KeyPhase, Reports, RotateKeys};
 use coreward_api::{Problem, ProblemKind};
@@ -186,7 +186,8 @@ async fn tables_follow_loads() {
     let status = in_time("the load balancer's state", async {
         loop {
             let status = running.status().await;
-            if status.load_balancers[0].state.is_some() {
+            // Each stream is read on its own.
+            if status.load_balancers[0].state.is_some() && status.accepted_reports >= 16 {
                 return status;
             }
         }
@@ -241,23 +242,34 @@ async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
 #[tokio::test]
 async fn after_a_restart_the_first_table_waits_for_the_agents() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let home = Home::new(&["s1", "s2"], WEB);
-    home.start().await.kill().await;
-    let running = home.start().await;
-    let mut balancer = running.load_balancer(running.client().await).await;
-    let configuration = balancer.configuration().await;
-    let early = tokio::time::timeout(Duration::from_millis(300), balancer.table()).await;
-    assert!(early.is_err(), "a table before anybody reported");
-    let mut agents = [running.agent("s1").await, running.agent("s2").await];
-    for _ in 0..2 {
-        for agent in &mut agents {
-            agent.report([0.25, 0.75]).await;
+    // It does not wait for ever: where the machine stood still for that long, once more.
+    const WAITS: Duration = Duration::from_secs(4);
+    for _ in 0..5 {
+        let home = Home::new(&["s1", "s2"], WEB);
+        home.start().await.kill().await;
+        let began = Instant::now();
+        let running = home.start().await;
+        let mut balancer = running.load_balancer(running.client().await).await;
+        let configuration = balancer.configuration().await;
+        let early = tokio::time::timeout(Duration::from_millis(300), balancer.table()).await;
+        let mut agents = [running.agent("s1").await, running.agent("s2").await];
+        for _ in 0..2 {
+            for agent in &mut agents {
+                agent.report([0.25, 0.75]).await;
+            }
         }
+        let table = balancer.table().await;
+        if began.elapsed() >= WAITS {
+            continue;
+        }
+        assert!(early.is_err(), "a table before anybody reported");
+        assert_eq!(table.generation, 1);
+        assert_eq!(table.members.len(), configuration.services[0].servers.len());
+        let load = coreward_model::load::fixed_point(0.5);
+        assert!(table.members.iter().all(|member| member.load == load), "{table:?}");
+        return;
     }
-    let table = balancer.table().await;
-    assert_eq!(table.generation, 1);
-    assert_eq!(table.members.len(), configuration.services[0].servers.len());
-    assert!(table.members.iter().all(|member| member.load == coreward_model::load::fixed_point(0.5)), "{table:?}");
+    panic!("five times the first table came {WAITS:?} after the start");
 }
 
 #[tokio::test]
@@ -320,13 +332,20 @@ async fn a_slow_load_balancer_gets_the_newest_table() {
     let mut balancer = running.load_balancer(ControlClient::new(channel)).await;
     balancer.configuration().await;
     let first = balancer.table().await.generation;
-    tokio::time::sleep(Duration::from_secs(1)).await;
     let mut received = 1;
-    let newest = running.status().await.services[0].table_generation;
+    let newest = in_time("a hundred tables", async {
+        loop {
+            let newest = running.status().await.services[0].table_generation;
+            if newest >= first + 100 {
+                return newest;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    })
+    .await;
     while balancer.table().await.generation < newest {
         received += 1;
     }
-    assert!(newest - first > 50, "{first} to {newest}");
     assert!(received < (newest - first) / 2, "{received} tables of generations {first} to {newest}");
 }
 

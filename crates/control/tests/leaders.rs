@@ -48,7 +48,7 @@ impl Controller {
         let home = Home::new(&[], "");
         let endpoint = etcd.member.endpoint();
         let text = format!(
-            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"2s\"\n\
+            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"5s\"\n\
              advertise_api = \"https://{name}.example:7401\"\n"
         );
         std::fs::write(home.config(), text).unwrap();

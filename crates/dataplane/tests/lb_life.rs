@@ -101,11 +101,18 @@ fn a_new_process_takes_over_while_packets_pass() {
                 }
             });
         });
+        // So many packets pass, however slow the machine is.
+        let pass = |packets: u64| {
+            let until = sent.load(Ordering::Relaxed) + packets;
+            while sent.load(Ordering::Relaxed) < until && Instant::now() < limit {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
         for round in 0..10u64 {
-            std::thread::sleep(Duration::from_millis(50));
+            pass(100);
             // Dropped as a killed process would: nothing is told to the kernel.
             drop(lb);
-            std::thread::sleep(Duration::from_millis(20));
+            pass(40);
             lb = start();
             assert!(lb.taken_over());
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service(VIP), index)]);
@@ -120,7 +127,7 @@ fn a_new_process_takes_over_while_packets_pass() {
         done.store(true, Ordering::Relaxed);
         (lb, index)
     });
-    let deadline = Instant::now() + Duration::from_secs(2);
+    let deadline = Instant::now() + Duration::from_secs(30);
     while forwarded(&lb, index) < sent.load(Ordering::Relaxed) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -211,13 +218,11 @@ fn what_cannot_be_attached_is_refused_with_a_reason() {
     drop(second);
     lb.detach().unwrap();
 
-    let nowhere = Options { pin_directory: Some(std::env::temp_dir().join("coreward-no-bpffs")), ..Options::default() };
-    let no_bpffs = LoadBalancer::load(nowhere).unwrap_err().to_string();
-    assert!(
-        no_bpffs.ends_with("expected a directory on a BPF file system (`mount -t bpf bpf /sys/fs/bpf`)"),
-        "{no_bpffs}"
-    );
-    std::fs::remove_dir_all(std::env::temp_dir().join("coreward-no-bpffs")).unwrap();
+    let no_bpffs = std::env::temp_dir().join(format!("coreward-no-bpffs-{}", std::process::id()));
+    let nowhere = Options { pin_directory: Some(no_bpffs.clone()), ..Options::default() };
+    let error = LoadBalancer::load(nowhere).unwrap_err().to_string();
+    assert!(error.ends_with("expected a directory on a BPF file system (`mount -t bpf bpf /sys/fs/bpf`)"), "{error}");
+    std::fs::remove_dir_all(no_bpffs).unwrap();
 }
 
 #[test]

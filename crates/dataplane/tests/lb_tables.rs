@@ -21,7 +21,7 @@ use support::{SYN, Tcp, may_load_bpf, usual_timestamp};
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const SWITCHES: u64 = 1_000;
 const DECISIONS_PER_TABLE: u64 = 30;
-const AT_MOST: Duration = Duration::from_secs(60);
+const AT_MOST: Duration = Duration::from_secs(240);
 
 /// A table of rule `Table` in which each bucket of each group has a server of its own, drawn from `servers`.
 fn table(

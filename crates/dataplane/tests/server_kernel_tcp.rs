@@ -16,7 +16,9 @@ use coreward_model::cookie::Cookie;
 use coreward_model::tuple::Protocol;
 use socket2::SockRef;
 use support::network::{CLIENT, Pair, VIP};
-use support::server_bed::{Bed, PORT, Sniffer, attach, cookie_of, flags, id, keys, pattern, send_and_receive};
+use support::server_bed::{
+    Bed, PATIENCE, PORT, Sniffer, attach, cookie_of, flags, id, keys, pattern, send_and_receive,
+};
 use support::{ACK, FIN, RST, SYN, Tcp, may_load_bpf, now_ms, timestamp_offset, word};
 
 /// Handshake, data both ways in large segments, and an end by the server, then by the client.
@@ -110,6 +112,7 @@ fn answers_without_a_socket_and_resets_are_stamped() {
     // An active reset: unread data is thrown away.
     let (mut client, server) = bed.connection(&listener);
     client.write_all(b"unread").unwrap();
+    server.peek(&mut [0]).unwrap();
     SockRef::from(&server).set_linger(Some(Duration::ZERO)).unwrap();
     drop(server);
     assert!(client.read(&mut [0]).is_err(), "reset");
@@ -123,8 +126,17 @@ fn answers_without_a_socket_and_resets_are_stamped() {
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let port = client.local_addr().unwrap().port();
     drop(client);
-    std::thread::sleep(Duration::from_millis(200));
-    let last = sniffer.received_from_vip().pop().unwrap();
+    let (mut frames, end) = (sniffer.settled_from_vip(&bed), Instant::now() + PATIENCE);
+    // The end of the server's side, and what it says to the end of the client's.
+    let both_ended = |frames: &[Vec<u8>]| {
+        let after_end = frames.iter().skip_while(|frame| flags(frame) != FIN | ACK);
+        after_end.last().is_some_and(|last| flags(last) == ACK)
+    };
+    while !both_ended(&frames) {
+        assert!(Instant::now() < end, "{frames:02x?}");
+        frames.extend(sniffer.settled_from_vip(&bed));
+    }
+    let last = frames.pop().unwrap();
     let tcp = support::tcp_offset(&last);
     // The client's FIN once more, made from the server's last acknowledgement.
     let mut again = Tcp::new((CLIENT, port), (VIP, PORT));
@@ -136,8 +148,7 @@ fn answers_without_a_socket_and_resets_are_stamped() {
     let sequence = word(&last, tcp + 8).wrapping_sub(1);
     let frame = again.frame_with(sequence, word(&last, tcp + 4));
     sniffer.send(&bed, &frame);
-    std::thread::sleep(Duration::from_millis(200));
-    let answers = sniffer.received_from_vip();
+    let answers = sniffer.settled_from_vip(&bed);
     assert_eq!(answers.len(), 1, "TIME-WAIT answers");
     assert_eq!((flags(&answers[0]), cookie_of(&answers[0])), (ACK, Cookie::Server(id())));
     assert_eq!(bed.counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK), 0);
@@ -183,9 +194,9 @@ fn what_is_sent_to_all_reaches_the_connection_alone() {
     other.source.set_port(1);
     other.flags = ACK;
     sniffer.send(&bed, &other.frame_with(sequence, 1));
-    std::thread::sleep(Duration::from_millis(100));
+    let answers = sniffer.settled_from_vip(&bed);
     assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_IGNORED), 1);
-    assert_eq!(sniffer.received_from_vip().len(), 0, "the server kept silent");
+    assert_eq!(answers.len(), 0, "the server kept silent");
 
     sniffer.send(&bed, &reset.frame_with(sequence, 0));
     assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
@@ -299,8 +310,8 @@ impl Idle {
         Self { client, server, silence, first, keep_alive }
     }
 
-    /// Waits, then goes on at once.
-    fn goes_on(mut self) {
+    /// Waits, then goes on; what took longer than a few milliseconds should.
+    fn goes_on(mut self) -> Option<String> {
         std::thread::sleep(self.silence);
         let (client, server, began) = (&mut self.client, &mut self.server, Instant::now());
         if matches!(self.first, First::Client) {
@@ -312,7 +323,8 @@ impl Idle {
             send_and_receive(client, server, b"request");
         }
         let (took, Self { silence, first, keep_alive, .. }) = (began.elapsed(), self);
-        assert!(took < Duration::from_secs(3), "{took:?} after {silence:?}, {first:?} first, keep-alive {keep_alive}");
+        let is_slow = took >= Duration::from_secs(3);
+        is_slow.then(|| format!("{took:?} after {silence:?}, {first:?} first, keep-alive {keep_alive}"))
     }
 }
 
@@ -327,9 +339,15 @@ fn go_on_after(bed: &Bed, silences: &[u64], keep_alives: &[bool]) {
             }
         }
     }
-    std::thread::scope(|scope| {
-        connections.into_iter().for_each(|connection| drop(scope.spawn(|| connection.goes_on())))
+    let slow: Vec<String> = std::thread::scope(|scope| {
+        let going_on: Vec<_> = connections.into_iter().map(|connection| scope.spawn(|| connection.goes_on())).collect();
+        going_on.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
     });
+    // Whoever waits for packets that are lost sends them again, four times within 3 s; a machine that has other things to do only
+    // waits. (Where nothing is in the way, nothing at all is sent again.)
+    let again: u64 =
+        [&bed.pair.client, &bed.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
+    assert!(slow.is_empty() || again < 4, "{again} segments sent again: {slow:#?}");
     bed.assert_nobody_noticed();
 }
 

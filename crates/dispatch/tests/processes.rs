@@ -16,8 +16,11 @@ use nix::unistd::Pid;
 use socket2::{Domain, Protocol, Socket, Type};
 
 const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
+/// Longer than a machine that has other things to do keeps a worker waiting: nobody is given up or barred for that.
 const PATIENCE: Patience =
-    Patience { response_timeout: Duration::from_millis(400), stall_after: Duration::from_millis(300) };
+    Patience { response_timeout: Duration::from_secs(2), stall_after: Duration::from_millis(1500) };
+/// For what comes by itself.
+const LIMIT: Duration = Duration::from_secs(60);
 /// Set in the processes that are workers.
 const WORKER: &str = "COREWARD_TEST_WORKER";
 
@@ -173,9 +176,9 @@ impl Site {
     }
 
     fn until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
-        let end = Instant::now() + Duration::from_secs(10);
+        let end = Instant::now() + LIMIT;
         while !holds(self) {
-            assert!(Instant::now() < end, "{what}: not within 10 s; {:?}", self.counts());
+            assert!(Instant::now() < end, "{what}: not within {LIMIT:?}; {:?}", self.counts());
             self.rest(Duration::from_millis(5));
         }
     }
@@ -240,11 +243,15 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
         in_namespace(|| {
             let mut site = Site::start(Policy::ShortestQueue, 4);
             (0..200).for_each(|_| site.step(ECHO));
-            drop(site.workers.remove(0));
+            let killed = site.workers.remove(0);
+            let pid = killed.0.id();
+            // Nothing is sent until it is gone: it can only have fewer then.
+            let had = site.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
+            drop(killed);
             (0..300).for_each(|_| site.step(ECHO));
             site.workers[0].signal(Signal::SIGSTOP);
             // It is found out when it has got one more request than it had, and some time has passed.
-            let end = Instant::now() + Duration::from_secs(10);
+            let end = Instant::now() + LIMIT;
             while site.eligible() > 2 {
                 assert!(Instant::now() < end, "{:?}", site.counts());
                 site.step(ECHO);
@@ -262,9 +269,10 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
             let counts = site.settled();
             assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
             // What the killed one had: the one that it served and those in its queue, as nobody else's is lost.
-            let lost = site.sent as usize - site.answered.len();
+            let all = site.sent as usize;
+            site.until("all others are answered", |site| site.answered.len() + had as usize >= all);
+            let lost = all - site.answered.len();
             assert!(lost as u64 <= total(&counts, |worker| worker.repaired), "{lost} lost, {counts:?}");
-            assert!(lost < 20, "{lost}");
         });
     }
 }

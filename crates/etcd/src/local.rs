@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Where one member listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,9 +43,8 @@ impl Member {
     /// # Errors
     /// When there is no free port.
     pub fn alone() -> std::io::Result<Self> {
-        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
-        let [client, peer] = [free()?, free()?];
-        Ok(Self { name: "etcd1".to_owned(), client: client.local_addr()?, peer: peer.local_addr()? })
+        let [client, peer] = [free_port()?, free_port()?];
+        Ok(Self { name: "etcd1".to_owned(), client, peer })
     }
 
     /// For `endpoints`.
@@ -89,4 +89,22 @@ impl Member {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command
     }
+}
+
+/// What [`free_port`] hands out: the kernel gives none of these to whoever asks for any port (`ip_local_port_range`, 32768 to
+/// 60999 if nobody has set it), so that until etcd listens nobody takes them.
+const PORTS: std::ops::Range<u16> = 12_000..32_000;
+
+/// A port that is free, and that this process has not handed out before. Where the next process begins is elsewhere.
+fn free_port() -> std::io::Result<SocketAddr> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let count = PORTS.len() as u32;
+    for _ in PORTS {
+        let position = std::process::id().wrapping_mul(16) % count + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = PORTS.start + (position % count) as u16;
+        if let Ok(free) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
+            return free.local_addr();
+        }
+    }
+    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {PORTS:?} is free")))
 }

@@ -86,24 +86,28 @@ mod tests {
     #[test]
     fn what_was_read_late_did_not_arrive_late() {
         let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
-        receiver.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        receiver.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         Receiver::enable(&receiver).unwrap();
         // The kernel begins to stamp a moment after the first socket asks for it (net_enable_timestamp defers to a work
-        // queue); what has no stamp gets the time of reading.
-        std::thread::sleep(Duration::from_millis(100));
+        // queue); what has no stamp gets the time of reading. When the machine stands still between the readings of two clocks,
+        // the time is off, too.
+        let in_time = (0..20).any(|_| arrived_when_it_was_sent(&receiver, &sender));
+        assert!(in_time, "20 of 20 have the time of reading");
+    }
+
+    /// Sends a datagram, reads it late, and says whether it arrived when it was sent.
+    fn arrived_when_it_was_sent(receiver: &UdpSocket, sender: &UdpSocket) -> bool {
         let before_ns = now_ns();
         sender.send_to(b"sent", receiver.local_addr().unwrap()).unwrap();
         let after_ns = now_ns();
         std::thread::sleep(Duration::from_millis(300));
         let mut buffer = [0; 3];
-        let received = Receiver::default().receive(&receiver, &mut buffer).unwrap();
+        let received = Receiver::default().receive(receiver, &mut buffer).unwrap();
         assert_eq!((received.length, received.truncated), (3, true));
         assert_eq!(received.sender.map(Into::into), Some(sender.local_addr().unwrap()));
         // Two clocks are read one after the other: allow for a pause between the two.
         let tolerance_ns = 100_000_000;
-        assert!(
-            (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received.arrived_ns),
-            "{before_ns}, {after_ns}: {received:?}"
-        );
+        println!("{before_ns}, {after_ns}: {received:?}");
+        (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received.arrived_ns)
     }
 }

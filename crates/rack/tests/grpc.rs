@@ -21,9 +21,11 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
 
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// For what comes soon, or never.
 async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(Duration::from_secs(20), future).await.unwrap_or_else(|_| panic!("{what} does not come"))
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
 }
 
 async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
@@ -171,7 +173,7 @@ impl LoadBalancer {
     /// The first table whose candidates for buckets 0 and 1 are these: server numbers and loads in percent.
     async fn table_of(&mut self, wanted: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut seen = Vec::new();
-        let found = tokio::time::timeout(Duration::from_secs(20), async {
+        let found = tokio::time::timeout(PATIENCE, async {
             loop {
                 let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
                 let Some(dataplane_update::Update::Table(bytes)) = update else { continue };
@@ -255,7 +257,10 @@ async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
 #[tokio::test]
 async fn a_rack_without_controller_takes_nobody_and_serves_only_agents() {
     let directory = tempfile::tempdir().unwrap();
-    let away = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // Taken, so that no other test gets it, and nobody listens there.
+    let taken = tokio::net::TcpSocket::new_v4().unwrap();
+    taken.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let away = taken.local_addr().unwrap();
     let nobody = Running(tokio::spawn(std::future::pending()), away);
     let lonely = rack("r1", "127.0.0.1:0", &nobody).await;
     let refused = begin("s1", lonely.1).await.unwrap_err();

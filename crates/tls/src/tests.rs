@@ -20,7 +20,7 @@ use crate::io::Io;
 use crate::verify::Denied;
 use crate::{Caller, ClientCertificates, Files, Gate, Limits, Tls, read_certificates};
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
 
 /// An authority, and those whom it signs for.
@@ -302,7 +302,7 @@ async fn a_denied_certificate_ends_what_it_opened() {
 async fn a_connection_does_not_outlive_its_certificate() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
-    let files = fleet.write(Role::Agent, "s1", Validity::from_now(Duration::from_secs(3)));
+    let files = fleet.write(Role::Agent, "s1", Validity::from_now(Duration::from_secs(8)));
     let connector = Connector::new(listening.address, Some((Tls::load(files).unwrap(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
     ask(&mut stream).await.unwrap();

@@ -13,8 +13,8 @@ use tokio::time::{Interval, interval, timeout};
 
 use super::*;
 
-/// Everything here happens within milliseconds; a test that waits this long has failed.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Everything here happens within milliseconds, unless the machine stands still; a test that waits this long has failed.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// Nobody is let go by the clock.
 const NEVER: Duration = Duration::from_secs(3600);
 
@@ -132,7 +132,7 @@ async fn who_comes_when_all_are_being_answered_waits_until_one_is_no_more() {
 
 #[tokio::test]
 async fn who_is_silent_for_long_is_let_go_and_a_watcher_is_not() {
-    let (address, _serving) = serve(Bounds { head: Duration::from_millis(500), ..Bounds::default() });
+    let (address, _serving) = serve(Bounds { head: Duration::from_secs(2), ..Bounds::default() });
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;
     let mut silent = Client::connect(1, address).await;

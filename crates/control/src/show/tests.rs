@@ -285,8 +285,8 @@ bucket 111 of 128 goes to s1: because.
 
 #[test]
 fn nobody_there() {
-    // A port that was free a moment ago.
-    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // A port that was free a moment ago, at an address of the loopback's where nobody else listens.
+    let address = std::net::TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let token = directory.path().join("operator.token");
     let error = Client::new(address.into(), &token).unwrap_err().to_string();

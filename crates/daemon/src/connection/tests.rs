@@ -78,7 +78,7 @@ fn a_leader_of_before_is_not_believed_for_a_minute() {
 
 #[tokio::test]
 async fn the_term_comes_with_the_stream() {
-    let mut connection = connection(&[nobody().await]);
+    let mut connection = connection(&[nobody()]);
     let stream = |term: Option<u64>| {
         let mut response = Response::new(());
         term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM, term.into())));
@@ -136,9 +136,13 @@ async fn listen(answer: Status) -> SocketAddr {
     address
 }
 
-/// A port at which nobody listens.
-async fn nobody() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap()
+/// A port at which nobody listens: it stays taken as long as the process lives, or another test would get it.
+fn nobody() -> SocketAddr {
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    std::mem::forget(socket);
+    address
 }
 
 fn not_the_leader(leader: Option<SocketAddr>) -> Status {
@@ -186,7 +190,7 @@ fn connection(addresses: &[SocketAddr]) -> Connection {
 #[tokio::test]
 async fn it_finds_the_one_that_leads_past_one_that_is_away_and_one_that_follows() {
     let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (nobody().await, listen(not_the_leader(None)).await);
+    let (away, follower) = (nobody(), listen(not_the_leader(None)).await);
     let mut connection = connection(&[away, follower, leader]);
     assert_eq!(ask(&mut connection, 9).await, [away, follower, leader]);
     connection.ended(None);
@@ -196,7 +200,7 @@ async fn it_finds_the_one_that_leads_past_one_that_is_away_and_one_that_follows(
 #[tokio::test]
 async fn a_follower_that_names_the_leader_saves_the_way_past_the_others() {
     let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (nobody().await, listen(not_the_leader(Some(leader))).await);
+    let (away, follower) = (nobody(), listen(not_the_leader(Some(leader))).await);
     let mut connection = connection(&[follower, away, leader]);
     assert_eq!(ask(&mut connection, 9).await, [follower, leader]);
 }
@@ -204,7 +208,7 @@ async fn a_follower_that_names_the_leader_saves_the_way_past_the_others() {
 #[tokio::test]
 async fn a_leader_that_is_not_in_the_file_is_not_asked() {
     let stranger = listen(Status::internal("here")).await;
-    let (away, follower) = (nobody().await, listen(not_the_leader(Some(stranger))).await);
+    let (away, follower) = (nobody(), listen(not_the_leader(Some(stranger))).await);
     let mut connection = connection(&[follower, away]);
     assert_eq!(ask(&mut connection, 4).await, [follower, away, follower, away]);
 }

@@ -177,9 +177,9 @@ pub fn client() -> UdpSocket {
 }
 
 /// # Panics
-/// When there is nothing after two seconds.
-fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(2);
+/// When there is nothing after half a minute.
+pub fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(30);
     loop {
         if let Some(outcome) = done() {
             return outcome;

@@ -7,7 +7,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 
 use super::network::{SERVER, VIP};
-use super::server_bed::{Bed, PORT, Sniffer, flags};
+use super::server_bed::{Bed, PATIENCE, PORT, Sniffer, flags};
 use super::{ACK, SYN, Tcp, ones_complement_sum, tcp_offset, timestamp_offset, usual_timestamp, word};
 
 /// Nobody's address: the client's kernel keeps silent about what comes for it.
@@ -66,6 +66,18 @@ impl<'bed> HandClient<'bed> {
         self.sniffer.send(self.bed, frame);
     }
 
+    /// What the server sends upon something that it must answer: what comes until it keeps silent for 50 ms.
+    fn answers(&mut self) -> Vec<Vec<u8>> {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let frames = self.receive();
+            if !frames.is_empty() {
+                return frames;
+            }
+            assert!(Instant::now() < end, "the server does not answer");
+        }
+    }
+
     /// Everything that the server sent until it kept silent for 50 ms; what this client would echo is taken from it.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut last) = (vec![], Instant::now());
@@ -84,10 +96,16 @@ impl<'bed> HandClient<'bed> {
         frames
     }
 
-    /// What came for others, or from others, since the last look.
+    /// What came for this client since the last look, once the server has dealt with all that was sent.
+    pub fn settled(&self) -> Vec<Vec<u8>> {
+        let mut frames = self.sniffer.settled_from_vip(self.bed);
+        frames.retain(|frame| self.is_for_us(frame));
+        frames
+    }
+
+    /// What came for others, or from others, since the last look, once the server has dealt with all that was sent.
     pub fn overheard(&self) -> Vec<Vec<u8>> {
-        std::thread::sleep(Duration::from_millis(50));
-        self.sniffer.received()
+        self.sniffer.settled(self.bed)
     }
 
     fn is_for_us(&self, frame: &[u8]) -> bool {
@@ -99,7 +117,7 @@ impl<'bed> HandClient<'bed> {
     pub fn open(&mut self, echo: u32) -> Vec<u8> {
         let syn = self.frame(SYN, echo, b"");
         self.send(&syn);
-        let answer = self.receive().pop().expect("an answer to the SYN");
+        let answer = self.answers().pop().expect("not empty");
         assert_eq!(flags(&answer), SYN | ACK);
         self.sequence += 1;
         self.acknowledgement = word(&answer, tcp_offset(&answer) + 4).wrapping_add(1);
@@ -117,7 +135,7 @@ impl<'bed> HandClient<'bed> {
         let mut frame = self.frame(ACK, self.recent, payload);
         change(&mut frame);
         self.send(&frame);
-        let answers = self.receive();
+        let answers = self.answers();
         if answers.iter().any(|answer| word(answer, tcp_offset(answer) + 8) != self.sequence) {
             self.sequence += payload.len() as u32;
         }

@@ -2,8 +2,9 @@
 
 use std::io::{Read as _, Write as _};
 use std::mem::MaybeUninit;
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::Duration;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_intf as intf;
@@ -13,11 +14,11 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
-use super::network::{CLIENT, Pair, PinDirectory, VIP, on_one_cpu};
+use super::network::{CLIENT, Pair, PinDirectory, SERVER, VIP, on_one_cpu};
 use super::{ACK, FIN, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn keys() -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::Second }
@@ -125,23 +126,67 @@ impl Sniffer {
 
     /// The beginnings of all TCP packets that came from the VIP so far.
     pub fn received_from_vip(&self) -> Vec<Vec<u8>> {
-        let from_vip = |frame: &Vec<u8>| frame.len() > 54 && frame[23] == 6 && frame[26..30] == VIP.octets();
-        self.received().into_iter().filter(from_vip).collect()
+        self.received().into_iter().filter(|frame| is_from_vip(frame)).collect()
+    }
+
+    /// The same, of what came until [`settled`](Self::settled).
+    pub fn settled_from_vip(&self, bed: &Bed) -> Vec<Vec<u8>> {
+        self.settled(bed).into_iter().filter(|frame| is_from_vip(frame)).collect()
     }
 
     /// The beginnings of all IPv4 packets that came so far.
     pub fn received(&self) -> Vec<Vec<u8>> {
+        self.received_of_all().into_iter().filter(|frame| is_ipv4(frame)).collect()
+    }
+
+    /// The beginnings of all frames that came so far.
+    fn received_of_all(&self) -> Vec<Vec<u8>> {
         let mut frames = vec![];
         loop {
             let mut buffer = [MaybeUninit::uninit(); 160];
             let Ok(length) = self.0.recv(&mut buffer) else { return frames };
             // SAFETY: recv() has filled this many bytes.
-            let frame: Vec<u8> = buffer[..length.min(160)].iter().map(|byte| unsafe { byte.assume_init() }).collect();
-            if frame.len() >= 34 && frame[12..14] == [8, 0] {
-                frames.push(frame);
-            }
+            frames.push(buffer[..length.min(160)].iter().map(|byte| unsafe { byte.assume_init() }).collect());
         }
     }
+
+    /// Waits until the server has dealt with all that was sent before, and what it sent upon that has come; the beginnings of all
+    /// IPv4 packets until then. An ARP request goes after the rest, on the one CPU, and its answer comes after the rest.
+    pub fn settled(&self, bed: &Bed) -> Vec<Vec<u8>> {
+        static ASKED: AtomicU32 = AtomicU32::new(0);
+        let number = ASKED.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+        // Whoever asks has an address of its own each time, so that no other answer is taken for this one.
+        let asking = [2, 9, number[0], number[1], number[2], number[3]];
+        self.send(bed, &arp_request(asking, SERVER));
+        let is_answer = |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == asking;
+        let (mut frames, end) = (Vec::new(), Instant::now() + PATIENCE);
+        loop {
+            let new = self.received_of_all();
+            let is_over = new.iter().any(is_answer);
+            frames.extend(new.into_iter().filter(|frame| is_ipv4(frame)));
+            if is_over {
+                return frames;
+            }
+            assert!(Instant::now() < end, "the server does not answer");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn is_ipv4(frame: &[u8]) -> bool {
+    frame.len() >= 34 && frame[12..14] == [8, 0]
+}
+
+fn is_from_vip(frame: &[u8]) -> bool {
+    frame.len() >= 54 && frame[23] == 6 && frame[26..30] == VIP.octets()
+}
+
+/// "Who has `wanted`?", asked by the host with that MAC address (RFC 826), which has an address of the client's network.
+fn arp_request(asking: [u8; 6], wanted: Ipv4Addr) -> Vec<u8> {
+    const ASKING: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
+    let ethernet = [&[0xff; 6][..], &asking, &[8, 6]].concat();
+    let addresses = [&asking[..], &ASKING.octets(), &[0; 6], &wanted.octets()].concat();
+    [&ethernet[..], &[0, 1, 8, 0, 6, 4, 0, 1], &addresses].concat()
 }
 
 fn unsafe_zeroed() -> libc::sockaddr_ll {
