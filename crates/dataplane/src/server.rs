@@ -76,9 +76,11 @@ impl ServerPrograms {
     /// work until [`set_services`](Self::set_services) has told these what to do; then they take its place, with its keys.
     ///
     /// # Errors
-    /// When the pin directory is not on a bpffs, or the kernel refuses programs or links.
+    /// When the pin directory is not on a bpffs, programs that are pinned elsewhere are at the device, or the kernel refuses
+    /// programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
+        ensure_only_stamper(options.interface_index, &pins)?;
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
         let state = pins.join("state");
         let mut storage = MaybeUninit::uninit();
@@ -338,6 +340,19 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     tc::detach(interface_index, Direction::Ingress, &pins.join("ingress"))?;
     remove_maps(&pins)?;
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
+}
+
+/// Two programs that stamp would each put a cookie over the other's: no connection would come about.
+fn ensure_only_stamper(interface_index: u32, pins: &Path) -> anyhow::Result<()> {
+    let pin = pins.join("egress");
+    let another = tc::another_is_attached(interface_index, Direction::Egress, "server_egress", &pin)?;
+    ensure!(
+        !another,
+        "the interface of index {interface_index} has coreward's programs already, pinned elsewhere than in {}: expected the \
+         `pin_directory` of before, or first `coreward agent --detach` with the file of before",
+        pins.display()
+    );
+    Ok(())
 }
 
 /// Nothing was held lately.

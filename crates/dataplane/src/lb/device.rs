@@ -18,8 +18,8 @@ impl LoadBalancer {
     /// When the interface does not exist, another XDP program is there, what was taken over is at another interface, or
     /// the driver cannot run XDP and `mode` is [`XdpMode::Native`].
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
-        let index = nix::net::if_::if_nametoindex(interface)
-            .map_err(|_| anyhow::anyhow!("interface {interface:?} does not exist"))?;
+        let index =
+            nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
         self.interface = Some(interface.to_string());
         self.refresh_own_mac()?;
         if let Some(link) = &self.beside {
@@ -94,7 +94,10 @@ impl LoadBalancer {
     /// When the device is gone.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
-        let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
+        let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
+            Ok(_) => format!("interface {interface:?} has no MAC address"),
+            Err(_) => no_such_interface(interface),
+        })?;
         self.set_own_mac(mac);
         Ok(())
     }
@@ -103,6 +106,10 @@ impl LoadBalancer {
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
     }
+}
+
+fn no_such_interface(interface: &str) -> String {
+    format!("interface {interface:?} does not exist")
 }
 
 /// The interface's MAC address. Not from /sys, which may show another network namespace.
