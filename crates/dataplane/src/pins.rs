@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,9 @@ pub struct Claim(#[allow(dead_code, reason = "held")] Flock<File>);
 /// A process that has just ended, and a child of it that has not yet become another program, hold its claim for a moment.
 const PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
+
+/// How many folders deep pin directories are looked for.
+const DEEPEST: usize = 5;
 
 impl Claim {
     /// Makes the directory if it is missing.
@@ -46,6 +49,25 @@ impl Claim {
             thread::sleep(PAUSE);
         }
     }
+}
+
+/// The other directories of the same BPF file system in which `file` (with its folder) is pinned; those that this process may not
+/// read are left out. (What is at a device cannot be asked by name: that takes CAP_SYS_ADMIN, which daemons do not have.)
+pub fn others(directory: &Path, file: &str) -> Vec<PathBuf> {
+    let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
+        return Vec::new();
+    };
+    let own = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
+    let (mut found, mut folders) = (Vec::new(), vec![(root.to_owned(), 0)]);
+    while let Some((folder, depth)) = folders.pop() {
+        if folder.join(file).exists() && folder.canonicalize().is_ok_and(|folder| folder != own) {
+            found.push(folder.clone());
+        }
+        let inside = fs::read_dir(&folder).into_iter().flatten().flatten();
+        let more = inside.filter(|entry| depth < DEEPEST && entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        folders.extend(more.map(|entry| (entry.path(), depth + 1)));
+    }
+    found
 }
 
 /// Removes a pin directory; one with something else in it, which is somebody else's, stays.

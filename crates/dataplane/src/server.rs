@@ -30,6 +30,7 @@ use rand::rngs::SysRng;
 
 use crate::mac::MacAddress;
 use crate::mapped::{Mapped, wait_for_programs};
+use crate::pins;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, Attachment, Direction};
@@ -80,7 +81,7 @@ impl ServerPrograms {
     /// programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
-        ensure_only_stamper(options.interface_index, &pins)?;
+        ensure_only_stamper(options.interface_index, &options.pin_directory)?;
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
         let state = pins.join("state");
         let mut storage = MaybeUninit::uninit();
@@ -342,16 +343,18 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
 }
 
-/// Two programs that stamp would each put a cookie over the other's: no connection would come about.
-fn ensure_only_stamper(interface_index: u32, pins: &Path) -> anyhow::Result<()> {
-    let pin = pins.join("egress");
-    let another = tc::another_is_attached(interface_index, Direction::Egress, "server_egress", &pin)?;
-    ensure!(
-        !another,
-        "the interface of index {interface_index} has coreward's programs already, pinned elsewhere than in {}: expected the \
-         `pin_directory` of before, or first `coreward agent --detach` with the file of before",
-        pins.display()
-    );
+/// Two programs that stamp would each put a cookie over the other's: no connection would come about. (Before kernel 6.6 there is
+/// one place for ours.)
+fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
+    for elsewhere in pins::others(pin_directory, "server/egress") {
+        let pin = elsewhere.join("server").join("egress");
+        ensure!(
+            !tc::is_attached(interface_index, Direction::Egress, &pin).unwrap_or(false),
+            "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to be that, or \
+             first `coreward agent --detach` with that in its file",
+            elsewhere.display()
+        );
+    }
     Ok(())
 }
 

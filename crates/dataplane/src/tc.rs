@@ -149,23 +149,15 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
-/// Whether a program called `name` is at the hook by another link than the one that `pin` names. (Before kernel 6.6 there is
-/// one place for ours, so that there never is.)
+/// Whether the link that is pinned at `pin` holds a program at this hook.
 ///
 /// # Errors
-/// When the kernel does not say what is there.
-pub fn another_is_attached(interface_index: u32, direction: Direction, name: &str, pin: &Path) -> anyhow::Result<bool> {
-    let own = match open_link(pin)? {
-        Some(link) if is_attached_to(&link, interface_index) => Some(link.info()?.prog_id),
-        _ => None,
-    };
-    let others = programs_at(interface_index, direction)?;
-    for id in others.into_iter().filter(|id| Some(*id) != own) {
-        if program_name(id)?.is_some_and(|found| found == name) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+/// When what is pinned there is no link, or the kernel does not say what is at the hook.
+pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
+    let Some(link) = open_link(pin)? else { return Ok(false) };
+    // An index alone may be another network namespace's interface.
+    let at_hook = programs_at(interface_index, direction)?;
+    Ok(is_attached_to(&link, interface_index) && at_hook.contains(&link.info()?.prog_id))
 }
 
 /// The kernel's own limit (BPF_MPROG_MAX).
@@ -193,29 +185,6 @@ fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec
     // SAFETY: both fields of the union are the same number.
     let count = unsafe { options.__bindgen_anon_1.count } as usize;
     Ok(ids.into_iter().take(count).collect())
-}
-
-/// `None`: it has gone meanwhile.
-fn program_name(id: u32) -> anyhow::Result<Option<String>> {
-    // SAFETY: takes a number.
-    let result = unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) };
-    if result < 0 {
-        return match -result {
-            libc::ENOENT => Ok(None),
-            error => Err(std::io::Error::from_raw_os_error(error)).with_context(|| format!("program {id}")),
-        };
-    }
-    // SAFETY: a new descriptor that nobody else has.
-    let program = unsafe { OwnedFd::from_raw_fd(result) };
-    let mut info = libbpf_sys::bpf_prog_info::default();
-    let mut length = size_of::<libbpf_sys::bpf_prog_info>() as u32;
-    // SAFETY: `info`, of that length, lives through the call.
-    let result = unsafe { libbpf_sys::bpf_prog_get_info_by_fd(program.as_raw_fd(), &raw mut info, &raw mut length) };
-    if result < 0 {
-        return Err(std::io::Error::from_raw_os_error(-result)).with_context(|| format!("program {id}"));
-    }
-    let name = info.name.iter().take_while(|byte| **byte != 0).map(|byte| char::from(*byte as u8)).collect();
-    Ok(Some(name))
 }
 
 fn open_link(pin: &Path) -> anyhow::Result<Option<Link>> {
