@@ -3,12 +3,12 @@
 
 mod support;
 
-use coreward_dataplane::lb::capture;
 use coreward_dataplane::lb::connections::Pinned;
+use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
 use coreward_dataplane::pins::{Claim, remove_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use support::may_load_bpf;
-use support::network::PinDirectory;
+use support::network::{Pair, PinDirectory};
 use support::server_bed::{Bed, attach};
 
 #[test]
@@ -71,4 +71,23 @@ fn programs_that_are_pinned_elsewhere_are_not_stamped_over() {
     bed.pair.server.within(|| bed.programs.remove()).unwrap();
     let moved = bed.pair.server.within(|| ServerPrograms::attach(options.clone())).unwrap();
     bed.pair.server.within(|| moved.remove()).unwrap();
+}
+
+#[test]
+fn a_load_balancer_that_is_pinned_elsewhere_is_named() {
+    if !may_load_bpf("a_load_balancer_that_is_pinned_elsewhere_is_named") {
+        return;
+    }
+    let (pair, pins, elsewhere) = (Pair::new(), PinDirectory::new(), PinDirectory::new());
+    let attach = |pins: &PinDirectory| {
+        let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
+        pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;
+        anyhow::Ok(lb)
+    };
+    let lb = attach(&pins).unwrap();
+    let refused = attach(&elsewhere).unwrap_err().to_string();
+    let named = format!("has the program of a load balancer that is pinned in {}: expected", pins.path().display());
+    assert!(refused.contains(&named), "{refused}");
+    lb.detach().unwrap();
+    attach(&elsewhere).unwrap().detach().unwrap();
 }

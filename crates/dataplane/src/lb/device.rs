@@ -2,6 +2,7 @@
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use coreward_intf as intf;
@@ -10,6 +11,7 @@ use super::link::{self, XdpLink};
 use super::program::Variant;
 use super::{Attachment, LoadBalancer, XdpMode};
 use crate::mac::MacAddress;
+use crate::pins;
 
 impl LoadBalancer {
     /// Puts the program at the device `interface`: in the place of the pinned one if there is one.
@@ -38,7 +40,7 @@ impl LoadBalancer {
                 found => bail!(
                     "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
                      detach it first, or use another pin directory",
-                    self.pins.as_deref().unwrap_or(std::path::Path::new("")).display()
+                    self.pins.as_deref().unwrap_or(Path::new("")).display()
                 ),
             }
             self.link = None;
@@ -78,13 +80,31 @@ impl LoadBalancer {
         self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
         let link =
             XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
-                Some(libc::EBUSY) => anyhow::anyhow!(
-                    "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
-                ),
+                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.who_is_at(interface, index)),
                 _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
             })?;
         self.link = Some(link);
         Ok(attachment)
+    }
+
+    /// Whose program is at the device already, and what to do.
+    fn who_is_at(&self, interface: &str, index: u32) -> String {
+        let own = self.pins.as_deref().and_then(Path::parent);
+        let others = own.map(|own| pins::others(own, "lb/link")).unwrap_or_default();
+        let at_device = |directory: &&PathBuf| {
+            let link = XdpLink::pinned(&directory.join("lb").join("link"));
+            link.is_ok_and(|link| link.is_some_and(|link| link.interface_index().is_ok_and(|found| found == index)))
+        };
+        match others.iter().find(at_device) {
+            Some(directory) => format!(
+                "interface {interface:?} has the program of a load balancer that is pinned in {directory}: expected \
+                 `pin_directory` to be that, or first `coreward lb --detach` with that in its file",
+                directory = directory.display()
+            ),
+            None => format!(
+                "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
+            ),
+        }
     }
 
     /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, as somebody
