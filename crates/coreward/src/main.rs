@@ -10,6 +10,7 @@ mod live;
 mod shell;
 mod top;
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -255,7 +256,8 @@ fn main() -> ExitCode {
     match run(Cli::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("coreward: {error:#}");
+            // Whoever stops reading hears it no more.
+            let _ = writeln!(std::io::stderr(), "coreward: {error:#}");
             ExitCode::FAILURE
         }
     }
@@ -382,7 +384,6 @@ fn check_kernel() -> anyhow::Result<()> {
 
 /// To standard output. Whoever stops reading (`| head`) has seen enough.
 fn print(text: &str) -> anyhow::Result<()> {
-    use std::io::Write as _;
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),

@@ -284,7 +284,7 @@ impl Keeper {
 /// The fleet as the store keeps it.
 fn applied(document: &Document) -> Result<FleetConfig, Mistakes> {
     let name = format!("the applied fleet (generation {})", document.generation);
-    FleetConfig::parse(&Source::from_text(&name, &document.text))
+    FleetConfig::on_record(&Source::from_text(&name, &document.text))
 }
 
 #[cfg(test)]
