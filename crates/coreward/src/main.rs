@@ -390,11 +390,12 @@ fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// To standard error; `RUST_LOG` says how much (default: info).
+/// To standard error; `RUST_LOG` says how much (default: info). Where there is no room for a line (a full disk), it is lost:
+/// by default tracing-subscriber complains of that with `eprintln!`, which panics then.
 fn start_logging() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
     let format = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_target(false);
-    format.with_writer(std::io::stderr).init();
+    format.with_writer(std::io::stderr).log_internal_errors(false).init();
 }

@@ -300,7 +300,7 @@ mod tests {
         let [path, fleet, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.path().join(name));
         let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");
         std::fs::write(&path, &text).unwrap();
-        std::fs::write(&fleet, "").unwrap();
+        std::fs::write(&fleet, "alpha = 0.5").unwrap();
         let denied = Denied::default();
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
         let mut keeper = Keeper::open(&path, ControllerConfig::load(&path).unwrap(), denied.clone(), open).unwrap();
