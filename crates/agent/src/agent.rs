@@ -3,12 +3,12 @@
 mod metrics;
 
 use std::collections::HashMap;
-use std::fs;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, ensure};
 use coreward_daemon::Controllers;
+use coreward_dataplane::pins;
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
 use coreward_dataplane::sockets::open_sockets;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
@@ -382,8 +382,7 @@ impl Agent {
         timestamps::restore(&mut self.memory)?;
         self.programs.remove()?;
         self.memory.remove()?;
-        let directory = &self.config.pin_directory;
-        fs::remove_dir(directory).with_context(|| directory.display().to_string())
+        pins::remove_if_empty(&self.config.pin_directory)
     }
 }
 

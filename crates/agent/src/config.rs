@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Mistakes, Name, Source, choices, table, tagged_table};
+use coreward_config::{AbsolutePath, Interface, Mistakes, Name, Source, choices, table, tagged_table};
 use coreward_daemon::Controllers;
 
 /// What the daemon is told. Services, ids and keys come from the controller.
@@ -43,9 +43,9 @@ table! {
         /// Where the controller listens; a list where there are several.
         controllers as "controller": Controllers,
         /// The Ethernet device on which the services' packets come and go.
-        interface: String,
+        interface: Interface,
         /// A directory in a BPF file system, made when missing; one per agent.
-        pin_directory: PathBuf,
+        pin_directory: AbsolutePath,
         /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
         manage_rss: bool = false,
         /// Set net.ipv4.tcp_timestamps=2 once a service is stamped here; without it somebody else must.
@@ -59,7 +59,7 @@ table! {
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
         /// Who this daemon is, and whom it believes.
-        tls: Option<coreward_tls::table::Table>,
+        tls: Option<coreward_tls::Files>,
         /// Which worker of UDP services gets a request.
         dispatch: Option<coreward_dispatch::config::Table>,
     }
@@ -128,15 +128,15 @@ impl Config {
             Some(Self {
                 server: file.server.0,
                 controllers: file.controllers,
-                interface: file.interface,
-                pin_directory: file.pin_directory,
+                interface: file.interface.0,
+                pin_directory: file.pin_directory.0,
                 manage_rss: file.manage_rss,
                 manage_timestamps: file.manage_timestamps,
                 steer: file.steer,
                 load: file.load,
                 rss: file.rss,
                 metrics: file.metrics,
-                tls: file.tls.and_then(|table| table.check_within(reader)),
+                tls: file.tls,
                 dispatch: file.dispatch.map(|table| table.check_within(reader)),
             })
         })

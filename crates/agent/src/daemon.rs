@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_daemon::Connection;
+use coreward_dataplane::pins::Claim;
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
 use coreward_tls::Role;
@@ -26,13 +27,16 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. What packets need is pinned and stays at work; the NIC's RSS is put back.
 ///
 /// # Errors
-/// When the file is wrong, the interface does not exist, or the kernel refuses the programs.
+/// When the file is wrong, another process is at work there, the interface does not exist, or the kernel refuses the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
-    let mut agent = Agent::start(Config::load(config)?)?;
+    let config_file = config;
+    let config = Config::load(config_file)?;
+    let _claim = Claim::new(&config.pin_directory)?;
+    let mut agent = Agent::start(config)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
         let scrapes = Scrapes::listen(agent.metrics_address())?;
-        let chores = Chores { look: every(LOOK_INTERVAL), reload: Some((hangup, config.to_owned())), scrapes };
+        let chores = Chores { look: every(LOOK_INTERVAL), reload: Some((hangup, config_file.to_owned())), scrapes };
         let connection = connection(&agent)?;
         coreward_daemon::until_told(async { match follow_for_ever(&mut agent, connection, chores).await {} }).await
     })?;
@@ -121,9 +125,11 @@ impl Chore {
 /// Takes everything off that an agent has put on and puts everything back; stamped connections break.
 ///
 /// # Errors
-/// When the file is wrong or something cannot be taken off.
+/// When the file is wrong, its daemon is at work, or something cannot be taken off.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
-    Agent::start(Config::load(config)?)?.detach()
+    let config = Config::load(config)?;
+    let _claim = Claim::new(&config.pin_directory)?;
+    Agent::start(config)?.detach()
 }
 
 fn every(period: Duration) -> Interval {

@@ -43,6 +43,10 @@ impl Memory {
             let map = MapHandle::from_pinned_path(&pin).with_context(|| pin.display().to_string())?;
             let bytes = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an array without its only entry")?;
             let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+            // Nothing was changed yet.
+            if text.is_empty() {
+                return Ok(Self { map, pin, content: Remembered::default() });
+            }
             let content = serde_json::from_slice(text).unwrap_or_else(|error| {
                 tracing::warn!("{}: {error}: original settings are not known", pin.display());
                 Remembered::default()

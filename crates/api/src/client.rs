@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
-use coreward_config::{Secret, read_secret};
+use coreward_config::Secret;
 use coreward_tls::connect::HttpsConnector;
 use coreward_tls::failure::{Failure, Reason};
 use coreward_tls::verify::Host;
@@ -20,6 +20,7 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::Problem;
+use crate::tokens::read_token;
 use crate::types::{
     Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied,
     Health, HealthState, Keys, Loads, NewFleet, RotateKeys, Status,
@@ -226,11 +227,10 @@ fn failure(error: &anyhow::Error) -> Option<&Failure> {
 }
 
 fn token(file: &Path) -> anyhow::Result<Secret<String>> {
-    let token = read_secret(file).map_err(|problem| {
+    read_token(file).map_err(|problem| {
         anyhow!(
             "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file or \
              COREWARD_TOKEN_FILE names one)"
         )
-    })?;
-    Ok(Secret::new(token))
+    })
 }

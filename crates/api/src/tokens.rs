@@ -78,6 +78,14 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
         tracing::info!("a new token is in {}", path.display());
     }
+    read_token(path)
+}
+
+/// What a token file holds.
+///
+/// # Errors
+/// When it cannot be read, others than its owner can read it, or what it holds is no token.
+pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
     // RFC 6750, Sect. 2.1.
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);

@@ -176,14 +176,29 @@ impl Form for PathBuf {
     }
 }
 
-impl Form for f64 {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        match value.get_ref() {
+/// What other types are made of.
+pub(crate) trait Written: Sized {
+    /// The number, or a mistake that says what `T` expects.
+    fn written<T: Form>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
+}
+
+impl Written for f64 {
+    fn written<T: Form>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let number = match value.get_ref() {
             DeValue::Float(float) => float.as_str().replace('_', "").parse().ok(),
             DeValue::Integer(integer) => signed(integer).map(|integer| integer as f64),
             _ => None,
+        };
+        if number.is_none() {
+            reader.wrong_type::<T>(value);
         }
-        .or_else(|| reader.wrong_type::<Self>(value))
+        number
+    }
+}
+
+impl Form for f64 {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        Self::written::<Self>(value, reader)
     }
 
     fn expected() -> String {
@@ -200,17 +215,22 @@ fn signed(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
 
+impl Written for u64 {
+    fn written<T: Form>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let integer = value.get_ref().as_integer().and_then(signed).and_then(|integer| u64::try_from(integer).ok());
+        if integer.is_none() && value.get_ref().is_integer() {
+            let written = reader.written(&value.span()).to_owned();
+            reader.mistake(value.span(), format!("{written}: expected {}", T::expected()));
+        } else if integer.is_none() {
+            reader.wrong_type::<T>(value);
+        }
+        integer
+    }
+}
+
 impl Form for u64 {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let integer = value.get_ref().as_integer().and_then(signed).and_then(|integer| u64::try_from(integer).ok());
-        integer.or_else(|| {
-            if value.get_ref().is_integer() {
-                let written = reader.written(&value.span()).to_owned();
-                reader.mistake(value.span(), format!("{written}: expected {}", Self::expected()));
-                return None;
-            }
-            reader.wrong_type::<Self>(value)
-        })
+        Self::written::<Self>(value, reader)
     }
 
     fn expected() -> String {

@@ -12,6 +12,7 @@
 //! (Files whose readers stop at the first mistake can be plain serde structs: [`Source::parse`].)
 
 mod form;
+mod host;
 mod macros;
 mod mistake;
 mod model;
@@ -23,6 +24,7 @@ mod tests;
 mod time;
 
 pub use form::{Field, Form, Name, Number, choice, choice_schema, parsed};
+pub use host::{AbsolutePath, Interface};
 pub use mistake::{Mistake, Mistakes, nearest};
 pub use reader::{OldKey, Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret};

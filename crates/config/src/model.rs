@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
+use crate::form::Written as _;
 use crate::{Form, Reader, SecretText, choices, parsed};
 
 /// A value that is written as a number.
@@ -20,7 +21,7 @@ macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl Form for $type {
             fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-                let written = <$written>::read(value, reader)?;
+                let written = <$written>::written::<Self>(value, reader)?;
                 reader.taken($parse(written), value.span())
             }
 

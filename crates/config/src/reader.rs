@@ -105,6 +105,13 @@ impl<'a> Reader<'a> {
         self.note(Found { span, key: None, message: message.to_string(), nearest: None });
     }
 
+    /// The same of a value within the one that is being read: its key is found by its place.
+    pub fn mistake_within(&mut self, span: Span, message: impl Display) {
+        let keys = std::mem::take(&mut self.keys);
+        self.mistake(span, message);
+        self.keys = keys;
+    }
+
     /// The same of a name that is none of `known`.
     pub fn unknown_name<'n>(
         &mut self,

@@ -52,7 +52,11 @@ pub fn read_secret(path: &Path) -> Result<String, String> {
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
     let file = std::fs::File::open(path).map_err(unreadable)?;
     // Of the open file: whoever renames another one into its place meanwhile changes nothing.
-    let mode = file.metadata().map_err(unreadable)?.permissions().mode() & 0o7777;
+    let metadata = file.metadata().map_err(unreadable)?;
+    if metadata.is_dir() {
+        return Err(format!("{shown} is a directory: expected a readable file with the secret"));
+    }
+    let mode = metadata.permissions().mode() & 0o7777;
     if mode & 0o077 != 0 {
         return Err(format!("others can read or write {shown} (mode {mode:04o}): expected `chmod 600 {shown}`"));
     }

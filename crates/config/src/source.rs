@@ -1,5 +1,8 @@
 //! A file's name and text, and where in it a byte is.
 
+use std::fmt::Display;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,6 +13,9 @@ use toml::de::{DeTable, DeValue};
 use crate::mistake::Place;
 use crate::{Form, Mistake, Mistakes, Reader, Span};
 
+/// What a file may hold at most, bytes: as much as the API takes of a fleet's document.
+const LARGEST: u64 = 8 << 20;
+
 /// A file's name and text, to make mistakes that point into it.
 #[derive(Debug, Clone)]
 pub struct Source {
@@ -19,12 +25,23 @@ pub struct Source {
 
 impl Source {
     /// # Errors
-    /// When the file cannot be read.
+    /// When the file cannot be read, is larger than 8 MiB, or is no text.
     pub fn read(path: &Path) -> Result<Self, Mistake> {
-        match std::fs::read_to_string(path) {
-            Ok(text) => Ok(Self { path: path.to_owned(), text: text.into() }),
-            Err(reason) => Err(Mistake::of_file(path, &format!("{reason}: expected a readable TOML file"))),
+        let unreadable =
+            |reason: &dyn Display| Mistake::of_file(path, &format!("{reason}: expected a readable TOML file"));
+        let mut bytes = Vec::new();
+        let file = File::open(path).map_err(|reason| unreadable(&reason))?;
+        file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(|reason| unreadable(&reason))?;
+        if bytes.len() as u64 > LARGEST {
+            return Err(unreadable(&"more than 8 MiB"));
         }
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let good = error.utf8_error().valid_up_to();
+            let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
+            let place = Self { path: path.to_owned(), text: text.into() }.place(&(good..good));
+            Mistake::new(path, place, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
+        })?;
+        Ok(Self { path: path.to_owned(), text: text.into() })
     }
 
     /// A text that stands in no file; `name` is what mistakes show.
@@ -57,6 +74,26 @@ impl Source {
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Mistake> {
         toml::from_str(&self.text)
             .map_err(|error| self.error(error.span().unwrap_or_default(), &one_line(error.message())))
+    }
+
+    /// The keys of the whole file, also where some of it is wrong.
+    pub fn keys(&self) -> Vec<String> {
+        let (table, _errors) = DeTable::parse_recoverable(&self.text);
+        table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
+    }
+
+    /// What the TOML parser says of the text; empty when it is TOML.
+    pub fn syntax_errors(&self) -> Vec<Mistake> {
+        let (_table, errors) = DeTable::parse_recoverable(&self.text);
+        let mistake = |error: toml::de::Error| {
+            Mistake::new(
+                &self.path,
+                self.place(&error.span().unwrap_or_default()),
+                String::new(),
+                &one_line(error.message()),
+            )
+        };
+        errors.into_iter().map(mistake).collect()
     }
 
     /// A mistake at a place of the file (bytes, as [`Spanned::span`] gives them).

@@ -185,6 +185,43 @@ fn a_missing_file_is_named() {
     assert!(error.ends_with(": expected a readable TOML file"), "{error}");
 }
 
+#[test]
+fn what_is_no_text_or_too_much_of_it_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("daemon.toml");
+    let refused = || Source::read(&file).unwrap_err().to_string();
+    std::fs::write(&file, b"name = \"a\"\nplace = \"\xff\"\n").unwrap();
+    let expected = format!("{}:2:10: bytes that are no text: expected a TOML file in UTF-8", file.display());
+    assert_eq!(refused(), expected);
+    std::fs::write(&file, " ".repeat((8 << 20) + 1)).unwrap();
+    assert!(refused().contains("more than 8 MiB"), "{}", refused());
+    // A byte order mark and the line ends of Windows are what an editor makes of a good file.
+    std::fs::write(&file, "\u{feff}name = \"a\"\r\ncount = 2\r\n").unwrap();
+    read_file(&Source::read(&file).unwrap()).unwrap();
+}
+
+#[test]
+fn devices_and_paths_from_the_root_on() {
+    crate::table! {
+        struct Host {
+            interface: crate::Interface,
+            pins: crate::AbsolutePath,
+        }
+    }
+    let read = |interface: &str, pins: &str| {
+        let text = format!("interface = {interface:?}\npins = {pins:?}\n");
+        let host = Source::from_text("f", &text).read_as(|host: Host, _| Some((host.interface.0, host.pins.0)));
+        (host.is_ok(), jsonschema::is_valid(&schema::<Host>("f"), &json!({ "interface": interface, "pins": pins })))
+    };
+    for interface in ["eth0", "enp0s31f6", "bond0.12", "lb-vip_1@fifteen"] {
+        let right = interface.len() < 16;
+        assert_eq!(read(interface, "/p"), (right, right), "{interface}");
+    }
+    for (interface, pins) in [("", "/p"), ("a b", "/p"), ("a/b", "/p"), ("eth0:1", "/p"), ("eth0", "p"), ("eth0", "")] {
+        assert_eq!(read(interface, pins), (false, false), "{interface:?} {pins:?}");
+    }
+}
+
 /// In the file's own folder; its content and that of the file around it are shown by nothing.
 #[test]
 fn secrets_are_their_owners() {
@@ -208,6 +245,13 @@ fn secrets_are_their_owners() {
     let daemon = read_file(&source).unwrap();
     assert_eq!(daemon.key_file.as_ref().unwrap().expose(), &key);
     assert!(!format!("{daemon:?}").contains("6d:5a"), "{daemon:?}");
+    // No advice that would make a folder unusable.
+    std::fs::remove_file(&secret).unwrap();
+    std::fs::create_dir(&secret).unwrap();
+    assert!(message().contains("rss.key is a directory: expected a readable file"), "{}", message());
+    std::fs::remove_dir(&secret).unwrap();
+    std::fs::write(&secret, "").unwrap();
+    mode(0o600);
     std::fs::write(&secret, "hunter2").unwrap();
     assert!(message().contains("holds something else: expected an RSS key") && !message().contains("hunter2"));
 }

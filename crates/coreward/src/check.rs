@@ -50,9 +50,7 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     }
     let mut checked = Vec::new();
     for file in &args.files {
-        let kind = args.kind.map_or_else(|| Kind::of(file), Ok);
-        let mistakes = kind.clone().and_then(|kind| kind.check_with_what_it_names(file)).err();
-        checked.push(Checked { file, kind: kind.ok(), mistakes });
+        checked.push(Checked::new(file, args.kind));
     }
     print(&match args.format {
         Format::Text => checked.iter().map(Checked::text).collect::<Vec<_>>().join("\n"),
@@ -71,7 +69,18 @@ struct Checked<'a> {
     mistakes: Option<Mistakes>,
 }
 
-impl Checked<'_> {
+impl<'a> Checked<'a> {
+    /// Reads it once: it may be a pipe.
+    fn new(file: &'a Path, kind: Option<Kind>) -> Self {
+        let source = match Source::read(file) {
+            Ok(source) => source,
+            Err(mistake) => return Self { file, kind, mistakes: Some(mistake.into()) },
+        };
+        let kind = kind.map_or_else(|| Kind::of(&source), Ok);
+        let mistakes = kind.clone().and_then(|kind| kind.check_with_what_it_names(&source)).err();
+        Self { file, kind: kind.ok(), mistakes }
+    }
+
     fn count(&self) -> usize {
         self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.more)
     }
@@ -135,11 +144,10 @@ impl Kind {
     }
 
     /// A controller's file with the fleet's that it names.
-    fn check_with_what_it_names(self, file: &Path) -> Result<(), Mistakes> {
-        let source = Source::read(file)?;
-        let own = self.check(&source);
+    fn check_with_what_it_names(self, source: &Source) -> Result<(), Mistakes> {
+        let own = self.check(source);
         let named = match self {
-            Self::Controller => fleet_of(&source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
+            Self::Controller => fleet_of(source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
             _ => Ok(()),
         };
         match (own, named) {
@@ -151,27 +159,30 @@ impl Kind {
         }
     }
 
-    /// The kind that the file has the fewest mistakes as.
+    /// The kind that knows most of the file's keys; of several the one that the file is named after, then the one that it
+    /// has the fewest mistakes as.
     ///
     /// # Errors
-    /// When it cannot be read, or as good be one as another.
-    fn of(file: &Path) -> Result<Self, Mistakes> {
-        let source = Source::read(file)?;
-        let kinds = <Self as clap::ValueEnum>::value_variants().iter().copied();
-        let mistakes = |kind: Self| kind.check(&source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.more);
-        let mut kinds: Vec<(usize, Self)> = kinds.map(|kind| (mistakes(kind), kind)).collect();
-        kinds.sort_by_key(|(mistakes, _)| *mistakes);
-        let named = |kind: Self| {
-            let name = file.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
-            name.starts_with(kind.name())
+    /// When as good be one as another.
+    fn of(source: &Source) -> Result<Self, Mistakes> {
+        let keys = source.keys();
+        let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
+        let fit = |kind: Self| {
+            let schema = kind.schema();
+            let unknown = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
+            let mistakes = kind.check(source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.more);
+            (unknown, !name.starts_with(kind.name()), mistakes)
         };
-        let (fewest, best) = kinds[0];
-        let alike = || kinds.iter().filter(|(mistakes, _)| *mistakes == fewest).map(|(_, kind)| *kind);
-        if alike().count() == 1 {
-            return Ok(best);
+        let kinds = <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (fit(*kind), *kind));
+        let mut kinds: Vec<((usize, bool, usize), Self)> = kinds.collect();
+        kinds.sort_by_key(|(fit, _)| *fit);
+        if kinds[0].0 < kinds[1].0 {
+            return Ok(kinds[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
-        alike().find(|kind| named(*kind)).ok_or_else(|| Mistake::of_file(file, message).into())
+        let mut list = vec![Mistake::of_file(source.path(), message)];
+        list.extend(source.syntax_errors());
+        Err(Mistakes { list, more: 0 })
     }
 }
 
@@ -212,10 +223,7 @@ mod tests {
     }
 
     fn kind_of(text: &str) -> Result<Kind, Mistakes> {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("some.toml");
-        std::fs::write(&file, text).unwrap();
-        Kind::of(&file)
+        Kind::of(&Source::from_text("some.toml", text))
     }
 
     fn accepts(schema: &Value, text: &str) -> bool {
@@ -273,11 +281,40 @@ mod tests {
             ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", Kind::Agent),
             ("listen = \"10.1.0.1\"\nstore = \"s\"\n", Kind::Controller),
             ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", Kind::Fleet),
+            // Many mistakes, each of which the controller's file has not, as it knows where these tables have gone.
+            ("[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n", Kind::Fleet),
+            ("name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n", Kind::Lb),
         ] {
             assert_eq!(kind_of(text).unwrap(), kind, "{text}");
         }
-        let error = Kind::of(Path::new("/nonexistent/lb.toml")).unwrap_err().to_string();
-        assert!(error.starts_with("/nonexistent/lb.toml: No such file"), "{error}");
+        let absent = Checked::new(Path::new("/nonexistent/lb.toml"), None).text();
+        assert!(absent.starts_with("/nonexistent/lb.toml: No such file"), "{absent}");
+    }
+
+    #[test]
+    fn the_name_decides_where_the_keys_do_not() {
+        let of =
+            |name: &str, text: &str| Kind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string());
+        assert_eq!(of("etc/lb2.toml", "metrics = 1\n"), Ok(Kind::Lb));
+        assert_eq!(of("etc/rack.toml", ""), Ok(Kind::Rack));
+        // The keys do here.
+        assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(Kind::Agent));
+        // No key at all is left of what is no TOML: that is what is said.
+        let neither = of("some.toml", "= 5\n").unwrap_err();
+        assert!(neither.contains("some.toml: fits several kinds") && neither.contains("some.toml:1:1: "), "{neither}");
+    }
+
+    /// `coreward check <(...)`: what was read is gone.
+    #[test]
+    fn a_pipe_is_read_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let pipe = directory.path().join("some");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let writer = pipe.clone();
+        let writer = std::thread::spawn(move || std::fs::write(writer, "[[server]]\nname = \"s1\"\n").unwrap());
+        let checked = Checked::new(&pipe, None);
+        writer.join().unwrap();
+        assert_eq!((checked.kind, checked.count()), (Some(Kind::Fleet), 1), "{}", checked.text());
     }
 
     /// A controller's file is checked with the fleet's that it names, also when both are wrong.
@@ -287,11 +324,12 @@ mod tests {
         let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
         std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();
         std::fs::write(&fleet, "alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
-        let mistakes = Kind::Controller.check_with_what_it_names(&controller).unwrap_err();
+        let check = || Kind::Controller.check_with_what_it_names(&Source::read(&controller).unwrap());
+        let mistakes = check().unwrap_err();
         let files: Vec<&Path> = mistakes.list.iter().map(|mistake| &*mistake.file).collect();
         assert_eq!(files, [&controller, &fleet, &fleet]);
         std::fs::remove_file(&fleet).unwrap();
-        let mistakes = Kind::Controller.check_with_what_it_names(&controller).unwrap_err();
+        let mistakes = check().unwrap_err();
         assert_eq!(mistakes.list.len(), 2, "{mistakes}");
     }
 }

@@ -10,6 +10,7 @@ mod live;
 mod shell;
 mod top;
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -255,7 +256,8 @@ fn main() -> ExitCode {
     match run(Cli::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("coreward: {error:#}");
+            // Whoever stops reading hears it no more.
+            let _ = writeln!(std::io::stderr(), "coreward: {error:#}");
             ExitCode::FAILURE
         }
     }
@@ -382,18 +384,18 @@ fn check_kernel() -> anyhow::Result<()> {
 
 /// To standard output. Whoever stops reading (`| head`) has seen enough.
 fn print(text: &str) -> anyhow::Result<()> {
-    use std::io::Write as _;
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
     }
 }
 
-/// To standard error; `RUST_LOG` says how much (default: info).
+/// To standard error; `RUST_LOG` says how much (default: info). Where there is no room for a line (a full disk), it is lost:
+/// by default tracing-subscriber complains of that with `eprintln!`, which panics then.
 fn start_logging() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
     let format = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_target(false);
-    format.with_writer(std::io::stderr).init();
+    format.with_writer(std::io::stderr).log_internal_errors(false).init();
 }

@@ -11,6 +11,7 @@ pub mod listeners;
 pub mod mac;
 pub mod mapped;
 pub mod neighbour;
+pub mod pins;
 pub mod reuseport;
 pub mod rights;
 pub mod server;

@@ -30,6 +30,7 @@ use rand::rngs::SysRng;
 
 use crate::mac::MacAddress;
 use crate::mapped::{Mapped, wait_for_programs};
+use crate::pins;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, Attachment, Direction};
@@ -76,9 +77,11 @@ impl ServerPrograms {
     /// work until [`set_services`](Self::set_services) has told these what to do; then they take its place, with its keys.
     ///
     /// # Errors
-    /// When the pin directory is not on a bpffs, or the kernel refuses programs or links.
+    /// When the pin directory is not on a bpffs, programs that are pinned elsewhere are at the device, or the kernel refuses
+    /// programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
+        ensure_only_stamper(options.interface_index, &options.pin_directory)?;
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
         let state = pins.join("state");
         let mut storage = MaybeUninit::uninit();
@@ -338,6 +341,21 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     tc::detach(interface_index, Direction::Ingress, &pins.join("ingress"))?;
     remove_maps(&pins)?;
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
+}
+
+/// Two programs that stamp would each put a cookie over the other's: no connection would come about. (Before kernel 6.6 there is
+/// one place for ours.)
+fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
+    for elsewhere in pins::others(pin_directory, "server/egress") {
+        let pin = elsewhere.join("server").join("egress");
+        ensure!(
+            !tc::is_attached(interface_index, Direction::Egress, &pin).unwrap_or(false),
+            "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to be that, or \
+             first `coreward agent --detach` with that in its file",
+            elsewhere.display()
+        );
+    }
+    Ok(())
 }
 
 /// Nothing was held lately.

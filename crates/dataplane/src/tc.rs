@@ -149,6 +149,44 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
+/// Whether the link that is pinned at `pin` holds a program at this hook.
+///
+/// # Errors
+/// When what is pinned there is no link, or the kernel does not say what is at the hook.
+pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
+    let Some(link) = open_link(pin)? else { return Ok(false) };
+    // An index alone may be another network namespace's interface.
+    let at_hook = programs_at(interface_index, direction)?;
+    Ok(is_attached_to(&link, interface_index) && at_hook.contains(&link.info()?.prog_id))
+}
+
+/// The kernel's own limit (BPF_MPROG_MAX).
+const MOST_PROGRAMS: usize = 64;
+
+/// The ids of the programs at a tcx hook.
+fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
+    let mut ids = [0u32; MOST_PROGRAMS];
+    let mut options = libbpf_sys::bpf_prog_query_opts {
+        sz: size_of::<libbpf_sys::bpf_prog_query_opts>() as libbpf_sys::size_t,
+        prog_ids: ids.as_mut_ptr(),
+        ..Default::default()
+    };
+    options.__bindgen_anon_1.count = MOST_PROGRAMS as u32;
+    // SAFETY: `options` and `ids`, of the length that it says, live through the call.
+    let result = unsafe { libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx(), &raw mut options) };
+    match -result {
+        // A kernel without tcx.
+        libc::EINVAL => return Ok(Vec::new()),
+        error if error > 0 => {
+            return Err(std::io::Error::from_raw_os_error(error)).context("asking for the programs at the device");
+        }
+        _ => {}
+    }
+    // SAFETY: both fields of the union are the same number.
+    let count = unsafe { options.__bindgen_anon_1.count } as usize;
+    Ok(ids.into_iter().take(count).collect())
+}
+
 fn open_link(pin: &Path) -> anyhow::Result<Option<Link>> {
     if !pin.exists() {
         return Ok(None);

@@ -42,6 +42,26 @@ fn collect(capture: &mut Capture, count: usize) -> Vec<Captured> {
     captured
 }
 
+/// A signal, as Ctrl-C sends it to `coreward capture`, comes while it waits.
+fn interrupt(wait: impl FnOnce()) {
+    extern "C" fn nothing(_: libc::c_int) {}
+    let handler = nix::sys::signal::SigHandler::Handler(nothing);
+    // SAFETY: the handler does nothing.
+    unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGUSR1, handler) }.unwrap();
+    // SAFETY: takes nothing.
+    let waiting = unsafe { libc::pthread_self() };
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            // SAFETY: the thread lives longer than this one.
+            unsafe { libc::pthread_kill(waiting, libc::SIGUSR1) }
+        });
+        wait();
+    });
+    assert!(began.elapsed() < Duration::from_secs(5), "the wait was not interrupted");
+}
+
 #[test]
 fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
     if !may_load_bpf("every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided") {
@@ -100,6 +120,8 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
         assert_eq!(packet.length as usize, frame.len());
     }
     assert_eq!(captured[0].left[..6], SERVER_MAC.0);
+
+    interrupt(|| capture.poll(Duration::from_secs(5), &mut |_| {}).unwrap());
 
     // Another variant of the program takes its place: the capture follows it.
     let flows = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };

@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{Field, HOUR, Mistakes, Number, OldKey, Period, Reader, Source, Spanned, choices, table};
+use coreward_config::{
+    AbsolutePath, Field, HOUR, Mistakes, Number, OldKey, Period, Reader, Source, Spanned, choices, table,
+};
 use coreward_dataplane::dispatch::{
     self, LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, Patience, Policy,
     RequestType,
@@ -80,7 +82,7 @@ table! {
     /// As it stands in a file, before it is checked: all of `coreward dispatch`'s own, or one table of another daemon's.
     pub struct Table {
         /// A directory in a BPF file system: what packets need lives there.
-        pin_directory: Option<PathBuf>,
+        pin_directory: Option<AbsolutePath>,
         /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
         cgroup: Option<PathBuf>,
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
@@ -219,7 +221,7 @@ impl Table {
         if services.is_empty() && !reader.has_found_any() {
             reader.mistake(span, "no service: expected at least one [[service]]");
         }
-        let pin_directory = self.pin_directory.unwrap_or_else(|| PIN_DIRECTORY.into());
+        let pin_directory = self.pin_directory.map_or_else(|| PIN_DIRECTORY.into(), |path| path.0);
         let metrics = self.metrics.map(|address| *address.get_ref());
         Config { pin_directory, cgroup: self.cgroup, metrics, services }
     }

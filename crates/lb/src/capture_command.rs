@@ -79,7 +79,16 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
         })?;
     }
     eprintln!("{packets} packets captured, {} records lost", capture.lost());
-    failure.map_or_else(|| sink.finish(), Err)
+    match failure {
+        // Whoever stops reading (`| head`) has seen enough.
+        Some(error) if is_broken_pipe(&error) => Ok(()),
+        Some(error) => Err(error),
+        None => sink.finish(),
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref().is_some_and(|error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
 /// The service with that name or that address.
@@ -118,8 +127,8 @@ impl Sink {
         match self {
             Sink::Text => {
                 let verdict = Verdict(packet);
-                println!("{}.{:06} {} bytes: {verdict}", time.as_secs(), time.subsec_micros(), packet.length);
-                Ok(())
+                let (seconds, micros) = (time.as_secs(), time.subsec_micros());
+                Ok(writeln!(std::io::stdout(), "{seconds}.{micros:06} {} bytes: {verdict}", packet.length)?)
             }
             Sink::File(file) => file.write(time, packet),
         }

@@ -4,7 +4,9 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{HOUR, MINUTE, Mistakes, Name, Number, OldKey, Period, Reader, SECOND, Source, choices, table};
+use coreward_config::{
+    AbsolutePath, HOUR, Interface, MINUTE, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table,
+};
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
@@ -66,9 +68,9 @@ table! {
         /// Where the controller listens; a list where there are several.
         controllers as "controller": Controllers,
         /// The interface that packets for VIPs come in by, and leave by towards the servers.
-        interface: String,
+        interface: Interface,
         /// A directory in a BPF file system, made when missing; one per load balancer.
-        pin_directory: PathBuf,
+        pin_directory: AbsolutePath,
         /// Where in the kernel the program runs: "native" in the driver, "generic" after it, "auto" the first that goes.
         xdp_mode: XdpMode = XdpMode::Auto,
         /// Where other load balancers reach this one; without it the interface's first IPv4 address.
@@ -80,7 +82,7 @@ table! {
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
         /// Who this daemon is, and whom it believes.
-        tls: Option<coreward_tls::table::Table>,
+        tls: Option<coreward_tls::Files>,
         /// When to ask whether a connection of stateful services still is one.
         connection_timers: Option<ConnectionTimers>,
         /// VIPs that this load balancer can serve are announced to the routers by a routing daemon beside it.
@@ -127,21 +129,21 @@ table! {
 }
 
 impl Config {
-    fn of(file: File, reader: &mut Reader<'_>) -> Self {
+    fn of(file: File) -> Self {
         let timers = file.connection_timers.map(|timers| (timers.idle, timers.closing)).unwrap_or_default();
         let or = |timer: Option<Timer>, default: Duration| timer.map_or(default, |Period(time)| time);
         let default = Timers::default();
         Self {
             name: file.name.0,
             controllers: file.controllers,
-            interface: file.interface,
-            pin_directory: file.pin_directory,
+            interface: file.interface.0,
+            pin_directory: file.pin_directory.0,
             xdp_mode: file.xdp_mode,
             address: file.address,
             flow_table: file.flow_table.0 as u32,
             connection_table: file.connection_table,
             metrics: file.metrics,
-            tls: file.tls.and_then(|table| table.check_within(reader)),
+            tls: file.tls,
             connection_timers: Timers {
                 idle: or(timers.0, default.idle),
                 closing: or(timers.1, default.closing),
@@ -185,7 +187,7 @@ impl Config {
     /// # Errors
     /// Everything in the text that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
-        source.read_as(|file: File, reader| Some(Self::of(file, reader)))
+        source.read_as(|file: File, _| Some(Self::of(file)))
     }
 }
 

@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use coreward_daemon::Connection;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
+use coreward_dataplane::pins::{self, Claim};
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
 use coreward_tls::Role;
@@ -39,9 +40,10 @@ const UNRESOLVED: &str = "MAC addresses are not resolved";
 /// Runs until SIGTERM or SIGINT; what is pinned stays at work.
 ///
 /// # Errors
-/// When the file is wrong, the interface does not exist, or the kernel refuses the program.
+/// When the file is wrong, another process is at work there, the interface does not exist, or the kernel refuses the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
+    let _claim = Claim::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
     let verb = match (balancer.taken_over(), balancer.is_beside()) {
@@ -61,9 +63,10 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// Takes the program from the interface and removes all pins: forwarding ends.
 ///
 /// # Errors
-/// When the file is wrong or a pin cannot be removed.
+/// When the file is wrong, its daemon is at work, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
+    let _claim = Claim::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     if !balancer.taken_over() && !balancer.is_beside() {
         tracing::info!("nothing was pinned in {}", config.pin_directory.display());
@@ -73,7 +76,8 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     if let Some(announce) = &config.announce {
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw(announce))?;
     }
-    balancer.detach()
+    balancer.detach()?;
+    pins::remove_if_empty(&config.pin_directory)
 }
 
 fn options(config: &Config) -> lb::Options {

@@ -53,7 +53,7 @@ table! {
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
         /// Who this rack is, and whom it believes.
-        tls: Option<coreward_tls::table::Table>,
+        tls: Option<Files>,
         /// Certificates that are refused though they are right, as their keys were lost.
         denied_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
@@ -71,7 +71,7 @@ impl Config {
     /// # Errors
     /// All that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
-        source.read_as(|file: File, reader| {
+        source.read_as(|file: File, _| {
             Some(Self {
                 name: file.name.0,
                 listen: file.listen,
@@ -79,7 +79,7 @@ impl Config {
                 detail_interval: file.detail_interval.0,
                 candidates: file.candidates.0 as usize,
                 metrics: file.metrics,
-                tls: file.tls.and_then(|table| table.check_within(reader)),
+                tls: file.tls,
                 denied_certificates: file.denied_certificates,
                 allow_plaintext: file.allow_plaintext,
             })

@@ -5,6 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use comfy_table::Table;
+use rustls::pki_types::ServerName;
 
 use crate::authority::{Authority, CLOCK_TOLERANCE, DAY, RollOver, Validity};
 use crate::certificate::{Certificate, unix_now};
@@ -40,7 +41,7 @@ enum Command {
         #[arg(long)]
         name: Name,
         /// A host name or address that browsers and curl know the controller's API by
-        #[arg(long, value_name = "NAME|ADDRESS")]
+        #[arg(long, value_name = "NAME|ADDRESS", value_parser = host)]
         address: Vec<String>,
         /// How long it is good
         #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
@@ -110,6 +111,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             let identity = Identity { fleet: authority.fleet()?, role: *role, name: name.clone() };
             let beside = || place.directory.join(format!("{role}-{name}").replace('/', "_"));
             let out = out.clone().unwrap_or_else(beside);
+            ensure_nobody_elses(&out, &identity)?;
             issue(&authority, &identity, address, days(*length), &out)?;
             Ok(format!(
                 "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \"ca.crt\"\n\
@@ -135,6 +137,26 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             Ok(format!("{}: {next}", authority.ca().display()))
         }
     }
+}
+
+/// As certificates name hosts: a name of the DNS, or an address.
+fn host(text: &str) -> Result<String, String> {
+    let expected = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
+    ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| expected())
+}
+
+/// A bundle is written over by one for the same part only.
+fn ensure_nobody_elses(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
+    let path = bundle.join("own.crt");
+    let Ok(certificates) = read_certificates(&path) else { return Ok(()) };
+    if let Some(other) = certificates.first().and_then(|own| own.identity.as_ref()).filter(|other| *other != identity) {
+        anyhow::bail!(
+            "{} is for {other} of fleet {}: expected another --out for {identity}",
+            path.display(),
+            other.fleet
+        );
+    }
+    Ok(())
 }
 
 fn issue(
@@ -191,4 +213,43 @@ fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
     };
     let addresses = certificate.addresses.join(", ");
     [file.display().to_string(), whose.0, whose.1, until, addresses, certificate.fingerprint.to_string()]
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        certs: CertsArgs,
+    }
+
+    #[test]
+    fn a_bundle_is_for_one_part_and_names_hosts() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = directory.path().join("certs");
+        let certs = |arguments: &[&str]| {
+            let arguments = [&["certs"], arguments, &["--directory", place.to_str().unwrap()]].concat();
+            let parsed = Cli::try_parse_from(arguments).map_err(|error| error.to_string())?;
+            run(&parsed.certs).map_err(|error| error.to_string())
+        };
+        certs(&["init", "--fleet", "prod"]).unwrap();
+        for good in ["c1.example", "10.1.0.1", "fd00::1", "localhost"] {
+            certs(&["issue", "--role", "controller", "--name", "c1", "--address", good]).unwrap();
+        }
+        for bad in ["bad host", "", "https://c1.example", "10.1.0.1:7401"] {
+            let refused = certs(&["issue", "--role", "controller", "--name", "c1", "--address", bad]).unwrap_err();
+            assert!(refused.contains("expected a host name or an IP address"), "{refused}");
+        }
+        // Both names make the same folder.
+        certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
+        let key = std::fs::read(place.join("agent-a_b/own.key")).unwrap();
+        let refused = certs(&["issue", "--role", "agent", "--name", "a_b"]).unwrap_err();
+        assert!(refused.contains("own.crt is for agent a/b of fleet prod: expected another --out"), "{refused}");
+        assert_eq!(std::fs::read(place.join("agent-a_b/own.key")).unwrap(), key);
+        certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
+    }
 }

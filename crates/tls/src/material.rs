@@ -64,6 +64,20 @@ pub struct Material {
 }
 
 impl Material {
+    /// Everything that keeps TLS from using these files.
+    pub fn problems(files: &Files) -> Vec<Unusable> {
+        let each = [
+            authorities(&files.ca).err(),
+            certificates("certificate", &files.certificate).err(),
+            secret_key(&files.key).err(),
+        ];
+        let each: Vec<Unusable> = each.into_iter().flatten().collect();
+        match each.is_empty() {
+            true => Self::load(files).err().into_iter().collect(),
+            false => each,
+        }
+    }
+
     /// # Errors
     /// When a file cannot be used; the error names it.
     pub fn load(files: &Files) -> Result<Self, Unusable> {
@@ -76,9 +90,7 @@ impl Material {
             unusable("certificate", path, format!("the first certificate names nobody: {expected}"))
         };
         let identity = own.identity.clone().ok_or_else(nobody)?;
-        let text = coreward_config::read_secret(&files.key).map_err(|message| Unusable { key: "key", message })?;
-        let key = PrivateKeyDer::from_pem_slice(text.as_bytes())
-            .map_err(|error| unusable("key", &files.key, format!("{error}: expected a private key in PEM")))?;
+        let key = secret_key(&files.key)?;
         let material = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
         // That key and certificate go together shows when TLS puts them together.
         material
@@ -119,6 +131,12 @@ impl Material {
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Ok(config)
     }
+}
+
+fn secret_key(path: &Path) -> Result<PrivateKeyDer<'static>, Unusable> {
+    let text = coreward_config::read_secret(path).map_err(|message| Unusable { key: "key", message })?;
+    PrivateKeyDer::from_pem_slice(text.as_bytes())
+        .map_err(|error| unusable("key", path, format!("{error}: expected a private key in PEM")))
 }
 
 /// For connecting to one of these roles without a certificate, of whichever fleet `ca` signs for.

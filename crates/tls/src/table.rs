@@ -7,13 +7,13 @@ use coreward_config::{Form, Reader, Spanned, parsed, serde_json, table};
 use serde_json::{Value, json};
 
 use crate::certificate::Fingerprint;
-use crate::material::Files;
+use crate::material::{Files, Material};
 use crate::tls::Tls;
 
 table! {
     /// Certificates: who this part is, and whom it believes. Without this table connections are neither encrypted nor
     /// authenticated.
-    pub struct Table {
+    struct Table {
         /// File with the authorities' certificates (PEM), relative to this one; several while one takes over from another.
         ca: Spanned<PathBuf>,
         /// File with this part's own certificate, and what leads from it to an authority (PEM).
@@ -23,25 +23,34 @@ table! {
     }
 }
 
-impl Table {
-    /// The files, if TLS can use them; what is wrong is on the reader's list.
-    pub fn check_within(self, reader: &mut Reader<'_>) -> Option<Files> {
-        let files = Files {
-            ca: reader.beside(self.ca.get_ref()),
-            certificate: reader.beside(self.certificate.get_ref()),
-            key: reader.beside(self.key.get_ref()),
+/// `[tls]`, if TLS can use the files that it names: they are looked at while the file is read, whatever else is wrong there.
+impl Form for Files {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let Table { ca, certificate, key } = Table::read(value, reader)?;
+        let files = Self {
+            ca: reader.beside(ca.get_ref()),
+            certificate: reader.beside(certificate.get_ref()),
+            key: reader.beside(key.get_ref()),
         };
-        let unusable = match crate::material::Material::load(&files) {
-            Ok(_) => return Some(files),
-            Err(unusable) => unusable,
-        };
-        let span = match unusable.key {
-            "ca" => self.ca.span(),
-            "key" => self.key.span(),
-            _ => self.certificate.span(),
-        };
-        reader.mistake(span, unusable);
-        None
+        let unusable = Material::problems(&files);
+        let is_usable = unusable.is_empty();
+        for problem in unusable {
+            let span = match problem.key {
+                "ca" => ca.span(),
+                "key" => key.span(),
+                _ => certificate.span(),
+            };
+            reader.mistake_within(span, problem);
+        }
+        is_usable.then_some(files)
+    }
+
+    fn expected() -> String {
+        Table::expected()
+    }
+
+    fn schema() -> Value {
+        Table::schema()
     }
 }
 

@@ -25,6 +25,8 @@ fn the_controllers_own_file() {
             "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, `etcd`, \
              `metrics`, `fleet`, `rss_key_file`, `tls`, `denied_certificates`, `allow_plaintext` (nearest: `store`)\n\
              {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
+             {file}:1:1: neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or [etcd] for \
+             several controllers\n\
              {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
              is a secret\n\
              {file}:3:1: key `alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
@@ -33,6 +35,22 @@ fn the_controllers_own_file() {
              \"fleet.toml\"` names here"
         )
     );
+}
+
+/// What is wrong in one place keeps nothing of another one back.
+#[test]
+fn every_mistake_is_named_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("controller.toml");
+    let text = "listen = 5\napi = \"10.1.0.1:7401\"\nstore = \"s\"\nfoo = 1\n[etcd]\nendpoints = [\"https://a:1\"]\n";
+    let mistakes = ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().list;
+    let keys: Vec<&str> = mistakes.iter().map(|mistake| &*mistake.key).collect();
+    assert_eq!(keys, ["listen", "api", "foo", "etcd"], "{mistakes:?}");
+
+    let text = "listen = 5\nstore = \"s\"\n[tls]\nca = \"ca\"\ncertificate = \"crt\"\nkey = \"key\"\n";
+    let mistakes = ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().list;
+    let keys: Vec<&str> = mistakes.iter().map(|mistake| &*mistake.key).collect();
+    assert_eq!(keys, ["listen", "tls.ca", "tls.certificate", "tls.key"], "{mistakes:?}");
 }
 
 #[test]

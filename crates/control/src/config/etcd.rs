@@ -143,7 +143,7 @@ impl Form for Prefix {
 #[derive(Debug, Clone, Copy)]
 pub struct Listens {
     /// For daemons.
-    pub parts: SocketAddr,
+    pub parts: Option<SocketAddr>,
     /// For people.
     pub api: SocketAddr,
 }
@@ -206,14 +206,13 @@ fn check(etcd: Spanned<EtcdFile>, listens: Listens, reader: &mut Reader<'_>) -> 
     if time.subsec_nanos() != 0 {
         reader.mistake(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
-    let advertise = advertise.unwrap_or(listens.parts);
-    if advertise.ip().is_unspecified() {
+    let advertise = advertise.or(listens.parts);
+    if let Some(advertise) = advertise.filter(|advertise| advertise.ip().is_unspecified()) {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
         );
         reader.mistake(whole, message);
     }
-    let api = advertise_api.map(|ApiPlace(url)| url).or_else(|| api_place(listens.api, advertise));
     let tls = tls.and_then(|tls| {
         let span = tls.span();
         let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
@@ -227,8 +226,9 @@ fn check(etcd: Spanned<EtcdFile>, listens: Listens, reader: &mut Reader<'_>) -> 
         };
         Some(EtcdTlsConfig { ca: reader.beside(&ca), own })
     });
-    let right = !reader.has_found_any();
-    right.then_some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
+    let advertise = advertise.filter(|_| !reader.has_found_any())?;
+    let api = advertise_api.map(|ApiPlace(url)| url).or_else(|| api_place(listens.api, advertise));
+    Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
 }
 
 /// Where others reach an API that listens at `api`, on the machine at `advertise`. Beyond its own host it speaks TLS only.

@@ -33,7 +33,7 @@ table! {
     /// The controller's own.
     pub struct ControllerFile {
         /// Address and port for agents and load balancers.
-        pub listen: SocketAddr,
+        pub listen: Field<SocketAddr>,
         /// Address and port for the commands that ask, the dashboard and your own programs (HTTP); beyond this host with `[tls]` only, as HTTPS then.
         pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API),
         /// Folder of the API's tokens; without it that of the store, with [etcd] that of this file.
@@ -49,7 +49,7 @@ table! {
         /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
         pub rss_key_file: Option<Secret<RssKey>>,
         /// Who this controller is, and whom it believes.
-        pub tls: Option<coreward_tls::table::Table>,
+        pub tls: Option<coreward_tls::Files>,
         /// Certificates that are refused though they are right, as their keys were lost.
         pub denied_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.

@@ -23,7 +23,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{Mistakes, Secret, Source, Span, Spanned};
+use coreward_config::{Mistake, Mistakes, Secret, Source, Span, Spanned};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::health::{Check, WhenAllDown};
@@ -100,7 +100,7 @@ impl ControllerConfig {
     /// Everything in it that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
         source.read_as(|file: ControllerFile, reader| {
-            let listen = file.listen;
+            let listen = file.listen.value;
             let api = *file.api.get_ref();
             if file.tls.is_none() && !api.ip().is_loopback() {
                 let expected = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
@@ -108,6 +108,7 @@ impl ControllerConfig {
             }
             let fleet = file.fleet.as_ref().map(Spanned::span);
             let store = etcd::store_place(file.store, file.etcd, Listens { parts: listen, api }, fleet, reader)?;
+            let listen = listen?;
             let token_directory = match (file.token_directory, &store) {
                 (Some(directory), _) => reader.beside(&directory),
                 (None, StorePlace::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
@@ -121,7 +122,7 @@ impl ControllerConfig {
                 metrics: file.metrics,
                 fleet: file.fleet.map(|path| reader.beside(path.get_ref())),
                 rss_key: file.rss_key_file,
-                tls: file.tls.and_then(|table| table.check_within(reader)),
+                tls: file.tls,
                 denied_certificates: file.denied_certificates,
                 allow_plaintext: file.allow_plaintext,
             })
@@ -233,9 +234,26 @@ impl FleetConfig {
         Self::parse(&Source::read(path)?)
     }
 
+    /// A document that an operator gives. One without a single key is refused: a file that an editor has just cut off, or a
+    /// full disk left empty, would end all services at the next SIGHUP.
+    ///
     /// # Errors
     /// Everything in it that is wrong.
     pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+        let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
+        if is_empty {
+            let message =
+                "nothing in it: expected [[server]] and [[service]], or some other key where none of these is wanted";
+            return Err(Mistake::of_file(source.path(), message).into());
+        }
+        Self::on_record(source)
+    }
+
+    /// What the store holds: nothing before the first document is applied.
+    ///
+    /// # Errors
+    /// Everything in it that is wrong.
+    pub fn on_record(source: &Source) -> Result<Self, Mistakes> {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 

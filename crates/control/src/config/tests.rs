@@ -56,6 +56,20 @@ fn a_server_is_in_no_more_services_than_its_agent_can_hold() {
     assert!(mistakes.contains("server \"s1\" is in 65 services: expected at most 64"), "{mistakes}");
 }
 
+/// A file that was cut off (a full disk, an editor at work) is no wish that all services end.
+#[test]
+fn a_document_without_a_key_is_refused() {
+    for text in ["", "\n# nothing\n", "\u{feff}"] {
+        let message = parse(text).unwrap_err();
+        assert!(
+            message.starts_with("fleet.toml: nothing in it: expected [[server]] and [[service]], or "),
+            "{message}"
+        );
+        assert!(FleetConfig::on_record(&Source::from_text("fleet.toml", text)).is_ok(), "the store's first document");
+    }
+    assert_eq!(parse("alpha = 0.5\n").unwrap().services.len(), 0);
+}
+
 #[test]
 fn the_good_file_is_read() {
     let config = parse(GOOD).unwrap();

@@ -30,7 +30,7 @@ impl World {
     /// `fleet`: keys of the document; `servers`: a line of each server, or nothing.
     fn new(fleet: &str, servers: &[&str]) -> Self {
         let records = Records::draw(START, &mut seeded_rng(5, 0));
-        let nobody = FleetConfig::parse(&Source::from_text("fleet.toml", "")).unwrap();
+        let nobody = FleetConfig::on_record(&Source::from_text("fleet.toml", "")).unwrap();
         let mut world = Self { controller: Controller::new(Fleet::new(&nobody, &records)), records };
         world.configure(fleet, servers);
         world

@@ -284,7 +284,7 @@ impl Keeper {
 /// The fleet as the store keeps it.
 fn applied(document: &Document) -> Result<FleetConfig, Mistakes> {
     let name = format!("the applied fleet (generation {})", document.generation);
-    FleetConfig::parse(&Source::from_text(&name, &document.text))
+    FleetConfig::on_record(&Source::from_text(&name, &document.text))
 }
 
 #[cfg(test)]
@@ -300,7 +300,7 @@ mod tests {
         let [path, fleet, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.path().join(name));
         let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");
         std::fs::write(&path, &text).unwrap();
-        std::fs::write(&fleet, "").unwrap();
+        std::fs::write(&fleet, "alpha = 0.5").unwrap();
         let denied = Denied::default();
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
         let mut keeper = Keeper::open(&path, ControllerConfig::load(&path).unwrap(), denied.clone(), open).unwrap();

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
 
 use coreward_api::types::{
@@ -291,6 +292,14 @@ fn nobody_there() {
     let token = directory.path().join("operator.token");
     let error = Client::new(address.into(), &token).unwrap_err().to_string();
     assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
+    // What would be no header, or nobody's, is not sent.
+    for wrong in ["", "short", "two\nlines, 32 characters and more of it"] {
+        std::fs::write(&token, wrong).unwrap();
+        std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let error = Client::new(address.into(), &token).unwrap_err().to_string();
+        assert!(error.contains("operator.token holds no token: expected at least 32 characters"), "{error}");
+    }
+    std::fs::remove_file(&token).unwrap();
     coreward_api::tokens::Tokens::open(directory.path()).unwrap();
     let client = Client::new(address.into(), &token).unwrap();
     let error = super::status(&client, false, Format::Text).unwrap_err().to_string();

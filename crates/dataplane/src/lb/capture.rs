@@ -112,7 +112,7 @@ impl Capture {
     /// When none is at work there, it does not know the service, or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
-        let pins = program::pin_directory(&options.pin_directory)?;
+        let pins = program::pins_at_work(&options.pin_directory)?;
         let Some(link) = XdpLink::pinned(&pins.join("link"))? else {
             bail!("{}: no load balancer is at work here", options.pin_directory.display());
         };
@@ -139,11 +139,15 @@ impl Capture {
             self.checked = Instant::now();
             if self.link.program()? != self.attached.program {
                 // The daemon may have put a connection table of another size in the place of the one before.
-                self.maps = Maps::take_over(&program::pin_directory(&self.options.pin_directory)?)?;
+                self.maps = Maps::take_over(&program::pins_at_work(&self.options.pin_directory)?)?;
                 self.attached = Attached::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
             }
         }
-        self.attached.buffer.poll(timeout).context("reading what was captured")?;
+        match self.attached.buffer.poll(timeout) {
+            // A signal has come: the caller knows what is to be done.
+            Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
+            outcome => outcome.context("reading what was captured")?,
+        }
         let whole = std::mem::take(&mut self.records.borrow_mut().whole);
         for (came, arrived, decided, left) in whole {
             let destination = self.destination(decided.action, &left);
@@ -269,6 +273,6 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
 /// # Errors
 /// When none is at work there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
-    let maps = Maps::take_over(&program::pin_directory(pin_directory)?)?;
+    let maps = Maps::take_over(&program::pins_at_work(pin_directory)?)?;
     Ok(names_of(&maps))
 }

@@ -2,6 +2,7 @@
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use coreward_intf as intf;
@@ -10,6 +11,7 @@ use super::link::{self, XdpLink};
 use super::program::Variant;
 use super::{Attachment, LoadBalancer, XdpMode};
 use crate::mac::MacAddress;
+use crate::pins;
 
 impl LoadBalancer {
     /// Puts the program at the device `interface`: in the place of the pinned one if there is one.
@@ -18,8 +20,8 @@ impl LoadBalancer {
     /// When the interface does not exist, another XDP program is there, what was taken over is at another interface, or
     /// the driver cannot run XDP and `mode` is [`XdpMode::Native`].
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
-        let index = nix::net::if_::if_nametoindex(interface)
-            .map_err(|_| anyhow::anyhow!("interface {interface:?} does not exist"))?;
+        let index =
+            nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
         self.interface = Some(interface.to_string());
         self.refresh_own_mac()?;
         if let Some(link) = &self.beside {
@@ -38,7 +40,7 @@ impl LoadBalancer {
                 found => bail!(
                     "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
                      detach it first, or use another pin directory",
-                    self.pins.as_deref().unwrap_or(std::path::Path::new("")).display()
+                    self.pins.as_deref().unwrap_or(Path::new("")).display()
                 ),
             }
             self.link = None;
@@ -78,13 +80,31 @@ impl LoadBalancer {
         self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
         let link =
             XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
-                Some(libc::EBUSY) => anyhow::anyhow!(
-                    "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
-                ),
+                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.who_is_at(interface, index)),
                 _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
             })?;
         self.link = Some(link);
         Ok(attachment)
+    }
+
+    /// Whose program is at the device already, and what to do.
+    fn who_is_at(&self, interface: &str, index: u32) -> String {
+        let own = self.pins.as_deref().and_then(Path::parent);
+        let others = own.map(|own| pins::others(own, "lb/link")).unwrap_or_default();
+        let at_device = |directory: &&PathBuf| {
+            let link = XdpLink::pinned(&directory.join("lb").join("link"));
+            link.is_ok_and(|link| link.is_some_and(|link| link.interface_index().is_ok_and(|found| found == index)))
+        };
+        match others.iter().find(at_device) {
+            Some(directory) => format!(
+                "interface {interface:?} has the program of a load balancer that is pinned in {directory}: expected \
+                 `pin_directory` to be that, or first `coreward lb --detach` with that in its file",
+                directory = directory.display()
+            ),
+            None => format!(
+                "interface {interface:?} has another XDP program: remove it first (ip link set {interface} xdp off)"
+            ),
+        }
     }
 
     /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, as somebody
@@ -94,7 +114,10 @@ impl LoadBalancer {
     /// When the device is gone.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
-        let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
+        let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
+            Ok(_) => format!("interface {interface:?} has no MAC address"),
+            Err(_) => no_such_interface(interface),
+        })?;
         self.set_own_mac(mac);
         Ok(())
     }
@@ -103,6 +126,10 @@ impl LoadBalancer {
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
     }
+}
+
+fn no_such_interface(interface: &str) -> String {
+    format!("interface {interface:?} does not exist")
 }
 
 /// The interface's MAC address. Not from /sys, which may show another network namespace.

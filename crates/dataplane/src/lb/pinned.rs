@@ -39,7 +39,7 @@ impl PinnedServers {
     /// # Errors
     /// When none is at work there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&program::pin_directory(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&program::pins_at_work(pin_directory)?)? })
     }
 
     /// The place of a service; `None`: there is no such service.

@@ -22,6 +22,7 @@ use super::services::Service;
 use super::tables::Tables;
 use super::{CorrectionClock, ServiceIndex, ToAllRate};
 use crate::mapped::Mapped;
+use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
 /// What the services and their tables need. What none needs is not compiled in.
@@ -563,10 +564,19 @@ fn bucket(rate: ToAllRate) -> (u64, u64) {
 pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
-    let file_system = nix::sys::statfs::statfs(&directory).with_context(|| directory.display().to_string())?;
+    ensure_bpf_file_system(configured)?;
+    Ok(directory)
+}
+
+/// The same where a load balancer has pinned its maps, for those who look on: nothing is made.
+///
+/// # Errors
+/// When there is none.
+pub(super) fn pins_at_work(configured: &Path) -> anyhow::Result<PathBuf> {
+    let directory = configured.join("lb");
     ensure!(
-        file_system.filesystem_type() == nix::sys::statfs::BPF_FS_MAGIC,
-        "{}: expected a directory on a BPF file system (`mount -t bpf bpf /sys/fs/bpf`)",
+        any_pinned(&directory),
+        "no load balancer has pinned anything in {}: expected its `pin_directory`",
         configured.display()
     );
     Ok(directory)

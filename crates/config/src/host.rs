@@ -1,0 +1,58 @@
+//! What there is on a machine: its network devices, and paths that mean the same wherever a daemon is started.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use toml::Spanned;
+use toml::de::DeValue;
+
+use crate::{Form, Reader, parsed};
+
+/// The name of a network device, as Linux takes it (dev_valid_name() of net/core/dev.c).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Interface(pub String);
+
+/// Bytes (IFNAMSIZ with the zero byte at its end).
+const LONGEST_INTERFACE: usize = 15;
+
+impl Form for Interface {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |name| {
+            let has_length = (1..=LONGEST_INTERFACE).contains(&name.len());
+            let is_odd = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
+            match has_length && !name.contains(is_odd) && name != "." && name != ".." {
+                true => Ok(Self(name.to_owned())),
+                false => Err(format!("interface {name:?}: expected {}", Self::expected())),
+            }
+        })
+    }
+
+    fn expected() -> String {
+        format!("the name of a network device, 1 to {LONGEST_INTERFACE} bytes, as \"eth0\"")
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "minLength": 1, "maxLength": LONGEST_INTERFACE, "pattern": r"^[^\s/:]+$" })
+    }
+}
+
+/// A path from the root on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AbsolutePath(pub PathBuf);
+
+impl Form for AbsolutePath {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |path| match path.starts_with('/') {
+            true => Ok(Self(PathBuf::from(path))),
+            false => Err(format!("{path:?}: expected {}", Self::expected())),
+        })
+    }
+
+    fn expected() -> String {
+        "a path from the root on, as \"/sys/fs/bpf/coreward\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": "^/" })
+    }
+}

@@ -1,0 +1,78 @@
+//! Where nobody takes what the program says: a disk that is full of logs, a reader who has gone.
+
+use std::fs::OpenOptions;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn coreward() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_coreward"))
+}
+
+/// Ends with the test, however that ends.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    let kill = Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap();
+    assert!(kill.success(), "it has ended");
+}
+
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let limit = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < limit, "not within {PATIENCE:?}: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// `/dev/full` answers every write as a full disk does (ENOSPC).
+#[test]
+fn a_daemon_whose_log_finds_no_room_goes_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let write_fleet = |text: &str| std::fs::write(path("fleet.toml"), text).unwrap();
+    let store = path("store");
+    let listen = "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n";
+    std::fs::write(path("controller.toml"), format!("{listen}store = {store:?}\nfleet = \"fleet.toml\"\n")).unwrap();
+    write_fleet("alpha = 0.5\n");
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = coreward();
+    command.args([Path::new("controller"), Path::new("--config"), &path("controller.toml")]);
+    let mut controller = Daemon(command.stdout(Stdio::null()).stderr(full).spawn().unwrap());
+    wait_until("it has drawn its tokens", || {
+        path("operator.token").exists() || controller.0.try_wait().unwrap().is_some()
+    });
+    // Much to say: a token that is gone, a file that is wrong.
+    for round in 0..5 {
+        let token = path("viewer.token");
+        std::fs::remove_file(&token).unwrap();
+        signal(&controller.0, "HUP");
+        wait_until("it has read the files again", || token.exists() || controller.0.try_wait().unwrap().is_some());
+        assert_eq!(controller.0.try_wait().unwrap(), None, "it has ended in round {round}");
+        write_fleet(if round % 2 == 0 { "alpha = 5\n" } else { "alpha = 0.5\n" });
+    }
+    signal(&controller.0, "TERM");
+    assert!(controller.0.wait().unwrap().success());
+}
+
+/// `coreward check FILE 2>&1 | head -1`
+#[test]
+fn a_reader_who_has_gone_changes_no_exit_status() {
+    let mut check = coreward()
+        .args(["check", "/nonexistent/lb.toml"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop((check.stdout.take(), check.stderr.take()));
+    assert_eq!(check.wait().unwrap().code(), Some(1));
+}
