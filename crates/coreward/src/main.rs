@@ -318,9 +318,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
         Command::Demo(options) => demo::run(&options),
-        Command::Sim(args) => sim::run(args),
+        Command::Sim(args) => print(&sim::run(args)?),
         Command::Figure(args) => figure::run(args, live::FIGURES),
-        Command::Load(args) => load::run(&args),
+        Command::Load(args) => print(&load::run(&args)?),
         // Before any thread is started: some of its servers fork.
         Command::Testbed(args) => testbed::run(&args),
         Command::Completions(args) => print(&shell::completions(&args)),

@@ -214,7 +214,9 @@ fn what_cannot_be_attached_is_refused_with_a_reason() {
     let other = PinDirectory::new();
     let mut second = LoadBalancer::load(options(&other)).unwrap();
     let busy = refused(&mut second, "lo", XdpMode::Auto);
-    assert!(busy.contains("interface \"lo\" has another XDP program"), "{busy}");
+    let whose =
+        format!("interface \"lo\" has the program of a load balancer that is pinned in {}:", pins.path().display());
+    assert!(busy.starts_with(&whose), "{busy}");
     drop(second);
     lb.detach().unwrap();
 

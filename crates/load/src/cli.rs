@@ -134,14 +134,13 @@ fn path(text: &str) -> Result<String, String> {
     if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
 
-/// Loads a service and prints what became of it.
+/// Loads a service and says what became of it.
 ///
 /// # Errors
 /// When an option makes no sense, a source cannot be bound, or there is no way to the target.
-pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
+pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
     let report = measure(args)?;
-    print!("{}", report.printed(args.format));
-    Ok(())
+    Ok(report.printed(args.format))
 }
 
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {

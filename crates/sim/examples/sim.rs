@@ -7,5 +7,6 @@ struct Cli {
 }
 
 fn main() -> anyhow::Result<()> {
-    coreward_sim::cli::run(<Cli as clap::Parser>::parse().sim)
+    print!("{}", coreward_sim::cli::run(<Cli as clap::Parser>::parse().sim)?);
+    Ok(())
 }

@@ -21,11 +21,11 @@ enum SimCommand {
     Pcc(crate::pcc::cli::PccArgs),
 }
 
-/// Runs the simulation and prints its result.
+/// Runs the simulation; its result, to be printed.
 ///
 /// # Errors
 /// What is wrong with the arguments or the trace: names the value and what was expected.
-pub fn run(args: SimArgs) -> anyhow::Result<()> {
+pub fn run(args: SimArgs) -> anyhow::Result<String> {
     match args.command {
         SimCommand::Rpc(args) => args.run(),
         SimCommand::Path(args) => args.run(),

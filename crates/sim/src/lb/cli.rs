@@ -110,11 +110,11 @@ impl std::str::FromStr for Seeds {
 }
 
 impl LbArgs {
-    /// Simulates and prints.
+    /// Simulates; what came of it, to be printed.
     ///
     /// # Errors
     /// What is wrong with the arguments or the trace.
-    pub fn run(self) -> anyhow::Result<()> {
+    pub fn run(self) -> anyhow::Result<String> {
         let config = Config {
             trace: self.trace,
             servers: self.servers,
@@ -137,8 +137,7 @@ impl LbArgs {
             rack_candidates: self.rack_candidates,
             table_delay_ms: self.table_delay_ms,
         };
-        print!("{}", run(&config)?.printed(self.format));
-        Ok(())
+        Ok(run(&config)?.printed(self.format))
     }
 }
 

@@ -72,8 +72,8 @@ pub struct PathArgs {
 }
 
 impl PathArgs {
-    /// Simulates and prints.
-    pub(crate) fn run(self) -> anyhow::Result<()> {
+    /// Simulates; what came of it, to be printed.
+    pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = Config {
             servers: self.servers,
             cores: self.cores,
@@ -95,7 +95,6 @@ impl PathArgs {
             seconds: self.seconds,
             seeds: (1..=self.seeds).collect(),
         };
-        print!("{}", run(&config)?.printed(self.format));
-        Ok(())
+        Ok(run(&config)?.printed(self.format))
     }
 }

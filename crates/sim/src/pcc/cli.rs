@@ -58,8 +58,8 @@ fn default_methods() -> Vec<Method> {
 }
 
 impl PccArgs {
-    /// Simulates and prints.
-    pub(crate) fn run(self) -> anyhow::Result<()> {
+    /// Simulates; what came of it, to be printed.
+    pub(crate) fn run(self) -> anyhow::Result<String> {
         let outcome = run(&Config {
             servers: self.servers,
             arrivals: Arrivals::Open { connections: self.connections },
@@ -78,7 +78,6 @@ impl PccArgs {
             cores: self.cores,
             by_second: false,
         })?;
-        print!("{}", outcome.printed(self.format));
-        Ok(())
+        Ok(outcome.printed(self.format))
     }
 }

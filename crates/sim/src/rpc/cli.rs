@@ -117,21 +117,20 @@ impl RpcResult {
 }
 
 impl RpcArgs {
-    /// Simulates and prints.
-    pub(crate) fn run(self) -> anyhow::Result<()> {
+    /// Simulates; what came of it, to be printed.
+    pub(crate) fn run(self) -> anyhow::Result<String> {
         let config =
             Config { load: self.load, seed: self.seed, queue: self.queue, window: self.window, ..self.server.config() };
         let start = Instant::now();
         let outcome = run(&config)?;
         let result = RpcResult::new(outcome, start.elapsed().as_secs_f64());
-        print!("{}", result.printed(self.server.format));
-        Ok(())
+        Ok(result.printed(self.server.format))
     }
 }
 
 impl PeakArgs {
-    /// Searches and prints.
-    pub(crate) fn run(self) -> anyhow::Result<()> {
+    /// Searches; what was found, to be printed.
+    pub(crate) fn run(self) -> anyhow::Result<String> {
         let found = peak(&PeakConfig {
             config: self.server.config(),
             slo: self.slo,
@@ -140,8 +139,7 @@ impl PeakArgs {
             measure: self.measure,
             unit: self.slo_unit,
         })?;
-        print!("{}", found.printed(self.server.format));
-        Ok(())
+        Ok(found.printed(self.server.format))
     }
 }
 
