@@ -171,7 +171,7 @@ pub struct LoadBalancer {
     link: Option<XdpLink>,
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
-    /// By place: the service that has it.
+    /// By place, as far as one was used since this process came: the service that has it.
     places: Vec<Option<ServiceAddress>>,
     /// Where the answers of servers come from that are stamped here, as it was last known.
     corrected: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
@@ -252,7 +252,8 @@ impl LoadBalancer {
             }
         };
         let corrected = if taken_over { correction::corrected_of(&maps)? } else { BTreeMap::new() };
-        let mut places = vec![None; intf::MAX_SERVICES as usize];
+        let places_used = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
+        let mut places = vec![None; places_used];
         services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
         Ok(Self {
             places,

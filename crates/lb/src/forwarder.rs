@@ -374,12 +374,7 @@ impl Forwarder {
             let generation = self.balancer.table_generation(*index)?;
             Some((service.name.clone(), generation))
         });
-        let Counters { mut packets, mut events, .. } = self.balancer.counters_without_service();
-        for (_, index) in self.services.values() {
-            let of_service = self.balancer.counters(*index);
-            packets.iter_mut().zip(of_service.packets).for_each(|(sum, count)| *sum += count);
-            events.iter_mut().zip(of_service.events).for_each(|(sum, count)| *sum += count);
-        }
+        let Counters { packets, events, .. } = self.balancer.total_counters();
         let unresolved = |peer: &&Peer| peer.name != self.name && peer.owner.is_some() && self.mac_of(peer).is_none();
         let unresolved_load_balancers = self.peers.iter().filter(unresolved).map(|peer| peer.name.clone()).collect();
         let mode = match self.attachment {

@@ -26,28 +26,41 @@ pub struct Counters {
 impl LoadBalancer {
     /// What was done with a service's packets.
     pub fn counters(&self, service: ServiceIndex) -> Counters {
-        self.counters_at(usize::from(service.0))
+        self.sum(&[usize::from(service.0)])
     }
 
     /// What was done with packets of no service, or whose service could not be told.
     pub fn counters_without_service(&self) -> Counters {
-        self.counters_at(intf::LB_COUNTERS_NO_SERVICE as usize)
+        self.sum(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 
-    fn counters_at(&self, position: usize) -> Counters {
+    /// What was done with all packets, also those of services that are gone. That only grows: also when this process has taken over and
+    /// has not been told yet which services there are.
+    pub fn total_counters(&self) -> Counters {
+        let places = 0..self.places.len();
+        self.sum(&places.chain([intf::LB_COUNTERS_NO_SERVICE as usize]).collect::<Vec<_>>())
+    }
+
+    fn sum(&self, positions: &[usize]) -> Counters {
         let mut sum = Counters::default();
         for row in 0..self.maps.counter_rows() {
-            let start = (row * intf::LB_COUNTERS_PER_ROW as usize + position) * size_of::<intf::lb_counters>();
-            let packets = start + offset_of!(intf::lb_counters, packets);
-            for (counter, sum) in sum.packets.iter_mut().enumerate() {
-                *sum += self.maps.counters.load(packets + counter * size_of::<u64>());
+            for position in positions {
+                self.add(&mut sum, row * intf::LB_COUNTERS_PER_ROW as usize + position);
             }
-            let events = start + offset_of!(intf::lb_counters, events);
-            for (event, sum) in sum.events.iter_mut().enumerate() {
-                *sum += self.maps.counters.load(events + event * size_of::<u64>());
-            }
-            sum.forwarded_bytes += self.maps.counters.load(start + offset_of!(intf::lb_counters, forwarded_bytes));
         }
         sum
+    }
+
+    fn add(&self, sum: &mut Counters, entry: usize) {
+        let start = entry * size_of::<intf::lb_counters>();
+        let packets = start + offset_of!(intf::lb_counters, packets);
+        for (counter, sum) in sum.packets.iter_mut().enumerate() {
+            *sum += self.maps.counters.load(packets + counter * size_of::<u64>());
+        }
+        let events = start + offset_of!(intf::lb_counters, events);
+        for (event, sum) in sum.events.iter_mut().enumerate() {
+            *sum += self.maps.counters.load(events + event * size_of::<u64>());
+        }
+        sum.forwarded_bytes += self.maps.counters.load(start + offset_of!(intf::lb_counters, forwarded_bytes));
     }
 }

@@ -171,8 +171,7 @@ impl LoadBalancer {
             self.grace_periods.wait(self.directory_retired_at)?;
             let mut indexes = BTreeSet::new();
             for (address, mode) in new {
-                let index = self.free_place();
-                self.places[usize::from(index.0)] = Some(*address);
+                let index = self.take_place(*address);
                 self.services.insert(*address, Service::new(index, *mode));
                 indexes.insert(index);
             }
@@ -192,9 +191,12 @@ impl LoadBalancer {
         self.maps.state.write(name_of(service), &bytes);
     }
 
-    fn free_place(&self) -> ServiceIndex {
-        let free = self.places.iter().position(Option::is_none).expect("checked by directory()");
-        ServiceIndex(free as u16)
+    /// There is one: that services are not too many was checked.
+    fn take_place(&mut self, address: ServiceAddress) -> ServiceIndex {
+        let place = self.places.iter().position(Option::is_none).unwrap_or(self.places.len());
+        self.places.resize(self.places.len().max(place + 1), None);
+        self.places[place] = Some(address);
+        ServiceIndex(place as u16)
     }
 
     fn stateful_places(&self) -> BTreeSet<ServiceIndex> {
