@@ -31,8 +31,6 @@
 #include "parse.bpf.h"
 #include "stats.bpf.h"
 
-const volatile bool capture_in_use;
-
 /* The service that is watched; address and port in network byte order. */
 const volatile struct {
 	__u32 vip;

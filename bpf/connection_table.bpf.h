@@ -4,7 +4,7 @@
  * entry. model::connection_table::table is the same in Rust, line by line; tests/connection_table_loom.rs runs it against
  * user space's side in every order that the memory model allows.
  *
- * 1. Where an entry is. 2^k partitions of 1024 entries. A connection's own keyed hash (SipHash-1-3 by a key that never
+ * 1. Where an entry is. 2^k partitions of 1024 entries. A connection's own keyed hash (by a key that never
  *    changes while the table lives) names its partition by the low bits and gives its tag, the upper half. The place in
  *    the partition is any that was free, and is in the cookie. So finding is an index, and a table of any size needs 10
  *    bits of the cookie. A partition can be full while others are not: at 90 % of all entries in use, one in 2,000 is.
@@ -44,7 +44,8 @@
  * 7. What can go wrong. No free place, or the top changed at each of CONNECTION_TAKE_ATTEMPTS attempts: the first packet
  *    goes to its server all the same, without an index, and the server stamps its id (the stateless kind): counted as an
  *    event. That is what a SYN flood comes to: it fills the table, whose memory was all there from the start, takes
- *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed (10 s).
+ *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed (10 s). While the
+ *    table is scarce one source prefix may take a part of it only (decide.bpf.h, may_take_connection()).
  */
 #ifndef COREWARD_CONNECTION_TABLE_BPF_H
 #define COREWARD_CONNECTION_TABLE_BPF_H
@@ -95,9 +96,17 @@ __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
 #define CONNECTION_EXPECTED_MASK                                                                                       \
 	(CONNECTION_TAG_MASK | CONNECTION_IN_USE | CONNECTION_SERVICE_MASK << CONNECTION_SERVICE_SHIFT)
 
-static __always_inline __u64 connection_hash(__u32 client_address, __u32 vip_address, __u32 ports)
+/*
+ * Service and client are 58 bits; two rounds of multiply and shift (as in MurmurHash3's finaliser) with secret odd factors. Less
+ * than a PRF is enough: no client ever sees a bit of the result, since places leave this machine in cookies only.
+ */
+static __always_inline __u64 connection_hash(__u32 service, __u32 client_address, __u32 ports)
 {
-	return cookie_hash(&lb_state.connection_key, client_address, vip_address, ports);
+	__u64 hash = (__u64)service << 48 | (__u64)(ports & 0xffff) << 32 | client_address;
+
+	hash = (hash ^ lb_state.connection_key.k0) * (lb_state.connection_key.k1 | 1);
+	hash = (hash ^ hash >> 32) * (lb_state.connection_key.k0 | 1);
+	return hash ^ hash >> 29;
 }
 
 /* The entry at a place in the connection's partition. */

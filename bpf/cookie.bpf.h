@@ -33,12 +33,12 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.bpf.h is writt
 	} while (0)
 
 /*
- * SipHash-1-3 of the 12 bytes client address, VIP, client port, VIP port, in the byte order of the packet and in the
- * order of a packet from client to VIP. `ports` is the 32-bit word at the start of the client's TCP header; the server,
- * which sees the answer, swaps its halves.
+ * SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port times the key's
+ * vip_factor. One block and so four rounds in all; 12 bytes would take five. Folding by a secret factor is a universal hash, and a
+ * PRF of that is a PRF of the whole tuple (Carter and Wegman, 1979): two tuples that fold to the same word exist, but nobody
+ * without the key can name them. Nothing here waits for the look-up of the service.
  *
- * 12 bytes are two blocks: the addresses; then the ports, with the length in the top byte. One round each, and three to
- * end: five in all.
+ * `ports` is the 32-bit word at the start of the client's TCP header; the server, which sees the answer, swaps its halves.
  */
 static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 client_address, __u32 vip_address,
 					 __u32 ports)
@@ -46,15 +46,13 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 	__u64 k0 = key->k0, k1 = key->k1;
 	__u64 v0 = k0 ^ 0x736f6d6570736575ull, v1 = k1 ^ 0x646f72616e646f6dull;
 	__u64 v2 = k0 ^ 0x6c7967656e657261ull, v3 = k1 ^ 0x7465646279746573ull;
-	__u64 addresses = (__u64)vip_address << 32 | client_address;
-	__u64 last = 12ull << 56 | ports;
+	__u64 vip = (__u64)(ports >> 16) << 32 | vip_address;
+	__u64 client = (__u64)(ports & 0xffff) << 32 | client_address;
+	__u64 word = 7ull << 56 | (client ^ vip * key->vip_factor >> 8);
 
-	v3 ^= addresses;
+	v3 ^= word;
 	SIP_ROUND(v0, v1, v2, v3);
-	v0 ^= addresses;
-	v3 ^= last;
-	SIP_ROUND(v0, v1, v2, v3);
-	v0 ^= last;
+	v0 ^= word;
 	v2 ^= 0xff;
 	SIP_ROUND(v0, v1, v2, v3);
 	SIP_ROUND(v0, v1, v2, v3);
@@ -68,10 +66,45 @@ static __always_inline __u16 cookie_time_mask(__u64 hash)
 	return hash;
 }
 
-/* XORed onto kind and id: from a hash with one of the fleet's keys. */
-static __always_inline __u16 cookie_id_mask(__u64 hash)
+/* How numbers of so many bits are hidden (intf.h, COOKIE_PRIME): the constants are folded into the code. */
+struct permutation {
+	__u32 bits;
+	__u32 factors;
+	__u64 prime;
+	__u64 reciprocal;
+	__u32 reciprocal_shift;
+};
+
+#define COOKIE_PERMUTATION                                                                                             \
+	((struct permutation){COOKIE_HIDDEN_BITS, COOKIE_FACTORS, COOKIE_PRIME, COOKIE_RECIPROCAL,                     \
+			      COOKIE_RECIPROCAL_SHIFT})
+
+/* x mod prime without a division. */
+static __always_inline __u64 modulo(__u64 x, struct permutation of)
 {
-	return hash & COOKIE_HIDDEN_MASK;
+	return x - (x * of.reciprocal >> of.reciprocal_shift) * of.prime;
+}
+
+/* The number that hide() hid, with the same hash. */
+static __always_inline __u32 reveal(__u64 hash, __u32 hidden, struct permutation of)
+{
+	__u64 factor = (hash >> of.bits & (of.factors - 1)) + 1, offset = hash & ((1ull << of.bits) - 1), sum;
+
+	if (hidden >= of.prime)
+		return hidden;
+	sum = factor * hidden + offset;
+	return modulo(sum, of);
+}
+
+/* `plain` as it stands in the cookie. `inverses`: of factors 1, 2, ... modulo the prime. */
+static __always_inline __u32 hide(__u64 hash, __u32 plain, struct permutation of, const volatile __u16 *inverses)
+{
+	__u64 inverse = inverses[hash >> of.bits & (of.factors - 1)];
+	__u64 difference = plain + 2 * of.prime - (hash & ((1ull << of.bits) - 1));
+
+	if (plain >= of.prime)
+		return plain;
+	return modulo(modulo(difference, of) * inverse, of);
 }
 
 /* Which of the two keys an echo was made with: its key bit, in clear. */

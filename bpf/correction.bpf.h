@@ -13,7 +13,8 @@
  *    connections go by stays as it is meanwhile.
  *
  * 2. Plain connections. A connection must be stamped from its SYN-ACK on or not at all, or time would jump. One whose
- *    SYN-ACK was not stamped is put into the flow table, and that it stands there says: plain, both ways; what does not
+ *    SYN-ACK was not stamped is put into the flow table (a later answer without timestamps, too, should the table have lost it; a
+ *    client's packet proves nothing), and that it stands there says: plain, both ways; what does not
  *    stand there is stamped. So it does not matter to an open connection whether the clock is in doubt now, and a load
  *    balancer that starts with nothing in its memory goes on stamping: it takes the clock from the first answer. A later
  *    connection of the same ports stays plain as long as the entry is there: whatever is sent again of the older one, or
@@ -133,22 +134,29 @@ static __always_inline __u32 correction_time_mask(__u32 service, const struct pa
 	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & CORRECTION_TIME_MASK;
 }
 
-static __always_inline __u32 correction_id_mask(__u32 key_index, const struct packet *packet)
+static __always_inline __u64 correction_hash(__u32 key_index, const struct packet *packet)
 {
 	const struct cookie_key *key;
 
 	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
 	barrier_var(key_index);
 	key = &lb_state.keys.key[key_index & 1];
-	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & CORRECTION_ID_MASK;
+	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports);
 }
+
+/* Modulo CORRECTION_PRIME, of 1 to CORRECTION_FACTORS, by that - 1: user space fills it. */
+const volatile __u16 correction_inverses[CORRECTION_FACTORS];
+
+#define CORRECTION_PERMUTATION                                                                                         \
+	((struct permutation){CORRECTION_ID_BITS, CORRECTION_FACTORS, CORRECTION_PRIME, CORRECTION_RECIPROCAL,         \
+			      CORRECTION_RECIPROCAL_SHIFT})
 
 /* The server's id that the cookie in `packet->echo` names. */
 static __always_inline __u32 corrected_id(const struct packet *packet)
 {
 	__u32 index = (packet->echo & CORRECTION_KEY_BIT) / CORRECTION_KEY_BIT;
 
-	return (packet->echo ^ correction_id_mask(index, packet)) & CORRECTION_ID_MASK;
+	return reveal(correction_hash(index, packet), packet->echo & CORRECTION_ID_MASK, CORRECTION_PERMUTATION);
 }
 
 /* What the server at `mac` sent for that echo: the latest TSval of its clock with these 20 bits. */

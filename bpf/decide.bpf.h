@@ -9,9 +9,11 @@
 
 #include <stdbool.h>
 #include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "broadcast.bpf.h"
 #include "connection_table.bpf.h"
 #include "correction.bpf.h"
 #include "cookie.bpf.h"
@@ -22,12 +24,14 @@
 #include "service_mode.bpf.h"
 #include "state.bpf.h"
 #include "stats.bpf.h"
-#include "to_all.bpf.h"
 
 /* In the place of a decision's `before`: the packet's identification is left as it is. */
 #define KEEP_IDENTIFICATION 0x10000u
 /* In the place of a decision's `echo`: TSecr is left as it is. */
 #define KEEP_ECHO 0xffffffffu
+
+/* Of a server that something else than the placement table names: the table must have it, too, or it is down. */
+#define TAKES_NEW_CONNECTIONS (TAKES_FIRST_PACKETS | SERVER_IN_TABLE)
 
 struct decision {
 	enum lb_counter outcome;
@@ -49,12 +53,13 @@ static __always_inline bool is_forwarded(enum lb_counter outcome)
 	return outcome > LB_COUNTER_PASSED_NOT_SERVICE && outcome < LB_COUNTER_DROP_MALFORMED_IPV4;
 }
 
-/* What the echo says, in the clear: COOKIE_KIND_BIT and id. */
+/* COOKIE_KIND_BIT and id in a TSecr. */
 static __always_inline __u32 cookie_of(__u32 echo, __u32 client_address, __u32 vip_address, __u32 ports)
 {
 	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
 
-	return (echo ^ cookie_hash(key, client_address, vip_address, ports)) & COOKIE_HIDDEN_MASK;
+	return reveal(cookie_hash(key, client_address, vip_address, ports), echo & COOKIE_HIDDEN_MASK,
+		      COOKIE_PERMUTATION);
 }
 
 /* The number of the service that a packet is for (find_service()). */
@@ -82,15 +87,15 @@ static __always_inline bool server_is_known(__u32 service, __u32 id)
 	return server_has(server_at(service, id), SERVER_KNOWN);
 }
 
-/* `over_rate`: the outcome when the bucket is empty. */
-static __always_inline void decide_to_all(struct service_state *state, enum lb_counter over_rate,
+/* To all servers of the service, if the rates allow it (broadcast.bpf.h). `over_rate`: the outcome if not. */
+static __always_inline void decide_to_all(enum broadcast_reason reason, __u32 source, enum lb_counter over_rate,
 					  struct decision *decision)
 {
-	if (!take_token(&state->to_all_paid_until, &to_all)) {
+	if (!may_broadcast(decision->service, source, reason)) {
 		decision->outcome = over_rate;
 		return;
 	}
-	decision->outcome = LB_COUNTER_TO_ALL;
+	decision->outcome = reason == BROADCAST_OWNER_LOST ? LB_COUNTER_TO_ALL_OWNER_LOST : LB_COUNTER_TO_ALL;
 	decision->destination = BROADCAST_MAC;
 }
 
@@ -107,23 +112,12 @@ static __always_inline void decide_other_balancer(__u32 number, struct decision 
 }
 
 /* Of a connection that nothing here knows. */
-static __always_inline void decide_unknown(__u32 number, struct service_state *state, struct decision *decision)
+static __always_inline void decide_unknown(__u32 number, __u32 source, struct decision *decision)
 {
 	if (has_other_balancer(number))
 		decide_other_balancer(number, decision);
 	else
-		decide_to_all(state, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
-}
-
-/* The same from the bucket for packets whose connection table is lost. */
-static __always_inline void decide_to_all_owner_lost(struct service_state *state, struct decision *decision)
-{
-	if (!take_token(&state->owner_lost_paid_until, &to_all_owner_lost)) {
-		decision->outcome = LB_COUNTER_DROP_TO_ALL_RATE_LIMITED;
-		return;
-	}
-	decision->outcome = LB_COUNTER_TO_ALL_OWNER_LOST;
-	decision->destination = BROADCAST_MAC;
+		decide_to_all(BROADCAST_UNKNOWN_COOKIE, source, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
 }
 
 /* ---- what finds the server ------------------------------------------------------------------------------------- */
@@ -140,23 +134,31 @@ static __always_inline void decide_by_rule(struct service_state *state, const st
 		decide_server(id, outcome, decision);
 }
 
-/* By the flow table, if the flow is in it and its server was not taken out meanwhile. */
-static __always_inline bool decide_by_flow(const struct packet *packet, struct flow_table_entry *entry,
-					   struct decision *decision)
+/* Whether the service's server is down: by our own checks, or it is not draining, and the placement table has been made without it. */
+static __always_inline bool is_down(server_word server)
 {
-	if (!find_flow(decision->service, packet, entry) || !server_is_known(decision->service, entry->server_id))
-		return false;
-	decide_server(entry->server_id, LB_COUNTER_FLOW, decision);
-	return true;
+	if (server_has(server, SERVER_KNOWN | SERVER_DOWN))
+		return true;
+	return server_has(server, SERVER_KNOWN | SERVER_ELIGIBLE) && !server_has(server, SERVER_IN_TABLE);
 }
 
-/* By the bucket. Whom the bucket belonged to before goes along: it may still have the connection. */
+/* By the flow table's entry, of a server that the service knows. */
+static __always_inline void decide_by_flow(struct flow_table_entry entry, struct decision *decision)
+{
+	decide_server(entry.server_id, LB_COUNTER_FLOW, decision);
+}
+
+/*
+ * By the bucket. The bucket's server before goes along: it may still have the connection. A SYN goes only to a server that takes
+ * new connections; then the choice's server is NO_SERVER if the bucket's does not.
+ */
 static __always_inline struct flow_table_entry decide_by_bucket(struct service_state *state,
 								const struct packet *packet, struct decision *decision)
 {
+	__u32 wanted = packet->flags & TCP_SYN ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN;
 	struct flow_table_entry choice = place_consistently(state, packet);
 
-	if (choice.server_id == NO_SERVER || !server_is_known(decision->service, choice.server_id)) {
+	if (choice.server_id == NO_SERVER || !server_has(server_at(decision->service, choice.server_id), wanted)) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
 	} else {
 		decide_server(choice.server_id, LB_COUNTER_CONSISTENT, decision);
@@ -190,18 +192,18 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
  * The index is of another load balancer's table: the packet goes there, once. One that came from a load balancer is not
  * passed on, so that no disagreement about who is who makes it circle. An owner that is gone, or cannot be reached: to all.
  */
-static __always_inline void decide_owner(struct xdp_md *ctx, __u32 number, struct service_state *state, __u32 owner,
+static __always_inline void decide_owner(struct xdp_md *ctx, __u32 number, __u32 source, __u32 owner,
 					 struct decision *decision)
 {
 	server_word balancer = *(const server_word *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
 	if (!server_has(balancer, SERVER_KNOWN)) {
-		decide_unknown(number, state, decision);
+		decide_unknown(number, source, decision);
 	} else if (server_has(balancer, SERVER_RESOLVED) && !came_from_owner(ctx)) {
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
 	} else {
-		decide_to_all_owner_lost(state, decision);
+		decide_to_all(BROADCAST_OWNER_LOST, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
 	}
 }
 
@@ -215,17 +217,16 @@ static __always_inline bool is_index(__u32 number, __u32 cookie)
  * Where the index in `cookie` says, counted as `outcome`. Returns false when the entry is free or another connection's, or
  * its server was taken out. `found`: the entry, if it is of this load balancer's table.
  */
-static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, struct service_state *state, __u32 cookie,
-					 const struct packet *packet, enum lb_counter outcome,
-					 struct decision *decision, struct connection **found)
+static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, __u32 cookie, const struct packet *packet,
+					 enum lb_counter outcome, struct decision *decision, struct connection **found)
 {
-	__u64 hash = connection_hash(packet->client_address, packet->vip_address, packet->ports);
+	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	struct connection *connection;
 	__u32 id;
 
 	*found = NULL;
 	if (cookie_owner(cookie) != lb_state.owner) {
-		decide_owner(ctx, number, state, cookie_owner(cookie), decision);
+		decide_owner(ctx, number, packet->client_address, cookie_owner(cookie), decision);
 		return true;
 	}
 	connection = find_connection(hash, cookie, decision->service, &id);
@@ -238,22 +239,54 @@ static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, struc
 	return true;
 }
 
-static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
-					     const struct packet *packet, struct decision *decision)
+static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, const struct packet *packet,
+					     struct decision *decision)
 {
 	__u32 cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
 	struct connection *connection;
 
 	if (is_index(number, cookie)) {
-		if (!decide_index(ctx, number, state, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
-			decide_unknown(number, state, decision);
+		if (!decide_index(ctx, number, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
+			decide_unknown(number, packet->client_address, decision);
 		if (connection)
 			update_connection(connection, packet->flags, frame_bytes(ctx));
 	} else if (cookie & COOKIE_KIND_BIT || !server_is_known(decision->service, cookie)) {
-		decide_unknown(number, state, decision);
+		decide_unknown(number, packet->client_address, decision);
 	} else {
 		decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);
 	}
+}
+
+struct connection_takes connection_takes SEC(".bss.takes");
+
+/* Whether the source's prefix (24 bits) may take another entry of the connection table while the daemon finds that scarce. */
+static __always_inline bool may_take_connection(__u32 client_address)
+{
+	__u64 limit = *(volatile __u64 *)&lb_state.takes_per_source, window = lb_state.clock / TAKES_WINDOW;
+	__u64 *takes, word;
+
+	if (!limit)
+		return true;
+	takes = &connection_takes
+			 .by_source[connection_hash(0, client_address & bpf_htonl(0xffffff00), 0) & (TAKES_SHARDS - 1)];
+	word = *(volatile __u64 *)takes;
+	if (word >> 32 != window) {
+		*(volatile __u64 *)takes = window << 32 | 1;
+		return true;
+	}
+	if ((__u32)word >= limit)
+		return false;
+	__sync_fetch_and_add(takes, 1);
+	return true;
+}
+
+/* One writer per row (struct lb_counter_row). */
+static __always_inline void count_taken(struct xdp_md *ctx)
+{
+	__u32 row = (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
+
+	barrier_var(row);
+	connection_takes.by_row[row & (MAX_LB_COUNTER_ROWS - 1)].count++;
 }
 
 /*
@@ -264,13 +297,13 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, s
 static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
 						  const struct packet *packet, struct decision *decision)
 {
-	__u64 hash = connection_hash(packet->client_address, packet->vip_address, packet->ports);
+	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	__u32 owner = lb_state.owner, place, id;
 	struct connection *connection;
 	int taken;
 
 	connection = find_recent_connection(hash, decision->service, &place, &id);
-	if (connection && owner < MAX_OWNERS && server_has(server_at(decision->service, id), TAKES_FIRST_PACKETS)) {
+	if (connection && owner < MAX_OWNERS && server_has(server_at(decision->service, id), TAKES_NEW_CONNECTIONS)) {
 		reopen_connection(connection);
 		decide_server(id, LB_COUNTER_FIRST, decision);
 		decision->echo = syn_echo(owner, place);
@@ -280,13 +313,16 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
 	if (decision->outcome != LB_COUNTER_FIRST || owner >= MAX_OWNERS)
 		return;
-	taken = take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx));
+	taken = may_take_connection(packet->client_address)
+			? take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx))
+			: CONNECTION_TABLE_FULL;
 	if (taken < 0) {
 		count_event(ctx, decision->service,
 			    taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL
 							   : LB_EVENT_CONNECTION_CONTENDED);
 		return;
 	}
+	count_taken(ctx);
 	remember_connection(hash, taken);
 	decision->echo = syn_echo(owner, taken);
 }
@@ -294,21 +330,56 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 /* ---- the modes ------------------------------------------------------------------------------------------------- */
 
 /*
+ * A SYN without a cookie that no entry of the flow table sends to a server that takes new connections. `found`: there is an
+ * entry, of `stale`. It goes by the bucket, and is not remembered: the bucket finds its server for the next packet, too. Where the
+ * bucket's server takes no new connections the placement rule names another one, which only the flow table finds again. Whoever may
+ * have an older connection of these ports becomes the server before.
+ */
+static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, struct service_state *state,
+							const struct packet *packet, bool found, __u32 stale,
+							struct decision *decision)
+{
+	struct flow_table_entry entry = decide_by_bucket(state, packet, decision);
+
+	if (decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER) {
+		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+		if (decision->outcome != LB_COUNTER_FIRST)
+			return;
+		entry.before = entry.server_id;
+	} else if (!found) {
+		return;
+	}
+	if (found && server_is_known(decision->service, stale))
+		entry.before = stale;
+	entry.server_id = decision->server_id;
+	decision->before = entry.before;
+	insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
+}
+
+/*
  * A packet without a cookie at a service whose connections have one: the client does not do timestamps, or the service
- * has them switched off. A first packet is not remembered: where it goes the bucket says again.
+ * has them switched off.
  */
 static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
 						  const struct packet *packet, struct decision *decision)
 {
-	struct flow_table_entry entry;
+	bool syn = packet->flags & TCP_SYN;
+	struct flow_table_entry entry = {.server_id = NO_SERVER};
+	bool found = find_flow(decision->service, packet, &entry);
 
-	if (decide_by_flow(packet, &entry, decision)) {
+	if (found &&
+	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
+		decide_by_flow(entry, decision);
 		decision->before = entry.before;
+		return;
+	}
+	if (syn) {
+		decide_first_without_cookie(ctx, state, packet, found, entry.server_id, decision);
 		return;
 	}
 	/* A host that has no such connection resets without timestamps whatever the connection had. */
 	if (packet->flags & TCP_RST) {
-		decide_to_all(state, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decide_to_all(BROADCAST_RESET, packet->client_address, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
 		decision->before = NO_SERVER;
 		return;
 	}
@@ -318,23 +389,32 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 numb
 		return;
 	}
 	entry = decide_by_bucket(state, packet, decision);
-	if (decision->outcome == LB_COUNTER_CONSISTENT && !(packet->flags & TCP_SYN))
-		insert_flow(ctx, decision->service, packet, entry);
+	/* Nothing proves that it is of a connection: the server's answers do not pass here. So the entry is a hint. */
+	if (decision->outcome == LB_COUNTER_CONSISTENT)
+		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
 }
 
 /*
- * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known; a TCP
- * packet that is not a SYN does not, or forged ones would fill the table.
+ * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known, and if the
+ * flow's server is down; a TCP packet that is not a SYN does not, or forged ones would fill the table.
  */
 static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 number, struct service_state *state,
 						 const struct packet *packet, struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
-	bool first = syn || (udp_in_use && packet->protocol == IPPROTO_UDP);
-	struct flow_table_entry entry;
+	bool udp = udp_in_use && packet->protocol == IPPROTO_UDP;
+	bool first = syn || udp, known = false;
+	struct flow_table_entry entry = {};
 
-	if (!syn && decide_by_flow(packet, &entry, decision))
-		return;
+	if (!syn && find_flow(decision->service, packet, &entry)) {
+		server_word server = server_at(decision->service, entry.server_id);
+
+		known = server_has(server, SERVER_KNOWN);
+		if (known && !(udp && is_down(server))) {
+			decide_by_flow(entry, decision);
+			return;
+		}
+	}
 	if (!first && has_other_balancer(number)) {
 		decide_other_balancer(number, decision);
 		return;
@@ -342,7 +422,10 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
 	decide_by_rule(state, packet, first ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
 	if (decision->outcome == LB_COUNTER_FIRST) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
-		insert_flow(ctx, decision->service, packet, entry);
+		insert_flow(ctx, decision->service, packet, entry, 0);
+	} else if (known) {
+		/* No server takes new flows: this one may be up after all. */
+		decide_by_flow(entry, decision);
 	}
 }
 
@@ -352,10 +435,10 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
  */
 static __always_inline bool decide_half_open(const struct packet *packet, struct decision *decision)
 {
-	struct flow_table_entry entry;
+	struct flow_table_entry entry = {};
 
 	if (!find_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
-	    !server_has(server_at(decision->service, entry.server_id), TAKES_FIRST_PACKETS))
+	    !server_has(server_at(decision->service, entry.server_id), TAKES_NEW_CONNECTIONS))
 		return false;
 	decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
 	return true;
@@ -365,22 +448,26 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
  * A packet that opens no connection, where the load balancer stamps itself: of a plain connection, by the flow table; or
  * with a cookie, and then TSecr becomes what the server sent. (correction.bpf.h)
  */
-static __always_inline void decide_corrected(struct xdp_md *ctx, struct service_state *state,
-					     const struct packet *packet, struct decision *decision)
+static __always_inline void decide_corrected(struct service_state *state, const struct packet *packet,
+					     struct decision *decision)
 {
-	struct flow_table_entry entry;
+	bool syn = packet->flags & TCP_SYN;
+	struct flow_table_entry entry = {};
 	__u32 id;
 
-	if (decide_by_flow(packet, &entry, decision)) {
-		if (entry.before == HALF_OPEN_FLOW && !(packet->flags & TCP_SYN))
+	if (find_flow(decision->service, packet, &entry) &&
+	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
+		decide_by_flow(entry, decision);
+		if (entry.before == HALF_OPEN_FLOW && !syn)
 			open_flow(decision->service, packet, entry);
 		return;
 	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
-		entry = decide_by_bucket(state, packet, decision);
+		decide_by_bucket(state, packet, decision);
+		/* The SYN-ACK enters it. */
+		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
+			decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
 		decision->before = KEEP_IDENTIFICATION;
-		if (decision->outcome == LB_COUNTER_CONSISTENT && !(packet->flags & TCP_SYN))
-			insert_flow(ctx, decision->service, packet, entry);
 		return;
 	}
 	id = corrected_id(packet);
@@ -413,11 +500,11 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 	else if (mode_is(number, CONSISTENCY_BEAMER))
 		decide_by_bucket(state, packet, decision);
 	else if (is_corrected(number) && !(packet->has_timestamp && packet->flags & TCP_SYN))
-		decide_corrected(ctx, state, packet, decision);
+		decide_corrected(state, packet, decision);
 	else if (!packet->has_timestamp || (!has_cookies(number) && !is_corrected(number)))
 		decide_without_cookie(ctx, number, state, packet, decision);
 	else if (!(packet->flags & TCP_SYN))
-		decide_by_cookie(ctx, number, state, packet, decision);
+		decide_by_cookie(ctx, number, packet, decision);
 	else if (mode_is(number, CONSISTENCY_STATEFUL))
 		decide_first_stateful(ctx, state, packet, decision);
 	else if (!is_corrected(number) || !decide_half_open(packet, decision))

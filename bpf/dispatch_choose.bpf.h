@@ -11,6 +11,7 @@
 #define COREWARD_DISPATCH_CHOOSE_BPF_H
 
 #include "dispatch_state.bpf.h"
+#include "least.bpf.h"
 
 /* Written before the program is loaded: the verifier drops what other policies need. */
 const volatile __u32 policy = DISPATCH_POLICY_RANDOM;
@@ -23,15 +24,6 @@ const volatile __u32 policy = DISPATCH_POLICY_RANDOM;
 #define RANK_OVER_BOUND (1ull << DISPATCH_FLAGS_SHIFT)
 #define RANK_NOT_OF_CLASS (1ull << (DISPATCH_FLAGS_SHIFT + 1))
 #define RANK_FLAGS_SHIFT (DISPATCH_FLAGS_SHIFT + 2)
-
-static __always_inline __u64 lesser(__u64 a, __u64 b)
-{
-	__s64 difference = a - b, sign = difference >> 63;
-
-	/* clang would make a branch of it. */
-	asm volatile("" : "+r"(sign));
-	return b + (difference & sign);
-}
 
 /* 1 when a < b, for numbers below 2^63; no branch. */
 static __always_inline __u64 is_less(__u64 a, __u64 b)

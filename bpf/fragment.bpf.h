@@ -4,7 +4,7 @@
  * remembered, and the later ones follow it. (TCP avoids fragments, and a later one of ICMP has nobody to go to.)
  *
  * Only in this order: a later fragment that overtakes the first one is dropped and counted, and so is the datagram at the
- * server. The table is small and anybody can fill it: datagrams live for ms, and a flood of first fragments costs the
+ * server. User space adds the room that CPUs hold back (crates/dataplane/src/lru.rs). The table is small and anybody can fill it: datagrams live for ms, and a flood of first fragments costs the
  * service its other fragmented datagrams, nothing else. A left-over entry is met only by a later fragment without a first
  * one, of the same client and identification.
  */

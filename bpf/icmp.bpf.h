@@ -118,13 +118,12 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	return 0;
 }
 
-/* Whose quoted packet it is: the cookie in its own timestamp, the flow table, or all. */
-static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, const struct packet *quoted,
+/* Whose quoted packet it is: the cookie in its own timestamp, the flow table, or all. `source`: the error's sender. */
+static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, __u32 source, const struct packet *quoted,
 					  struct decision *decision)
 {
-	struct service_state *state = &lb_state.services[service_index(number)];
 	struct connection *connection;
-	struct flow_table_entry entry;
+	struct flow_table_entry entry = {};
 
 	/* A plain connection's timestamp may look like any cookie: what stands in the flow table is plain. */
 	if (quoted->has_timestamp && is_corrected(number) && !find_flow(decision->service, quoted, &entry)) {
@@ -139,8 +138,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, cons
 		__u32 cookie = cookie_of(quoted->echo, quoted->client_address, quoted->vip_address, quoted->ports);
 
 		if (is_index(number, cookie)) {
-			if (decide_index(ctx, number, state, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision,
-					 &connection))
+			if (decide_index(ctx, number, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && server_is_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
@@ -152,7 +150,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, cons
 	else if (has_other_balancer(number))
 		decide_other_balancer(number, decision);
 	else
-		decide_to_all(state, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
 }
 
 /* An ICMP packet to a VIP. Returns 0, or how parsing ended. */
@@ -178,7 +176,7 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 		if (ended)
 			return ended;
 	}
-	decide_quoted(ctx, number, &quoted, decision);
+	decide_quoted(ctx, number, packet->client_address, &quoted, decision);
 	return 0;
 }
 

@@ -19,10 +19,11 @@
  *    +--------------------------------+---+---+--------------------------+
  *    |  (ms + time mask) mod 2^16     | K | k |        id or index       |
  *    +--------------------------------+---+---+--------------------------+
- *                                       |   \___________ XOR low 15 bits of the keyed hash
+ *                                       |   \___________ 15 bits, hidden by a permutation that the keyed hash draws
  *                                       which of the two keys, in clear
  *
- *    id mask   = bits 0..14 of SipHash-1-3(key[K], 4-tuple): what load balancers and servers share, and rotate
+ *    permutation = by SipHash-1-3(key[K], 4-tuple), COOKIE_PRIME below: the key is what load balancers and servers share,
+ *                and rotate
  *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection, so
  *                that time goes on when the fleet's key changes (PAWS, RFC 7323 Sect. 5)
  *    k (kind)  = 0: the id of a server; 1: owner (4 bits) and index (10 bits) of an entry in the connection table of one
@@ -42,6 +43,18 @@
 #define COOKIE_ID_MASK 0x3fffu
 /* What the keyed hash hides: everything but the key bit. */
 #define COOKIE_HIDDEN_MASK 0x7fffu
+/*
+ * plain = (factor * hidden + offset) mod COOKIE_PRIME: the largest prime below 2^15. Numbers from the prime on stay as they are.
+ * offset: bits 0..14 of the hash; factor: bits 15..28, + 1. A client that knows some of its cookies, and their servers, learns
+ * nothing of the cookies of another tuple (pairwise independence: Carter and Wegman, 1979); a XOR would show it how ids differ.
+ */
+#define COOKIE_HIDDEN_BITS 15
+#define COOKIE_PRIME 32749
+/* Factors: 1 to this. */
+#define COOKIE_FACTORS 16384
+/* x / COOKIE_PRIME = x * COOKIE_RECIPROCAL >> COOKIE_RECIPROCAL_SHIFT for x below 2^30: 2^45 / COOKIE_PRIME, rounded up. */
+#define COOKIE_RECIPROCAL 1074364778ull
+#define COOKIE_RECIPROCAL_SHIFT 45
 #define COOKIE_TIME_SHIFT 16
 /* Ids of one service: all that the cookie can hold. */
 #define SERVER_ID_COUNT 16384
@@ -49,6 +62,8 @@
 struct cookie_key {
 	__u64 k0;
 	__u64 k1;
+	/* Odd; folds the VIP into the client's word (cookie.bpf.h). User space derives it from k0 and k1. */
+	__u64 vip_factor;
 };
 
 /* What every load balancer and every server of the fleet must agree on. */
@@ -179,6 +194,14 @@ struct lb_service_directories {
 
 /* Toeplitz input of IPv4 with ports: source address, destination address, source port, destination port. */
 #define RSS_INPUT_IPV4_BYTES 12
+/*
+ * What a NIC does to the input before it hashes it: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
+ * Nothing; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of
+ * both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR, the default of mlx5).
+ */
+#define RSS_INPUT_AS_IT_IS 0
+#define RSS_INPUT_SYMMETRIC_XOR 1
+#define RSS_INPUT_SYMMETRIC_OR_XOR 2
 #define RSS_KEY_BYTES 40
 #define RSS_KEY_MAX_BYTES 52
 /* Source address (4) and source port (2): the bytes of the input that differ between packets of one service. */
@@ -270,7 +293,7 @@ struct placement_table {
 };
 
 /* The memory's size is 2^k and this: an offset masked with 2^k - 1 has room for any struct behind it. */
-#define PLACEMENT_MEMORY_SLACK 8192
+#define PLACEMENT_MEMORY_SLACK 262144
 #define MIN_PLACEMENT_MEMORY 4194304
 #define MAX_PLACEMENT_MEMORY 268435456
 
@@ -285,15 +308,33 @@ struct service_state {
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
 	__u64 round_robin;
-	/* When the last token taken for delivery to all servers is paid for (CLOCK_MONOTONIC, ns). */
-	__u64 to_all_paid_until;
-	/* The same for packets whose connection table is lost. */
-	__u64 owner_lost_paid_until;
 	/* `timestamps = "lb"`: masks the time part. The same at all load balancers, never changed while connections live. */
 	struct cookie_key time_key;
-	/* First packets sent to its servers. */
-	__u64 opened;
-	__u64 unused;
+	__u64 unused[3];
+};
+
+/* ---- the broadcast fallback ------------------------------------------------------------------------------------ */
+
+/* Why a packet goes to all servers of its service. Each has a rate of its own, so that none starves another. */
+enum broadcast_reason {
+	BROADCAST_UNKNOWN_COOKIE, /* a cookie that names no server and no connection */
+	BROADCAST_RESET, /* a reset without timestamps */
+	BROADCAST_ICMP, /* an ICMP error whose quote names no server */
+	BROADCAST_OWNER_LOST, /* a cookie with an index of a connection table that is lost */
+	BROADCAST_REASON_COUNT,
+};
+
+/* Sources share a bucket by their hash. */
+#define BROADCAST_SHARDS 4096
+
+/*
+ * Token buckets: until when the tokens taken are paid for (CLOCK_MONOTONIC, ns). A packet takes a token of its source, then
+ * one of its service, then one of the whole load balancer: one source cannot use up a service's, nor a service the others'.
+ */
+struct broadcast_buckets {
+	__u64 by_source[BROADCAST_SHARDS];
+	__u64 by_service[MAX_SERVICES][BROADCAST_REASON_COUNT];
+	__u64 of_all[BROADCAST_REASON_COUNT];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
@@ -302,14 +343,18 @@ struct service_state {
 #define SERVER_KNOWN 1u
 /* The service's new connections may go to it; without it (draining, unhealthy) only established ones do. */
 #define SERVER_ELIGIBLE 2u
+/* Down by this load balancer's own health checks (not ELIGIBLE then), whatever the controller has found. */
+#define SERVER_DOWN 4u
+/* The service's placement table has it. An eligible server without it is down: the controller leaves it out. */
+#define SERVER_IN_TABLE 8u
 /* Its MAC address is known: the same for all services. */
-#define SERVER_RESOLVED 4u
+#define SERVER_RESOLVED 16u
 
-/* The two flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
-#define SERVER_MEMBER_BITS 2
-#define SERVER_MEMBER_MASK 3u
-#define SERVER_MEMBERS_PER_WORD 32
-#define MEMBERSHIP_WORDS 512
+/* The flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
+#define SERVER_MEMBER_BITS 4
+#define SERVER_MEMBER_MASK (SERVER_KNOWN | SERVER_ELIGIBLE | SERVER_DOWN | SERVER_IN_TABLE)
+#define SERVER_MEMBERS_PER_WORD 16
+#define MEMBERSHIP_WORDS 1024
 
 /* By server id, the same for all services: reached by a shift, no hash. 8 bytes: one load. */
 struct server_entry {
@@ -326,7 +371,7 @@ struct server_entry {
  *    +-----------------------------------+---+---------------+
  *    |  (ms + time mask) mod 2^20        | K |  server's id  |
  *    +-----------------------------------+---+---------------+
- *                                          |   XOR low 11 bits of the keyed hash
+ *                                          |   hidden as in the cookie of 15 bits
  *                                          which of the two keys, in clear
  *
  * More bits of time than where servers stamp: the load balancer does not know what the client has seen last, so there
@@ -336,6 +381,12 @@ struct server_entry {
 #define CORRECTION_TIME_MASK 0xfffffu
 #define CORRECTION_KEY_BIT 0x800u
 #define CORRECTION_ID_MASK 0x7ffu
+/* As COOKIE_PRIME and so on, for 11 bits. */
+#define CORRECTION_ID_BITS 11
+#define CORRECTION_PRIME 2039
+#define CORRECTION_FACTORS 1024
+#define CORRECTION_RECIPROCAL 33702539ull
+#define CORRECTION_RECIPROCAL_SHIFT 36
 
 /* Key: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
 #define CORRECTED_SERVICE_SHIFT 48
@@ -371,7 +422,7 @@ struct corrected_server {
 #define CORRECTION_SLACK_MS 60000
 
 /*
- * By server id: connections opened and closed by what was seen here, and what passed, of all services and CPUs together:
+ * By server id: connections opened and closed by what was seen here, and what passed, of all services together; one for each row of counters:
  * for policies and for people.
  */
 struct server_traffic {
@@ -389,7 +440,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 3
+#define LB_LAYOUT_VERSION 4
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
@@ -405,6 +456,8 @@ struct lb_state {
 	__u32 clock;
 	/* This load balancer's number among those with a connection table; MAX_OWNERS: it has none yet. */
 	__u32 owner;
+	/* While the connection table is scarce: entries that one source prefix may take in TAKES_WINDOW; 0: any number. */
+	__u64 takes_per_source;
 	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;
@@ -480,6 +533,9 @@ struct checked_path {
 struct emulated_rss {
 	struct rss_mapping mapping;
 	__u8 key[RSS_KEY_BYTES];
+	/* Open connections go by the table's entry so many further on, as where a flow director moves them; 0: by their own. */
+	__u32 established_shift;
+	__u32 reserved;
 };
 
 /* What testbed/receive_queues.bpf.c (tests only) saw of one flow. */

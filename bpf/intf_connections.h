@@ -3,24 +3,52 @@
 #ifndef COREWARD_INTF_CONNECTIONS_H
 #define COREWARD_INTF_CONNECTIONS_H
 
+#include "intf_counters.h"
+
 /* ---- connections that carry no cookie: the flow table ----------------------------------------------------------- */
 
-/* An LRU hash, bounded: what it loses goes by the bucket (consistency "hash-table": to the placement rule's choice). */
-struct flow_table_key {
-	/* As in struct service_key. */
-	__u32 client_address[4];
-	__u16 client_port;
-	/* The service's index: VIP, port and protocol in one. */
-	__u16 service;
+/* Sets of FLOW_SET_ENTRIES; a keyed hash of the connection selects the set and is the tag. Eviction: bpf/flow_table.bpf.h. */
+#define FLOW_SET_ENTRIES 8
+#define DEFAULT_FLOW_TABLE_ENTRIES 1048576
+
+/*
+ * flow: all that a decision depends on, read and written as one word. 0: the entry is free (a tag is odd).
+ *
+ *    63                32 31          16 15           0
+ *    +-------------------+--------------+--------------+
+ *    | tag               | before       | server id    |
+ *    +-------------------+--------------+--------------+
+ *
+ * use: selects the entry to evict.
+ *
+ *    63       50   49   48  47           32 31                  0
+ *    +----------+------+---+---------------+---------------------+
+ *    | 0        | hint |UDP| service       | last packet's time  |
+ *    +----------+------+---+---------------+---------------------+
+ */
+#define FLOW_TAG_SHIFT 32
+#define FLOW_BEFORE_SHIFT 16
+#define FLOW_SERVICE_SHIFT 32
+#define FLOW_UDP_SHIFT 48
+#define FLOW_HINT_SHIFT 49
+/* The bucket finds the flow's server, too, unless it has changed hands since. A hint never evicts anything else. */
+#define FLOW_HINT 1u
+
+/* 128 bytes: two cache lines, of which a look-up reads one. */
+struct flow_set {
+	__u64 flow[FLOW_SET_ENTRIES];
+	__u64 use[FLOW_SET_ENTRIES];
 };
+
+/* An entry that was not used for so many ticks of lb_state.clock (0.1 s) is free: 5 min (RFC 4787), 2 h 4 min (RFC 5382), REQ-5. */
+#define FLOW_IDLE_UDP 3000
+#define FLOW_IDLE_TCP 74400
 
 struct flow_table_entry {
 	__u16 server_id;
 	/* To whom the server hands what it does not know (placement_table.consistent_before), or NO_SERVER. */
 	__u16 before;
 };
-
-#define DEFAULT_FLOW_TABLE_ENTRIES 262144
 
 /* A datagram's fragments carry the ports only in the first one. */
 struct fragment_key {
@@ -117,6 +145,23 @@ struct connection_stack {
  * that a new connection does not fetch another one's entry, which is most likely in no cache.
  */
 #define RECENT_CONNECTIONS 16384
+
+/* Source prefixes (/24) share a counter by their hash. */
+#define TAKES_SHARDS 4096
+/* Ticks of lb_state.clock (0.1 s). */
+#define TAKES_WINDOW 16
+
+/* A cache line for each receive queue or CPU, as a row of counters (MAX_LB_COUNTER_ROWS). */
+struct connection_takes_row {
+	__u64 count;
+	__u64 unused[7];
+};
+
+/* Entries taken: by prefix the window's number in the upper half and the count in it below; by row since the map was made. */
+struct connection_takes {
+	__u64 by_source[TAKES_SHARDS];
+	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];
+};
 
 /*
  * How the server learns the index: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), which its ingress

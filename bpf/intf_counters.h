@@ -37,26 +37,28 @@ enum lb_counter {
 
 /* What else happened to a packet that was counted above. */
 enum lb_event {
-	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
+	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead; or its source prefix took too many */
 	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
 	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
 	LB_EVENT_FLOW_INSERTED,
 	LB_EVENT_COUNT,
 };
 
-/* 256 bytes: four cache lines of its own. */
+/* 320 bytes: five cache lines of its own. An established packet writes to the first only. */
 struct lb_counters {
-	__u64 packets[LB_COUNTER_COUNT];
-	__u64 events[LB_EVENT_COUNT];
 	/* Frame bytes of what was forwarded. */
 	__u64 forwarded_bytes;
-	/* The newest outcome (enum lb_counter), for `coreward capture`. */
+	__u64 packets[LB_COUNTER_COUNT];
+	__u64 events[LB_EVENT_COUNT];
+	/* New connections sent to its servers. */
+	__u64 opened;
+	/* The newest outcome (enum lb_counter), kept while `coreward capture` watches. */
 	__u64 last_outcome;
-	__u64 unused[32 - LB_COUNTER_COUNT - LB_EVENT_COUNT - 2];
+	__u64 unused[40 - LB_COUNTER_COUNT - LB_EVENT_COUNT - 3];
 };
 
 /*
- * One struct lb_counters per service in each row. A row has one writer at a time: one receive queue (native XDP) or one
+ * One struct lb_counters per service in each row, and one struct server_traffic per server id. A row has one writer at a time: one receive queue (native XDP) or one
  * CPU (generic XDP), so that counting takes no atomic operation. There are as many rows as the machine may have CPUs, a
  * power of two and at most so many; of more queues two share a row, and a count may be lost now and then.
  */
@@ -74,6 +76,9 @@ enum server_counter {
 	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
 	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left alone. */
 	SERVER_COUNTER_EGRESS_OTHER_CLOCK,
+	/* The same of a SYN-ACK that has no socket here: it comes from another network namespace, as of a container. */
+	SERVER_COUNTER_EGRESS_FOREIGN_CLOCK,
+	SERVER_COUNTER_EGRESS_FORWARDED, /* a SYN-ACK from another network namespace was stamped */
 	SERVER_COUNTER_INGRESS_WITHOUT_ECHO,
 	/* The echo does not hold this server's id: left alone. */
 	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
@@ -90,6 +95,9 @@ enum server_counter {
 	SERVER_COUNTER_CONNECTION_STALLED, /* a segment of a stamped connection was sent for the fifth time */
 	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
 	SERVER_COUNTER_RSS_MISMATCHED,
+	SERVER_COUNTER_INGRESS_ESTABLISHED, /* a packet of an open connection; one of RSS_ESTABLISHED_SAMPLING is sampled */
+	SERVER_COUNTER_RSS_ESTABLISHED_MATCHED, /* it arrived on the queue that Toeplitz and the table predict */
+	SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED,
 	SERVER_COUNTER_RSS_UNPREDICTED, /* the table is not known, or the device recorded no queue */
 	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket here, and the MAC address of the server before is not known */
 	SERVER_COUNTER_DROP_MALFORMED_TCP,

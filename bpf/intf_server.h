@@ -46,17 +46,22 @@ struct rss_sample {
 };
 /* Power of two. */
 #define RSS_SAMPLES 256
+/* Of so many packets of open connections one is sampled; a power of two. */
+#define RSS_ESTABLISHED_SAMPLING 64
 
 /* The server's own RSS as the agent read it; entry_count 0: unknown, nothing is predicted. */
 struct rss_mapping {
 	__u32 entry_count;
 	__u32 generation;
+	/* RSS_INPUT_*. */
+	__u32 input_transform;
+	__u32 reserved;
 	__u16 queue[MAX_INDIRECTION_ENTRIES];
 	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
 };
 
 /* Grows whenever a pinned layout or its meaning changes: an agent never takes over what it would misread. */
-#define SERVER_LAYOUT_VERSION 2
+#define SERVER_LAYOUT_VERSION 3
 
 /* 256 bytes: cache lines of its own. */
 struct server_counters {
@@ -84,8 +89,8 @@ struct connection_index {
 
 /*
  * What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read.
- * `layout_version`, `keys` and `time_key` never move: a version with another layout carries them over, and with them all
- * stamped connections.
+ * `layout_version`, `keys` and `time_key` stand where they do since version 3: a version with another layout carries them over,
+ * and with them all stamped connections. (Version 2 stamped a cookie of another form.)
  */
 struct server_state {
 	__u64 layout_version;

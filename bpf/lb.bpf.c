@@ -25,9 +25,10 @@
  * 4. First packets (SYN) go where the service's placement table says: placement.bpf.h.
  *
  * 5. Packets without a cookie (decide.bpf.h, flow_table.bpf.h): of clients that do not do timestamps, and all of a
- *    service whose timestamps are off. The flow table, an LRU hash, knows the server; where it has no entry the bucket
- *    says (a choice that changes only with the pool), and from the first packet that is not a SYN on it is remembered.
- *    So the table holds these connections and no others, and a flood of SYNs does not fill it. What it loses, or what
+ *    service whose timestamps are off. The flow table knows the server; where it has no entry the bucket
+ *    says (a choice that changes only with the pool), and from the first packet that is not a SYN on it is remembered, as a
+ *    hint. So the table holds these connections and no others, and a flood of SYNs does not fill it. A SYN goes only to a server
+ *    that takes new connections, whatever an entry or the bucket says (decide.bpf.h). What the table loses, or what
  *    another load balancer knew, goes by the bucket of today; so each of these packets carries in its IP identification
  *    the server that the bucket belonged to before, to whom a server hands what it has no socket for (NO_SERVER: there
  *    is none). The IP header's checksum is mended; an identification means nothing in a packet that is not a fragment.
@@ -49,11 +50,10 @@
  *    them is also the stateless first tier of the others; if that one is lost, to all. Without a free entry, or a number
  *    of our own yet, the connection is as one of a stateless service.
  *
- * 7. To all (to_all.bpf.h). An RST without timestamps (from a host that has no such socket) or an ICMP error that the
+ * 7. To all (broadcast.bpf.h). An RST without timestamps (from a host that has no such socket) or an ICMP error that the
  *    flow table does not know, and a cookie that names no server and no connection (forged, or of a server that is gone, or its entry
- *    was freed) are sent to the broadcast MAC address, and the one server that has the socket takes it. Rate-limited per
- *    service by a token bucket, so that nobody gains an amplifier; what is over the rate is dropped. Packets whose
- *    connection table is lost have a larger bucket of their own.
+ *    was freed) are sent to the broadcast MAC address, and the one server that has the socket takes it. Token buckets limit
+ *    each of these reasons per source, per service and for all services; what is over a rate is dropped.
  *
  * 8. What can go wrong, and what then. One outcome per packet, counted per service (enum lb_counter):
  *    - fewer than 34 bytes, so that there is no address to tell whose it is: passed, the kernel drops it;
@@ -98,15 +98,16 @@
 #include "stats.bpf.h"
 
 /* Counts by server what a decision about a packet of a service did. */
-static __always_inline void count_by_server(const struct packet *packet, const struct decision *decision, __u64 bytes)
+static __always_inline void count_by_server(struct xdp_md *ctx, const struct packet *packet,
+					    const struct decision *decision, __u64 bytes)
 {
 	if (decision->server_id == NO_SERVER)
 		return;
-	count_traffic(decision->server_id, bytes);
+	count_traffic(ctx, decision->server_id, bytes);
 	if (packet->flags & TCP_SYN || decision->outcome == LB_COUNTER_FIRST)
-		count_opened(decision->service, decision->server_id);
+		count_opened(ctx, decision->service, decision->server_id);
 	if (packet->flags & (TCP_FIN | TCP_RST))
-		count_closed(decision->server_id);
+		count_closed(ctx, decision->server_id);
 }
 
 /* Does what was decided. */
@@ -132,7 +133,7 @@ static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, 
 		rewrite_identification(data, decision->before);
 	if (decision->echo != KEEP_ECHO)
 		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
-	count_by_server(packet, decision, data_end - data);
+	count_by_server(ctx, packet, decision, data_end - data);
 	count_packet(ctx, decision->service, decision->outcome, data_end - data);
 	return XDP_TX;
 }
@@ -149,23 +150,48 @@ static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, 
 /* ---- section 3, the usual form --------------------------------------------------------------------------------- */
 
 /*
- * The usual packet of a service whose packets carry no cookie. Not inlined: its stack would count in all that lb() calls,
- * and the kernel allows 512 bytes in all.
+ * A packet of the usual form that more than a cookie decides about: one without a cookie, or a SYN, whose TSecr stands at
+ * `echo_at`. Not inlined: its stack would count in all that lb() calls, and the kernel allows 512 bytes in all.
  */
-static __noinline int forward_usual_without_cookie(struct xdp_md *ctx, __u32 number)
+static __noinline int forward_usual_decided(struct xdp_md *ctx, __u32 number, __u32 echo_at)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 	struct decision decision = UNDECIDED;
-	struct packet packet = {.flags = TCP_ACK, .has_timestamp = 1, .protocol = IPPROTO_TCP};
+	struct packet packet = {
+		.has_timestamp = 1,
+		.protocol = IPPROTO_TCP,
+		.echo_offset = echo_at,
+		.transport = USUAL_TCP,
+	};
 
 	if (data + USUAL_LENGTH > data_end)
 		return XDP_DROP;
 	packet.client_address = PACKET_U32(data, IP_AT(saddr));
 	packet.vip_address = PACKET_U32(data, IP_AT(daddr));
 	packet.ports = PACKET_U32(data, USUAL_TCP);
+	packet.flags = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET);
+	echo_at &= OPTION_MASK;
+	if (data + echo_at + sizeof(packet.echo) <= data_end)
+		packet.echo = bpf_ntohl(PACKET_U32(data, echo_at));
 	decide(ctx, number, &packet, &decision);
 	return act(ctx, &packet, &decision);
+}
+
+/* A SYN. Returns an XDP action, or -1: not of the usual form, or not for a service. */
+static __always_inline int forward_usual_syn(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	__u32 echo_at = usual_syn_echo(data, data_end), number;
+	__u16 port;
+
+	if (!echo_at || data + USUAL_LENGTH > data_end || !sent_to_us(data))
+		return -1;
+	port = PACKET_U16(data, USUAL_TCP + sizeof(port));
+	number = find_lb_service(&lb_state.directories,
+				 service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), port, IPPROTO_TCP));
+	return is_service(number) ? forward_usual_decided(ctx, number, echo_at) : -1;
 }
 
 /* The usual packet of a connection whose cookie, of kind 1, names an entry of our own connection table. */
@@ -187,7 +213,7 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
 	rewrite_mac(data, server);
-	count_traffic(id, data_end - data);
+	count_traffic(ctx, id, data_end - data);
 	count_packet(ctx, service, LB_COUNTER_CONNECTION, data_end - data);
 	return XDP_TX;
 }
@@ -216,17 +242,21 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	if (has_other_balancer(number))
 		return -1;
 	if (!has_cookies(number))
-		return forward_usual_without_cookie(ctx, number);
+		return forward_usual_decided(ctx, number, USUAL_ECHO);
 	service = service_index(number);
 	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, USUAL_ECHO)), client_address, vip_address, ports);
+	/* Read again: the hash takes all registers, and one that is spilled on the way costs more. */
+	barrier_var(ctx);
+	data = (void *)(long)ctx->data;
+	data_end = (void *)(long)ctx->data_end;
 	if (is_index(number, cookie))
-		return forward_usual_by_index(ctx, service, cookie,
-					      connection_hash(client_address, vip_address, ports));
+		return forward_usual_by_index(ctx, service, cookie, connection_hash(service, client_address, ports));
 	server = server_at(service, cookie);
-	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED) ||
+	    data + ETH_HLEN > data_end)
 		return -1;
 	rewrite_mac(data, server);
-	count_traffic(cookie, data_end - data);
+	count_traffic(ctx, cookie, data_end - data);
 	count_packet(ctx, service, LB_COUNTER_ESTABLISHED, data_end - data);
 	return XDP_TX;
 }
@@ -327,17 +357,30 @@ static __noinline int forward_other(struct xdp_md *ctx)
 	return act(ctx, &packet, &decision);
 }
 
+static __always_inline int forward(struct xdp_md *ctx)
+{
+	int action = forward_usual(ctx);
+
+	if (action < 0)
+		action = forward_usual_syn(ctx);
+	if (action < 0 && timestamps_lb_in_use)
+		action = forward_reply(ctx);
+	return action < 0 ? forward_other(ctx) : action;
+}
+
+/* A copy of its own, so that the other one keeps no register for what is captured. */
+static __noinline int forward_captured(struct xdp_md *ctx)
+{
+	bool watched = capture_arrived(ctx);
+	int action = forward(ctx);
+
+	return watched ? capture_decided(ctx, action) : action;
+}
+
 SEC("xdp")
 int lb(struct xdp_md *ctx)
 {
-	bool watched = capture_in_use && capture_arrived(ctx);
-	int action = forward_usual(ctx);
-
-	if (action < 0 && timestamps_lb_in_use)
-		action = forward_reply(ctx);
-	if (action < 0)
-		action = forward_other(ctx);
-	return capture_in_use && watched ? capture_decided(ctx, action) : action;
+	return capture_in_use ? forward_captured(ctx) : forward(ctx);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

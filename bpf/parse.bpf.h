@@ -107,25 +107,75 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define USUAL_FLAGS_MASK 0x1780
 #define USUAL_FLAGS 0x1080
 
-/* Whether the frame is as described above. It holds no more than the IP header says, nor is it cut short. */
-static __always_inline bool usual_frame(const void *data, const void *data_end)
+/* SYN without ACK, FIN and RST. */
+#define USUAL_SYN_FLAGS_MASK 0x1700
+#define USUAL_SYN_FLAGS 0x0200
+
+/*
+ * How the options of nearly all SYNs with timestamps begin; in the packet's byte order. Linux: MSS, SACK permitted,
+ * timestamps. BSD and macOS: MSS, NOP, window scale, SACK permitted or two NOPs, timestamps.
+ */
+#define SYN_OPTIONS_MSS 0x0402u
+#define SYN_OPTIONS_LINUX 0x0a080204u
+#define SYN_OPTIONS_NOP_SCALE_MASK 0x00ffffffu
+#define SYN_OPTIONS_NOP_SCALE 0x00030301u
+#define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
+#define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
+/* TSecr of both, from the frame's start. */
+#define SYN_LINUX_ECHO (USUAL_OPTIONS + 12)
+#define SYN_BSD_ECHO (USUAL_OPTIONS + 16)
+#define USUAL_SYN_LENGTH (SYN_BSD_ECHO + sizeof(__u32))
+#define USUAL_SYN_HEADER (USUAL_SYN_LENGTH - USUAL_TCP)
+
+/*
+ * Whether the frame, of at least USUAL_LENGTH bytes, is IPv4 without options that holds a whole segment of TCP, and no more than
+ * the IP header says, nor cut short.
+ */
+static __always_inline bool is_usual_tcp(const void *data, const void *data_end)
 {
 	__u32 ip_length, data_offset_byte;
 
-	if (data + USUAL_LENGTH > data_end)
-		return false;
 	if ((PACKET_U32(data, ETH_HLEN - 2) & USUAL_ETHERTYPE_MASK) != USUAL_ETHERTYPE)
 		return false;
 	if ((PACKET_U32(data, IP_AT(frag_off)) & USUAL_PROTOCOL_MASK) != USUAL_PROTOCOL)
-		return false;
-	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_FLAGS_MASK) != USUAL_FLAGS)
-		return false;
-	if (PACKET_U32(data, USUAL_OPTIONS) != OPTIONS_USUAL_TIMESTAMP)
 		return false;
 	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
 	data_offset_byte = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1);
 	return ip_length >= sizeof(struct iphdr) + (data_offset_byte >> 4) * 4 &&
 	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
+}
+
+/* Whether the frame is an established packet of the usual form. */
+static __always_inline bool usual_frame(const void *data, const void *data_end)
+{
+	if (data + USUAL_LENGTH > data_end)
+		return false;
+	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_FLAGS_MASK) != USUAL_FLAGS)
+		return false;
+	return PACKET_U32(data, USUAL_OPTIONS) == OPTIONS_USUAL_TIMESTAMP && is_usual_tcp(data, data_end);
+}
+
+/* Where TSecr stands in a SYN of the usual form, from the frame's start; 0: the frame is something else. */
+static __always_inline __u32 usual_syn_echo(const void *data, const void *data_end)
+{
+	__u32 second, third;
+
+	if (data + USUAL_SYN_LENGTH > data_end)
+		return 0;
+	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_SYN_FLAGS_MASK) != USUAL_SYN_FLAGS)
+		return 0;
+	if (PACKET_U16(data, USUAL_OPTIONS) != SYN_OPTIONS_MSS || !is_usual_tcp(data, data_end))
+		return 0;
+	if ((PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) >> 4) * 4 < USUAL_SYN_HEADER)
+		return 0;
+	second = PACKET_U32(data, USUAL_OPTIONS + 4);
+	if (second == SYN_OPTIONS_LINUX)
+		return SYN_LINUX_ECHO;
+	third = PACKET_U32(data, USUAL_OPTIONS + 8);
+	if ((second & SYN_OPTIONS_NOP_SCALE_MASK) == SYN_OPTIONS_NOP_SCALE &&
+	    (third == SYN_OPTIONS_SACK_TIMESTAMP || third == SYN_OPTIONS_NOPS_TIMESTAMP))
+		return SYN_BSD_ECHO;
+	return 0;
 }
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */

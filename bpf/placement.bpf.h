@@ -14,6 +14,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "least.bpf.h"
 #include "parse.bpf.h"
 #include "service_mode.bpf.h"
 #include "toeplitz.bpf.h"
@@ -36,7 +37,8 @@ struct {
 /* The memory's size without PLACEMENT_MEMORY_SLACK, - 1. Fixed when the program is loaded. */
 const volatile __u32 placement_memory_mask;
 
-struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers");
+/* Aligned, so that an entry is one load. */
+struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers") __attribute__((aligned(8)));
 __u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
 __u64 recent_first_packets[RECENT_FIRST_PACKETS] SEC(".bss.recent");
 
@@ -108,14 +110,6 @@ static __always_inline const struct member *member_at(const struct placement *pl
 	return memory_at(placement, placement->table->members_at + position * sizeof(struct member));
 }
 
-/* The count of connections assigned to the candidate's core; aligned, as atomic operations must be seen to be. */
-static __always_inline __u32 *assigned_to(const struct placement *placement, const struct candidate *candidate)
-{
-	__u32 at = placement->table->assigned_at + candidate->core_slot * sizeof(__u32);
-
-	return placement->memory + (at & placement_memory_mask & ~3u);
-}
-
 static __always_inline __u32 table_hash(const struct placement *placement, __u32 group, const struct packet *packet)
 {
 	const struct placement_table *table = placement->table;
@@ -125,55 +119,95 @@ static __always_inline __u32 table_hash(const struct placement *placement, __u32
 	       table->toeplitz_destination[group];
 }
 
-static __always_inline struct candidate *candidate_at(const struct placement *placement, __u32 position)
+_Static_assert(MAX_CANDIDATES * sizeof(struct candidate) <= PLACEMENT_MEMORY_SLACK, "a bucket fits behind the mask");
+_Static_assert((1 << 16) * sizeof(__u32) <= PLACEMENT_MEMORY_SLACK, "the counts of 16 bits of core slots, too");
+
+/* The first candidate of a bucket of a group. `position`: as in struct placement_table. */
+static __always_inline const struct candidate *candidates_at(const struct placement *placement, __u32 position)
 {
 	return memory_at(placement, placement->table->candidates_at + position * sizeof(struct candidate));
 }
 
-#define POSITION_BITS 14
-_Static_assert(MAX_TABLE_CANDIDATES == 1 << POSITION_BITS, "a candidate's position fits its bits");
+/* Connections assigned by core slot. */
+static __always_inline __u32 *assigned_counts(const struct placement *placement)
+{
+	return memory_at(placement, placement->table->assigned_at);
+}
+
+/* Which candidate a cost is of: group and number in the bucket, below the cost. 58 bits are left for that: 1.0 of load takes 20. */
+#define CANDIDATE_NUMBER_BITS 3
+#define CANDIDATE_RANK_BITS 5
+#define NO_COST (-1ull >> 1)
+_Static_assert(MAX_CANDIDATES == 1 << CANDIDATE_NUMBER_BITS, "a candidate's number fits its bits");
+_Static_assert(MAX_RSS_GROUPS *MAX_CANDIDATES == 1 << CANDIDATE_RANK_BITS, "group and number fit their bits");
+
+/* `least`, or the cost and number of candidate `i`, if there is one, if that is less. */
+static __always_inline __s64 with_candidate(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
+					    const __u32 *assigned, __u64 cost_of_one)
+{
+	__u64 cost;
+
+	if (i >= count)
+		return least;
+	cost = candidates[i].load + assigned[candidates[i].core_slot] * cost_of_one;
+	return lesser((__s64)(cost << CANDIDATE_RANK_BITS | i), least);
+}
 
 /*
- * The candidate of least cost over all groups, the first of equals. Rule TABLE looks at the first one of each group's
- * bucket and at its load, LEAST_ASSIGNED at all of them and at what was assigned since the switch, too.
- *
- * Cost and position stand in one word, cost above, so that the least word is the first of the cheapest. (That leaves 49
- * bits for the cost: 1.0 of load takes 20.) The minimum is taken without a branch: which candidate wins cannot be
- * predicted, and each wrong guess would cost as much as several candidates.
+ * The least cost among a bucket's first `count` candidates, and the number of the first that has it. Even and odd candidates have
+ * a minimum each, so that the CPU works on two at a time.
  */
-static __always_inline struct candidate *least_candidate(const struct placement *placement, __u32 first_hash,
-							 const struct packet *packet, bool least_assigned)
+static __always_inline __s64 least_assigned_of(const struct candidate *candidates, __u32 count, const __u32 *assigned,
+					       __u64 cost_of_one)
+{
+	__s64 even = NO_COST, odd = NO_COST;
+
+	_Static_assert(MAX_CANDIDATES == 8, "all are compared");
+	even = with_candidate(even, candidates, 0, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 1, count, assigned, cost_of_one);
+	even = with_candidate(even, candidates, 2, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 3, count, assigned, cost_of_one);
+	even = with_candidate(even, candidates, 4, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 5, count, assigned, cost_of_one);
+	even = with_candidate(even, candidates, 6, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 7, count, assigned, cost_of_one);
+	return lesser(odd, even);
+}
+
+/*
+ * The candidate of least cost over all groups, the first of equals; NULL: there is none. Rule TABLE compares the first candidate
+ * of each group's bucket by load, LEAST_ASSIGNED all of them by load and connections assigned since the switch.
+ */
+static __always_inline const struct candidate *least_candidate(const struct placement *placement, __u32 first_hash,
+							       const struct packet *packet, bool least_assigned)
 {
 	const struct placement_table *table = placement->table;
-	const __s64 none = -1ull >> 1;
-	__u32 looked_at = least_assigned ? table->candidates_per_bucket : 1;
-	__s64 least = none;
+	const __u32 *assigned = assigned_counts(placement);
+	__u32 starts[MAX_RSS_GROUPS];
+	__s64 least = NO_COST;
 
 	for (__u32 group = 0; group < MAX_RSS_GROUPS; group++) {
-		__u32 hash, start;
+		const struct candidate *candidates;
+		__s64 of_group;
+		__u32 hash;
 
 		if (group >= table->group_count)
 			break;
 		hash = group ? table_hash(placement, group, packet) : first_hash;
-		start = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
-			table->candidates_per_bucket;
-		for (__u32 i = 0; i < MAX_CANDIDATES; i++) {
-			__u32 position = (start + i) & (MAX_TABLE_CANDIDATES - 1);
-			const struct candidate *candidate = candidate_at(placement, position);
-			__u64 cost = candidate->load;
-			__s64 difference, smaller;
-
-			if (i >= looked_at)
-				break;
-			if (least_assigned)
-				cost += (__u64)*assigned_to(placement, candidate) * table->assignment_cost;
-			difference = (__s64)(cost << POSITION_BITS | position) - least;
-			smaller = difference >> 63;
-			barrier_var(smaller);
-			least += difference & smaller;
-		}
+		starts[group] = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
+				table->candidates_per_bucket;
+		candidates = candidates_at(placement, starts[group]);
+		if (least_assigned)
+			of_group = least_assigned_of(candidates, table->candidates_per_bucket, assigned,
+						     table->assignment_cost);
+		else
+			of_group = (__u64)candidates->load << CANDIDATE_RANK_BITS;
+		least = lesser(of_group | group << CANDIDATE_NUMBER_BITS, least);
 	}
-	return least == none ? NULL : candidate_at(placement, least & (MAX_TABLE_CANDIDATES - 1));
+	if (least == NO_COST)
+		return NULL;
+	return candidates_at(placement, starts[least >> CANDIDATE_NUMBER_BITS & (MAX_RSS_GROUPS - 1)]) +
+	       (least & (MAX_CANDIDATES - 1));
 }
 
 /*
@@ -204,18 +238,21 @@ static __always_inline __u32 choose(const struct placement *placement, struct se
 	const struct placement_table *table = placement->table;
 
 	if (rule_is(table, PLACEMENT_RULE_TABLE)) {
-		struct candidate *candidate = least_candidate(placement, hash, packet, false);
+		const struct candidate *candidate = least_candidate(placement, hash, packet, false);
 
 		return candidate ? candidate->server_id : NO_SERVER;
 	}
 	if (rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
-		struct candidate *candidate = least_candidate(placement, hash, packet, true);
+		const struct candidate *candidate = least_candidate(placement, hash, packet, true);
 
 		if (!candidate)
 			return NO_SERVER;
-		/* Counted only if the server gets it. */
+		/*
+		 * Counted only if the server gets it. Two CPUs at once may lose one of two counts: that changes a choice less
+		 * than an atomic operation costs, and the next report has the load itself.
+		 */
 		if (server_has(server_at(service, candidate->server_id), TAKES_FIRST_PACKETS))
-			__sync_fetch_and_add(assigned_to(placement, candidate), 1);
+			assigned_counts(placement)[candidate->core_slot]++;
 		return candidate->server_id;
 	}
 	if (rule_is(table, PLACEMENT_RULE_ROUND_ROBIN)) {

@@ -27,7 +27,8 @@ static __always_inline __u32 corrected_value(__u32 service, const struct packet 
 	bool current = (__s32)(milliseconds - server->offset_ms - lb_state.keys.switch_ms) >= 0;
 	__u32 index = (current ? lb_state.keys.current : lb_state.keys.current ^ 1) & 1;
 	__u32 time = (milliseconds + correction_time_mask(service, packet)) & CORRECTION_TIME_MASK;
-	__u32 id = (server->server_id ^ correction_id_mask(index, packet)) & CORRECTION_ID_MASK;
+	__u32 id = hide(correction_hash(index, packet), server->server_id & CORRECTION_ID_MASK, CORRECTION_PERMUTATION,
+			correction_inverses);
 	__u32 value = time << CORRECTION_TIME_SHIFT | index * CORRECTION_KEY_BIT | id;
 
 	return value ? value : 1u << CORRECTION_TIME_SHIFT;
@@ -37,7 +38,7 @@ static __always_inline __u32 corrected_value(__u32 service, const struct packet 
 static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   struct corrected_server *server, __u32 milliseconds)
 {
-	struct flow_table_entry entry;
+	struct flow_table_entry entry = {};
 	bool plain = find_flow(service, packet, &entry);
 
 	server->syn_acks++;
@@ -50,7 +51,7 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 	/* Without timestamps, too: the SYN may have had one, and then its server is not the bucket's. */
 	if (!plain || entry.server_id != server->server_id || entry.before != HALF_OPEN_FLOW) {
 		entry = (struct flow_table_entry){.server_id = server->server_id, .before = HALF_OPEN_FLOW};
-		insert_flow(ctx, service, packet, entry);
+		insert_flow(ctx, service, packet, entry, 0);
 	}
 	return false;
 }
@@ -58,12 +59,19 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					     struct corrected_server *server, __u32 milliseconds)
 {
-	struct flow_table_entry entry;
+	struct flow_table_entry entry = {};
 
 	if (packet->flags & TCP_SYN)
 		return is_to_be_stamped_first(ctx, service, packet, server, milliseconds);
-	if (!packet->has_timestamp || find_flow(service, packet, &entry))
+	if (find_flow(service, packet, &entry))
 		return false;
+	if (!packet->has_timestamp) {
+		/* The table lost the connection, and the answer proves it. A reset is an answer to any forged packet. */
+		entry = (struct flow_table_entry){.server_id = server->server_id, .before = NO_SERVER};
+		if (!(packet->flags & TCP_RST))
+			insert_flow(ctx, service, packet, entry, 0);
+		return false;
+	}
 	take_clock(server, milliseconds);
 	return true;
 }

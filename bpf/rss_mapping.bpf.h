@@ -11,6 +11,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "rss_input.bpf.h"
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -29,7 +30,7 @@ struct {
 static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destination_address, __u32 ports, __u32 *hash)
 {
 	__u32 words[3] = {source_address, destination_address, ports};
-	const __u8 *input = (const __u8 *)words;
+	__u8 *input = (__u8 *)words;
 	const struct rss_mapping *rss;
 	__u32 zero = 0, entry;
 	int i;
@@ -38,6 +39,7 @@ static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destina
 	rss = bpf_map_lookup_elem(&rss_mapping, &zero);
 	if (!rss || !rss->entry_count)
 		return QUEUE_UNKNOWN;
+	transform_rss_input(rss->input_transform, input);
 #pragma unroll
 	for (i = 0; i < RSS_INPUT_IPV4_BYTES; i++)
 		*hash ^= rss->byte[i][input[i]];

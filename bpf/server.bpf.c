@@ -117,13 +117,17 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 	return current & 1;
 }
 
+/* Modulo COOKIE_PRIME, of 1 to COOKIE_FACTORS, by that - 1: user space fills it. */
+const volatile __u16 cookie_inverses[COOKIE_FACTORS];
+
 /* `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no echo" (RFC 7323, Sect. 3.2). */
 static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
 {
 	__u32 index = stamping_key(time.original), ports = swapped(segment->ports);
 	__u64 hash = cookie_hash(&state.keys.key[index], segment->destination_address, segment->source_address, ports);
 	__u64 time_hash = cookie_hash(&state.time_key, segment->destination_address, segment->source_address, ports);
-	__u32 low = (cookie ^ cookie_id_mask(hash)) | index * COOKIE_KEY_BIT;
+	__u32 low =
+		hide(hash, cookie & COOKIE_HIDDEN_MASK, COOKIE_PERMUTATION, cookie_inverses) | index * COOKIE_KEY_BIT;
 	__u32 stamped = (time.sent + cookie_time_mask(time_hash)) << COOKIE_TIME_SHIFT | low;
 
 	return stamped ? stamped : 1u << COOKIE_TIME_SHIFT;
@@ -179,10 +183,13 @@ int server_egress(struct __sk_buff *skb)
 		last_echo = socket->rx_opt.rcv_tsecr;
 		watch_connection(&segment, socket);
 	} else if (!plain_clock(milliseconds)) {
-		count(SERVER_COUNTER_EGRESS_OTHER_CLOCK);
+		count(segment.syn && !sk ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK : SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 		return TC_ACT_UNSPEC;
-	} else if (sk && segment.syn) {
-		watch_handshake(sk);
+	} else if (segment.syn) {
+		if (sk)
+			watch_handshake(sk);
+		else
+			count(SERVER_COUNTER_EGRESS_FORWARDED);
 	}
 	count(SERVER_COUNTER_STAMPED);
 	time = time_to_send(&segment, milliseconds, last_echo);
@@ -206,7 +213,7 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 	__u32 echo = bpf_ntohl(segment->echo);
 	__u64 hash = cookie_hash(&state.keys.key[cookie_key_index(echo)], segment->source_address,
 				 segment->destination_address, segment->ports);
-	__u32 cookie = (echo ^ cookie_id_mask(hash)) & COOKIE_HIDDEN_MASK;
+	__u32 cookie = reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_PERMUTATION);
 	__u64 time_hash;
 
 	if (!stamped_here(skb, segment, number, cookie)) {
@@ -269,7 +276,9 @@ int server_ingress(struct __sk_buff *skb)
 		count(SERVER_COUNTER_TO_ALL_ACCEPTED);
 		bpf_skb_change_type(skb, PACKET_HOST);
 	}
-	if (!sample_every_syn && segment.syn && !segment.ack)
+	if (!segment.syn)
+		count_established(skb, &segment);
+	else if (!sample_every_syn && !segment.ack)
 		sample_rss(skb, &segment);
 	return accept_segment(skb, &segment, number, sent_to_all);
 }

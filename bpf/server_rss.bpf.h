@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Whether the NIC's indirection table is in force: of SYNs, the queue that it predicts is compared with the one they came
- * by.
+ * Whether the NIC's indirection table is in force: of SYNs, and of a few packets of open connections, the queue that it
+ * predicts is compared with the one they came by. NICs with a flow director (ixgbe, i40e) move open connections by
+ * themselves (ATR), while their SYNs go by the table.
  */
 #ifndef COREWARD_SERVER_RSS_BPF_H
 #define COREWARD_SERVER_RSS_BPF_H
@@ -38,6 +39,24 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	sample->actual_queue = skb->queue_mapping - 1;
 	barrier();
 	sample->sequence = sequence + 1;
+}
+
+/* A packet of an open connection. Only counted: what it shows is of the NIC, not of a connection. */
+static __noinline void sample_established(struct __sk_buff *skb, const struct segment *segment)
+{
+	__u32 hash = 0, predicted;
+
+	predicted = predicted_queue(segment->source_address, segment->destination_address, segment->ports, &hash);
+	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping)
+		return;
+	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_ESTABLISHED_MATCHED
+						  : SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED);
+}
+
+static __always_inline void count_established(struct __sk_buff *skb, const struct segment *segment)
+{
+	if (!(count(SERVER_COUNTER_INGRESS_ESTABLISHED) % RSS_ESTABLISHED_SAMPLING))
+		sample_established(skb, segment);
 }
 
 #endif

@@ -15,11 +15,12 @@ struct server_state state __attribute__((aligned(64)));
 /* MAC addresses of the servers that packets may be handed to, by id; without SERVER_RESOLVED: not known. */
 struct server_entry chained_servers[SERVER_ID_COUNT] SEC(".bss.chained");
 
-static __always_inline void count(enum server_counter counter)
+/* What the counter stands at on this CPU. */
+static __always_inline __u64 count(enum server_counter counter)
 {
 	__u32 row = bpf_get_smp_processor_id() & (MAX_CPUS - 1);
 
-	state.counters[row].packets[counter]++;
+	return ++state.counters[row].packets[counter];
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Counting what lb.bpf.c did: per service without an atomic operation or a helper (see struct lb_counter_row), and per
- * server, what policies need.
+ * Counts of what lb.bpf.c did: by service, and by server what policies need. Each receive queue or CPU has a row of its own, so
+ * that counting takes no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW).
  */
 #ifndef COREWARD_STATS_BPF_H
 #define COREWARD_STATS_BPF_H
@@ -11,10 +11,12 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
-#include "state.bpf.h"
 
 /* Native XDP: the receive queue is polled by one CPU at a time. Generic XDP: several CPUs may run for one queue. */
 const volatile bool counters_by_cpu;
+
+/* A service is watched (capture.bpf.h). Fixed when the program is loaded. */
+const volatile bool capture_in_use;
 
 /* Rows - 1. Fixed when the program is loaded. */
 const volatile __u32 counter_row_mask;
@@ -28,11 +30,16 @@ struct {
 	__type(value, struct lb_counters);
 } lb_counters SEC(".maps");
 
+/* The row of this receive queue or CPU. */
+static __always_inline __u32 counter_row(struct xdp_md *ctx)
+{
+	return (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
+}
+
 /* `service`: an index, or LB_COUNTERS_NO_SERVICE. */
 static __always_inline struct lb_counters *counters_of(struct xdp_md *ctx, __u32 service)
 {
-	__u32 row = (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
-	__u32 position = row * LB_COUNTERS_PER_ROW + service;
+	__u32 position = counter_row(ctx) * LB_COUNTERS_PER_ROW + service;
 
 	return bpf_map_lookup_elem(&lb_counters, &position);
 }
@@ -46,7 +53,8 @@ static __always_inline void count_packet(struct xdp_md *ctx, __u32 service, enum
 		return;
 	counters->packets[outcome]++;
 	counters->forwarded_bytes += forwarded_bytes;
-	counters->last_outcome = outcome;
+	if (capture_in_use)
+		counters->last_outcome = outcome;
 }
 
 static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum lb_event event)
@@ -62,7 +70,7 @@ static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum 
 /* Packets and bytes per server are wanted: a policy goes by them. Fixed when the program is loaded. */
 const volatile bool traffic_in_use;
 
-/* By server id, as `servers`. */
+/* By row and server id: user space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -71,40 +79,44 @@ struct {
 	__type(value, struct server_traffic);
 } server_traffic SEC(".maps");
 
-static __always_inline struct server_traffic *traffic_of(__u32 server_id)
+static __always_inline struct server_traffic *traffic_of(struct xdp_md *ctx, __u32 server_id)
 {
-	return bpf_map_lookup_elem(&server_traffic, &server_id);
+	__u32 position = counter_row(ctx) * SERVER_ID_COUNT + server_id;
+
+	return bpf_map_lookup_elem(&server_traffic, &position);
 }
 
-/* A packet of `bytes` goes to a server. Several CPUs may count for the same one. */
-static __always_inline void count_traffic(__u32 server_id, __u64 bytes)
+/* A packet of `bytes` goes to a server. */
+static __always_inline void count_traffic(struct xdp_md *ctx, __u32 server_id, __u64 bytes)
 {
 	struct server_traffic *traffic;
 
 	if (!traffic_in_use)
 		return;
-	traffic = traffic_of(server_id);
+	traffic = traffic_of(ctx, server_id);
 	if (!traffic)
 		return;
-	__sync_fetch_and_add(&traffic->packets, 1);
-	__sync_fetch_and_add(&traffic->bytes, bytes);
+	traffic->packets++;
+	traffic->bytes += bytes;
 }
 
-static __always_inline void count_opened(__u32 service, __u32 server_id)
+static __always_inline void count_opened(struct xdp_md *ctx, __u32 service, __u32 server_id)
 {
-	struct server_traffic *traffic = traffic_of(server_id);
+	struct server_traffic *traffic = traffic_of(ctx, server_id);
+	struct lb_counters *counters = counters_of(ctx, service);
 
 	if (traffic)
-		__sync_fetch_and_add(&traffic->opened, 1);
-	__sync_fetch_and_add(&lb_state.services[service & (MAX_SERVICES - 1)].opened, 1);
+		traffic->opened++;
+	if (counters)
+		counters->opened++;
 }
 
-static __always_inline void count_closed(__u32 server_id)
+static __always_inline void count_closed(struct xdp_md *ctx, __u32 server_id)
 {
-	struct server_traffic *traffic = traffic_of(server_id);
+	struct server_traffic *traffic = traffic_of(ctx, server_id);
 
 	if (traffic)
-		__sync_fetch_and_add(&traffic->closed, 1);
+		traffic->closed++;
 }
 
 #endif

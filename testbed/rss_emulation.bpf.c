@@ -33,9 +33,11 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "rss_input.bpf.h"
 
+#define TCP_FLAGS_OFFSET 13
+#define TCP_SYN 0x02
 #define IPV4_FRAGMENT_BITS 0x3fff /* "more fragments" and the offset; not "don't fragment" */
-#define ADDRESS_BYTES 8
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -43,6 +45,18 @@ struct {
 	__type(key, __u32);
 	__type(value, struct emulated_rss);
 } registers SEC(".maps");
+
+/* Of a frame of an open TCP connection by how much it leaves its entry. */
+static __always_inline __u32 established_shift(struct __sk_buff *skb, const struct emulated_rss *rss,
+					       const struct iphdr *ip)
+{
+	__u8 flags;
+
+	if (!rss->established_shift || ip->protocol != IPPROTO_TCP ||
+	    bpf_skb_load_bytes(skb, ETH_HLEN + ip->ihl * 4 + TCP_FLAGS_OFFSET, &flags, sizeof(flags)))
+		return 0;
+	return flags & TCP_SYN ? 0 : rss->established_shift;
+}
 
 static __always_inline int to_queue(struct __sk_buff *skb, __u32 queue)
 {
@@ -66,20 +80,22 @@ int rss_emulation(struct __sk_buff *skb)
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)))
 		return to_queue(skb, 0);
 
-	__builtin_memcpy(input, &ip.saddr, ADDRESS_BYTES);
+	__builtin_memcpy(input, &ip.saddr, RSS_INPUT_ADDRESS_BYTES);
 	if ((ip.protocol == IPPROTO_TCP || ip.protocol == IPPROTO_UDP) &&
 	    !(ip.frag_off & bpf_htons(IPV4_FRAGMENT_BITS))) {
-		if (bpf_skb_load_bytes(skb, ETH_HLEN + ip.ihl * 4, input + ADDRESS_BYTES,
-				       RSS_INPUT_IPV4_BYTES - ADDRESS_BYTES))
+		if (bpf_skb_load_bytes(skb, ETH_HLEN + ip.ihl * 4, input + RSS_INPUT_ADDRESS_BYTES,
+				       RSS_INPUT_IPV4_BYTES - RSS_INPUT_ADDRESS_BYTES))
 			return to_queue(skb, 0);
 	}
 
 	/* Without ports the last four bytes are 0, and a zero byte adds nothing to the hash. */
+	transform_rss_input(rss->mapping.input_transform, input);
 #pragma unroll
 	for (i = 0; i < RSS_INPUT_IPV4_BYTES; i++)
 		hash ^= rss->mapping.byte[i][input[i]];
 
-	entry = hash & (rss->mapping.entry_count - 1) & (MAX_INDIRECTION_ENTRIES - 1);
+	entry = (hash + established_shift(skb, rss, &ip)) & (rss->mapping.entry_count - 1) &
+		(MAX_INDIRECTION_ENTRIES - 1);
 	bpf_set_hash(skb, hash);
 	return to_queue(skb, rss->mapping.queue[entry]);
 }

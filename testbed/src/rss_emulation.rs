@@ -52,6 +52,16 @@ pub fn write_registers(pin: &Path, rss: &Rss) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// From now on frames of open TCP connections go by the table's entry `shift` further on, until registers are written again: as
+/// where a flow director moves them (ATR of ixgbe and i40e).
+///
+/// # Errors
+/// When `pin` is not a pinned map of registers.
+pub fn move_established(pin: &Path, shift: u32) -> anyhow::Result<()> {
+    let registers = intf::emulated_rss { established_shift: shift, ..*read(pin)? };
+    Ok(open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
+}
+
 /// Reads key and indirection table.
 ///
 /// # Errors

@@ -95,7 +95,11 @@ impl Site {
     /// The file of one of several, which shows `own` to etcd.
     fn write_together(&self, name: &str, number: u16, own: &Files) -> PathBuf {
         let endpoint = self.member.secure_endpoint();
-        let more = format!("[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"2s\"\n[etcd.tls]\n{}", table(own));
+        let tokens = self.testbed.directory();
+        let more = format!(
+            "token_directory = {tokens:?}\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"2s\"\n[etcd.tls]\n{}",
+            table(own)
+        );
         self.write(name, number, &more)
     }
 

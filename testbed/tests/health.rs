@@ -12,6 +12,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 use support::{AT_EVERY_SERVER, eventually, pause};
 
@@ -218,5 +219,66 @@ fn when_all_are_down() {
     site.set_well(2, true);
     eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
     site.only_go_to(&[2]);
+    site.still_answered(&mut connections);
+}
+
+/// Who answers so many new connections; `None`: one is refused, or nobody answers.
+fn served_by(site: &Site) -> Vec<Option<u16>> {
+    let one = || Connection::open(None).and_then(|mut connection| connection.who()).ok().map(|who| who.server);
+    site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| one()).collect())).unwrap()
+}
+
+/// Waits until new connections go to these servers and none fails; how long that took.
+fn until_served_by(site: &Site, servers: &[u16]) -> Duration {
+    let start = Instant::now();
+    eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
+        let mut found = served_by(site);
+        found.sort_unstable();
+        found.dedup();
+        found == servers.iter().copied().map(Some).collect::<Vec<_>>()
+    });
+    start.elapsed()
+}
+
+#[test]
+fn without_a_controller_servers_that_are_down_get_no_new_connections() {
+    if skip_without_privilege("without_a_controller_servers_that_are_down_get_no_new_connections") {
+        return;
+    }
+    // What a load balancer begins with; it raises it as far as it may.
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
+    let mut site = Site::start("static", 2, CHECK);
+    site.wait_until_checked();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", site.fleet.daemon("lb1").unwrap().pid())).unwrap();
+    let files: Vec<&str> =
+        limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
+    assert_eq!(files[3], files[4], "soft and hard limit of open files: {limits}");
+
+    // One load balancer alone does not reach a server; the controller goes by the majority, which is none.
+    site.testbed.announce(&[2]).unwrap();
+    site.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
+    until_served_by(&site, &[1, 2]);
+    assert_eq!(site.state(3).0, "active", "the other one reaches it");
+    site.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
+    until_served_by(&site, &[1, 2, 3]);
+    site.testbed.announce(&[1, 2]).unwrap();
+
+    let mut connections = site.open(AT_EVERY_SERVER);
+    site.fleet.kill("controller").unwrap();
+    site.nginx[1] = None;
+    let took = until_served_by(&site, &[1, 3]);
+    println!(
+        "no controller: a dead server avoided after {took:?}, expected within {FOUND_WITHIN:?} and one round of requests"
+    );
+    connections.retain(|(_, server)| *server != 2);
+    site.still_answered(&mut connections);
+    // All are down: nobody is masked, as the load balancer may be at fault.
+    (1..=3).for_each(|number| site.set_well(number, false));
+    pause(2 * FOUND_WITHIN.as_millis() as u64);
+    assert!(served_by(&site).contains(&Some(1)));
+    (1..=3).for_each(|number| site.set_well(number, true));
+    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
+    until_served_by(&site, &[1, 2, 3]);
     site.still_answered(&mut connections);
 }

@@ -43,8 +43,12 @@ fn store(members: &[Member]) -> String {
 
 fn start_controller(testbed: &Testbed, members: &[Member], number: u16) -> Process {
     let file = testbed.directory().join(format!("controller{number}.toml"));
-    let (listen, api) = (controller_address_of(number), api_address_of(number));
-    fs::write(&file, format!("listen = \"{listen}\"\napi = \"{api}\"\n{}", store(members))).unwrap();
+    let (listen, api, tokens) = (controller_address_of(number), api_address_of(number), testbed.directory());
+    fs::write(
+        &file,
+        format!("listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n{}", store(members)),
+    )
+    .unwrap();
     let log = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
     let mut command = Command::new(coreward_command().unwrap());
     command.arg("controller").arg("--config").arg(file);

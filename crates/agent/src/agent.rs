@@ -16,12 +16,16 @@ use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::key_switch;
 use coreward_model::load::CoreReadings;
+use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
-use coreward_wire::{AgentConfiguration, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, v1};
+use coreward_wire::{
+    AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, v1,
+};
 
 use crate::chain::Chain;
 use crate::config::{self, Config};
 use crate::counting::Counting;
+use crate::forwarded::Forwarded;
 use crate::hazards::Hazards;
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
@@ -29,6 +33,7 @@ use crate::load::{LoadSource, monotonic_ms, monotonic_ns, queues};
 use crate::remembered::Memory;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
+use crate::rss::input::InputSearch;
 use crate::rss::manager::{RssManager, Wanted};
 use crate::rss::testbed::TestbedRss;
 use crate::rss::verdict::{Judge, Verdict};
@@ -52,12 +57,18 @@ pub struct Agent {
     programs: ServerPrograms,
     rss: RssManager,
     judge: Judge,
+    /// The same of open connections, which a flow director moves.
+    established_judge: Judge,
+    input_search: InputSearch,
     load: Box<dyn LoadSource>,
     steering: Steering,
     chain: Chain,
     stalls: StallJudge,
+    forwarded: Forwarded,
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
+    /// What of the newest one cannot be used.
+    refused: Vec<v1::RefusedUpdate>,
     /// Generation of the newest configuration of this stream that was taken; 0: none yet.
     confirmed: u64,
     sequence: u64,
@@ -107,14 +118,18 @@ impl Agent {
             steering: Steering::new(config.steer, &config.pin_directory),
             chain: Chain::new(&config.interface),
             stalls: StallJudge::from(stall_counts(&programs)),
+            forwarded: Forwarded::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
             rss: RssManager::new(rss_device(&config)),
             config,
             memory,
             programs,
             judge: Judge::default(),
+            established_judge: Judge::default(),
+            input_search: InputSearch::default(),
             load,
             cpu_of_queue: vec![],
             configuration: None,
+            refused: Vec::new(),
             confirmed: 0,
             sequence: 0,
             readings: vec![],
@@ -133,6 +148,11 @@ impl Agent {
     /// The server's name in the controller's file.
     pub fn server(&self) -> &str {
         &self.config.server
+    }
+
+    /// Key, input and table of the NIC; `None` while they are not known.
+    pub fn rss(&self) -> Option<&Rss> {
+        self.rss.known()
     }
 
     /// Where metrics are served.
@@ -176,8 +196,22 @@ impl Agent {
     }
 
     /// Does what the controller says. What cannot be done is logged, and what was in force stays.
-    pub fn configure(&mut self, configuration: AgentConfiguration) {
+    pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[RefusedService]) {
+        let generation = configuration.generation;
+        for service in refused {
+            tracing::error!(
+                "refused: configuration generation={generation} service={:?}: {}",
+                service.name,
+                service.reason
+            );
+        }
+        // What cannot be used stays as it is.
+        let before = self.configuration.iter().flat_map(|before| &before.services);
+        let kept = before.filter(|service| refused.iter().any(|refused| refused.name == service.name));
+        configuration.services.extend(kept.cloned());
+        self.refused = refused.iter().map(|service| service.message(generation)).collect();
         if let Err(error) = self.try_configure(&configuration) {
+            self.refuse_all(generation, format!("{error:#}"));
             tracing::error!("the controller's configuration {} cannot be used: {error:#}", configuration.generation);
             return;
         }
@@ -186,6 +220,11 @@ impl Agent {
         self.confirmed = configuration.generation;
         self.configuration = Some(configuration);
         self.look_after();
+    }
+
+    /// Nothing of a configuration can be used.
+    pub fn refuse_all(&mut self, generation: u64, reason: String) {
+        self.refused.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
     }
 
     fn try_configure(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
@@ -233,6 +272,8 @@ impl Agent {
         }
         self.warnings.extend(self.chain.warning());
         self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
+        let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
+        self.warnings.extend(self.forwarded.observe(foreign, Instant::now()));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(not_in_force);
         self.warnings.extend(self.counting.warning());
@@ -260,6 +301,9 @@ impl Agent {
         self.programs.set_rss(self.rss.known(), self.rss.generation() as u32);
         let (matched, mismatched) = self.rss_counters();
         self.judge.table_changed(matched, mismatched);
+        let (matched, mismatched) = self.established_counters();
+        self.established_judge.table_changed(matched, mismatched);
+        self.input_search.table_changed(self.programs.newest_sample());
     }
 
     fn rss_counters(&self) -> (u64, u64) {
@@ -269,14 +313,39 @@ impl Agent {
 
     fn judge_rss(&mut self) -> Option<String> {
         let (matched, mismatched) = self.rss_counters();
-        let table = &self.rss.known()?.indirection_table;
-        (self.judge.observe(table, matched, mismatched) == Verdict::NotInForce).then(|| {
-            format!(
+        let known = self.rss.known()?;
+        let verdict = self.judge.observe(&known.indirection_table, matched, mismatched);
+        if verdict == Verdict::NotInForce {
+            let samples = self.programs.samples(self.input_search.last());
+            if let Some(input) = self.input_search.observe(known, &samples) {
+                self.rss.take_input(input);
+                self.rss_changed();
+                return None;
+            }
+        }
+        if verdict == Verdict::NotInForce {
+            return Some(format!(
                 "the RSS table that {} shows is not in force: {mismatched} of {} SYNs came by another receive queue",
+                self.config.interface,
+                matched + mismatched
+            ));
+        }
+        let (matched, mismatched) = self.established_counters();
+        let verdict = self.established_judge.observe(&known.indirection_table, matched, mismatched);
+        (verdict == Verdict::NotInForce).then(|| {
+            format!(
+                "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled (ATR of \
+                 ixgbe and i40e? `coreward doctor` names the remedy)",
                 self.config.interface,
                 matched + mismatched
             )
         })
+    }
+
+    fn established_counters(&self) -> (u64, u64) {
+        let counters = self.programs.counters();
+        let count = |counter: intf::server_counter| counters[counter as usize];
+        (count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED), count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED))
     }
 
     /// Which of these connections still have a socket here.
@@ -313,12 +382,20 @@ impl Agent {
         let rss = (generation != told.rss_generation())
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
         let counters = self.programs.counters();
-        let warnings = [&self.warnings[..], more_warnings].concat();
+        let refused = |refused: &v1::RefusedUpdate| {
+            format!(
+                "configuration {} cannot be used (service {:?}): {}",
+                refused.generation, refused.service, refused.reason
+            )
+        };
+        let refused: Vec<String> = self.refused.iter().map(refused).collect();
+        let warnings = [&self.warnings[..], more_warnings, &refused].concat();
         let details = told.wants_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
             counters: named(&counters, &self.steering),
             warnings,
             dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
             connections: self.counting.newest(),
+            refused: self.refused.clone(),
         });
         let report = Report {
             sent: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),

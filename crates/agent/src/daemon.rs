@@ -171,10 +171,16 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
                 match update.update {
-                    Some(Update::Configuration(configuration)) => match AgentConfiguration::try_from(&configuration) {
-                        Ok(configuration) => agent.configure(configuration),
-                        Err(error) => tracing::error!("the controller's configuration cannot be used: {error}"),
-                    },
+                    Some(Update::Configuration(configuration)) => {
+                        let generation = configuration.generation;
+                        match AgentConfiguration::read(configuration) {
+                            Ok((configuration, refused)) => agent.configure(configuration, &refused),
+                            Err(error) => {
+                                tracing::error!("the controller's configuration cannot be used: {error}");
+                                agent.refuse_all(generation, error.to_string());
+                            }
+                        }
+                    }
                     Some(Update::SocketQuery(query)) => {
                         // A controller that does not read gets no answer; who asked, asks again.
                         if let Some(answer) = answer(agent, &query) {

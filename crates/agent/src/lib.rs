@@ -23,6 +23,7 @@ pub mod connections;
 pub mod counting;
 pub mod daemon;
 pub mod dispatch;
+mod forwarded;
 pub mod hazards;
 pub mod load;
 pub mod remembered;

@@ -8,10 +8,11 @@ use anyhow::Context as _;
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
 use coreward_intf as intf;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use serde::Serialize;
 
 use crate::rss::ethtool::EthtoolRss;
+use crate::rss::input::InputSearch;
 use crate::rss::verdict::{Judge, Verdict};
 use crate::rss::{RssDevice as _, RssSettings};
 
@@ -44,9 +45,21 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Line<'a> {
-    Nic { interface: &'a str, receive_queues: u16, key: String, indirection_table: &'a [u16] },
+    Nic {
+        interface: &'a str,
+        receive_queues: u16,
+        key: String,
+        indirection_table: &'a [u16],
+    },
     Syn(Syn),
-    End { matched: u64, mismatched: u64, without_queue: u64, verdict: Verdict },
+    End {
+        matched: u64,
+        mismatched: u64,
+        without_queue: u64,
+        verdict: Verdict,
+        /// The transform of the input by which SYNs arrive, where it is not the one that the driver reports.
+        input: Option<&'static str>,
+    },
 }
 
 /// One SYN, and where it came by.
@@ -117,10 +130,12 @@ fn set(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
 
 fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result<bool> {
     let end = Instant::now() + Duration::from_secs(args.seconds);
-    let mut last = 0;
+    let (mut last, mut search, mut input) = (0, InputSearch::default(), None);
     loop {
         let over = Instant::now() >= end;
-        for sample in programs.samples(last) {
+        let samples = programs.samples(last);
+        input = search.observe(rss, &samples).or(input);
+        for sample in samples {
             last = sample.sequence;
             print(args.json, &Line::Syn(sample.into()))?;
         }
@@ -134,7 +149,8 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
     let (matched, mismatched) = (count(intf::SERVER_COUNTER_RSS_MATCHED), count(intf::SERVER_COUNTER_RSS_MISMATCHED));
     let verdict = Judge::default().observe(&rss.indirection_table, matched, mismatched);
     let without_queue = count(intf::SERVER_COUNTER_RSS_UNPREDICTED);
-    print(args.json, &Line::End { matched, mismatched, without_queue, verdict })?;
+    let input = input.filter(|_| verdict == Verdict::NotInForce).map(InputTransform::name);
+    print(args.json, &Line::End { matched, mismatched, without_queue, verdict, input })?;
     Ok(verdict != Verdict::NotInForce)
 }
 
@@ -170,9 +186,14 @@ fn text(line: &Line<'_>) -> String {
                 "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, came by {actual_queue}{fits}"
             )
         }
-        Line::End { matched, mismatched, without_queue, verdict } => format!(
-            "{matched} SYNs came by the predicted queue, {mismatched} by another one, {without_queue} by none that was \
-             recorded: {verdict}"
-        ),
+        Line::End { matched, mismatched, without_queue, verdict, input } => {
+            let input = input.map_or(String::new(), |input| {
+                format!("; they arrive as if the NIC hashed its input {input}, which the agent finds out by itself")
+            });
+            format!(
+                "{matched} SYNs came by the predicted queue, {mismatched} by another one, {without_queue} by none that was \
+                 recorded: {verdict}{input}"
+            )
+        }
     }
 }

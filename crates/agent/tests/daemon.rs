@@ -181,7 +181,7 @@ fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Res
     assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
     assert_eq!(sysctl(), "2", "connections are still stamped");
     let mut agent = Agent::start(config(testbed))?;
-    agent.configure(configuration());
+    agent.configure(configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
     // Killed: nothing is put back.
     drop(agent);
@@ -189,7 +189,7 @@ fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Res
     // Somebody sets another table meanwhile.
     write_registers(&testbed.emulated_rss(1), &Rss { key: RssKey::microsoft(), ..original.clone() })?;
     let mut agent = Agent::start(config(testbed))?;
-    agent.configure(configuration());
+    agent.configure(configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
     agent.detach()?;
     assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
@@ -266,7 +266,7 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
         let config = coreward_agent::config::Config { rss, manage_rss: false, ..config(&testbed) };
         testbed.server(1)?.within(|| {
             let mut agent = Agent::start(config)?;
-            agent.configure(configuration());
+            agent.configure(configuration(), &[]);
             for port in first_port..first_port + 64 {
                 get(&testbed, WHO, port)?;
             }
@@ -295,7 +295,7 @@ fn it_finds_other_servers_and_says_which_sockets_are_open() -> anyhow::Result<()
         let mut agent = Agent::start(config(&testbed))?;
         let server_before = |id, address| ServerBefore { id: ServerId::try_from(id).unwrap(), address };
         let servers_before = vec![server_before(1, there), server_before(2, missing)];
-        agent.configure(AgentConfiguration { servers_before, ..configuration() });
+        agent.configure(AgentConfiguration { servers_before, ..configuration() }, &[]);
         wait_until("one of two servers is found", || {
             agent.look_after();
             let missing = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
@@ -303,7 +303,7 @@ fn it_finds_other_servers_and_says_which_sockets_are_open() -> anyhow::Result<()
         })?;
         let both = agent.warnings().iter().any(|warning| warning.contains(&missing.to_string()));
         assert!(both, "{:?}", agent.warnings());
-        agent.configure(AgentConfiguration { servers_before: vec![], ..configuration() });
+        agent.configure(AgentConfiguration { servers_before: vec![], ..configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
 
         let listener = TcpListener::bind(SERVICE)?;

@@ -4,8 +4,9 @@ mod support;
 
 use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
+use coreward_model::rss::{InputTransform, Rss};
 use coreward_testbed::nginx::{Nginx, WHO};
-use coreward_testbed::rss_emulation::read_registers;
+use coreward_testbed::rss_emulation::{move_established, read_registers, write_registers};
 use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -50,7 +51,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
-        agent.configure(configuration());
+        agent.configure(configuration(), &[]);
         look_until_steered(&mut agent)?;
         let first = workers(&nginx, 4)?;
         served_by(&testbed, 20_000, &first)?;
@@ -68,7 +69,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
         drop(agent);
         served_by(&testbed, 22_000, &[first[0], respawned, first[2], first[3]])?;
         let mut agent = Agent::start(config(&testbed))?;
-        agent.configure(configuration());
+        agent.configure(configuration(), &[]);
         look_until_steered(&mut agent)?;
         served_by(&testbed, 23_000, &[first[0], respawned, first[2], first[3]])?;
 
@@ -87,9 +88,77 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
 
         // Nothing is left that would keep the sockets from the next agent.
         let mut agent = Agent::start(config(&testbed))?;
-        agent.configure(configuration());
+        agent.configure(configuration(), &[]);
         look_until_steered(&mut agent)?;
         served_by(&testbed, 27_000, &workers(&nginx, 6)?)?;
+        agent.detach()
+    })
+}
+
+/// As mlx5 does, whose driver does not report it before Linux 6.15.
+#[test]
+fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() -> anyhow::Result<()> {
+    if skip_without_privilege("a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive") {
+        return Ok(());
+    }
+    let testbed = testbed("tsymmetric")?;
+    let nginx = testbed.start_nginx(1)?;
+    testbed.server(1)?.within(|| {
+        let mut agent = Agent::start(config(&testbed))?;
+        agent.configure(configuration(), &[]);
+        look_until_steered(&mut agent)?;
+        let workers = workers(&nginx, 4)?;
+        let mut port = 20_000;
+        for input in [InputTransform::SymmetricOrXor, InputTransform::SymmetricXor, InputTransform::None] {
+            let now = read_registers(&testbed.emulated_rss(1))?;
+            let changed = Rss { key: now.key.with_input(input), ..now };
+            write_registers(&testbed.emulated_rss(1), &changed)?;
+            wait_until("the agent knows what the NIC hashes by", || {
+                get(&testbed, WHO, port)?;
+                port += 1;
+                agent.look_after();
+                Ok(agent.rss() == Some(&changed))
+            })?;
+            let before = counter(&mut agent, "rss_mismatched");
+            served_by(&testbed, port, &workers)?;
+            port += 32;
+            agent.look_after();
+            assert_eq!(counter(&mut agent, "rss_mismatched"), before, "{}", input.name());
+            let warned = agent.warnings().iter().any(|warning| warning.contains("not in force"));
+            assert!(!warned, "{:?}", agent.warnings());
+        }
+        agent.detach()
+    })
+}
+
+/// As the flow director of ixgbe and i40e does by itself.
+#[test]
+fn a_nic_that_moves_open_connections_is_noticed() -> anyhow::Result<()> {
+    if skip_without_privilege("a_nic_that_moves_open_connections_is_noticed") {
+        return Ok(());
+    }
+    let testbed = testbed("tmoves")?;
+    let _nginx = testbed.start_nginx(1)?;
+    testbed.server(1)?.within(|| {
+        let mut agent = Agent::start(config(&testbed))?;
+        agent.configure(configuration(), &[]);
+        let warned = |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("moves open connections"));
+        let mut port = 20_000;
+        let mut until = |agent: &mut Agent, what: &str, expected: bool| {
+            wait_until(what, || {
+                get(&testbed, WHO, port)?;
+                port += 1;
+                agent.look_after();
+                let sampled = counter(agent, "rss_established_matched") + counter(agent, "rss_established_mismatched");
+                Ok(sampled >= 20 && warned(agent) == expected)
+            })
+        };
+        until(&mut agent, "open connections are sampled", false)?;
+        move_established(&testbed.emulated_rss(1), 1)?;
+        until(&mut agent, "the agent warns", true)?;
+        assert!(!agent.warnings().iter().any(|warning| warning.contains("not in force")), "{:?}", agent.warnings());
+        move_established(&testbed.emulated_rss(1), 0)?;
+        until(&mut agent, "it has ended", false)?;
         agent.detach()
     })
 }

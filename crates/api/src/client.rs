@@ -22,8 +22,9 @@ use tokio::task::JoinSet;
 use crate::Problem;
 use crate::tokens::read_token;
 use crate::types::{
-    Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets, Explanation, Explanations, Fleet, FleetApplied,
-    Health, HealthState, Keys, Loads, NewFleet, RotateKeys, Status,
+    Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets,
+    Explanation, Explanations, Fleet, FleetApplied, FleetHistory, Health, HealthState, Keys, LoadBalancers, Loads,
+    NewFleet, PastDocument, RotateKeys, Status,
 };
 pub use contact::{ControllerUrl, NoControllerUrl, Proof};
 use exchange::{Question, exchange};
@@ -119,6 +120,32 @@ impl Client {
     /// Puts another one in force, or says what it would change.
     pub async fn put_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
         self.send(Method::PUT, "fleet", fleet).await
+    }
+
+    /// Who has the newest configuration in force.
+    pub async fn acknowledgements(&self) -> anyhow::Result<Acknowledgements> {
+        self.get("fleet/acknowledgements", &()).await
+    }
+
+    /// Who changed what: the newest so many changes.
+    pub async fn audit(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
+        self.get("audit", query).await
+    }
+
+    /// The last documents, without their texts.
+    pub async fn fleet_history(&self) -> anyhow::Result<FleetHistory> {
+        self.get("fleet/history", &()).await
+    }
+
+    /// One of them.
+    pub async fn past_document(&self, generation: u64) -> anyhow::Result<PastDocument> {
+        self.get(&format!("fleet/history/{generation}"), &()).await
+    }
+
+    /// Forgets a load balancer that is gone for good.
+    pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
+        let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
+        self.ask(Question { method: Method::DELETE, path, body: None }).await
     }
 
     /// Whether a document could be the fleet's.

@@ -1,7 +1,8 @@
 //! What all endpoints have in common. An endpoint is added with the role that it asks for, and that one line gives it
 //! authentication, limits, a timeout, and its place in the OpenAPI document.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
@@ -9,6 +10,8 @@ use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, Uri, header};
 use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::{IntoResponse as _, Response};
+use coreward_tls::certificate::Fingerprint;
+use coreward_tls::verify::Denied;
 use tokio::sync::watch;
 use utoipa::OpenApi as _;
 use utoipa::openapi::path::{Operation, PathItem};
@@ -19,7 +22,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use crate::limits::Limits;
 use crate::problem::PROBLEM_JSON;
 use crate::serve::Peer;
-use crate::sessions::{Sessions, Shown};
+use crate::sessions::Sessions;
 use crate::tokens::Tokens;
 use crate::{Caller, Problem, ProblemKind, Role};
 
@@ -32,19 +35,38 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The name of bearer tokens in the OpenAPI document.
 const TOKEN_SCHEME: &str = "token";
 
+/// Requests so far, by the status of their answers.
+#[derive(Debug, Default)]
+pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
+
+impl RequestCounts {
+    fn count(&self, status: u16) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(status).or_default() += 1;
+    }
+
+    /// By status.
+    pub fn all(&self) -> BTreeMap<u16, u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
 /// Who may come in.
 pub struct Guard {
     tokens: Arc<Tokens>,
     sessions: Sessions,
+    /// Certificates that are refused though they are right.
+    denied: Denied,
     limits: Limits,
+    requests: Arc<RequestCounts>,
     /// Counts how often who may come in has changed.
     changes: watch::Sender<u64>,
 }
 
 impl Guard {
     /// Whoever has one of these.
-    pub fn new(tokens: Arc<Tokens>) -> Self {
-        Self { tokens, sessions: Sessions::default(), limits: Limits::default(), changes: watch::Sender::new(0) }
+    pub fn new(tokens: Arc<Tokens>, denied: Denied, requests: Arc<RequestCounts>) -> Self {
+        let (sessions, limits) = (Sessions::default(), Limits::default());
+        Self { tokens, sessions, denied, limits, requests, changes: watch::Sender::new(0) }
     }
 
     /// Reads the tokens again. Where there are others, sessions that were begun with a token end; those begun with a certificate do in
@@ -54,9 +76,9 @@ impl Guard {
     /// When a token cannot be used: all old ones stay valid.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
-        self.sessions.end_by(Shown::Certificate);
+        self.sessions.end_by(false);
         if outcome.as_ref().is_ok_and(|others| *others) {
-            self.sessions.end_by(Shown::Token);
+            self.sessions.end_by(true);
         }
         self.changes.send_modify(|count| *count += 1);
         outcome.map(drop)
@@ -74,13 +96,15 @@ impl Guard {
 
     /// Who it is that asks: by its token, or else by its certificate, or its session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
-        let peer = request.extensions().get::<Peer>().copied().unwrap_or_default();
-        let proved = match request.headers().get(header::AUTHORIZATION) {
-            Some(authorization) => self.role_of(authorization),
-            None => peer.certified.or_else(|| self.sessions.has(request.headers()).then_some(Role::Viewer)),
+        let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
+        let session = || self.sessions.has(request.headers(), &self.denied).then(|| (Role::Viewer, "session".into()));
+        let proved = match (request.headers().get(header::AUTHORIZATION), &peer.certified) {
+            (Some(authorization), _) => self.role_of(authorization),
+            (None, Some(certified)) => Some((certified.role, certified.name.clone())),
+            (None, None) => session(),
         };
         match proved {
-            Some(role) => Ok(Caller { role, address: peer.address }),
+            Some((role, who)) => Ok(Caller { role, address: peer.address, who }),
             None => {
                 self.limits.refused(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or operator.token \
@@ -90,11 +114,19 @@ impl Guard {
         }
     }
 
-    fn role_of(&self, authorization: &HeaderValue) -> Option<Role> {
+    /// The role, and what names the token.
+    fn role_of(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // RFC 9110, Sect. 11.1: the scheme's case does not matter.
-        if scheme.eq_ignore_ascii_case("bearer") { self.tokens.role_of(token.trim()) } else { None }
+        let token = Some(token.trim()).filter(|_| scheme.eq_ignore_ascii_case("bearer"))?;
+        let role = self.tokens.role_of(token)?;
+        Some((role, format!("{role} token {}", token_id(token)).into()))
     }
+}
+
+/// Names a token, and does not tell it: the beginning of its SHA-256.
+pub fn token_id(token: &str) -> String {
+    Fingerprint::of_bytes(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
 /// What stands before one endpoint.
@@ -104,9 +136,15 @@ struct Gate {
     needed: Role,
 }
 
-async fn pass(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
+async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+    let response = admit(&gate, request, next).await;
+    gate.guard.requests.count(response.status().as_u16());
+    response
+}
+
+async fn admit(gate: &Gate, mut request: Request, next: Next) -> Response {
     let admitted = gate.guard.authenticate(&request).and_then(|caller| {
-        gate.guard.limits.asks(caller, gate.needed == Role::Operator)?;
+        gate.guard.limits.asks(caller.role, caller.address, gate.needed == Role::Operator)?;
         if caller.role < gate.needed {
             let detail =
                 format!("the token or certificate is that of a {}: expected that of an {}", caller.role, gate.needed);
@@ -204,6 +242,7 @@ fn describe(operation: &mut Operation, needed: Role) {
         ("429", "Too many requests"),
         ("500", "The controller failed"),
         ("503", "Another controller leads"),
+        ("507", "The change cannot be written down, and is not made"),
     ];
     if operation.request_body.is_some() {
         errors.extend([("413", "The body is too large"), ("415", "The body is no JSON")]);

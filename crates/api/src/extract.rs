@@ -3,12 +3,15 @@
 use std::fmt;
 use std::marker::PhantomData;
 
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use serde::de::value::MapAccessDeserializer;
-use serde::de::{DeserializeOwned, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
+use crate::endpoints::SMALL_BODY;
+use crate::work::{self, Size};
 
 /// The query's parameters.
 #[derive(Debug, FromRequestParts)]
@@ -24,11 +27,17 @@ pub struct Path<T>(pub T);
 #[derive(Debug)]
 pub struct Json<T>(pub T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Json<T> {
+impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Json<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
-        let axum::Json(Object(body)) = axum::Json::from_request(request, state).await?;
+        let (head, body) = request.into_parts();
+        // What the head says of the body's kind is checked first, by a body that is right in any case.
+        let empty = Request::from_parts(head.clone(), Body::from("{}"));
+        axum::Json::<Object<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
+        let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
+        let size = if bytes.len() > SMALL_BODY { Size::Large } else { Size::Small };
+        let axum::Json(Object(body)) = work::run(size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }
 }

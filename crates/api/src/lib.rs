@@ -7,6 +7,7 @@
 //! * [`endpoints`][]: an endpoint is its handler and the role that it asks for, said in one place; everything else that
 //!   holds for all of them (authentication, limits, timeouts, the OpenAPI document) comes from here
 //! * [`extract`][]: what handlers take out of a request
+//! * [`work`][]: answers that take time
 //! * [`serve`][]: connections
 //! * [`client`][]: for commands
 //!
@@ -23,6 +24,7 @@ pub mod serve;
 pub mod sessions;
 pub mod tokens;
 pub mod types;
+pub mod work;
 
 pub use problem::{Problem, ProblemKind};
 pub use role::{Caller, Role};

@@ -9,7 +9,7 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-use crate::{Caller, Problem, ProblemKind};
+use crate::{Problem, ProblemKind, Role};
 
 type Limiter<K> = RateLimiter<
     K,
@@ -32,8 +32,8 @@ const KNOWN: usize = 4096;
 /// All limits.
 pub struct Limits {
     clock: MonotonicClock,
-    reads: Limiter<Caller>,
-    writes: Limiter<Caller>,
+    reads: Limiter<(Role, IpAddr)>,
+    writes: Limiter<(Role, IpAddr)>,
     refusals: Limiter<IpAddr>,
 }
 
@@ -54,9 +54,8 @@ const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
 
 impl Limits {
     /// One who has proved who it is asks.
-    pub fn asks(&self, caller: Caller, writes: bool) -> Result<(), Problem> {
-        let caller = Caller { address: network(caller.address), ..caller };
-        self.check(if writes { &self.writes } else { &self.reads }, &caller)
+    pub fn asks(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
+        self.check(if writes { &self.writes } else { &self.reads }, &(role, network(address)))
     }
 
     /// One who has not.
@@ -89,22 +88,21 @@ pub(crate) fn network(address: IpAddr) -> IpAddr {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Role;
 
     #[test]
     fn who_asks_too_often_is_told_when_to_come_back() {
         let limits = Limits::default();
-        let caller = |last: u16, role| Caller { role, address: Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last).into() };
+        let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
         // Another address of the same network does not help.
         let began = std::time::Instant::now();
         let (allowed, problem) = (0..=u16::MAX)
-            .find_map(|n| limits.asks(caller(n, Role::Operator), true).err().map(|problem| (u32::from(n), problem)))
+            .find_map(|n| limits.asks(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem)))
             .unwrap();
         let (burst, earned) = (WRITES.get() * BURST, began.elapsed().as_secs_f64() * f64::from(WRITES.get()));
         assert!((burst..=burst + earned as u32 + 1).contains(&allowed), "{allowed} allowed, {earned} earned meanwhile");
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
-        assert!(limits.asks(caller(1, Role::Operator), false).is_ok());
-        assert!(limits.asks(caller(1, Role::Viewer), true).is_ok());
+        assert!(limits.asks(Role::Operator, address(1), false).is_ok());
+        assert!(limits.asks(Role::Viewer, address(1), true).is_ok());
         assert!(limits.refused("10.0.0.1".parse().unwrap()).is_ok());
     }
 }

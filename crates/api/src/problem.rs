@@ -51,6 +51,9 @@ pub enum ProblemKind {
     /// Of several controllers another one leads; `leader` and `leader_api` say which.
     #[serde(rename = "urn:coreward:problem:not-leading")]
     NotLeading,
+    /// What is to be changed cannot be written down, as a disk that is full; everything is as it was.
+    #[serde(rename = "urn:coreward:problem:not-stored")]
+    NotStored,
     /// The controller's own fault.
     #[serde(rename = "urn:coreward:problem:internal")]
     Internal,
@@ -71,6 +74,7 @@ impl ProblemKind {
             Self::WrongDocument => (StatusCode::UNPROCESSABLE_ENTITY, "The document is wrong"),
             Self::TooManyRequests => (StatusCode::TOO_MANY_REQUESTS, "Too many requests"),
             Self::NotLeading => (StatusCode::SERVICE_UNAVAILABLE, "Another controller leads"),
+            Self::NotStored => (StatusCode::INSUFFICIENT_STORAGE, "The change cannot be written down"),
             Self::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "The controller failed"),
         }
     }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -36,16 +37,18 @@ impl fmt::Display for Role {
 }
 
 /// Who has proved to be one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Caller {
     /// What it may do.
     pub role: Role,
     /// From where it calls.
     pub address: IpAddr,
+    /// What has proved it: the name in a certificate, a token's role and id, or a session.
+    pub who: Arc<str>,
 }
 
 impl fmt::Display for Caller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at {}", self.role, self.address)
+        write!(f, "{} at {}", self.who, self.address)
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use axum::Router;
+use coreward_tls::certificate::Fingerprint;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -15,8 +16,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
-use crate::Role;
 use crate::places::{Answer, Place, Places};
+use crate::{Role, work};
 
 /// What connections can take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,14 +39,27 @@ impl Default for Bounds {
 }
 
 /// Who is at the other end of a connection; every request carries it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Its address.
     pub address: IpAddr,
-    /// The role that its certificate proves.
-    pub certified: Option<Role>,
+    /// What its certificate proves.
+    pub certified: Option<Certified>,
     /// Whether nobody on the way can read what it sends.
     pub encrypted: bool,
+}
+
+/// What a certificate proves of an operator or a viewer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Certified {
+    /// What it may do.
+    pub role: Role,
+    /// The name in the certificate.
+    pub name: Arc<str>,
+    /// Of the certificate.
+    pub fingerprint: Fingerprint,
+    /// When that ends (since 1970).
+    pub not_after: Duration,
 }
 
 impl Peer {
@@ -115,7 +129,7 @@ impl Listener {
         self.address
     }
 
-    /// Serves until the answer is dropped; `beside` runs on the same thread.
+    /// Serves until the answer is dropped; `beside` runs on the same thread. `begin_thread` is called on each that makes answers.
     ///
     /// # Errors
     /// When there can be no more threads.
@@ -123,9 +137,15 @@ impl Listener {
         self,
         acceptor: impl Acceptor,
         router: Router,
+        begin_thread: impl Fn() + Send + Sync + 'static,
         beside: impl Future<Output = ()> + Send + 'static,
     ) -> anyhow::Result<Serving> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .max_blocking_threads(work::THREADS)
+            .on_thread_start(begin_thread)
+            .thread_name("api-work")
+            .enable_all()
+            .build()?;
         let (alive, mut dropped) = oneshot::channel();
         let serve = move || {
             runtime.block_on(async move {

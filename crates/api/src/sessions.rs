@@ -2,11 +2,13 @@
 //! site; so a session is a viewer's, whoever logged in, and nothing of the fleet can be changed by one.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use axum::http::{HeaderMap, header};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use coreward_tls::certificate::Fingerprint;
+use coreward_tls::verify::Denied;
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
@@ -28,7 +30,24 @@ pub enum Shown {
     /// A token.
     Token,
     /// A certificate.
-    Certificate,
+    Certificate {
+        /// With which the session ends.
+        fingerprint: Fingerprint,
+        /// When it ends itself (since 1970).
+        not_after: Duration,
+    },
+}
+
+impl Shown {
+    fn is_good(&self, denied: &Denied) -> bool {
+        match self {
+            Self::Token => true,
+            Self::Certificate { fingerprint, not_after } => {
+                let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+                now < *not_after && !denied.contains(fingerprint)
+            }
+        }
+    }
 }
 
 struct Session {
@@ -52,9 +71,11 @@ impl Sessions {
         cookie
     }
 
-    /// Whether the request belongs to a session.
-    pub fn has(&self, headers: &HeaderMap) -> bool {
-        ids(headers).any(|id| self.living().iter().any(|session| session.is(id)))
+    /// Whether the request belongs to a session. One that was begun with a certificate ends with that.
+    pub fn has(&self, headers: &HeaderMap, denied: &Denied) -> bool {
+        let mut living = self.living();
+        living.retain(|session| session.by.is_good(denied));
+        ids(headers).any(|id| living.iter().any(|session| session.is(id)))
     }
 
     /// Ends the request's session: the `Set-Cookie` that has the browser forget it. `encrypted`: whether the request came by TLS.
@@ -65,9 +86,9 @@ impl Sessions {
         set_cookie("", Duration::ZERO, encrypted)
     }
 
-    /// Ends those that were begun by this.
-    pub fn end_by(&self, by: Shown) {
-        self.living().retain(|session| session.by != by);
+    /// Ends those that were begun by a token, or by a certificate.
+    pub fn end_by(&self, token: bool) {
+        self.living().retain(|session| (session.by == Shown::Token) != token);
     }
 
     fn living(&self) -> MutexGuard<'_, Vec<Session>> {
@@ -110,19 +131,33 @@ mod tests {
 
     #[test]
     fn a_session_lasts_until_it_is_ended() {
-        let sessions = Sessions::default();
+        let (sessions, denied) = (Sessions::default(), Denied::default());
         let cookie = sessions.begin(Shown::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = with(cookie.split(';').next().unwrap());
-        assert!(sessions.has(&headers) && !sessions.has(&with("coreward_session=")) && !sessions.has(&with("a=b")));
+        assert!(
+            sessions.has(&headers, &denied)
+                && !sessions.has(&with("coreward_session="), &denied)
+                && !sessions.has(&with("a=b"), &denied)
+        );
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
-        assert!(!sessions.has(&headers));
-        let [token, certificate] =
-            [Shown::Token, Shown::Certificate].map(|by| with(sessions.begin(by, false).split(';').next().unwrap()));
-        sessions.end_by(Shown::Certificate);
-        assert!(sessions.has(&token) && !sessions.has(&certificate));
-        sessions.end_by(Shown::Token);
-        assert!(!sessions.has(&token));
+        assert!(!sessions.has(&headers, &denied));
+        let begin = |by| with(sessions.begin(by, false).split(';').next().unwrap());
+        let certificate = |n: u8, not_after| Shown::Certificate { fingerprint: Fingerprint::of_bytes(&[n]), not_after };
+        let [token, lost, kept, expired] = [
+            Shown::Token,
+            certificate(1, Duration::MAX),
+            certificate(2, Duration::MAX),
+            certificate(3, Duration::from_secs(1)),
+        ]
+        .map(begin);
+        assert!(sessions.has(&lost, &denied) && !sessions.has(&expired, &denied));
+        denied.set([Fingerprint::of_bytes(&[1])]);
+        assert!(!sessions.has(&lost, &denied) && sessions.has(&kept, &denied));
+        sessions.end_by(false);
+        assert!(sessions.has(&token, &denied) && !sessions.has(&kept, &denied));
+        sessions.end_by(true);
+        assert!(!sessions.has(&token, &denied));
     }
 
     #[test]
@@ -130,7 +165,7 @@ mod tests {
         let sessions = Sessions::default();
         let first = with(sessions.begin(Shown::Token, false).split(';').next().unwrap());
         (0..MOST).for_each(|_| drop(sessions.begin(Shown::Token, false)));
-        assert!(!sessions.has(&first));
+        assert!(!sessions.has(&first, &Denied::default()));
         assert_eq!(sessions.living().len(), MOST);
     }
 }

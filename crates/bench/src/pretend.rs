@@ -66,7 +66,7 @@ impl PretendedServer {
     pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
         let table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
         let indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
-        let rss = v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table };
+        let rss = v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table, input_transform: 0 };
         let busy_ns = vec![1_000_000_000_000_000; usize::from(cores)];
         Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
     }
@@ -101,6 +101,7 @@ impl PretendedServer {
             connections: None,
             configuration_generation: 1,
             without_details,
+            refused: Vec::new(),
         }
     }
 

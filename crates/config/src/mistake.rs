@@ -36,10 +36,20 @@ pub struct Place {
     pub column: u32,
 }
 
+/// A name or value that is longer is cut off where it is shown, and none is like it, characters.
+const LONGEST: usize = 1000;
+
+fn shortened(text: String) -> String {
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
+
 impl Mistake {
     /// `message`: "what was found: expected what was expected".
     pub(crate) fn new(file: &Path, place: Place, key: String, message: &str) -> Self {
-        Self { place: Some(place), key, ..Self::of_file(file, message) }
+        Self { place: Some(place), key: shortened(key), ..Self::of_file(file, message) }
     }
 
     /// One that concerns a whole file; `message` as in `new`.
@@ -52,7 +62,7 @@ impl Mistake {
             file: file.into(),
             place: None,
             key: String::new(),
-            problem: problem.to_owned(),
+            problem: shortened(problem.to_owned()),
             expected,
             nearest: None,
         }
@@ -124,7 +134,7 @@ impl Mistakes {
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let more = wrong.len().saturating_sub(SHOWN);
         wrong.truncate(SHOWN);
-        Self { list: wrong.iter().map(|(span, message)| source.error(span.clone(), message)).collect(), more }
+        Self { list: source.errors_at(&wrong), more }
     }
 }
 
@@ -139,6 +149,9 @@ const ALIKE: f64 = 0.75;
 
 /// That of `known` which `given` is most like.
 pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    if given.len() > LONGEST {
+        return None;
+    }
     let given = given.to_lowercase();
     let likeness = |name: &str| strsim::jaro_winkler(&given, &name.to_lowercase());
     let alike = known.into_iter().map(|name| (likeness(name), name)).filter(|(likeness, _)| *likeness >= ALIKE);

@@ -1,5 +1,6 @@
 //! Goes through a file's values and collects what is wrong.
 
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
@@ -7,7 +8,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::mistake::{SHOWN, nearest};
-use crate::source::{key_at, one_line};
+use crate::source::{Parsed, key_at, one_line};
 use crate::{Form, Mistake, Mistakes, Source, Span};
 
 /// Reads one file. A value that is wrong is noted, and the reading goes on.
@@ -34,7 +35,7 @@ struct Found {
 struct Syntax {
     is_wrong: bool,
     /// Lines that are no good.
-    lines: Vec<usize>,
+    lines: BTreeSet<usize>,
     /// From here on tables may not be what was meant.
     doubtful_from: Option<usize>,
 }
@@ -58,8 +59,8 @@ impl<'a> Reader<'a> {
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
     ) -> Result<U, Mistakes> {
-        let (table, errors) = DeTable::parse_recoverable(source.text());
-        let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), more: 0, syntax: Syntax::default() };
+        let Parsed { table, errors, more } = source.toml();
+        let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), more, syntax: Syntax::default() };
         for error in &errors {
             reader.syntax_error(error);
         }
@@ -77,9 +78,8 @@ impl<'a> Reader<'a> {
         let span = error.span().unwrap_or_default();
         let line = self.source.line(&span);
         self.syntax.is_wrong = true;
-        self.syntax.lines.push(line);
-        let text = self.source.text().lines().nth(line - 1).unwrap_or_default();
-        if text.trim_start().starts_with('[') {
+        self.syntax.lines.insert(line);
+        if self.source.line_text(line).trim_start().starts_with('[') {
             self.syntax.doubtful_from = Some(self.syntax.doubtful_from.map_or(line, |first| first.min(line)));
         }
         // Where the parser points at nothing (what is missing stands there) no key is to be guessed.
@@ -102,7 +102,7 @@ impl<'a> Reader<'a> {
 
     /// Notes a mistake at a place of the file. `message`: "what was found: expected what was expected".
     pub fn mistake(&mut self, span: Span, message: impl Display) {
-        self.note(Found { span, key: None, message: message.to_string(), nearest: None });
+        self.note(span, message, || None);
     }
 
     /// The same of a value within the one that is being read: its key is found by its place.
@@ -120,25 +120,24 @@ impl<'a> Reader<'a> {
         given: &str,
         known: impl IntoIterator<Item = &'n str>,
     ) {
-        let nearest = nearest(given, known).map(str::to_owned);
-        self.note(Found { span, key: None, message: message.to_string(), nearest });
+        self.note(span, message, || nearest(given, known).map(str::to_owned));
     }
 
-    fn note(&mut self, mut found: Found) {
+    fn note(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
         if self.syntax.is_wrong {
-            let line = self.source.line(&found.span);
+            let line = self.source.line(&span);
             if self.syntax.lines.contains(&line) || self.syntax.doubtful_from.is_some_and(|first| first <= line) {
                 return;
             }
         }
+        // There may be a million of them: the words are made for those that are shown.
+        if self.found.len() >= SHOWN {
+            self.more += 1;
+            return;
+        }
         // While a value is read, its key is known without a search.
-        if found.key.is_none() && !self.keys.is_empty() {
-            found.key = Some(self.keys.join("."));
-        }
-        match self.found.len() < SHOWN {
-            true => self.found.push(found),
-            false => self.more += 1,
-        }
+        let key = (!self.keys.is_empty()).then(|| self.keys.join("."));
+        self.found.push(Found { span, key, message: message.to_string(), nearest: nearest() });
     }
 
     /// The value, or a mistake at its place.

@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::io::Read as _;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 use toml::Spanned;
@@ -43,10 +44,19 @@ impl<T> fmt::Debug for Secret<T> {
 /// What a secret file may hold at most, bytes.
 const LARGEST: u64 = 65_536;
 
+/// Whether secrets of other users are refused.
+static STRICT: AtomicBool = AtomicBool::new(false);
+
+/// From now on secret files must be this user's or root's: whoever owns one knows it, and can change it. For daemons; commands of root
+/// look at files of daemons that run as somebody else.
+pub fn refuse_others_secrets() {
+    STRICT.store(true, Ordering::Relaxed);
+}
+
 /// The text of a secret file, without blanks around it.
 ///
 /// # Errors
-/// When it cannot be read, or others than its owner can read it, in words.
+/// When it cannot be read, others than its owner can read it, or it is somebody else's ([`refuse_others_secrets`]), in words.
 pub fn read_secret(path: &Path) -> Result<String, String> {
     let shown = path.display();
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
@@ -59,6 +69,12 @@ pub fn read_secret(path: &Path) -> Result<String, String> {
     let mode = metadata.permissions().mode() & 0o7777;
     if mode & 0o077 != 0 {
         return Err(format!("others can read or write {shown} (mode {mode:04o}): expected `chmod 600 {shown}`"));
+    }
+    let (owner, own) = (metadata.uid(), nix::unistd::geteuid().as_raw());
+    if STRICT.load(Ordering::Relaxed) && owner != own && owner != 0 {
+        return Err(format!(
+            "{shown} belongs to user {owner}: expected user {own}, as which this runs, or root (chown)"
+        ));
     }
     let mut text = String::new();
     file.take(LARGEST).read_to_string(&mut text).map_err(unreadable)?;

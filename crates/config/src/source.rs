@@ -9,18 +9,32 @@ use std::sync::Arc;
 use serde::de::DeserializeOwned;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
+use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 
-use crate::mistake::Place;
+use crate::mistake::{Place, SHOWN};
 use crate::{Form, Mistake, Mistakes, Reader, Span};
 
 /// What a file may hold at most, bytes: as much as the API takes of a fleet's document.
 const LARGEST: u64 = 8 << 20;
+/// How deep values may nest, as `toml` itself has it.
+const DEEPEST: u32 = 80;
 
 /// A file's name and text, to make mistakes that point into it.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
     text: Arc<str>,
+    /// Where its lines begin: mistakes are placed without a search through the text.
+    line_starts: Arc<[usize]>,
+}
+
+/// A text as TOML, as far as it is.
+pub(crate) struct Parsed<'a> {
+    pub(crate) table: Spanned<DeTable<'a>>,
+    /// Errors of syntax; the first ones where there are very many.
+    pub(crate) errors: Vec<toml::de::Error>,
+    /// How many there are beside those.
+    pub(crate) more: usize,
 }
 
 impl Source {
@@ -38,15 +52,21 @@ impl Source {
         let text = String::from_utf8(bytes).map_err(|error| {
             let good = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
-            let place = Self { path: path.to_owned(), text: text.into() }.place(&(good..good));
+            let place = Self::new(path.to_owned(), text.into()).place(&(good..good));
             Mistake::new(path, place, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
         })?;
-        Ok(Self { path: path.to_owned(), text: text.into() })
+        Ok(Self::new(path.to_owned(), text.into()))
+    }
+
+    fn new(path: PathBuf, text: Arc<str>) -> Self {
+        let starts = text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at + 1);
+        let line_starts = std::iter::once(0).chain(starts).collect();
+        Self { path, text, line_starts }
     }
 
     /// A text that stands in no file; `name` is what mistakes show.
     pub fn from_text(name: &str, text: &str) -> Self {
-        Self { path: name.into(), text: text.into() }
+        Self::new(name.into(), text.into())
     }
 
     /// The file's name.
@@ -76,46 +96,77 @@ impl Source {
             .map_err(|error| self.error(error.span().unwrap_or_default(), &one_line(error.message())))
     }
 
-    /// The keys of the whole file, also where some of it is wrong.
-    pub fn keys(&self) -> Vec<String> {
-        let (table, _errors) = DeTable::parse_recoverable(&self.text);
-        table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
+    /// The text as TOML. An error of syntax per byte is possible, and each costs a hundred times its size: only the part of the text
+    /// with the first ones is made values of.
+    pub(crate) fn toml(&self) -> Parsed<'_> {
+        let (mut count, mut first_too_many) = (0, self.text.len());
+        let source = toml_parser::Source::new(&self.text);
+        let mut nothing = ();
+        let mut whitespace = ValidateWhitespace::new(&mut nothing, source);
+        let mut guard = RecursionGuard::new(&mut whitespace, DEEPEST);
+        parse_document(&source.lex().into_vec(), &mut guard, &mut |error: toml_parser::ParseError| {
+            count += 1;
+            if count == SHOWN + 1 {
+                first_too_many = error.unexpected().map_or(self.text.len(), |span| span.start());
+            }
+        });
+        let end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
+        let (table, mut errors) = DeTable::parse_recoverable(&self.text[..end]);
+        let found = errors.len().max(count);
+        errors.truncate(SHOWN);
+        Parsed { table, more: found - errors.len(), errors }
     }
 
-    /// What the TOML parser says of the text; empty when it is TOML.
+    /// The keys of the whole file, also where some of it is wrong.
+    pub fn keys(&self) -> Vec<String> {
+        self.toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
+    }
+
+    /// What the TOML parser finds wrong with the text, the first errors of very many; empty when it is TOML.
     pub fn syntax_errors(&self) -> Vec<Mistake> {
-        let (_table, errors) = DeTable::parse_recoverable(&self.text);
         let mistake = |error: toml::de::Error| {
-            Mistake::new(
-                &self.path,
-                self.place(&error.span().unwrap_or_default()),
-                String::new(),
-                &one_line(error.message()),
-            )
+            let place = self.place(&error.span().unwrap_or_default());
+            Mistake::new(&self.path, place, String::new(), &one_line(error.message()))
         };
-        errors.into_iter().map(mistake).collect()
+        self.toml().errors.into_iter().map(mistake).collect()
     }
 
     /// A mistake at a place of the file (bytes, as [`Spanned::span`] gives them).
     pub fn error(&self, span: Span, message: &str) -> Mistake {
-        let (table, _errors) = DeTable::parse_recoverable(&self.text);
-        Mistake::new(&self.path, self.place(&span), key_at(table.get_ref(), &span), message)
+        self.errors_at(&[(span, message.to_owned())]).remove(0)
+    }
+
+    /// The same of several.
+    pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Mistake> {
+        let table = self.toml().table;
+        let mistake = |(span, message): &(Span, String)| {
+            Mistake::new(&self.path, self.place(span), key_at(table.get_ref(), span), message)
+        };
+        wrong.iter().map(mistake).collect()
     }
 
     /// Line and column in which `span` begins.
     pub(crate) fn place(&self, span: &Span) -> Place {
-        let before = self.before(span);
-        let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
-        Place { line: before.matches('\n').count() as u32 + 1, column: before[line_start..].chars().count() as u32 + 1 }
+        let index = self.line_index(span.start);
+        let before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
+        Place { line: index as u32 + 1, column: before.chars().count() as u32 + 1 }
+    }
+
+    /// Of the line with this byte, counted from 0.
+    fn line_index(&self, at: usize) -> usize {
+        self.line_starts.partition_point(|start| *start <= at) - 1
+    }
+
+    /// A line, counted from 1; empty where there is none.
+    pub(crate) fn line_text(&self, line: usize) -> &str {
+        let start = self.line_starts.get(line - 1).copied().unwrap_or(self.text.len());
+        let end = self.line_starts.get(line).copied().unwrap_or(self.text.len());
+        &self.text[start..end]
     }
 
     /// The line in which `span` begins, counted from 1.
     pub fn line(&self, span: &Span) -> usize {
-        self.place(span).line as usize
-    }
-
-    fn before(&self, span: &Span) -> &str {
-        self.text.get(..span.start).unwrap_or(&self.text)
+        self.line_index(span.start) + 1
     }
 }
 
@@ -133,9 +184,9 @@ pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
 
 /// Fills `keys` with the innermost key at `span`; false when there is none. (The span of a `[table]` is its header's, so
 /// tables are searched wherever they stand.)
-fn key_in_table(table: &DeTable<'_>, span: &Span, keys: &mut Vec<String>) -> bool {
+fn key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     table.iter().any(|(key, value)| {
-        keys.push(key.get_ref().to_string());
+        keys.push(key.get_ref());
         let found = key_in_value(value, span, keys) || contains(&key.span(), span);
         if !found {
             keys.pop();
@@ -144,7 +195,7 @@ fn key_in_table(table: &DeTable<'_>, span: &Span, keys: &mut Vec<String>) -> boo
     })
 }
 
-fn key_in_value(value: &Spanned<DeValue<'_>>, span: &Span, keys: &mut Vec<String>) -> bool {
+fn key_in_value<'t>(value: &'t Spanned<DeValue<'_>>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     let inner = match value.get_ref() {
         DeValue::Table(table) => key_in_table(table, span, keys),
         DeValue::Array(array) => array.iter().any(|value| key_in_value(value, span, keys)),

@@ -165,6 +165,17 @@ fn very_many_mistakes_are_counted() {
     assert!(mistakes.to_string().ends_with("\nand 150 more"));
 }
 
+/// One for each byte, and a search through the text for each of them would take hours.
+#[test]
+fn very_many_errors_of_syntax_are_counted() {
+    let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
+    assert_eq!(mistakes.list.len(), 100);
+    assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.place.unwrap().line as usize <= n + 1));
+    assert!(mistakes.more >= (1 << 20) - 100, "{}", mistakes.more);
+    let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
+    assert!(read(&value).unwrap_err().to_string().len() < 10_000);
+}
+
 #[test]
 fn mistakes_as_json() {
     let mistakes = read("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
@@ -223,6 +234,24 @@ fn devices_and_paths_from_the_root_on() {
 }
 
 /// In the file's own folder; its content and that of the file around it are shown by nothing.
+/// Whoever owns a secret file knows it: a daemon takes its own and root's. (Only root can give one away.)
+#[test]
+fn a_daemon_refuses_another_users_secret() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("key");
+    std::fs::write(&path, "secret").unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+    if std::os::unix::fs::chown(&path, Some(65_534), None).is_err() {
+        return;
+    }
+    assert_eq!(crate::read_secret(&path).unwrap(), "secret");
+    crate::refuse_others_secrets();
+    let refused = crate::read_secret(&path).unwrap_err();
+    assert!(refused.contains("belongs to user 65534: expected user 0"), "{refused}");
+    std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+    assert_eq!(crate::read_secret(&path).unwrap(), "secret");
+}
+
 #[test]
 fn secrets_are_their_owners() {
     let directory = tempfile::tempdir().unwrap();

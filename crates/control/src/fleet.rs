@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_api::types::{AuditEntry, PastDocument};
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::{ServiceMode, Timestamps, Transfer};
 use coreward_model::correction;
@@ -48,12 +49,18 @@ pub struct Fleet {
     pub servers: BTreeMap<ServerId, FleetServer>,
     /// The racks that may connect; `None`: any.
     pub racks: Option<BTreeSet<String>>,
+    /// The load balancers that may connect; `None`: any.
+    pub allowed_load_balancers: Option<BTreeSet<String>>,
     /// In the order of the file.
     pub services: Vec<FleetService>,
     /// Those that are connected or may come back, by name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     /// What the operator wrote.
     pub document: Document,
+    /// Who changed what, the oldest first.
+    pub audit: Arc<Vec<AuditEntry>>,
+    /// The documents of before, and the one in force, the oldest first.
+    pub history: Arc<Vec<Arc<PastDocument>>>,
     /// The file in which it stands; `None`: it was applied.
     pub file: Option<PathBuf>,
     /// Looked up for each agent of a rack whenever the rack passes something up. Names are the operator's: nobody picks ones that collide.
@@ -195,9 +202,12 @@ impl Fleet {
             rss_key: records.rss_key.clone(),
             servers,
             racks: config.racks.clone(),
+            allowed_load_balancers: config.load_balancers.clone(),
             services: services(config, records),
             load_balancers: records.load_balancers.clone(),
             document: records.document.clone(),
+            audit: records.audit.clone(),
+            history: records.history.clone(),
             file: None,
             ids,
         }

@@ -10,6 +10,7 @@
 //! * [`show`]: `coreward status` and `coreward explain`
 
 mod api;
+pub mod audit;
 pub mod clock;
 pub mod config;
 pub mod controller;

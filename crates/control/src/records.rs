@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_api::types::{AuditEntry, PastDocument};
 use coreward_config::{Mistakes, Span};
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
@@ -39,6 +40,10 @@ pub struct Records {
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     /// What the operator wrote.
     pub document: Document,
+    /// Who changed what, the oldest first.
+    pub audit: Arc<Vec<AuditEntry>>,
+    /// The documents of before, and the one in force, the oldest first.
+    pub history: Arc<Vec<Arc<PastDocument>>>,
     /// When this was written, by the records' own clock (whole seconds since 1970); `None`: by a version that had none.
     pub clock: Option<Duration>,
 }
@@ -116,6 +121,8 @@ impl Records {
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             document: Document::default(),
+            audit: Arc::default(),
+            history: Arc::default(),
             clock: Some(whole_seconds(now)),
         }
     }
@@ -150,6 +157,11 @@ impl Records {
         let owner = OwnerNumber::all().find(|number| !taken.contains(number));
         self.load_balancers.insert(name.to_owned(), LoadBalancerRecord { owner, address, left_at: None });
         true
+    }
+
+    /// A load balancer that is gone for good is forgotten: its number is free. True when it was known.
+    pub fn forget(&mut self, name: &str) -> bool {
+        self.load_balancers.remove(name).is_some()
     }
 
     /// A load balancer has disconnected.

@@ -170,8 +170,12 @@ async fn a_fleet_in_a_file_is_changed_there() {
     let shown = controller.document().await;
     assert_eq!((shown.generation, shown.text), (1, std::fs::read_to_string(&file).unwrap()));
     assert_eq!(shown.file, Some(file.display().to_string()));
+    // To look what a document would change is allowed.
+    let looked = controller.wanted(&home, &document(&["s2"], "")).await.unwrap();
+    assert!(looked.changes().iter().any(|change| change.message == "- server s1"), "{:?}", looked.changes());
+    let refused = apply(looked).await.unwrap_err().replace(&home.directory.path().display().to_string(), "");
     assert_eq!(
-        controller.apply(&home, &document(&["s2"], "")).await.unwrap_err(),
+        refused,
         "the fleet of this controller is what stands in /fleet.toml (`fleet` in /controller.toml): expected changes there, \
          then SIGHUP"
     );

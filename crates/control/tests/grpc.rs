@@ -96,6 +96,7 @@ impl Agent {
                 source: "testbed emulation".into(),
                 key: vec![0x5a; 40],
                 indirection_table: vec![0, 1],
+                input_transform: 0,
             }),
             ..Default::default()
         };

@@ -48,8 +48,9 @@ impl Controller {
         let home = Home::new(&[], "");
         let endpoint = etcd.member.endpoint();
         let text = format!(
-            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"5s\"\n\
-             advertise_api = \"https://{name}.example:7401\"\n"
+            "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\ntoken_directory = {:?}\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"5s\"\n\
+             advertise_api = \"https://{name}.example:7401\"\n",
+            home.directory.path()
         );
         std::fs::write(home.config(), text).unwrap();
         let running = home.start().await;

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use coreward_config::{Mistake, Mistakes, Source, schema};
 use coreward_control::config::file::{ControllerFile, FleetFile};
-use coreward_control::config::{ControllerConfig, FleetConfig};
+use coreward_control::config::{ControllerConfig, FleetConfig, StorePlace};
+use coreward_control::server::office;
 use serde_json::{Value, json};
 
 use crate::{Format, print};
@@ -150,6 +151,7 @@ impl Kind {
             Self::Controller => fleet_of(source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
             _ => Ok(()),
         };
+        let own = own.and_then(|()| if self == Self::Controller { etcd_files(source) } else { Ok(()) });
         match (own, named) {
             (Ok(()), named) => named,
             (own, Ok(())) => own,
@@ -184,6 +186,13 @@ impl Kind {
         list.extend(source.syntax_errors());
         Err(Mistakes { list, more: 0 })
     }
+}
+
+/// The files of `[etcd.tls]`, as the daemon uses them.
+fn etcd_files(controller: &Source) -> Result<(), Mistakes> {
+    let StorePlace::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
+    let wrong = |error| Mistake::of_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
+    office::cluster(&etcd).map(drop).map_err(wrong)
 }
 
 /// The fleet's file that a controller's names, also when something else in that is wrong.
@@ -253,6 +262,19 @@ mod tests {
         for kind in Kind::value_variants() {
             assert!(seen.contains(&kind.name()), "no document of {} in {seen:?}", kind.name());
         }
+    }
+
+    #[test]
+    fn the_files_for_etcd_are_looked_at() {
+        let text = "listen = \"127.0.0.1:7400\"\n[etcd]\nendpoints = [\"https://127.0.0.1:2379\"]\n\
+                    [etcd.tls]\nca = \"/nonexistent/ca.crt\"\n";
+        let mistakes =
+            Kind::Controller.check_with_what_it_names(&Source::from_text("controller.toml", text)).unwrap_err();
+        let text = mistakes.to_string();
+        assert!(
+            text.starts_with("controller.toml: [etcd.tls]: /nonexistent/ca.crt: expected a readable file"),
+            "{text}"
+        );
     }
 
     #[test]

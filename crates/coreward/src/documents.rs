@@ -210,6 +210,47 @@ fn words<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
 }
 
 #[test]
+fn every_event_is_explained() {
+    let manual = std::fs::read_to_string(root().join("docs/events.md")).unwrap();
+    let rows: Vec<&str> = manual.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    let known: Vec<&str> = coreward_api::types::EventId::ALL.into_iter().map(|event| event.name()).collect();
+    assert_eq!(rows[1..], known[..]);
+}
+
+/// A number in the manual is the one in the program.
+#[test]
+fn numbers_are_those_of_the_constants() {
+    use coreward_control::audit;
+    use coreward_wire::ServiceIndex;
+
+    let thousands = |number: usize| match number {
+        0..1000 => number.to_string(),
+        _ => format!("{},{:03}", number / 1000, number % 1000),
+    };
+    let services = thousands(ServiceIndex::COUNT);
+    let servers = thousands(coreward_model::ServerId::COUNT);
+    let of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
+    let owners = coreward_model::connection_table::OwnerNumber::all().count();
+    let packets = thousands(coreward_api::types::MAX_EXPLAINED);
+    let megabytes = coreward_api::endpoints::DOCUMENT_BODY >> 20;
+    let kilobytes = coreward_api::endpoints::SMALL_BODY >> 10;
+    let (entries, documents) = (thousands(audit::ENTRIES), audit::DOCUMENTS);
+    for (page, text) in [
+        ("config.md", format!("`[[service]]`, at most {services}:")),
+        ("limits.md", format!("| {services} services, {servers} server ids of the whole fleet |")),
+        ("limits.md", format!("| {of_server} services on one server |")),
+        ("limits.md", format!("| Load balancers with a connection table | {owners} in a fleet;")),
+        ("api.md", format!("for up to {packets} packets of a capture")),
+        ("api.md", format!("a body of more than {kilobytes} KiB (documents: {megabytes} MiB)")),
+        ("api.md", format!("the newest {entries} changes")),
+        ("api.md", format!("the last {documents} documents")),
+    ] {
+        let manual = std::fs::read_to_string(root().join("docs").join(page)).unwrap();
+        assert!(manual.contains(&text), "docs/{page} does not say {text:?}");
+    }
+}
+
+#[test]
 fn every_alert_is_explained_and_asks_for_what_there_is() {
     let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
     let (rules, operations, metrics) =

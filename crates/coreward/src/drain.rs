@@ -8,8 +8,7 @@ use coreward_api::client::Client;
 use coreward_api::types::{DrainServer, DrainStatus, Drained, DrainedBy, ServerState};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::contact::ContactArgs;
-use crate::print;
+use crate::{AskArgs, Format, print};
 
 /// How often the controller is asked while somebody waits. Agents count each second.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
@@ -22,7 +21,7 @@ pub struct DrainArgs {
     /// Name of the server in the fleet's document
     server: String,
     #[command(flatten)]
-    contact: ContactArgs,
+    ask: AskArgs,
     /// Only in this service; several times for several (default: in all, also in those that it is put into later)
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
@@ -42,7 +41,7 @@ pub struct UndrainArgs {
     /// Name of the server in the fleet's document
     server: String,
     #[command(flatten)]
-    contact: ContactArgs,
+    ask: AskArgs,
 }
 
 fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
@@ -54,20 +53,30 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
 /// # Errors
 /// When the controller says no, or connections are left at the end of the time.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
-    let client = args.contact.client()?;
+    let client = args.ask.contact.client()?;
     runtime()?.block_on(async {
         let wanted = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &wanted).await?;
-        print(&words(&status))?;
+        // One object: of what is so at the end.
+        let is_text = args.ask.format == Format::Text;
+        if is_text || !args.wait {
+            print(&shown(&status, args.ask.format)?)?;
+        }
         if !args.wait {
             return Ok(());
         }
         let stays = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
         tokio::select! {
-            outcome = wait(&client, status, args.timeout.into()) => match outcome? {
-                Left::None => Ok(()),
-                Left::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
-            },
+            outcome = wait(&client, status, args.timeout.into(), is_text) => {
+                let (status, left) = outcome?;
+                if !is_text {
+                    print(&shown(&status, args.ask.format)?)?;
+                }
+                match left {
+                    Left::None => Ok(()),
+                    Left::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
+                }
+            }
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays}")),
         }
     })
@@ -78,8 +87,8 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
 /// # Errors
 /// When the controller says no.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
-    let client = args.contact.client()?;
-    print(&words(&runtime()?.block_on(client.undrain(&args.server))?))
+    let client = args.ask.contact.client()?;
+    print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.ask.format)?)
 }
 
 /// What is left when the waiting is over.
@@ -89,7 +98,12 @@ enum Left {
 }
 
 /// Until no connection is left, or the time is over. A controller that is away may come back, and what it was told is on record.
-async fn wait(client: &Client, mut status: DrainStatus, patience: Duration) -> anyhow::Result<Left> {
+async fn wait(
+    client: &Client,
+    mut status: DrainStatus,
+    patience: Duration,
+    is_text: bool,
+) -> anyhow::Result<(DrainStatus, Left)> {
     let end = Instant::now() + patience.min(LONGEST);
     let (server, mut said, mut away) = (status.server.clone(), words(&status), false);
     loop {
@@ -97,30 +111,34 @@ async fn wait(client: &Client, mut status: DrainStatus, patience: Duration) -> a
             bail!("{server} is drained no more: somebody else has ended that");
         }
         if status.remaining == Some(0) {
-            return Ok(Left::None);
+            return Ok((status, Left::None));
         }
         sleep(LOOK_INTERVAL.min(end - Instant::now())).await;
         let answer = match timeout_at(end, client.drain_status(&server)).await {
             Ok(answer) => answer,
-            Err(_) => return Ok(Left::Some(left(&status, away))),
+            Err(_) => {
+                let left = left(&status, away);
+                return Ok((status, Left::Some(left)));
+            }
         };
         match answer {
             Ok(newest) => (status, away) = (newest, false),
             Err(error) if is_final(&error) => return Err(error),
             Err(error) => {
-                if !std::mem::replace(&mut away, true) {
+                if !std::mem::replace(&mut away, true) && is_text {
                     print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
                     said.clear();
                 }
             }
         }
         let now = words(&status);
-        if !away && now != said {
+        if !away && now != said && is_text {
             print(&now)?;
             said = now;
         }
         if Instant::now() >= end && status.remaining != Some(0) {
-            return Ok(Left::Some(left(&status, away)));
+            let left = left(&status, away);
+            return Ok((status, Left::Some(left)));
         }
     }
 }
@@ -136,6 +154,13 @@ fn left(status: &DrainStatus, away: bool) -> String {
         Some(1) => "1 connection remains".to_owned(),
         Some(remaining) => format!("{remaining} connections remain"),
         None => format!("what remains is not known (waiting for {})", status.waits_for.join("; ")),
+    }
+}
+
+fn shown(status: &DrainStatus, format: Format) -> anyhow::Result<String> {
+    match format {
+        Format::Json => Ok(serde_json::to_string_pretty(status)?),
+        Format::Text => Ok(words(status)),
     }
 }
 

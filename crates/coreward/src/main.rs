@@ -1,6 +1,7 @@
 //! The one command; each sub-command is a crate's, nothing is decided here.
 
 mod apply;
+mod audit;
 mod check;
 mod contact;
 #[cfg(test)]
@@ -64,8 +65,10 @@ enum Command {
     Check(check::CheckArgs),
     /// Put another document of the fleet (servers and services) in force, after a look at what it changes
     Apply(apply::ApplyArgs),
-    /// The fleet's document that is in force
+    /// The fleet's document that is in force, and those before it
     Fleet(FleetArgs),
+    /// Who changed what, from where, and how it was before
+    Audit(audit::AuditArgs),
     /// Let a server take no new connections, whatever the fleet's document says, and see how many remain
     Drain(drain::DrainArgs),
     /// Let it take new connections again, as far as the fleet's document lets it
@@ -108,12 +111,27 @@ struct ConfigArgs {
 }
 
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 struct LbArgs {
-    #[command(flatten)]
-    config: ConfigArgs,
+    #[command(subcommand)]
+    command: Option<LbCommand>,
+    /// The daemon's file (docs/config.md)
+    #[arg(long, value_name = "FILE", required = true)]
+    config: Option<PathBuf>,
     /// Take the program from the interface and remove what is pinned: forwarding ends
     #[arg(long)]
     detach: bool,
+}
+
+#[derive(clap::Subcommand)]
+enum LbCommand {
+    /// Have the controller forget a load balancer that is gone for good: its number is free for another one's connection table
+    Forget {
+        /// Its name
+        name: String,
+        #[command(flatten)]
+        ask: AskArgs,
+    },
 }
 
 #[derive(clap::Args)]
@@ -163,6 +181,12 @@ struct FleetArgs {
 enum FleetCommand {
     /// Print it, as it was written
     Show(AskArgs),
+    /// The last 100 documents: since when, and by whom
+    History(AskArgs),
+    /// What one of them changed in another
+    Diff(audit::DiffArgs),
+    /// Put one of them in force again, after a look at what that changes
+    Rollback(audit::RollbackArgs),
 }
 
 #[derive(clap::Args)]
@@ -264,17 +288,16 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> anyhow::Result<()> {
+    if matches!(command, Command::Controller(_) | Command::Lb(_) | Command::Agent(_) | Command::Rack(_)) {
+        coreward_daemon::hold_signals()?;
+        coreward_config::refuse_others_secrets();
+    }
     match command {
         Command::Controller(args) => {
             Daemon::Controller.confine()?;
             coreward_control::server::run(&args.config)
         }
-        Command::Lb(args) => {
-            rights::require("coreward lb")?;
-            let config = &args.config.config;
-            Daemon::Lb.confine()?;
-            if args.detach { coreward_lb::daemon::detach(config) } else { coreward_lb::daemon::run(config) }
-        }
+        Command::Lb(args) => lb(args),
         Command::Agent(args) => agent(args),
         Command::Rack(args) => {
             Daemon::Rack.confine()?;
@@ -294,6 +317,10 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
             print(&show::fleet::show(&ask.contact.client()?, ask.format.into())?)
         }
+        Command::Fleet(FleetArgs { command: FleetCommand::History(ask) }) => audit::history(&ask),
+        Command::Fleet(FleetArgs { command: FleetCommand::Diff(args) }) => audit::diff(&args),
+        Command::Fleet(FleetArgs { command: FleetCommand::Rollback(args) }) => audit::rollback(&args),
+        Command::Audit(args) => audit::audit(&args),
         Command::Drain(args) => drain::drain(&args),
         Command::Undrain(args) => drain::undrain(&args),
         Command::Top(args) => top::run(&args),
@@ -346,6 +373,22 @@ fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
         echo: args.echo,
     };
     show::explain(&client, &question, format)
+}
+
+fn lb(args: LbArgs) -> anyhow::Result<()> {
+    if let Some(LbCommand::Forget { name, ask }) = args.command {
+        let left = show::ask(ask.contact.client()?.forget_load_balancer(&name))?;
+        return match ask.format {
+            Format::Json => print(&serde_json::to_string_pretty(&left)?),
+            Format::Text => {
+                print(&format!("load balancer {name} is forgotten; {} are left", left.load_balancers.len()))
+            }
+        };
+    }
+    rights::require("coreward lb")?;
+    let config = args.config.context("--config is missing")?;
+    Daemon::Lb.confine()?;
+    if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
 
 fn agent(args: AgentArgs) -> anyhow::Result<()> {

@@ -8,6 +8,7 @@ pub mod priority;
 
 use std::time::Duration;
 
+use nix::sys::signal::{SigSet, Signal};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
@@ -15,23 +16,44 @@ use tokio::time::MissedTickBehavior;
 pub use connection::{Connection, add_expiry};
 pub use controllers::Controllers;
 
+/// Signals that a daemon handles.
+const HANDLED: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
+
+/// Signals wait from now on until the daemon can handle them ([`until_told`]): by default they would end it. To be called before there
+/// are other threads, and before any file is read.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn hold_signals() -> anyhow::Result<()> {
+    Ok(SigSet::from_iter(HANDLED).thread_block()?)
+}
+
 /// Says that the daemon is ready, and works until SIGTERM or SIGINT. The watchdog is told that the daemon lives from the
 /// runtime that `work` runs on: where `work` blocks a runtime of one thread, the service manager restarts the daemon. (Packets go
-/// on meanwhile; the next process takes over what is pinned.)
+/// on meanwhile; the next process takes over what is pinned.) SIGHUP ends nothing; `work` says what it is for.
 ///
 /// # Errors
 /// Those of `work`, or when a signal cannot be waited for.
 pub async fn until_told(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let _ends_nothing = signal(SignalKind::hangup())?;
     tell(NotifyState::Ready);
     let outcome = tokio::select! {
+        // The work comes first: it handles SIGHUP when those that wait are let go.
+        biased;
         outcome = work => outcome,
+        never = let_signals_go() => match never? {},
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
         never = tell_watchdog() => match never {},
     };
     tell(NotifyState::Stopping);
     outcome
+}
+
+async fn let_signals_go() -> anyhow::Result<std::convert::Infallible> {
+    SigSet::from_iter(HANDLED).thread_unblock()?;
+    std::future::pending().await
 }
 
 /// Twice as often as the service manager wants to hear it.
@@ -48,5 +70,17 @@ async fn tell_watchdog() -> std::convert::Infallible {
 fn tell(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(std::slice::from_ref(&state)) {
         tracing::warn!("the service manager cannot be told {state}: {error}");
+    }
+}
+
+/// Lets this process have as many open files as the system allows it: every agent's connection and every health check is
+/// one, and the usual soft limit of 1,024 is for programs that use select(2).
+pub fn raise_file_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, highest)| setrlimit(Resource::RLIMIT_NOFILE, highest, highest).map(|()| highest));
+    match raised {
+        Ok(highest) => tracing::debug!("up to {highest} open files"),
+        Err(error) => tracing::warn!("the limit of open files stays as it is: {error}"),
     }
 }

@@ -40,6 +40,9 @@ fn the_service_manager_hears_of_readiness_life_and_end() {
     });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let began = Instant::now();
+    // A signal that comes before anybody handles it waits; SIGHUP, which this work does not handle, ends nothing.
+    coreward_daemon::hold_signals().unwrap();
+    nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
         works.await?;
         anyhow::bail!("its own reason")

@@ -1,12 +1,50 @@
 //! RCU grace periods, waited for by a thread of their own: who switches programs from one memory to another goes on at once,
 //! and uses the old memory again when a grace period that began afterwards has ended.
 
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, bail};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 
-use crate::mapped::wait_for_programs;
+/// A map of maps that no program uses: every update of its one element waits for an RCU grace period.
+static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
+
+/// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
+///
+/// The kernel waits for a grace period after each update of a map of maps (maybe_wait_bpf_programs() in
+/// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but with `nohz_full` it returns EINVAL.
+///
+/// # Errors
+/// When the kernel refuses the maps or the update.
+pub fn wait_for_programs() -> anyhow::Result<()> {
+    let (outer, inner) = match MAP_OF_MAPS.get() {
+        Some(maps) => maps,
+        // Of two threads that come here first one's maps are used, the other's are closed.
+        None => {
+            let maps = map_of_maps()?;
+            MAP_OF_MAPS.get_or_init(|| maps)
+        }
+    };
+    let inner = inner.as_fd().as_raw_fd().to_ne_bytes();
+    outer
+        .update(&0u32.to_ne_bytes(), &inner, MapFlags::ANY)
+        .context("waiting for an RCU grace period by an update of a map of maps")
+}
+
+/// An array of one map, and the array that it refers to.
+fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
+    let sz = size_of::<libbpf_sys::bpf_map_create_opts>() as _;
+    let mut options = libbpf_sys::bpf_map_create_opts { sz, ..Default::default() };
+    let value_bytes = size_of::<u32>() as u32;
+    let inner = MapHandle::create(MapType::Array, Some("coreward_inner"), 4, value_bytes, 1, &options)
+        .context("making the inner map to wait for RCU grace periods with")?;
+    options.inner_map_fd = inner.as_fd().as_raw_fd() as u32;
+    let outer = MapHandle::create(MapType::ArrayOfMaps, Some("coreward_outer"), 4, value_bytes, 1, &options)
+        .context("making the map of maps to wait for RCU grace periods with")?;
+    Ok((outer, inner))
+}
 
 /// A moment: what programs were told to leave before it they have left when [`GracePeriods::has_passed`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,7 +68,7 @@ struct Wishes {
     /// The last period that somebody wants to end.
     wanted: u64,
     over: bool,
-    failed: Option<nix::errno::Errno>,
+    failed: Option<String>,
 }
 
 impl Shared {
@@ -54,7 +92,7 @@ impl Shared {
             match outcome {
                 Ok(()) => self.ended.store(number, Ordering::SeqCst),
                 Err(error) => {
-                    wishes.failed = Some(error);
+                    wishes.failed = Some(format!("{error:#}"));
                     wishes.over = true;
                 }
             }
@@ -98,12 +136,12 @@ impl GracePeriods {
     /// Returns when they have.
     ///
     /// # Errors
-    /// When the kernel does not offer grace periods (`nohz_full`).
+    /// When the kernel has refused to wait for one.
     pub fn wait(&self, moment: Moment) -> anyhow::Result<()> {
         let mut wishes = self.0.wishes();
         while !self.has_passed(moment) {
-            if let Some(error) = wishes.failed {
-                return Err(anyhow!(error)).context("waiting for an RCU grace period by membarrier(2)");
+            if let Some(error) = &wishes.failed {
+                bail!("{error}");
             }
             wishes = self.0.changed.wait(wishes).unwrap_or_else(PoisonError::into_inner);
         }

@@ -32,6 +32,7 @@ mod program;
 mod servers;
 mod services;
 mod tables;
+mod variant;
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -54,28 +55,61 @@ pub use tables::TableError;
 
 use crate::grace::{GracePeriods, Moment};
 use crate::mac::MacAddress;
+use connections::Occupancy;
 use link::XdpLink;
-use program::{InUse, Maps, Sizes, Variant};
+use program::{Maps, Sizes};
 use services::{Service, in_use, services_of};
+use variant::{InUse, Variant};
 
-/// How often packets may go to all servers of a service (`bpf/to_all.bpf.h`).
+/// A rate of packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ToAllRate {
-    /// Packets per second and service, at least 1.
+pub struct PacketRate {
+    /// Packets per second, at least 1.
     pub per_second: u32,
     /// How many may come at once, at least 1.
     pub burst: u32,
 }
 
-impl ToAllRate {
-    /// For resets without timestamps, unknown cookies and the like.
-    pub const DEFAULT: ToAllRate = ToAllRate { per_second: 1_000, burst: 64 };
-    /// For packets of connections whose load balancer is gone: each of them costs one packet per server until it has
-    /// healed, and all come at once.
-    pub const DEFAULT_OWNER_LOST: ToAllRate = ToAllRate { per_second: 10_000, burst: 1_000 };
+/// How often packets may go to all servers of a service for one reason (`bpf/broadcast.bpf.h`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BroadcastRates {
+    /// From one source address. Some sources share a bucket.
+    pub by_source: PacketRate,
+    /// Of one service.
+    pub by_service: PacketRate,
+    /// Of the whole load balancer.
+    pub of_all: PacketRate,
 }
 
-/// Most entries of the flow table: about 2 GB of kernel memory.
+/// By `enum broadcast_reason`.
+pub type Broadcast = [BroadcastRates; intf::BROADCAST_REASON_COUNT as usize];
+
+impl BroadcastRates {
+    const fn new(by_source: (u32, u32), by_service: (u32, u32), of_all: (u32, u32)) -> Self {
+        const fn rate((per_second, burst): (u32, u32)) -> PacketRate {
+            PacketRate { per_second, burst }
+        }
+        Self { by_source: rate(by_source), by_service: rate(by_service), of_all: rate(of_all) }
+    }
+
+    /// One rate for sources, services and all.
+    pub const fn uniform(rate: PacketRate) -> Self {
+        Self { by_source: rate, by_service: rate, of_all: rate }
+    }
+
+    /// 60,000 packets a second in all. A quarter of a service's rate is one source's. ICMP errors without a cookie have the
+    /// largest rate: nothing tells a genuine one from a forged one, whose sender may write any source. Packets whose connection
+    /// table is lost cost one delivery per connection until it has healed, and come all at once.
+    pub const DEFAULT: Broadcast = {
+        let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
+        let mut rates = [small; intf::BROADCAST_REASON_COUNT as usize];
+        rates[intf::BROADCAST_ICMP as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
+        rates[intf::BROADCAST_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
+        rates
+    };
+}
+
+/// Most entries of the flow table: 256 MB of kernel memory.
 pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 
 /// How the load balancer is to run.
@@ -83,12 +117,10 @@ pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 pub struct Options {
     /// Where to pin; below a BPF file system. `None`: everything ends with the process.
     pub pin_directory: Option<PathBuf>,
-    /// Rate of deliveries to all servers.
-    pub to_all: ToAllRate,
-    /// The same for packets whose connection table is lost: a bucket of its own.
-    pub owner_lost: ToAllRate,
-    /// Room for connections that carry no cookie: 1 to [`MAX_FLOW_TABLE_ENTRIES`]. A table that is taken over keeps the
-    /// size it has.
+    /// How often packets may go to all servers.
+    pub broadcast: Broadcast,
+    /// Room for connections that carry no cookie, 16 bytes each: 1 to [`MAX_FLOW_TABLE_ENTRIES`], in whole sets of 8. A table that
+    /// is taken over keeps the size it has.
     pub flow_table_entries: u32,
     /// By which clock servers' timestamps are restored.
     pub correction_clock: CorrectionClock,
@@ -101,8 +133,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             pin_directory: None,
-            to_all: ToAllRate::DEFAULT,
-            owner_lost: ToAllRate::DEFAULT_OWNER_LOST,
+            broadcast: BroadcastRates::DEFAULT,
             flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             correction_clock: CorrectionClock::default(),
             connection_table: TableSize::default(),
@@ -180,6 +211,8 @@ pub struct LoadBalancer {
     directory_retired_at: Moment,
     /// The position in the connection table that is looked at next.
     next_swept: u32,
+    /// How many of the connection table's entries are in use.
+    occupancy: Occupancy,
     taken_over: bool,
     /// The device's link while a program of another version, with another layout, is at work there.
     beside: Option<XdpLink>,
@@ -221,8 +254,7 @@ impl LoadBalancer {
             in_use: InUse::default(),
             traffic: false,
             counters_by_cpu: false,
-            to_all: options.to_all,
-            owner_lost: options.owner_lost,
+            broadcast: options.broadcast,
             correction_clock: options.correction_clock,
         };
         let sizes = Sizes::new(options.flow_table_entries, options.connection_table)?;
@@ -256,6 +288,7 @@ impl LoadBalancer {
         let mut places = vec![None; places_used];
         services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
         Ok(Self {
+            occupancy: Occupancy::count(&maps),
             places,
             // What was taken over may have been left just now: the first write waits for a grace period.
             directory_retired_at: grace_periods.now(),
@@ -324,10 +357,10 @@ impl LoadBalancer {
 
     /// Sets the cookie's keys.
     pub fn set_keys(&mut self, keys: &FleetKeys) {
-        let key = |index: usize| intf::cookie_key { k0: keys.keys[index].k0, k1: keys.keys[index].k1 };
         // Without a clock the switch is at once: a connection under way may lose one packet.
         let switch_ms = self.switch_ms(keys).unwrap_or_default();
-        let fleet = intf::fleet_keys { key: [key(0), key(1)], current: keys.current.get() as u32, switch_ms };
+        let fleet =
+            intf::fleet_keys { key: keys.keys.map(|key| key.layout()), current: keys.current.get() as u32, switch_ms };
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);
     }
 

@@ -8,6 +8,7 @@ pub mod dispatch;
 mod grace;
 pub mod lb;
 pub mod listeners;
+mod lru;
 pub mod mac;
 pub mod mapped;
 pub mod neighbour;

@@ -15,6 +15,8 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
+use crate::sockets;
+
 /// An inode number of the kernel's file system of sockets: names a socket as long as it lives.
 pub type Inode = u64;
 
@@ -37,10 +39,7 @@ pub struct Listener {
 /// # Errors
 /// When the kernel's list cannot be read.
 pub fn listening(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
-    const LISTEN: &str = "0A";
-    // Listening sockets come first (net/ipv4/tcp_ipv4.c, tcp_seq_start): the many others need not be read.
-    let sockets = |file| sockets_in(file, LISTEN, true);
-    Ok(most_specific(address, &sockets("tcp")?))
+    Ok(most_specific(address, &sockets::counts::listening()?))
 }
 
 /// Inodes of the UDP sockets that take datagrams from anybody at `address`; if there are none, of those that take them at
@@ -51,13 +50,15 @@ pub fn listening(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
 pub fn receiving(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     // Not connected: the state that the kernel calls TCP_CLOSE.
     const UNCONNECTED: &str = "07";
-    let mut sockets = sockets_in("udp", UNCONNECTED, false)?;
+    let mut sockets = sockets_in("udp", UNCONNECTED)?;
     // A kernel without IPv6 has no such file.
-    sockets.extend(sockets_in("udp6", UNCONNECTED, false).unwrap_or_default());
+    sockets.extend(sockets_in("udp6", UNCONNECTED).unwrap_or_default());
     Ok(most_specific(address, &sockets))
 }
 
-fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BTreeSet<Inode> {
+/// Of all `sockets` that listen, those that connections to `address` reach: at the address itself; if there are none, at its
+/// port on any address.
+pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BTreeSet<Inode> {
     let any_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
     let candidates: &[SocketAddr] = if address.is_ipv4() { &[address, any_ipv4, any] } else { &[address, any] };
@@ -67,8 +68,8 @@ fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BTreeS
     candidates.iter().map(at).find(|found| !found.is_empty()).unwrap_or_default()
 }
 
-/// The sockets in that state of /proc/net/FILE. `first`: those stand before all others.
-fn sockets_in(file: &str, state: &str, first: bool) -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
+/// The sockets in that state of /proc/net/FILE.
+fn sockets_in(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     // Not /proc/net: that is the namespace of the process's first thread.
     let path = format!("/proc/thread-self/net/{file}");
     let mut sockets = Vec::new();
@@ -76,7 +77,6 @@ fn sockets_in(file: &str, state: &str, first: bool) -> anyhow::Result<Vec<(Socke
         let line = line.with_context(|| path.clone())?;
         match parse_socket(&line) {
             Some((socket, of, inode)) if of == state => sockets.push((socket, inode)),
-            _ if first => break,
             _ => {}
         }
     }

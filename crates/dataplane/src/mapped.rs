@@ -164,15 +164,3 @@ impl<T: ?Sized> Drop for Mapped<T> {
         }
     }
 }
-
-/// Returns when every program that may have read the old half of a double buffer has ended: programs run inside an RCU
-/// read-side section, and membarrier(2)'s global command waits for a grace period.
-///
-/// # Errors
-/// When the kernel does not offer it (`nohz_full`).
-pub fn wait_for_programs() -> nix::Result<()> {
-    const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1;
-    // SAFETY: takes no pointers.
-    let result = unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) };
-    nix::errno::Errno::result(result).map(drop)
-}

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex, Permutation};
 use coreward_model::rss::Rss;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -28,8 +28,10 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, OpenMapMut};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
+use crate::grace::wait_for_programs;
+use crate::lru;
 use crate::mac::MacAddress;
-use crate::mapped::{Mapped, wait_for_programs};
+use crate::mapped::Mapped;
 use crate::pins;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
@@ -68,6 +70,9 @@ pub struct ServerPrograms {
     /// Programs of another version are at work until this one knows the services: its maps, to be pinned then.
     beside: Option<[OwnedFd; MAPS.len()]>,
 }
+
+/// The first layout with keys as they are today.
+const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
 
 type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
@@ -117,11 +122,17 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Keys and time key out of the state of another layout, where all layouts have them: what it has stamped is recognised, and
-    /// time goes on.
+    /// Keys and time key out of the state of another layout, where all layouts from [`FIRST_LAYOUT_WITH_KEYS`] on have them: what it
+    /// has stamped is recognised, and time goes on. Older layouts stamped another cookie, which is not recognised any more.
     fn carry_over(&mut self, state: &Path) -> anyhow::Result<()> {
         let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
         let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
+        let version = offset_of!(intf::server_state, layout_version);
+        let version = old.get(version..version + size_of::<u64>()).map(|bytes| bytes.try_into().expect("eight bytes"));
+        if version.map(u64::from_ne_bytes) < Some(FIRST_LAYOUT_WITH_KEYS) {
+            tracing::warn!("{}: its cookies have another form: connections that it stamped break", state.display());
+            return Ok(());
+        }
         for (at, length) in [(KEYS, size_of::<intf::fleet_keys>()), (TIME_KEY, size_of::<intf::cookie_key>())] {
             let bytes = old.get(at..at + length).with_context(|| format!("{}: too short", state.display()))?;
             self.state.write(at, bytes);
@@ -169,7 +180,7 @@ impl ServerPrograms {
         let state = Mapped::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
         if !taken_over {
             let key = CookieKey::random(&mut UnwrapErr(SysRng));
-            state.write(TIME_KEY, &intf::cookie_key { k0: key.k0, k1: key.k1 });
+            state.write(TIME_KEY, &key.layout());
         }
         state.store(offset_of!(intf::server_state, layout_version), intf::SERVER_LAYOUT_VERSION.into());
         Ok(Self {
@@ -221,7 +232,7 @@ impl ServerPrograms {
         let idle = self.active_half() ^ 1;
         self.state.write(half_offset(idle), &*directory);
         self.state.store(ACTIVE_HALF, idle);
-        wait_for_programs().context("membarrier")?;
+        wait_for_programs()?;
         self.switch_over()
     }
 
@@ -248,7 +259,7 @@ impl ServerPrograms {
     /// current one, earlier ones with the other: within 2^31 ms of now, and so far ahead when the current key changes that
     /// no packet of then was sent yet. Before the current one changes, the fleet must know both.
     pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
-        let key = keys.keys.map(|key| intf::cookie_key { k0: key.k0, k1: key.k1 });
+        let key = keys.keys.map(|key| key.layout());
         let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
         // Keys first: the one that becomes current stands where none is used yet.
         self.state.write(KEYS, &key);
@@ -310,6 +321,11 @@ impl ServerPrograms {
     /// One counter.
     pub fn counter(&self, counter: intf::server_counter) -> u64 {
         self.counters()[counter as usize]
+    }
+
+    /// The number of the newest sample; 0: there is none.
+    pub fn newest_sample(&self) -> u32 {
+        self.state.load(offset_of!(intf::server_state, sample_sequence)) as u32
     }
 
     /// The SYNs sampled after the one with sequence `after` (0: from the first on), oldest first. At most the last
@@ -449,6 +465,16 @@ fn load<'object>(
     let mut open: OpenServerSkel<'_> = ServerSkelBuilder::default().open(storage).context("bpf/server.bpf.c")?;
     let rodata = open.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
     rodata.sample_every_syn = sample_every_syn.into();
+    for (slot, inverse) in rodata.cookie_inverses.iter_mut().zip(Permutation::COOKIE.inverses()) {
+        *slot = inverse;
+    }
+    let pin = |name: &str| pins.map(|pins| pins.join(name));
+    for (map, name, capacity) in [
+        (&mut open.maps.held_timestamps, "held_timestamps", intf::MAX_HELD_TIMESTAMPS),
+        (&mut open.maps.half_open_indexes, "half_open_indexes", intf::MAX_HALF_OPEN_INDEXES),
+    ] {
+        lru::set_capacity(map, capacity, pin(name).as_deref())?;
+    }
     if let Some(pins) = pins {
         let maps = &mut open.maps;
         let pinned: [&mut OpenMapMut<'_>; MAPS.len()] = [

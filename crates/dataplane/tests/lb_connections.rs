@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_dataplane::lb::{Options, Server, ToAllRate};
+use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_place, syn_echo};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie};
@@ -46,7 +47,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
 
     // Whatever the table says now, whatever the keys are, and whether or not the packet is usual.
     balancer.lb.tick(Duration::from_secs(20));
-    let table = random_table(Rule::Table, 2, 1, &ids[..1], &mut rng);
+    let table = random_table(Rule::Table, 2, 1, &ids, &mut rng);
     balancer.install(0, &table);
     balancer.new_keys(&mut rng);
     let odd = [&[1][..], &timestamp(1, 0), &[0]].concat();
@@ -155,7 +156,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table: TableSize::try_from(1024).unwrap(),
-        to_all: ToAllRate { per_second: 1, burst: 3 },
+        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 }); 4],
         ..Options::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -208,11 +209,9 @@ fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() 
         return;
     }
     let mut rng = seeded_rng(105, 0);
-    let options = Options {
-        to_all: ToAllRate { per_second: 1, burst: 1 },
-        owner_lost: ToAllRate { per_second: 1, burst: 40 },
-        ..Options::default()
-    };
+    let mut broadcast = [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); 4];
+    broadcast[intf::BROADCAST_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
+    let options = Options { broadcast, ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     balancer.lb.set_owner(Some(own()));
     let (alive, lost, never) = (owner(9), owner(0), owner(15));

@@ -193,7 +193,7 @@ fn modes_and_flows_are_taken_over() {
     assert_eq!(lb.set_services(&services).unwrap(), indexes);
     assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
     let table = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
-    assert_eq!(table.max_entries(), 1 << 14);
+    assert_eq!(table.max_entries() * intf::FLOW_SET_ENTRIES, 1 << 14);
     lb.detach().unwrap();
 }
 

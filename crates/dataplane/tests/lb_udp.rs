@@ -11,6 +11,8 @@ use coreward_model::placement::{PlacementState, PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use support::balancer::{Balancer, XDP_DROP, XDP_TX, random_table, service};
 use support::{MORE, SYN, Tcp, Udp, may_load_bpf};
 
@@ -64,7 +66,11 @@ fn datagrams_go_by_flow() {
         })
         .collect();
     assert_eq!(balancer.events(0, "flow_inserted"), 200);
-    // Another table, and the flows stay; with options, without a payload, with padding behind the datagram.
+    // The other servers drain, and the flows stay; with options, without a payload, with padding behind the datagram.
+    for draining in &ids[2..] {
+        let mac = Some(balancer.macs[&(0, *draining)]);
+        balancer.lb.set_server(balancer.services[0], *draining, Server { mac, eligible: false });
+    }
     balancer.install(0, &random_table(Rule::Table, 2, 1, &ids[..2], &mut rng));
     for (client, chosen) in &flows {
         let datagram = Udp::new(*client, VIP);
@@ -87,6 +93,29 @@ fn datagrams_go_by_flow() {
     let frame = Udp::new(client, VIP).frame();
     let (verdict, _) = balancer.counted(&frame, Some(0), "first");
     assert_eq!(verdict, XDP_TX);
+    balancer.counted(&frame, Some(0), "flow");
+}
+
+#[test]
+fn flow_leaves_a_server_that_own_checks_find_down() {
+    if !may_load_bpf("flow_leaves_a_server_that_own_checks_find_down") {
+        return;
+    }
+    let mut rng = seeded_rng(68, 0);
+    let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
+    let client = client(&mut rng);
+    let frame = Udp::new(client, VIP).frame();
+    let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple(client)).unwrap();
+    balancer.expect_sent_to(0, &frame, chosen, "first");
+    // Draining is not enough; down is, though the table still has the server.
+    let mac = Some(balancer.macs[&(0, chosen)]);
+    balancer.lb.set_server(balancer.services[0], chosen, Server { mac, eligible: false });
+    balancer.expect_sent_to(0, &frame, chosen, "flow");
+    balancer.lb.set_down(balancer.services[0], chosen, true);
+    let to_another = |id: &&ServerId| balancer.macs[&(0, **id)] != balancer.macs[&(0, chosen)];
+    let (verdict, sent) = balancer.counted(&frame, Some(0), "first");
+    assert_eq!(verdict, XDP_TX);
+    assert!(ids.iter().filter(to_another).any(|id| sent[..6] == balancer.macs[&(0, *id)].0), "it went to {chosen}");
     balancer.counted(&frame, Some(0), "flow");
 }
 
@@ -227,6 +256,55 @@ fn fragments_follow_the_first_one() {
         balancer.services = balancer.lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap();
         balancer.expect_passed(&frames[1]);
     }
+}
+
+/// CPUs hold back some of an LRU map's free entries for themselves.
+#[test]
+fn as_many_datagrams_as_promised_are_remembered_whatever_the_number_of_cpus() {
+    if !may_load_bpf("as_many_datagrams_as_promised_are_remembered_whatever_the_number_of_cpus") {
+        return;
+    }
+    let mut rng = seeded_rng(68, 0);
+    let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
+    let datagrams: Vec<_> = (0..coreward_intf::MAX_FRAGMENTED_DATAGRAMS as u16)
+        .map(|n| fragments(&Udp { identification: n, ..Udp::new(client(&mut rng), VIP) }, 2))
+        .collect();
+    let before = sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| before.is_set(*cpu).unwrap()).collect();
+    let run_on = |cpu: usize| {
+        let mut set = CpuSet::new();
+        set.set(cpu).unwrap();
+        sched_setaffinity(Pid::from_raw(0), &set).unwrap();
+    };
+    // One on each CPU, the others on the first one.
+    for (n, datagram) in datagrams.iter().enumerate() {
+        run_on(cpus.get(n).copied().unwrap_or(cpus[0]));
+        assert_eq!(balancer.run(&datagram[0]).0, XDP_TX);
+    }
+    let followed = datagrams.iter().filter(|datagram| balancer.run(&datagram[1]).0 == XDP_TX).count();
+    sched_setaffinity(Pid::from_raw(0), &before).unwrap();
+    assert_eq!(followed, datagrams.len());
+}
+
+#[test]
+fn fragments_of_a_service_that_is_gone_reach_nobody() {
+    if !may_load_bpf("fragments_of_a_service_that_is_gone_reach_nobody") {
+        return;
+    }
+    let mut rng = seeded_rng(67, 0);
+    let (mut balancer, _, _) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
+    let frames = fragments(&Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) }, 3);
+    balancer.counted(&frames[0], Some(0), "first");
+    balancer.counted(&frames[1], Some(0), "fragment");
+    // Another service of that VIP gets its place, and another server its id.
+    let other = ServiceAddress { protocol: Protocol::Udp, ..service((VIP.0, 5353)) };
+    balancer.services = balancer.lb.set_services(&[(other, ServiceMode::default_for(Protocol::Udp))]).unwrap();
+    for id in 0..coreward_intf::SERVER_ID_COUNT {
+        let mac = Some(coreward_dataplane::mac::MacAddress([2, 0, 0, 0, 0, 7]));
+        let id = ServerId::try_from(u64::from(id)).unwrap();
+        balancer.lb.set_server(balancer.services[0], id, Server { mac, eligible: true });
+    }
+    balancer.expect_without_service(&frames[2], XDP_DROP, "drop_fragment");
 }
 
 #[test]

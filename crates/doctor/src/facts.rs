@@ -1,5 +1,6 @@
 //! What there is to know of a machine. Plain data: tests make their own.
 
+use coreward_model::rss::InputTransform;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -172,8 +173,14 @@ pub struct Device {
     pub hazards: Hazards,
     /// The interrupts that are found, by receive queue.
     pub interrupts: BTreeMap<u16, Interrupt>,
-    /// Entries of the indirection table, if key and table can be used; else why not.
-    pub rss: Result<usize, RssProblem>,
+    /// Entries of the indirection table and what is done to the hash's input, if key and table can be used; else why not.
+    pub rss: Result<(usize, InputTransform), RssProblem>,
+    /// The driver moves open connections by itself (ATR); `None`: it cannot.
+    pub moves_connections: Option<bool>,
+    /// It takes VLAN tags off what it receives.
+    pub strips_vlan_tags: bool,
+    /// VLAN devices on top of it.
+    pub vlans: Vec<String>,
     /// /sys is of this network namespace: without it RPS and interrupts are not seen.
     pub seen_in_sys: bool,
 }

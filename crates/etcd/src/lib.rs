@@ -22,6 +22,10 @@ pub mod parts;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
+/// What follows the prefix in a fleet's keys. A prefix with one of these would stand among the records of another fleet, which its
+/// leader throws away as left over.
+pub const OWN_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
+
 /// Why something in etcd could not be done.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {

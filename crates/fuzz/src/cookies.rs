@@ -1,14 +1,12 @@
 //! What a client gains by echoing something else than it was sent: nothing beyond what the space of ids gives.
 //!
-//! A cookie holds 15 bits (kind and id) XORed with 15 bits of a keyed hash of the 4-tuple. So, precisely:
+//! A cookie hides 15 bits (kind and id) by a permutation that the keyed hash of the 4-tuple draws. So, precisely:
 //!
 //! * A random echo names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
 //!   server that is not known.
 //! * A cookie taken to another connection (another 4-tuple) is a random echo there.
-//! * Of one's own valid cookie, flipping bit k of the low 14 names the id XOR 2^k: a known server or not, as the ids were
-//!   drawn. Ids are drawn at random among 16,384, so that a pool of s servers has a neighbour at a given bit with
-//!   probability (s-1)/16,383: no more than a guess. Flipping the kind bit names a place in a connection table, flipping
-//!   the key bit is a random echo under the other key, and flipping the upper 16 bits (the time) changes nothing.
+//! * Of one's own valid cookie, flipping any bit of the low 16 is a random echo, too, whatever the ids are (the key bit: under the
+//!   other key). Flipping the upper 16 bits (the time) changes nothing.
 //!
 //! What is not claimed: that a client who tries all 2^14 values of one connection does not reach every server. He does,
 //! one packet each, as with any 14 bits.
@@ -20,7 +18,7 @@ use anyhow::ensure;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
-use coreward_model::lb::Server;
+use coreward_model::lb::{Buckets, Server};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
@@ -63,8 +61,6 @@ pub struct Flips {
     pub elsewhere: [u64; 32],
     /// By bit: how often the same server was.
     pub same: [u64; 32],
-    /// By bit: how often the pool has a server whose id differs in that bit alone.
-    pub neighbours: [u64; 14],
 }
 
 /// A load balancer with one service.
@@ -119,7 +115,8 @@ impl Cookies {
 
     /// The server that a packet with that echo reaches; `None`: it goes to all or is dropped.
     fn reached(&mut self, client: (Ipv4Addr, u16), echo: u32) -> anyhow::Result<Option<ServerId>> {
-        self.world.change(&Change::Tokens(self.place, true))?;
+        let buckets = Buckets::OfService(self.place, intf::BROADCAST_UNKNOWN_COOKIE);
+        self.world.change(&Change::Tokens(buckets, true))?;
         let ip = Ip {
             mac: OWN_MAC,
             source: client.0,
@@ -193,10 +190,6 @@ impl Cookies {
             let client = self.client();
             let (server, echo) = self.valid(client);
             ensure!(self.reached(client, echo)? == Some(server), "a valid cookie of {server} went astray");
-            for bit in 0..14 {
-                let neighbour = ServerId::try_from(u64::from(server.get()) ^ 1 << bit)?;
-                flips.neighbours[bit] += u64::from(self.known.contains(&neighbour));
-            }
             for bit in 0..32 {
                 match self.reached(client, echo ^ 1 << bit)? {
                     Some(id) if id == server => flips.same[bit] += 1,

@@ -262,13 +262,26 @@ fn options(dice: &mut Dice, flags: u8, echo: u32) -> Vec<u8> {
 /// Options around a timestamp, or without it.
 fn options_with(dice: &mut Dice, flags: u8, time: &[u8]) -> Vec<u8> {
     match dice.below(24) {
-        // As Linux sends it.
-        _ if flags & SYN != 0 && dice.chance(1, 2) => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
+        _ if flags & SYN != 0 && dice.chance(1, 2) => options_of_a_syn(dice, time),
         0..16 => [&[1, 1][..], time].concat(),
         16..19 => Vec::new(),
         19 => vec![1; dice.below(41)],
         _ => soup(dice, time),
     }
+}
+
+/// Options in the order in which Linux, FreeBSD or macOS sends them; one byte of some of them is another one.
+fn options_of_a_syn(dice: &mut Dice, time: &[u8]) -> Vec<u8> {
+    let mut options = match dice.below(3) {
+        0 => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
+        1 => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 4, 2][..], time].concat(),
+        _ => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 1, 1][..], time, &[4, 2, 0, 0]].concat(),
+    };
+    if dice.chance(1, 4) {
+        let changed = dice.below(options.len());
+        options[changed] = dice.u8();
+    }
+    options
 }
 
 /// Options in any order and at any offset, some of them wrong.

@@ -8,6 +8,7 @@
 //! * [`consistency`]: whether connections stay with their server while everything changes
 //! * [`cookies`]: what a client gains by other echoes than it was sent
 //! * [`memory`]: the BPF program's maps
+//! * [`promises`]: what the documentation promises of every packet, without the model
 //! * [`shrink`]: the least that shows a difference
 
 pub mod campaign;
@@ -20,5 +21,6 @@ pub mod generate;
 pub mod memory;
 pub mod mutate;
 pub mod plan;
+pub mod promises;
 pub mod shrink;
 pub mod world;

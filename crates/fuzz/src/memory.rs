@@ -1,24 +1,19 @@
 //! The maps of a loaded `bpf/lb.bpf.c`, reached by the program's id: what the load balancer's own interface does not
 //! show, because nobody but a test would look.
 
-use std::collections::HashMap;
 use std::mem::offset_of;
-use std::net::Ipv4Addr;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use coreward_dataplane::mapped::Mapped;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::cookie::CookieKey;
-use coreward_model::lb::{Flow, FlowEntry, ServerTraffic};
-use coreward_model::tuple::address_words;
+use coreward_model::lb::{Buckets, REASONS, ServerTraffic};
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
-use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
-use zerocopy::FromBytes as _;
+use libbpf_rs::{MapCore as _, MapHandle};
 
-type AllTraffic = [intf::server_traffic; ServerId::COUNT];
 type Recent = [u64; intf::RECENT_FIRST_PACKETS as usize];
 
 /// 64-bit words of a service's counters.
@@ -31,8 +26,10 @@ pub struct Memory {
     counters: Mapped<[intf::lb_counters]>,
     tables: MapHandle,
     recent: Mapped<Recent>,
-    traffic: Mapped<AllTraffic>,
-    flow_table: MapHandle,
+    /// The same.
+    traffic: Mapped<[intf::server_traffic]>,
+    flows: Mapped<[intf::flow_set]>,
+    broadcast: Mapped<intf::broadcast_buckets>,
 }
 
 impl Memory {
@@ -51,8 +48,9 @@ impl Memory {
             // The kernel keeps 15 characters of a name.
             tables: MapHandle::try_from(named("placement_memor")?)?,
             recent: Mapped::new(named(".bss.recent")?)?,
-            traffic: Mapped::new(named("server_traffic")?)?,
-            flow_table: MapHandle::try_from(named("flow_table")?)?,
+            traffic: Mapped::new_slice(named("server_traffic")?, ServerId::COUNT)?,
+            flows: Mapped::new_slice(named("flow_table")?, named("flow_table")?.max_entries() as usize)?,
+            broadcast: Mapped::new(named(".bss.broadcast")?)?,
         })
     }
 
@@ -61,20 +59,29 @@ impl Memory {
         self.counters.load(service * size_of::<intf::lb_counters>() + word * size_of::<u64>())
     }
 
-    /// Sets until when the tokens of a service are paid for.
-    pub fn set_to_all_paid_until(&self, service: usize, paid_until: u64) {
-        self.state.store(service_at(service) + offset_of!(intf::service_state, to_all_paid_until), paid_until);
+    /// Sets until when tokens are paid for.
+    pub fn set_paid_until(&self, buckets: Buckets, paid_until: u64) {
+        let word = |at: usize| at * size_of::<u64>();
+        let set = |start: usize, at: usize| self.broadcast.store(start + word(at), paid_until);
+        match buckets {
+            Buckets::OfService(service, reason) => {
+                set(offset_of!(intf::broadcast_buckets, by_service), service * REASONS + reason as usize);
+            }
+            Buckets::OfAll(reason) => set(offset_of!(intf::broadcast_buckets, of_all), reason as usize),
+            Buckets::OfSources(first) => {
+                Buckets::sources(first).for_each(|at| set(offset_of!(intf::broadcast_buckets, by_source), at));
+            }
+        }
     }
 
-    /// The same for packets whose connection table is lost.
-    pub fn set_owner_lost_paid_until(&self, service: usize, paid_until: u64) {
-        self.state.store(service_at(service) + offset_of!(intf::service_state, owner_lost_paid_until), paid_until);
+    /// Sets what one source prefix may take of the connection table.
+    pub fn limit_takes(&self, per_source: Option<u32>) {
+        self.state.store(offset_of!(intf::lb_state, takes_per_source), per_source.unwrap_or(0).into());
     }
 
     /// Sets what places connections in the connection table: drawn at random otherwise.
     pub fn set_connection_key(&self, key: &CookieKey) {
-        let key = intf::cookie_key { k0: key.k0, k1: key.k1 };
-        self.state.write(offset_of!(intf::lb_state, connection_key), &key);
+        self.state.write(offset_of!(intf::lb_state, connection_key), &key.layout());
     }
 
     /// The counter of rule ROUND_ROBIN.
@@ -95,11 +102,6 @@ impl Memory {
         words.flat_map(|word| [word as u32, (word >> 32) as u32]).take(count).collect()
     }
 
-    /// First packets of a service.
-    pub fn opened(&self, service: usize) -> u64 {
-        self.state.load(service_at(service) + offset_of!(intf::service_state, opened))
-    }
-
     /// What was sent to a server.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
         let position = usize::from(id.get());
@@ -112,26 +114,9 @@ impl Memory {
         }
     }
 
-    /// The flow table.
-    ///
-    /// # Errors
-    /// When an entry cannot be read.
-    pub fn flows(&self) -> anyhow::Result<HashMap<Flow, FlowEntry>> {
-        let mut flows = HashMap::new();
-        for key in self.flow_table.keys() {
-            let value = self.flow_table.lookup(&key, MapFlags::ANY)?.context("an entry went away")?;
-            let key = intf::flow_table_key::read_from_bytes(&key).map_err(|_| anyhow::anyhow!("a flow's key"))?;
-            let value = intf::flow_table_entry::read_from_bytes(&value).map_err(|_| anyhow::anyhow!("a flow"))?;
-            let client = Ipv4Addr::from(key.client_address[3].to_ne_bytes());
-            ensure!(key.client_address[..3] == address_words(client.into())[..3], "{:x?}", key.client_address);
-            let flow = Flow { service: key.service.into(), client: (client, u16::from_be(key.client_port)) };
-            let half_open = u32::from(value.before) == intf::HALF_OPEN_FLOW;
-            let before = (u32::from(value.before) != intf::NO_SERVER && !half_open).then_some(value.before);
-            let before = before.map(|id| ServerId::try_from(u64::from(id))).transpose()?;
-            let server = ServerId::try_from(u64::from(value.server_id))?;
-            flows.insert(flow, FlowEntry { server, before, half_open });
-        }
-        Ok(flows)
+    /// The `count` words of the flow table.
+    pub fn flow_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
+        (0..count).map(|word| self.flows.load(word * size_of::<u64>()))
     }
 
     /// `recent_first_packets`.

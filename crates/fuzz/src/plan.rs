@@ -7,7 +7,7 @@ use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::correction;
-use coreward_model::lb::{Mac, Outcome, Owner, Server};
+use coreward_model::lb::{Buckets, Mac, Outcome, Owner, REASONS, Reason, Server};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -110,6 +110,8 @@ impl Plan {
             count_traffic: dice.chance(1, 2),
             connection_table: size,
             connection_key: CookieKey::random(&mut dice.0),
+            // So small that sets are full, and so large that most are not.
+            flow_sets: dice.pick(&[1, 24, 1 << 10, 1 << 15]),
             ..Setup::new(OWN_MAC, keys(dice))
         };
         let (rules, modes) = (some(&Rule::ALL, dice), some(&MODES, dice));
@@ -280,11 +282,25 @@ impl Plan {
     pub fn small_change(&mut self, dice: &mut Dice) -> Change {
         let service = dice.below(self.services.len());
         let planned = &self.services[service];
-        match dice.below(14) {
+        match dice.below(15) {
+            14 => Change::LimitTakes(dice.chance(1, 2).then(|| 1 + dice.below(3) as u32)),
             10..12 => self.owner_change(dice),
-            12 => Change::OwnerLostTokens(planned.place, dice.chance(1, 2)),
+            12 => {
+                let reason = dice.below(REASONS) as Reason;
+                let buckets = match dice.below(2) {
+                    0 => Buckets::OfAll(reason),
+                    _ => Buckets::OfSources(dice.below(8)),
+                };
+                Change::Tokens(buckets, dice.chance(3, 4))
+            }
             13 => {
-                self.clock = Clock(dice.u32());
+                // Forth and back a little, so that some flows are idle for too long and some are not; or anywhere.
+                let step = dice.below(2 * intf::FLOW_IDLE_UDP as usize) as u32;
+                self.clock = match dice.below(8) {
+                    0 => Clock(dice.u32()),
+                    1 => Clock(self.clock.0.wrapping_sub(step)),
+                    _ => Clock(self.clock.0.wrapping_add(step)),
+                };
                 Change::Clock(self.clock)
             }
             0 => {
@@ -296,9 +312,15 @@ impl Plan {
                 self.setup.keys.keys[dice.below(2)] = CookieKey::random(&mut dice.0);
                 Change::Keys(self.setup.keys)
             }
-            2..4 => Change::Tokens(planned.place, dice.chance(1, 2)),
+            2..4 => {
+                let reason = dice.below(REASONS) as Reason;
+                Change::Tokens(Buckets::OfService(planned.place, reason), dice.chance(1, 2))
+            }
             4 if !planned.servers.is_empty() => Change::Server(planned.place, dice.pick(&planned.servers), None),
-            5..10 if !planned.servers.is_empty() => {
+            5 if !planned.servers.is_empty() => {
+                Change::Down(planned.place, dice.pick(&planned.servers), dice.chance(2, 3))
+            }
+            6..10 if !planned.servers.is_empty() => {
                 let id = dice.pick(&planned.servers);
                 self.services[service].server_change(id, dice)
             }

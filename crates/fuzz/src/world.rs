@@ -6,20 +6,25 @@ use std::mem::offset_of;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{self as dataplane, ServiceIndex, ToAllRate};
+use coreward_dataplane::lb::{self as dataplane, PacketRate, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize};
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
-use coreward_model::lb::{Constants, Flow, FlowEntry, LoadBalancer, Mac, Outcome, Owner, Rate, Server, Verdict};
+use coreward_model::lb::{
+    BroadcastRates, Buckets, Constants, LoadBalancer, Mac, Outcome, Owner, REASONS, Rate, Server, Verdict,
+};
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::frame::{ETHERNET, hex, ones_complement_sum};
 use crate::memory::{COUNTER_WORDS, Memory};
+use crate::promises::Promises;
 
+/// linux/bpf.h
+const XDP_TX: i32 = 3;
 /// Where packets of no service are counted.
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
@@ -30,11 +35,8 @@ pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Deliveries to all servers: one per second, and so many at once that they never run out by themselves. Whether there is
 /// a token is then a change of the state ([`Change::Tokens`]), and not a matter of time.
-const TO_ALL: ToAllRate = ToAllRate { per_second: 1, burst: u32::MAX };
-const TO_ALL_INTERVAL_NS: u64 = 1_000_000_000;
-
-/// Owner-lost deliveries: the same, by a rate of its own.
-const OWNER_LOST: ToAllRate = TO_ALL;
+const BROADCAST: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
+const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// What is fixed when the program is loaded.
 #[derive(Debug, Clone, Copy)]
@@ -49,13 +51,16 @@ pub struct Setup {
     pub connection_table: TableSize,
     /// Places connections there.
     pub connection_key: CookieKey,
+    /// Sets of the flow table.
+    pub flow_sets: u32,
 }
 
 impl Setup {
     /// The usual one.
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
-        let connection_key = CookieKey { k0: 7, k1: 8 };
-        Self { own_mac, keys, count_traffic: false, connection_table: TableSize::default(), connection_key }
+        let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
+        let (connection_table, flow_sets) = (TableSize::default(), 1 << 15);
+        Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets }
     }
 }
 
@@ -68,16 +73,18 @@ pub enum Change {
     Services(Vec<(ServiceAddress, ServiceMode)>),
     /// A server is made known, changed, or forgotten.
     Server(usize, ServerId, Option<Server>),
+    /// The load balancer's own checks find a server down, or up again.
+    Down(usize, ServerId, bool),
     /// Another table.
     Table(usize, PlacementTable),
     /// Whether there are tokens for deliveries to all servers.
-    Tokens(usize, bool),
-    /// Whether there are some for packets whose connection table is lost.
-    OwnerLostTokens(usize, bool),
+    Tokens(Buckets, bool),
     /// This load balancer's number among those with a connection table.
     Number(Option<OwnerNumber>),
     /// Who has a number.
     Owner(OwnerNumber, Owner),
+    /// What one source prefix may take of the connection table.
+    LimitTakes(Option<u32>),
     /// The time as packets see it.
     Clock(Clock),
     /// Entries of the connection table are freed.
@@ -101,8 +108,8 @@ impl Instance {
     pub fn load(setup: &Setup) -> anyhow::Result<Self> {
         let connection_table = setup.connection_table;
         let options = dataplane::Options {
-            to_all: TO_ALL,
-            owner_lost: OWNER_LOST,
+            broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
+            flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
             // So that the twin sees the same time.
             correction_clock: dataplane::CorrectionClock::Ticks,
@@ -142,12 +149,11 @@ impl Instance {
                 self.lb.set_server(self.service(*place), *id, server);
             }
             Change::Server(place, id, None) => self.lb.remove_server(self.service(*place), *id),
+            Change::Down(place, id, is_down) => self.lb.set_down(self.service(*place), *id, *is_down),
             Change::Table(place, table) => self.lb.install_table(self.service(*place), table)?,
-            Change::Tokens(place, there) => self.memory.set_to_all_paid_until(*place, paid_until(*there)),
-            Change::OwnerLostTokens(place, there) => {
-                self.memory.set_owner_lost_paid_until(*place, paid_until(*there));
-            }
+            Change::Tokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.lb.set_owner(*owner),
+            Change::LimitTakes(per_source) => self.memory.limit_takes(*per_source),
             Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
             Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
             Change::Owner(number, Owner::At(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
@@ -213,6 +219,7 @@ pub struct World {
     counters: Vec<[u64; COUNTER_WORDS]>,
     /// A frame as the twin leaves it.
     expected: Vec<u8>,
+    promises: Promises,
     now_ns: u64,
 }
 
@@ -222,11 +229,11 @@ impl World {
     /// # Errors
     /// When `with_program`, without the right to load it.
     pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
-        let burst_ns = TO_ALL_INTERVAL_NS * u64::from(TO_ALL.burst - 1);
-        let to_all = Rate { interval_ns: TO_ALL_INTERVAL_NS, burst_ns };
+        let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST.burst - 1);
+        let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let constants = Constants {
-            to_all,
-            owner_lost: to_all,
+            broadcast: [BroadcastRates { by_source: rate, by_service: rate, of_all: rate }; REASONS],
+            flow_sets: setup.flow_sets,
             connection_table: setup.connection_table,
             count_traffic: setup.count_traffic,
         };
@@ -237,6 +244,7 @@ impl World {
             twin,
             counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
             expected: Vec::new(),
+            promises: Promises::default(),
             now_ns: 1,
         })
     }
@@ -262,12 +270,11 @@ impl World {
                 }
             }
             Change::Server(place, id, server) => self.twin.set_server(*place, *id, *server),
+            Change::Down(place, id, is_down) => self.twin.set_down(*place, *id, *is_down),
             Change::Table(place, table) => self.twin.install_table(*place, table.clone()),
-            Change::Tokens(place, there) => self.twin.set_to_all_paid_until(*place, paid_until(*there)),
-            Change::OwnerLostTokens(place, there) => {
-                self.twin.set_owner_lost_paid_until(*place, paid_until(*there));
-            }
+            Change::Tokens(buckets, there) => self.twin.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.twin.set_owner(*owner),
+            Change::LimitTakes(per_source) => self.twin.limit_takes(*per_source),
             Change::Owner(number, owner) => self.twin.set_owner_at(*number, *owner),
             Change::Clock(clock) => self.twin.set_clock(*clock),
             Change::Free(_) => self.twin.free_connections(&freed),
@@ -275,16 +282,16 @@ impl World {
         if let Some(instance) = &mut self.instance {
             instance.change(change, &places, &freed)?;
         }
+        self.promises.follow(change, &places);
         Ok(places)
     }
 
     /// Whether what `change` is about exists.
     pub fn makes_sense(&self, change: &Change) -> bool {
         match change {
-            Change::Server(place, ..)
-            | Change::Table(place, _)
-            | Change::Tokens(place, _)
-            | Change::OwnerLostTokens(place, _) => self.twin.has_service(*place),
+            Change::Server(place, ..) | Change::Down(place, ..) | Change::Table(place, _) => {
+                self.twin.has_service(*place)
+            }
             _ => true,
         }
     }
@@ -301,16 +308,19 @@ impl World {
         self.count(&outcome, frame.len());
         let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
         let (verdict, length) = instance.run(frame)?;
+        let broken = if verdict == XDP_TX { self.promises.broken(frame, &instance.out[..length]) } else { None };
         let expected_verdict = match outcome.verdict() {
             Verdict::Drop => 1,
             Verdict::Pass => 2,
-            Verdict::Transmit => 3,
+            Verdict::Transmit => XDP_TX,
         };
-        let difference =
-            differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
-                .or_else(|| differ("the packet", &self.expected[..], &instance.out[..length], |bytes| hex(bytes)))
-                .or_else(|| checksum_broken(frame, &self.expected))
-                .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
+        let difference = broken
+            .or_else(|| {
+                differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
+            })
+            .or_else(|| differ("the packet", &self.expected[..], &instance.out[..length], |bytes| hex(bytes)))
+            .or_else(|| checksum_broken(frame, &self.expected))
+            .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
     }
 
@@ -323,9 +333,11 @@ impl World {
         let service = outcome.service.unwrap_or(NO_SERVICE);
         let words = &mut self.counters[service];
         words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
-        words[offset_of!(intf::lb_counters, last_outcome) / 8] = u64::from(outcome.counter);
         if let Some(event) = outcome.event {
             words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
+        }
+        if outcome.service.is_some() {
+            words[offset_of!(intf::lb_counters, opened) / 8] = self.twin.opened(service);
         }
         if outcome.verdict() == Verdict::Transmit {
             words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
@@ -369,10 +381,8 @@ impl World {
         let assigned = self.twin.assigned(place).to_vec();
         let found = memory.assigned(place, assigned.len());
         let turns = (self.twin.round_robin(place), memory.round_robin(place));
-        let opened = (self.twin.opened(place), memory.opened(place));
         differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
             .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
-            .or_else(|| differ("the first packets", opened.0, opened.1, u64::to_string))
     }
 
     /// What is known of servers' clocks, by id.
@@ -413,22 +423,22 @@ impl World {
                 return Ok(difference);
             }
         }
-        let found = instance.memory.flows()?;
-        let expected = self.twin.flows();
-        let odd = |flow: &&Flow| expected.get(*flow) != found.get(*flow);
-        let Some(flow) = expected.keys().chain(found.keys()).filter(odd).min() else { return Ok(None) };
-        let text = |entry: &Option<&FlowEntry>| format!("{entry:?}");
-        Ok(differ(&format!("the flow table's entry of {flow:?}"), expected.get(flow), found.get(flow), text))
+        let expected = self.twin.flow_words();
+        let found = instance.memory.flow_words(expected.len());
+        let odd = expected.iter().zip(found).enumerate().find(|(_, (expected, found))| *expected != found);
+        let Some((word, (expected, found))) = odd else { return Ok(None) };
+        Ok(differ(&format!("word {word} of the flow table"), *expected, found, |word| format!("{word:#x}")))
     }
 }
 
 fn counter_name(word: usize) -> &'static str {
-    let (counters, events) = (intf::LB_COUNTER_NAMES.len(), intf::LB_EVENT_NAMES.len());
+    let packets = offset_of!(intf::lb_counters, packets) / 8;
+    let events = offset_of!(intf::lb_counters, events) / 8;
     match word {
-        word if word < counters => intf::LB_COUNTER_NAMES[word],
-        word if word < counters + events => intf::LB_EVENT_NAMES[word - counters],
         word if word == offset_of!(intf::lb_counters, forwarded_bytes) / 8 => "forwarded_bytes",
-        word if word == offset_of!(intf::lb_counters, last_outcome) / 8 => "last_outcome",
+        word if word == offset_of!(intf::lb_counters, opened) / 8 => "opened",
+        word if word >= packets && word < events => intf::LB_COUNTER_NAMES[word - packets],
+        word if word >= events => intf::LB_EVENT_NAMES.get(word - events).copied().unwrap_or("unused"),
         _ => "unused",
     }
 }

@@ -7,19 +7,13 @@ use coreward_fuzz::cookies::{Cookies, Flips};
 const FAR: f64 = 5.0;
 
 fn check_flips(flips: &Flips, servers: f64) {
-    // The low 14 bits are the id's: exactly the neighbours there are.
-    assert_eq!(flips.elsewhere[..14], flips.neighbours[..]);
+    // The low 16 bits: each is a guess, whichever server it was and whatever the ids are.
     assert!(flips.same[..16].iter().all(|count| *count <= 3), "{flips:?}");
-    // No bit of the kind names a server by itself; the key bit is a guess.
-    assert_eq!(flips.elsewhere[14], 0);
     let guesses = flips.cookies as f64 * servers / 32_768.0;
-    assert!((flips.elsewhere[15] as f64 - guesses).abs() < FAR * guesses.sqrt() + 1.0, "{flips:?}");
+    let is_guess = |found: &u64| (*found as f64 - guesses).abs() < FAR * guesses.sqrt() + 1.0;
+    assert!(flips.elsewhere[..16].iter().all(is_guess), "{guesses} expected: {flips:?}");
     // The upper half is the time: the server stays the same.
     assert!(flips.same[16..].iter().all(|count| *count == flips.cookies), "{flips:?}");
-    // Random ids have neighbours as often as a guess hits.
-    let expected = 14.0 * flips.cookies as f64 * (servers - 1.0) / 16_383.0;
-    let found: u64 = flips.neighbours.iter().sum();
-    assert!((found as f64) < 2.0 * expected + 10.0, "{found} neighbours, {expected} expected");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use coreward_fuzz::world::{Change, OWN_MAC, Setup, World};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::lb::Server;
+use coreward_model::lb::{Outcome, Server};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
@@ -43,8 +43,14 @@ fn a_twin_that_is_told_something_else_is_found_out() {
     if !may_load_bpf("a_twin_that_is_told_something_else_is_found_out") {
         return;
     }
-    let mut epoch = Epoch::new(3, true).unwrap();
-    assert!(epoch.run(2_000, |_| ()).unwrap().is_none());
+    // One whose packets have cookies.
+    let with_cookies = |seed| {
+        let (mut epoch, mut established) = (Epoch::new(seed, true).unwrap(), 0);
+        let count = |outcome: Outcome| established += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);
+        assert!(epoch.run(2_000, count).unwrap().is_none());
+        (established > 200).then_some(epoch)
+    };
+    let mut epoch = (0..).find_map(with_cookies).unwrap();
     let zero = CookieKey { k0: 0, k1: 0 };
     epoch.world.twin.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
     let found = epoch.run(4_000, |_| ()).unwrap().expect("cookies are read with other keys");

@@ -190,11 +190,17 @@ async fn follow<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Prober>, sh
         drop(turn);
         let latency = began.elapsed();
         if let Some(found) = shared.found().get_mut(&key) {
-            found.checks += 1;
-            found.failures += u64::from(outcome.is_err());
             found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
             found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
-            if found.judge.observe(outcome.is_ok(), check.thresholds) {
+            let verdict_changed = match &outcome {
+                Err(unwell) if unwell.is_local() => found.judge.could_not_look(check.thresholds),
+                _ => {
+                    found.checks += 1;
+                    found.failures += u64::from(outcome.is_err());
+                    found.judge.observe(outcome.is_ok(), check.thresholds)
+                }
+            };
+            if verdict_changed {
                 found.since = Instant::now();
                 shared.changes.send_modify(|count| *count += 1);
             }

@@ -12,6 +12,7 @@ use hyper::client::conn::http1;
 use hyper::header::{CONNECTION, HOST, USER_AGENT};
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use nix::errno::Errno;
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpSocket, TcpStream};
@@ -65,6 +66,40 @@ pub enum Unwell {
     /// The kernel says.
     #[error("{0}")]
     Network(String),
+    /// This machine cannot ask, which says nothing of the server.
+    #[error("not asked, as this machine lacks something: {0}")]
+    Local(String),
+}
+
+impl Unwell {
+    /// Whether the server has no part in it.
+    pub fn is_local(&self) -> bool {
+        matches!(self, Self::Local(_))
+    }
+
+    /// The local error behind `error`, or what `otherwise` makes of it.
+    fn of(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
+        let mut causes = std::iter::successors(Some(error), |error| error.source());
+        let local = causes.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
+        local.map_or_else(|| otherwise(error.to_string()), |error| Self::Local(error.to_string()))
+    }
+}
+
+/// Whether this machine has run out of something, or forbids the connection: files, ports, memory, a firewall of its own.
+fn is_local(error: &std::io::Error) -> bool {
+    const LOCAL: [Errno; 9] = [
+        Errno::EMFILE,
+        Errno::ENFILE,
+        Errno::ENOBUFS,
+        Errno::ENOMEM,
+        Errno::EADDRNOTAVAIL,
+        Errno::EADDRINUSE,
+        // connect(2): no free port.
+        Errno::EAGAIN,
+        Errno::EPERM,
+        Errno::EACCES,
+    ];
+    error.raw_os_error().is_some_and(|number| LOCAL.contains(&Errno::from_raw(number)))
 }
 
 /// Asks the servers of one service.
@@ -107,7 +142,8 @@ impl Prober {
             (Probe::Http(http), _) => self.request(connection, http, server).await,
             (Probe::Https(http, _), Some(Ok(tls))) => {
                 let name = self.name(http, server)?;
-                let connection = tls.connect(name, connection).await.map_err(|error| Unwell::Tls(error.to_string()))?;
+                let connection =
+                    tls.connect(name, connection).await.map_err(|error| Unwell::of(&error, Unwell::Tls))?;
                 self.request(connection, http, server).await
             }
             (Probe::Https(..), Some(Err(problem))) => Err(Unwell::Tls(problem.clone())),
@@ -140,7 +176,7 @@ impl Prober {
     async fn connect(&self, server: Ipv4Addr) -> Result<(TcpStream, Option<OpenPath>), Unwell> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => Unwell::Refused,
-            _ => Unwell::Network(error.to_string()),
+            _ => Unwell::of(&error, Unwell::Network),
         };
         let socket = TcpSocket::new_v4().map_err(network)?;
         socket.set_zero_linger().map_err(network)?;
@@ -149,7 +185,7 @@ impl Prober {
                 socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(network)?;
                 let own_port = socket.local_addr().map_err(network)?.port();
                 let path = Path { server, vip: *self.vip.ip(), port: self.port(), own_port };
-                paths.add(&path).map_err(|error| Unwell::Network(format!("{error:#}")))?;
+                paths.add(&path).map_err(|error| Unwell::Local(format!("{error:#}")))?;
                 Some(OpenPath { path, paths: paths.clone() })
             }
             _ => None,
@@ -164,7 +200,7 @@ impl Prober {
         http: &HttpProbe,
         server: Ipv4Addr,
     ) -> Result<(), Unwell> {
-        let unwell = |error: hyper::Error| Unwell::Http(error.to_string());
+        let unwell = |error: hyper::Error| Unwell::of(&error, Unwell::Http);
         let address = self.address(server);
         let host = http.host.clone().unwrap_or_else(|| match address.port() {
             80 => address.ip().to_string(),

@@ -216,7 +216,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     #[test]
     fn tables_and_addresses_have_defaults() {
         let config = parse(GOOD).unwrap();
-        assert_eq!((config.address, config.flow_table), (None, 262_144));
+        assert_eq!((config.address, config.flow_table), (None, 1_048_576));
         assert_eq!(config.connection_table.entries(), 262_144);
         assert_eq!(config.connection_timers, Timers::default());
         let timers = parse(&format!("{GOOD}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;

@@ -19,6 +19,8 @@ use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
 use coreward_wire::{FleetChange, FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1};
+use prost::Message as _;
+use prost::bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
@@ -43,6 +45,8 @@ const UNRESOLVED: &str = "MAC addresses are not resolved";
 /// When the file is wrong, another process is at work there, the interface does not exist, or the kernel refuses the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
+    // Health checks of many servers are many connections at once.
+    coreward_daemon::raise_file_limit();
     let _claim = Claim::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
@@ -265,7 +269,10 @@ async fn follow(
             }
             _ = around.beat.tick() => {
                 forwarder.beat();
-                for query in sweeper.ask(&forwarder.sweep()?, since_start()) {
+                let due = forwarder.sweep()?;
+                forwarder.free(&sweeper.queue(&due, since_start()))?;
+                // Half of the queue is for what is not asked.
+                for query in sweeper.ask(since_start(), messages.capacity() / 2) {
                     let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
                 }
                 if let Some(news) = forwarder.health_news() {
@@ -318,33 +325,69 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// An update that cannot be used is logged; what is in force stays. A table that is in force now.
+/// An update that cannot be used is logged, and the controller is told; what is in force stays. A table that is in force now.
 fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) -> Option<v1::TableInForce> {
-    let mut in_force = None;
     let began = Instant::now();
-    let applied = match update.update {
-        Some(Update::Configuration(configuration)) => FleetConfiguration::decode(configuration)
-            .map_err(anyhow::Error::from)
-            .and_then(|(number, configuration)| forwarder.configure(number, configuration)),
-        Some(Update::Change(change)) => {
-            FleetChange::decode(change).map_err(anyhow::Error::from).and_then(|change| forwarder.change(change))
+    match update.update {
+        Some(Update::Configuration(configuration)) => {
+            let taken = match FleetConfiguration::decode(configuration) {
+                Ok((number, configuration, refused)) => forwarder.take_configuration(number, configuration, &refused),
+                Err(error) => {
+                    let error = anyhow::Error::from(error);
+                    forwarder.refuse_all(0, &error);
+                    Err(error)
+                }
+            };
+            logged(taken);
         }
-        Some(Update::Table(bytes)) => table::decode(bytes)
-            .map_err(anyhow::Error::from)
-            .and_then(|(service, table)| {
-                forwarder.install(service, &table)?;
-                let service_index = service.get().into();
-                in_force = Some(v1::TableInForce { service_index, generation: table.generation });
-                Ok(())
-            })
-            .map(|()| forwarder.installed_within(began.elapsed())),
-        Some(Update::SocketAnswer(answer)) => SocketAnswer::try_from(answer)
-            .map_err(anyhow::Error::from)
-            .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start()))),
-        None => Err(anyhow::anyhow!("an update of a kind that this version does not know")),
-    };
-    if let Err(error) = applied {
+        Some(Update::Change(change)) => {
+            let taken = match FleetChange::decode(change) {
+                Ok((change, refused)) => forwarder.take_change(change, &refused),
+                Err(error) => {
+                    let error = anyhow::Error::from(error);
+                    forwarder.refuse_all(0, &error);
+                    Err(error)
+                }
+            };
+            logged(taken);
+        }
+        Some(Update::Table(bytes)) => {
+            let in_force = install(forwarder, bytes)?;
+            forwarder.installed_within(began.elapsed());
+            return Some(in_force);
+        }
+        Some(Update::SocketAnswer(answer)) => {
+            let freed = SocketAnswer::try_from(answer)
+                .map_err(anyhow::Error::from)
+                .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start())));
+            logged(freed);
+        }
+        None => tracing::error!("the controller's update is of a kind that this version does not know"),
+    }
+    None
+}
+
+fn logged(outcome: anyhow::Result<()>) {
+    if let Err(error) = outcome {
         tracing::error!("the controller's update cannot be used: {error:#}");
     }
-    in_force
+}
+
+/// The table that is in force now, if it can be.
+fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
+    let outcome = match table::decode(bytes.clone()) {
+        Ok((service, table)) => {
+            let outcome = forwarder.install(service, &table);
+            forwarder.table_taken(service.get().into(), table.generation, &outcome);
+            outcome.map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
+        }
+        Err(error) => {
+            // Whose it is can be read from most that cannot be used.
+            let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
+            let outcome = Err::<(), anyhow::Error>(error.into());
+            forwarder.table_taken(message.service_index, message.generation, &outcome);
+            outcome.map(|()| v1::TableInForce::default())
+        }
+    };
+    outcome.inspect_err(|error| tracing::error!("the controller's table cannot be used: {error:#}")).ok()
 }

@@ -2,6 +2,7 @@
 
 mod configuration;
 mod metrics;
+mod refusals;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
@@ -20,13 +21,16 @@ use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::announce::Able;
-use crate::health::Health;
+use crate::health::{Health, Target};
 use crate::routing;
+use refusals::Refusals;
 
 /// Until a configuration says otherwise.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// In so many calls of [`Forwarder::sweep`] the whole connection table is looked through.
-pub const SWEEP_BEATS: u32 = 100;
+/// In so many calls of [`Forwarder::sweep`] the whole connection table is looked through: in a second.
+const SWEEP_BEATS: u32 = 10;
+/// But at most so many entries in one call, of 64 bytes each: a table of four million takes three seconds.
+const SWEPT_AT_ONCE: u32 = 131_072;
 /// Servers that have not answered ARP in this time are not waited for before this version's program goes to work.
 const LONGEST_BESIDE: Duration = Duration::from_secs(5);
 /// Counting connections reads the whole table.
@@ -48,8 +52,8 @@ pub struct Forwarder {
     /// Time between two messages of traffic.
     report_interval: Duration,
     timers: Timers,
-    /// Connections in the table, and when they were counted.
-    counted: (u64, Duration),
+    /// When the connections in the table were counted.
+    counted: Duration,
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     confirmed: u64,
     /// Its number; `None`: none yet, or what came cannot be in force.
@@ -68,8 +72,14 @@ pub struct Forwarder {
     unable: Vec<String>,
     /// Checks of servers.
     health: Health,
+    /// The servers that are down by these checks.
+    down: BTreeSet<Target>,
+    /// Those of them that get no new connections from here, whatever the controller says.
+    masked: BTreeSet<Target>,
     /// When the first configuration came.
     configured_at: Option<Duration>,
+    /// What of the controller's updates cannot be used.
+    refusals: Refusals,
 }
 
 impl Forwarder {
@@ -94,7 +104,7 @@ impl Forwarder {
             peers: Vec::new(),
             report_interval: DEFAULT_REPORT_INTERVAL,
             timers,
-            counted: (0, Duration::ZERO),
+            counted: monotonic(),
             confirmed: 0,
             number: None,
             lacks_configuration: false,
@@ -104,7 +114,10 @@ impl Forwarder {
             announced: None,
             unable: Vec::new(),
             health,
+            down: BTreeSet::new(),
+            masked: BTreeSet::new(),
             configured_at: None,
+            refusals: Refusals::default(),
         }
     }
 
@@ -114,6 +127,7 @@ impl Forwarder {
         self.confirmed = 0;
         self.number = None;
         self.lacks_configuration = false;
+        self.refusals.forget(false);
         self.health.begin_stream();
     }
 
@@ -144,13 +158,52 @@ impl Forwarder {
         }
     }
 
-    /// Tells packets the time; to be called ten times a second.
+    /// Tells packets the time, and takes over what checks have found; to be called ten times a second, whether there is a
+    /// controller or not.
     pub fn beat(&mut self) {
         self.balancer.tick(monotonic());
+        self.balancer.guard_connection_table(&self.timers);
+        let Some(down) = self.health.newly_down() else { return };
+        let before = std::mem::replace(&mut self.down, down);
+        let changed: BTreeSet<ServiceIndex> =
+            before.symmetric_difference(&self.down).map(|(service, _)| *service).collect();
+        changed.into_iter().for_each(|service| self.set_servers(service));
+    }
+
+    /// Masks the servers of a service that are down by this load balancer's own checks: it acts at once, also without a
+    /// controller, and where it alone does not reach a server. Where it reaches none of those that the controller gives new
+    /// connections it masks none: its own network may have failed, and what becomes of a service that is down the controller
+    /// decides (`when_all_down`).
+    fn mask(&mut self, index: ServiceIndex) {
+        let Some((service, place)) = self.services.get(&index) else { return };
+        let is_down = |server: &&coreward_wire::Server| self.down.contains(&(index, server.id));
+        let (down, up): (Vec<_>, Vec<_>) = service.servers.iter().filter(|server| server.eligible).partition(is_down);
+        let masked: BTreeSet<Target> =
+            if up.is_empty() { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
+        for server in &service.servers {
+            let target = (index, server.id);
+            self.balancer.set_down(*place, server.id, masked.contains(&target));
+            match (self.masked.contains(&target), masked.contains(&target)) {
+                (false, true) => tracing::warn!(
+                    "server {} of service {} gets no new connections from here: it is down by this load balancer's checks",
+                    server.name,
+                    service.name
+                ),
+                (true, false) => tracing::info!("server {} of service {} is masked no more", server.name, service.name),
+                _ => {}
+            }
+        }
+        self.masked.retain(|(service, _)| *service != index);
+        self.masked.extend(masked);
+    }
+
+    /// Whether a server gets new connections from here.
+    fn is_eligible(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
+        server.eligible && !self.masked.contains(&(service, server.id))
     }
 
     /// Looks through the next part of the connection table: frees what may be freed at once, and returns what may be freed if
-    /// it has no socket. The whole table within [`SWEEP_BEATS`] calls.
+    /// it has no socket.
     ///
     /// # Errors
     /// When the kernel offers no grace period.
@@ -158,7 +211,7 @@ impl Forwarder {
         if !self.services.values().any(|(service, _)| service.mode.consistency == Consistency::Stateful) {
             return Ok(Vec::new());
         }
-        let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_BEATS);
+        let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_BEATS).min(SWEPT_AT_ONCE);
         let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.must_ask());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
@@ -206,15 +259,15 @@ impl Forwarder {
         };
         self.peer_moved(change);
         let servers = self.at_address.get(&change.address).into_iter().flatten();
-        for (nth, (service, position)) in servers.enumerate() {
-            let (service, index) = &self.services[service];
+        for (nth, (service_index, position)) in servers.enumerate() {
+            let (service, index) = &self.services[service_index];
             let server = &service.servers[*position];
             match change.mac {
                 _ if nth > 0 => {}
                 Some(mac) => tracing::info!("server {} is at {mac}", server.name),
                 None => tracing::warn!("server {} ({}) does not answer ARP", server.name, server.address),
             }
-            let server_now = lb::Server { mac: change.mac, eligible: server.eligible };
+            let server_now = lb::Server { mac: change.mac, eligible: self.is_eligible(*service_index, server) };
             self.balancer.set_server(*index, server.id, server_now);
         }
     }
@@ -250,8 +303,9 @@ impl Forwarder {
     pub fn look_after(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolver.is_alive(), "the thread that resolves MAC addresses has ended");
         let now = monotonic();
-        if now.saturating_sub(self.counted.1) >= COUNT_INTERVAL {
-            self.counted = (self.balancer.connections_in_use() as u64, now);
+        if now.saturating_sub(self.counted) >= COUNT_INTERVAL {
+            self.balancer.count_connections();
+            self.counted = now;
         }
         self.log_problems();
         self.balancer.refresh_own_mac()?;
@@ -388,10 +442,11 @@ impl Forwarder {
             xdp_mode: mode.to_owned(),
             configuration_generation: self.confirmed,
             events: EVENT_NAMES.iter().map(|name| (*name).to_owned()).zip(events).collect(),
-            connections: self.counted.0,
+            connections: self.balancer.occupancy(),
             unresolved_load_balancers,
             server_clocks: self.server_clocks(),
             warnings: self.problems(),
+            refused: self.refusals.list(),
         }
     }
 }

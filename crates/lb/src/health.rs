@@ -1,5 +1,6 @@
 //! Health checks of the services' servers: what is to be checked, and what the controller is told of it.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use coreward_dataplane::checked_paths::{self, CheckedPath, CheckedPaths};
 use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
 use coreward_health::probe::{Path, Paths};
 use coreward_model::ServerId;
-use coreward_model::health::Place;
+use coreward_model::health::{Place, Verdict};
 use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -18,12 +19,15 @@ const SAY_AGAIN: Duration = Duration::from_secs(2);
 
 const _: () = assert!(CHECKS_AT_ONCE <= checked_paths::PATHS);
 
-type Target = (ServiceIndex, ServerId);
+/// A server of a service.
+pub type Target = (ServiceIndex, ServerId);
 
 /// The checks of this load balancer.
 pub struct Health {
     checker: Checker<Target>,
     changes: watch::Receiver<u64>,
+    /// The same for [`Health::newly_down`].
+    changes_of_down: watch::Receiver<u64>,
     /// When the controller was last told; `None`: this one was not.
     told: Option<Instant>,
     interface: String,
@@ -59,7 +63,8 @@ impl Health {
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let changes = checker.changes();
-        Ok(Self { checker, changes, told: None, interface, paths: None, problem: None })
+        let changes_of_down = checker.changes();
+        Ok(Self { checker, changes, changes_of_down, told: None, interface, paths: None, problem: None })
     }
 
     /// Checks the servers of these services, as far as they are to be checked.
@@ -123,6 +128,16 @@ impl Health {
         let servers: Vec<_> = self.found().collect();
         // Also that there is nothing any more.
         (changed || !servers.is_empty()).then_some(HealthMessage { servers })
+    }
+
+    /// The servers that are down by these checks, when that may be others than at the last call.
+    pub fn newly_down(&mut self) -> Option<BTreeSet<Target>> {
+        if !self.changes_of_down.has_changed().unwrap_or(false) {
+            return None;
+        }
+        self.changes_of_down.mark_unchanged();
+        let down = self.checker.found().into_iter().filter(|(_, found)| found.verdict() == Some(Verdict::Down));
+        Some(down.map(|(target, _)| target).collect())
     }
 
     /// What the checks say now.

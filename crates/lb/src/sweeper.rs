@@ -1,75 +1,168 @@
-//! Which entries of the connection table may be freed: those whose time is over, once the agent of their server has said that
-//! they have no socket. No I/O: whoever asks and frees is [`crate::daemon`].
+//! Which entries of the connection table may be freed: those whose time is over, once the agent of their server has answered that
+//! they have no socket. No I/O: [`crate::daemon`] asks and frees.
+//!
+//! Entries wait in a queue for each server and service, and servers are asked in turn: each has few questions under way, so
+//! that servers whose agents do not answer leave room to the others. An agent that stays away proves nothing about its
+//! connections; then their time alone decides, or the table would fill with them. A connection that is freed while it lives
+//! goes to all servers once, and on by its server's id.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use coreward_model::ServiceAddress;
 use coreward_model::connection_table::{Connection, ConnectionIndex, Timers};
+use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::sockets::MAX_CLIENTS;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
-/// Questions that may be under way at once; with more, connections wait for the next round.
-const UNDER_WAY: usize = 32;
+/// Questions that may be under way at once.
+const UNDER_WAY: usize = 64;
+/// The same to one server: the next one may wait there while it answers.
+const UNDER_WAY_PER_SERVER: usize = 2;
 /// A question that has no answer after so long is forgotten: the agent is away, or it was lost on its way.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// A connection that has a socket still is asked for again after so long, or after the time for idle ones if that is shorter.
 const ASK_AGAIN: Duration = Duration::from_secs(60);
+/// A server whose agent is away is asked so often.
+const RETRY_AWAY: Duration = Duration::from_secs(5);
+/// For so long an agent may be away before the time of its connections alone decides: it may be restarted, or the controller.
+const LONGEST_AWAY: Duration = Duration::from_secs(60);
+/// How often what is over is forgotten.
+const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The questions that are under way.
+/// Who is asked about what: a server's agent knows its services apart.
+type Queue = (ServerId, ServiceAddress);
+
+/// The questions that wait, and those that are under way.
 #[derive(Debug)]
 pub struct Sweeper {
     ask_again: Duration,
     number: u64,
+    waiting: BTreeMap<Queue, Vec<Connection>>,
     under_way: BTreeMap<u64, Asked>,
-    /// Until when a connection is not asked for.
+    under_way_at: HashMap<ServerId, usize>,
+    /// Until when a connection is not queued.
     asked: HashMap<ConnectionIndex, Duration>,
+    /// Agents that do not answer.
+    away: HashMap<ServerId, Away>,
+    /// The queue that was served last.
+    cursor: Option<Queue>,
+    pruned: Duration,
 }
 
 #[derive(Debug)]
 struct Asked {
+    server: ServerId,
     connections: Vec<Connection>,
     forgotten: Duration,
+}
+
+#[derive(Debug)]
+struct Away {
+    since: Duration,
+    asked_again: Duration,
 }
 
 impl Sweeper {
     /// Nothing is under way.
     pub fn new(timers: &Timers) -> Self {
-        let ask_again = ASK_AGAIN.min(timers.idle);
-        Self { ask_again, number: 0, under_way: BTreeMap::new(), asked: HashMap::new() }
+        Self {
+            ask_again: ASK_AGAIN.min(timers.idle),
+            number: 0,
+            waiting: BTreeMap::new(),
+            under_way: BTreeMap::new(),
+            under_way_at: HashMap::new(),
+            asked: HashMap::new(),
+            away: HashMap::new(),
+            cursor: None,
+            pruned: Duration::ZERO,
+        }
     }
 
-    /// What to ask for these connections, whose time is over.
-    pub fn ask(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<SocketQuery> {
-        self.under_way.retain(|_, asked| asked.forgotten > now);
-        self.asked.retain(|_, until| *until > now);
-        let mut batches: BTreeMap<_, Vec<Connection>> = BTreeMap::new();
-        for (connection, service) in due.iter().filter(|(connection, _)| !self.asked.contains_key(&connection.index)) {
-            batches.entry((connection.identity.server, *service)).or_default().push(*connection);
+    /// Takes in connections whose time is over. Returns those that may be freed without an answer: the agent has been away for
+    /// too long.
+    pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
+        let mut free = Vec::new();
+        for (connection, service) in due {
+            if self.asked.get(&connection.index).is_some_and(|until| *until > now) {
+                continue;
+            }
+            let queue = (connection.identity.server, *service);
+            if self.is_lost(queue.0, now) && self.waiting.get(&queue).is_some_and(|waiting| !waiting.is_empty()) {
+                // One waits: the question that finds the agent's return.
+                free.push(*connection);
+                continue;
+            }
+            self.asked.insert(connection.index, Duration::MAX);
+            self.waiting.entry(queue).or_default().push(*connection);
         }
-        let batches = batches.into_iter().flat_map(|(of, connections)| {
-            let chunks: Vec<_> = connections.chunks(MAX_CLIENTS).map(<[Connection]>::to_vec).collect();
-            chunks.into_iter().map(move |chunk| (of, chunk))
-        });
-        let room = UNDER_WAY - self.under_way.len();
+        free
+    }
+
+    fn is_lost(&self, server: ServerId, now: Duration) -> bool {
+        self.away.get(&server).is_some_and(|away| now.saturating_sub(away.since) >= LONGEST_AWAY)
+    }
+
+    fn may_ask(&self, server: ServerId, now: Duration) -> bool {
+        let most = match self.away.get(&server) {
+            Some(away) if now < away.asked_again => 0,
+            Some(_) => 1,
+            None => UNDER_WAY_PER_SERVER,
+        };
+        self.under_way_at.get(&server).copied().unwrap_or(0) < most
+    }
+
+    /// The next questions, at most `most`: of each queue in turn.
+    pub fn ask(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
+        self.forget_unanswered(now);
+        self.prune(now);
+        let most = most.min(UNDER_WAY - self.under_way.len().min(UNDER_WAY));
         let mut queries = Vec::new();
-        for ((server, service), connections) in batches.take(room) {
-            self.number += 1;
-            self.asked.extend(connections.iter().map(|connection| (connection.index, now + PATIENCE)));
-            let clients = connections.iter().map(|connection| connection.client.into()).collect();
-            self.under_way.insert(self.number, Asked { connections, forgotten: now + PATIENCE });
-            // Who asks, the controller knows.
-            queries.push(SocketQuery { number: self.number, asker: 0, server, service, clients });
+        for queue in self.turns() {
+            if queries.len() == most {
+                break;
+            }
+            if self.may_ask(queue.0, now) {
+                queries.extend(self.ask_queue(queue, now));
+                self.cursor = Some(queue);
+            }
         }
         queries
     }
 
+    /// All queues, from the one behind that which was served last.
+    fn turns(&self) -> Vec<Queue> {
+        let queues = self.waiting.keys().copied();
+        let Some(cursor) = self.cursor else { return queues.collect() };
+        let (before, behind): (Vec<_>, Vec<_>) = queues.partition(|queue| *queue <= cursor);
+        behind.into_iter().chain(before).collect()
+    }
+
+    fn ask_queue(&mut self, queue: Queue, now: Duration) -> Option<SocketQuery> {
+        let waiting = self.waiting.get_mut(&queue)?;
+        let connections: Vec<Connection> = waiting.drain(..waiting.len().min(MAX_CLIENTS)).collect();
+        if waiting.is_empty() {
+            self.waiting.remove(&queue);
+        }
+        let (server, service) = queue;
+        let clients = connections.iter().map(|connection| connection.client.into()).collect();
+        self.number += 1;
+        *self.under_way_at.entry(server).or_default() += 1;
+        self.under_way.insert(self.number, Asked { server, connections, forgotten: now + TIMEOUT });
+        // The controller knows who asks.
+        Some(SocketQuery { number: self.number, asker: 0, server, service, clients })
+    }
+
     /// The connections that the answer says have no socket.
     pub fn answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
-        let Some(asked) = self.under_way.remove(&answer.number) else { return Vec::new() };
+        let Some(asked) = self.take(answer.number) else { return Vec::new() };
+        if answer.is_away() {
+            return self.not_answered(asked, now);
+        }
         if asked.connections.len() != answer.open.len() {
+            self.not_asked(&asked.connections);
             return Vec::new();
         }
+        self.away.remove(&asked.server);
         let mut gone = Vec::new();
         for (connection, open) in asked.connections.into_iter().zip(&answer.open) {
             if *open {
@@ -82,10 +175,45 @@ impl Sweeper {
         gone
     }
 
-    /// The stream to the controller has ended: no answer will come.
-    pub fn forget(&mut self) {
-        self.under_way.clear();
-        self.asked.clear();
+    fn take(&mut self, number: u64) -> Option<Asked> {
+        let asked = self.under_way.remove(&number)?;
+        if let Some(count) = self.under_way_at.get_mut(&asked.server) {
+            *count -= 1;
+            if *count == 0 {
+                self.under_way_at.remove(&asked.server);
+            }
+        }
+        Some(asked)
+    }
+
+    /// The agent is away: what may be freed all the same.
+    fn not_answered(&mut self, asked: Asked, now: Duration) -> Vec<Connection> {
+        self.not_asked(&asked.connections);
+        let away = self.away.entry(asked.server).or_insert(Away { since: now, asked_again: now });
+        away.asked_again = now + RETRY_AWAY;
+        if self.is_lost(asked.server, now) { asked.connections } else { Vec::new() }
+    }
+
+    fn not_asked(&mut self, connections: &[Connection]) {
+        for connection in connections {
+            self.asked.remove(&connection.index);
+        }
+    }
+
+    /// Questions without an answer: their connections are due again in the next round.
+    fn forget_unanswered(&mut self, now: Duration) {
+        let over: Vec<u64> =
+            self.under_way.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
+        for asked in over.into_iter().filter_map(|number| self.take(number)).collect::<Vec<_>>() {
+            self.not_answered(asked, now);
+        }
+    }
+
+    fn prune(&mut self, now: Duration) {
+        if now.saturating_sub(self.pruned) >= PRUNE_INTERVAL {
+            self.asked.retain(|_, until| *until > now);
+            self.pruned = now;
+        }
     }
 }
 
@@ -99,9 +227,9 @@ mod tests {
     fn due(place: u32, server: u64) -> (Connection, ServiceAddress) {
         let identity = Identity { tag: place, generation: 0, service: 0, server: server.try_into().unwrap() };
         let connection = Connection {
-            index: ConnectionIndex::new(0, place),
+            index: ConnectionIndex::new(place / 1024, place % 1024),
             identity,
-            client: format!("10.1.0.7:{}", 1000 + place).parse().unwrap(),
+            client: format!("10.1.0.7:{}", 1000 + place % 1024).parse().unwrap(),
             packets: 2,
             bytes: 200,
             opened: Clock(0),
@@ -116,43 +244,198 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
+    fn servers(queries: &[SocketQuery]) -> Vec<(u16, usize)> {
+        queries.iter().map(|query| (query.server.get(), query.clients.len())).collect()
+    }
+
     #[test]
-    fn who_has_no_socket_is_gone_and_who_has_is_asked_for_later() {
+    fn connection_without_a_socket_is_gone_and_one_with_a_socket_is_asked_for_later() {
         let mut sweeper = Sweeper::new(&Timers::default());
         let all = [due(1, 7), due(2, 8), due(3, 7)];
-        let queries = sweeper.ask(&all, at(0));
-        let asked: Vec<_> = queries.iter().map(|query| (query.server.get(), query.clients.len())).collect();
-        assert_eq!(asked, [(7, 2), (8, 1)]);
-        assert_eq!(sweeper.ask(&all, at(1)), [], "they are under way");
-        let gone = sweeper.answer(&queries[0].answer(vec![true, false]), at(1));
-        assert_eq!(gone, [all[2].0]);
+        assert_eq!(sweeper.queue(&all, at(0)), []);
+        let queries = sweeper.ask(at(0), 10);
+        assert_eq!(servers(&queries), [(7, 2), (8, 1)]);
+        sweeper.queue(&all, at(1));
+        assert_eq!(sweeper.ask(at(1), 10), [], "they are under way");
+        assert_eq!(sweeper.answer(&queries[0].answer(vec![true, false]), at(1)), [all[2].0]);
         // The answer for server 8 never comes; connection 1 is open.
-        let again = sweeper.ask(&all[..2], at(6));
-        assert_eq!(again.iter().map(|query| query.server.get()).collect::<Vec<_>>(), [8]);
-        let again = sweeper.ask(&all[..1], at(61));
-        assert_eq!(again.len(), 1);
+        sweeper.ask(at(6), 10);
+        sweeper.queue(&all[..2], at(6));
+        assert_eq!(servers(&sweeper.ask(at(11), 10)), [(8, 1)]);
+        sweeper.queue(&all[..1], at(61));
+        assert_eq!(servers(&sweeper.ask(at(61), 10)), [(7, 1)]);
     }
 
     #[test]
-    fn what_is_under_way_is_bounded() {
+    fn questions_under_way_are_bounded_in_all_and_for_each_server() {
         let mut sweeper = Sweeper::new(&Timers::default());
-        let all: Vec<_> = (0..1000).map(|place| due(place, u64::from(place % 2))).collect();
-        let queries = sweeper.ask(&all, at(0));
-        assert_eq!(queries.iter().map(|query| query.clients.len()).collect::<Vec<_>>(), [256, 244, 256, 244]);
-        let many: Vec<_> =
-            (1000..1024).flat_map(|place| (0..2).map(move |n| due(place, 2 + u64::from(place) * 2 + n))).collect();
-        assert_eq!(sweeper.ask(&many, at(1)).len(), UNDER_WAY - 4);
-        assert_eq!(sweeper.ask(&many, at(2)).len(), 0);
-        sweeper.forget();
-        assert_eq!(sweeper.ask(&all, at(2)).len(), 4);
+        let all: Vec<_> = (0..2000).map(|place| due(place, u64::from(place % 2))).collect();
+        sweeper.queue(&all, at(0));
+        assert_eq!(servers(&sweeper.ask(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(servers(&sweeper.ask(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(sweeper.ask(at(0), 100), []);
+        let many: Vec<_> = (2000..2200).map(|place| due(place, u64::from(place))).collect();
+        sweeper.queue(&many, at(1));
+        assert_eq!(sweeper.ask(at(1), 10).len(), 10);
+        assert_eq!(sweeper.ask(at(1), 1000).len(), UNDER_WAY - 4 - 10);
+        assert_eq!(sweeper.ask(at(2), 1000), []);
     }
 
     #[test]
-    fn an_answer_to_nothing_or_of_another_length_frees_nothing() {
+    fn servers_are_asked_in_turn() {
         let mut sweeper = Sweeper::new(&Timers::default());
-        let query = sweeper.ask(&[due(1, 7)], at(0)).remove(0);
+        let all: Vec<_> = (0..90).map(|place| due(place, u64::from(place % 9))).collect();
+        sweeper.queue(&all, at(0));
+        let mut asked = Vec::new();
+        for _ in 0..3 {
+            let queries = sweeper.ask(at(0), 3);
+            asked.extend(servers(&queries).into_iter().map(|(server, _)| server));
+        }
+        assert_eq!(asked, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    }
+
+    #[test]
+    fn answer_to_nothing_or_of_another_length_frees_nothing() {
+        let mut sweeper = Sweeper::new(&Timers::default());
+        sweeper.queue(&[due(1, 7)], at(0));
+        let query = sweeper.ask(at(0), 10).remove(0);
         assert_eq!(sweeper.answer(&SocketAnswer { number: 99, asker: 0, open: vec![false] }, at(0)), []);
         assert_eq!(sweeper.answer(&query.answer(vec![false, false]), at(0)), []);
         assert_eq!(sweeper.answer(&query.answer(vec![false]), at(0)), [], "it is answered");
+    }
+
+    #[test]
+    fn connections_of_an_agent_that_stays_away_are_freed_after_a_minute() {
+        let mut sweeper = Sweeper::new(&Timers::default());
+        let all: Vec<_> = (0..1000).map(|place| due(place, 7)).collect();
+        let mut freed = Vec::new();
+        for second in 0..100 {
+            let mut now = sweeper.queue(&all, at(second));
+            for query in sweeper.ask(at(second), 10) {
+                now.extend(sweeper.answer(&query.away(), at(second)));
+            }
+            assert!(second >= 60 || now.is_empty(), "after {second} s");
+            freed.extend(now);
+        }
+        assert!(all.iter().all(|(connection, _)| freed.contains(connection)));
+        // It is back.
+        sweeper.queue(&all, at(100));
+        let query = sweeper.ask(at(100), 10).remove(0);
+        let open = vec![true; query.clients.len()];
+        assert_eq!(sweeper.answer(&query.answer(open), at(100)), []);
+        assert_eq!(sweeper.queue(&all, at(200)), []);
+    }
+
+    /// The table and what it holds in virtual time: how many entries are in use, and how many connections have a socket.
+    struct Simulation {
+        sweeper: Sweeper,
+        entries: Vec<Option<Connection>>,
+        free: Vec<usize>,
+        /// By position: when its socket goes.
+        open_until: Vec<u32>,
+        next: usize,
+    }
+
+    const SERVERS: u64 = 1000;
+    const BEATS_PER_SECOND: u32 = 10;
+    const CONNECTION_BEATS: u32 = 60 * BEATS_PER_SECOND;
+    const SWEEP_BEATS: usize = 10;
+
+    impl Simulation {
+        fn new(entries: usize) -> Self {
+            Self {
+                sweeper: Sweeper::new(&Timers::default()),
+                entries: vec![None; entries],
+                free: (0..entries).rev().collect(),
+                open_until: vec![0; entries],
+                next: 0,
+            }
+        }
+
+        fn open(&mut self, server: u64, beat: u32) -> bool {
+            let Some(position) = self.free.pop() else { return false };
+            let (mut connection, _) = due(position as u32, server);
+            connection.closing = true;
+            // It ends, with its last packet, after a minute; TIME-WAIT follows.
+            connection.last_seen = Clock(beat + CONNECTION_BEATS);
+            self.entries[position] = Some(connection);
+            self.open_until[position] = beat + 2 * CONNECTION_BEATS;
+            true
+        }
+
+        fn position(connection: &Connection) -> usize {
+            (connection.index.partition() * 1024 + connection.index.place()) as usize
+        }
+
+        fn release(&mut self, connections: Vec<Connection>) {
+            for connection in connections {
+                let position = Self::position(&connection);
+                if self.entries[position].take().is_some() {
+                    self.free.push(position);
+                }
+            }
+        }
+
+        /// A tenth of a second. `answers`: what a server's agent does.
+        fn beat(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
+            let service = due(0, 0).1;
+            let slice = self.entries.len() / SWEEP_BEATS;
+            let looked_at = (0..slice).filter_map(|n| self.entries[(self.next + n) % self.entries.len()]);
+            let over = looked_at
+                .filter(|connection| connection.last_seen.0 + CONNECTION_BEATS <= beat)
+                .map(|connection| (connection, service));
+            let over: Vec<_> = over.collect();
+            self.next = (self.next + slice) % self.entries.len();
+            let now = Duration::from_millis(u64::from(beat) * 100);
+            let free = self.sweeper.queue(&over, now);
+            self.release(free);
+            for query in self.sweeper.ask(now, 32) {
+                let asked = &self.sweeper.under_way[&query.number].connections;
+                let open = asked.iter().map(|connection| self.open_until[Self::position(connection)] > beat).collect();
+                let gone = match answers(query.server.get().into()) {
+                    Agent::Answers => self.sweeper.answer(&query.answer(open), now),
+                    Agent::IsAway => self.sweeper.answer(&query.away(), now),
+                    Agent::IsSilent => Vec::new(),
+                };
+                self.release(gone);
+            }
+        }
+
+        fn in_use(&self) -> usize {
+            self.entries.len() - self.free.len()
+        }
+    }
+
+    #[derive(Clone, Copy)]
+    enum Agent {
+        Answers,
+        /// The controller says so.
+        IsAway,
+        /// Nobody says anything.
+        IsSilent,
+    }
+
+    /// The table's occupancy after ten minutes, as a part of the connections that live or are in TIME-WAIT.
+    fn occupancy(per_second: u32, dead: impl Fn(u64) -> Agent) -> f64 {
+        let mut simulation = Simulation::new(262_144);
+        let mut server = 0;
+        for beat in 0..10 * 60 * BEATS_PER_SECOND {
+            for _ in 0..per_second / BEATS_PER_SECOND {
+                server = (server + 1) % SERVERS;
+                assert!(simulation.open(server, beat), "the table is full after {} s", beat / BEATS_PER_SECOND);
+            }
+            simulation.beat(beat, &dead);
+        }
+        let live = f64::from(per_second) * f64::from(2 * CONNECTION_BEATS / BEATS_PER_SECOND);
+        simulation.in_use() as f64 / live
+    }
+
+    #[test]
+    fn occupancy_is_that_of_live_connections_with_a_tenth_of_the_agents_dead() {
+        for dead in [Agent::Answers, Agent::IsAway, Agent::IsSilent] {
+            // The first ones, whose turn comes first.
+            let occupancy = occupancy(1000, |server| if server < SERVERS / 10 { dead } else { Agent::Answers });
+            assert!((0.9..1.1).contains(&occupancy), "{occupancy}");
+        }
     }
 }

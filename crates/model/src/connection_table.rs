@@ -10,15 +10,13 @@
 pub mod table;
 
 use std::fmt;
-use std::hash::Hasher as _;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
 use coreward_intf as intf;
-use siphasher::sip::SipHasher13;
 
+use crate::ServerId;
 use crate::cookie::CookieKey;
-use crate::{FourTuple, ServerId};
 
 /// How many entries a connection table has: a power of two from 1,024 to 4,194,304.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,17 +150,20 @@ pub fn syn_echo(owner: OwnerNumber, place: u32) -> u32 {
     intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, place))
 }
 
-/// The connection's own keyed hash: SipHash-1-3 as in the cookie, by a key that never changes while the table lives
-/// (the fleet's keys do).
+/// The connection's own keyed hash, by a key that never changes while the table lives (the fleet's keys do).
+/// `bpf/connection_table.bpf.h` gives the reason for its form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionHash(u64);
 
 impl ConnectionHash {
-    /// Of a connection.
-    pub fn new(key: &CookieKey, tuple: &FourTuple) -> Self {
-        let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
-        hasher.write(&tuple.bytes());
-        Self(hasher.finish())
+    /// Of a connection to the service at that place.
+    pub fn new(key: &CookieKey, service: u16, client: SocketAddrV4) -> Self {
+        let address = u32::from_le_bytes(client.ip().octets());
+        let port = client.port().swap_bytes();
+        let hash = u64::from(service) << 48 | u64::from(port) << 32 | u64::from(address);
+        let hash = (hash ^ key.k0).wrapping_mul(key.k1 | 1);
+        let hash = (hash ^ hash >> 32).wrapping_mul(key.k0 | 1);
+        Self(hash ^ hash >> 29)
     }
 
     /// Its partition: the low bits.
@@ -173,6 +174,11 @@ impl ConnectionHash {
     /// Tells it from others in the same partition: the upper half.
     pub fn tag(self) -> u32 {
         (self.0 >> intf::CONNECTION_TAG_SHIFT) as u32
+    }
+
+    /// The lower half: selects a set of the flow table, or a token bucket.
+    pub fn low(self) -> u32 {
+        self.0 as u32
     }
 
     /// Where the entry of its first packet is remembered.

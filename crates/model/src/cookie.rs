@@ -4,11 +4,16 @@
 //! clients that fails PAWS (RFC 7323, Sect. 5): time must stand in the upper half. docs/design.md, "The cookie", says
 //! what was measured.
 
+mod permutation;
+
 use std::hash::Hasher as _;
+use std::net::SocketAddr;
 
 use coreward_intf as intf;
 use rand::Rng;
 use siphasher::sip::SipHasher13;
+
+pub use permutation::Permutation;
 
 use crate::{FourTuple, ServerId};
 
@@ -25,6 +30,18 @@ impl CookieKey {
     /// A new key. What draws it must be of cryptographic quality where clients are not to guess cookies.
     pub fn random(rng: &mut impl Rng) -> Self {
         Self { k0: rng.next_u64(), k1: rng.next_u64() }
+    }
+
+    /// `cookie_key.vip_factor` of `bpf/intf.h`: drawn by the key itself.
+    pub fn vip_factor(&self) -> u64 {
+        let mut hasher = SipHasher13::new_with_keys(self.k0, self.k1);
+        hasher.write(b"vip_factor");
+        hasher.finish() | 1
+    }
+
+    /// The key as the BPF programs have it.
+    pub fn layout(&self) -> intf::cookie_key {
+        intf::cookie_key { k0: self.k0, k1: self.k1, vip_factor: self.vip_factor() }
     }
 }
 
@@ -87,17 +104,22 @@ impl FleetKeys {
     }
 }
 
-/// SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the tuple's bytes. With 12 bytes of input it takes two blocks,
-/// five rounds in all; HalfSipHash-1-3 would take seven and its key is half as long.
-pub(crate) fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
+/// SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's are folded:
+/// `bpf/cookie.bpf.h` gives the reasons.
+///
+/// # Panics
+/// For IPv6, whose cookies nobody stamps.
+pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
+    let word = word(tuple.client()) ^ word(tuple.vip()).wrapping_mul(key.vip_factor()) >> 8;
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
-    hasher.write(&tuple.bytes());
+    hasher.write(&word.to_le_bytes()[..7]);
     hasher.finish()
 }
 
-/// What is XORed onto kind and id (15 bits), from one of the fleet's keys.
-pub fn id_mask(key: &CookieKey, tuple: &FourTuple) -> u16 {
-    (hash(key, tuple) & u64::from(intf::COOKIE_HIDDEN_MASK)) as u16
+/// Address and port as they stand in a packet, in one word.
+fn word(of: SocketAddr) -> u64 {
+    let SocketAddr::V4(of) = of else { panic!("{of}: cookies are of IPv4") };
+    u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
 }
 
 /// What is added to the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's keys, so
@@ -116,7 +138,8 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
         Cookie::TableIndex(index) => index & intf::COOKIE_ID_MASK as u16 | intf::COOKIE_KIND_BIT as u16,
     };
     let key_bit = if keys.current == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
-    let low = u32::from(plain ^ id_mask(&keys.keys[keys.current.get()], tuple)) | key_bit;
+    let hash = hash(&keys.keys[keys.current.get()], tuple);
+    let low = Permutation::COOKIE.hide(hash, plain.into()) | key_bit;
     let high = (milliseconds as u16).wrapping_add(time_mask(time_key, tuple));
     let stamped = u32::from(high) << intf::COOKIE_TIME_SHIFT | low;
     if stamped == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped }
@@ -125,7 +148,7 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
 /// The cookie in the client's echo (TSecr).
 pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> Cookie {
     let key = &keys.keys[usize::from(echo & intf::COOKIE_KEY_BIT != 0)];
-    let plain = (echo as u16 ^ id_mask(key, tuple)) & intf::COOKIE_HIDDEN_MASK as u16;
+    let plain = Permutation::COOKIE.reveal(hash(key, tuple), echo & intf::COOKIE_HIDDEN_MASK) as u16;
     let number = plain & intf::COOKIE_ID_MASK as u16;
     if plain & intf::COOKIE_KIND_BIT as u16 == 0 {
         Cookie::Server(ServerId::try_from(u64::from(number)).expect("14 bits"))
@@ -193,12 +216,7 @@ mod tests {
         let keys = keys([1, 2, 3, 4], false);
         let tuple = tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };
-        let id_mask = id_mask(&keys.keys[0], &tuple);
-        let cookie = if id_mask & intf::COOKIE_KIND_BIT as u16 == 0 {
-            Cookie::Server(ServerId::try_from(u64::from(id_mask)).unwrap())
-        } else {
-            Cookie::TableIndex(id_mask)
-        };
+        let cookie = recognise(&keys, &tuple, 0);
         let milliseconds = u32::from(time_mask(&time_key, &tuple).wrapping_neg());
         assert_eq!(stamp(&keys, &time_key, &tuple, cookie, milliseconds), 1 << 16);
     }

@@ -10,7 +10,7 @@
 
 use coreward_intf as intf;
 
-use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex};
+use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
@@ -38,16 +38,13 @@ fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
     cookie::hash(time_key, tuple) as u32 & intf::CORRECTION_TIME_MASK
 }
 
-fn id_mask(key: &CookieKey, tuple: &FourTuple) -> u32 {
-    cookie::hash(key, tuple) as u32 & intf::CORRECTION_ID_MASK
-}
-
 /// TSval as it goes to the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0 (RFC
 /// 7323, Sect. 3.2): the time is then taken as one millisecond later.
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
     let key_bit = if keys.current == KeyIndex::Second { intf::CORRECTION_KEY_BIT } else { 0 };
     let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::CORRECTION_TIME_MASK;
-    let id = (u32::from(id.get()) ^ id_mask(&keys.keys[keys.current.get()], tuple)) & intf::CORRECTION_ID_MASK;
+    let hash = cookie::hash(&keys.keys[keys.current.get()], tuple);
+    let id = Permutation::LB_STAMPED.hide(hash, u32::from(id.get()) & intf::CORRECTION_ID_MASK);
     let value = time << intf::CORRECTION_TIME_SHIFT | key_bit | id;
     if value == 0 { 1 << intf::CORRECTION_TIME_SHIFT } else { value }
 }
@@ -55,7 +52,8 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: Serv
 /// The server that the client's echo (TSecr) names, if it was stamped.
 pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> ServerId {
     let key = &keys.keys[usize::from(echo & intf::CORRECTION_KEY_BIT != 0)];
-    ServerId::try_from(u64::from((echo ^ id_mask(key, tuple)) & intf::CORRECTION_ID_MASK)).expect("11 bits")
+    let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), echo & intf::CORRECTION_ID_MASK);
+    ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
 /// What the server sent for that echo: the latest TSval of its clock, which shows `clock_ms` now, with these 20 bits. Right

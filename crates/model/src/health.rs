@@ -222,6 +222,8 @@ pub struct Judge {
     verdict: Option<Verdict>,
     /// Results in a row that say the contrary.
     contrary: u32,
+    /// Times in a row that nothing could be seen.
+    blind: u32,
 }
 
 impl Judge {
@@ -233,6 +235,7 @@ impl Judge {
     /// Takes a result. True when it changes the verdict. Of a server that was never judged one success is enough, and no
     /// fewer failures than of any other.
     pub fn observe(&mut self, passed: bool, thresholds: Thresholds) -> bool {
+        self.blind = 0;
         let (contrary, needed, then) = match self.verdict {
             None if passed => (true, 1, Verdict::Up),
             None => (true, thresholds.fall, Verdict::Down),
@@ -243,7 +246,18 @@ impl Judge {
         if self.contrary < needed {
             return false;
         }
-        *self = Self { verdict: Some(then), contrary: 0 };
+        *self = Self { verdict: Some(then), ..Self::default() };
+        true
+    }
+
+    /// The observer could not look, for a reason of its own: nothing is said of the server, and after as many times in a row as
+    /// failures make it down the verdict is withdrawn. True when it is.
+    pub fn could_not_look(&mut self, thresholds: Thresholds) -> bool {
+        self.blind += 1;
+        if self.verdict.is_none() || self.blind < thresholds.fall {
+            return false;
+        }
+        *self = Self::default();
         true
     }
 }

@@ -1,14 +1,18 @@
 //! Receive-side scaling: the Toeplitz hash, its keys, and indirection tables.
 
-use std::sync::Arc;
+mod input;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::net::SocketAddrV4;
+use std::sync::Arc;
 
 use coreward_intf as intf;
 use rand::SeedableRng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use siphasher::sip::SipHasher13;
+
+pub use input::{InputTransform, UnknownInputTransform};
 
 /// A random generator of its own for `seed` and what it is used for, so that no two uses share a stream.
 pub fn seeded_rng(seed: u64, purpose: u64) -> Xoshiro256PlusPlus {
@@ -27,20 +31,31 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
     }
 }
 
-/// An RSS key: 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window).
+/// An RSS key, 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window), and what of a packet the NIC
+/// hashes with it. Two NICs hash alike if both are equal.
 #[derive(Clone, Eq, PartialOrd, Ord)]
-pub struct RssKey(Arc<[u8]>);
+pub struct RssKey {
+    bytes: Arc<[u8]>,
+    input: InputTransform,
+}
 
 impl PartialEq for RssKey {
     /// Copies are found equal without a look at their bytes: a table compares the keys of thousands of servers.
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+        self.input == other.input && (Arc::ptr_eq(&self.bytes, &other.bytes) || self.bytes == other.bytes)
     }
 }
 
 impl Hash for RssKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.hash(state);
+        self.bytes.hash(state);
+        self.input.hash(state);
+    }
+}
+
+impl From<Arc<[u8]>> for RssKey {
+    fn from(bytes: Arc<[u8]>) -> Self {
+        Self { bytes, input: InputTransform::None }
     }
 }
 
@@ -54,19 +69,19 @@ impl RssKey {
     /// When the key is shorter than 40 or longer than 52 bytes.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLength> {
         let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
-        if allowed.contains(&bytes.len()) { Ok(Self(bytes.into())) } else { Err(RssKeyLength(bytes.len())) }
+        if allowed.contains(&bytes.len()) { Ok(Self::from(Arc::from(bytes))) } else { Err(RssKeyLength(bytes.len())) }
     }
 
     /// A 40-byte key drawn from `rng`.
     pub fn random(rng: &mut impl rand::Rng) -> Self {
         let mut bytes = [0; intf::RSS_KEY_BYTES as usize];
         rng.fill_bytes(&mut bytes);
-        Self(bytes.into())
+        Self::from(Arc::<[u8]>::from(bytes))
     }
 
     /// Microsoft's verification key ("Verifying the RSS Hash Calculation"), the default of many drivers.
     pub fn microsoft() -> Self {
-        Self(Arc::new([
+        Self::from(Arc::<[u8]>::from([
             0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca,
             0x2b, 0xcb, 0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b,
             0xbe, 0xac, 0x01, 0xfa,
@@ -75,39 +90,50 @@ impl RssKey {
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        &self.0
+        &self.bytes
+    }
+
+    /// What is done to a packet's addresses and ports before they are hashed.
+    pub fn input(&self) -> InputTransform {
+        self.input
+    }
+
+    /// The same bytes with another transform of the input.
+    pub fn with_input(&self, input: InputTransform) -> Self {
+        Self { bytes: self.bytes.clone(), input }
     }
 
     /// Tells keys apart in logs and answers, without telling the key: who knows it can aim at a core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
-        hasher.write(&self.0);
+        hasher.write(&self.bytes);
+        if self.input != InputTransform::None {
+            hasher.write_u8(self.input.number());
+        }
         format!("{:08x}", hasher.finish() as u32)
     }
 
     /// 32 bits of the key from bit `position` on; zeros beyond its end.
     fn window(&self, position: usize) -> u32 {
         let (byte, bit) = (position / 8, position % 8);
-        let word = (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.0.get(byte + i).copied().unwrap_or(0)));
+        let word = (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.bytes.get(byte + i).copied().unwrap_or(0)));
         (word >> (8 - bit)) as u32
     }
 
-    /// The Toeplitz hash of `input`: XOR of the key's windows at the input's set bits.
-    pub fn toeplitz(&self, input: &[u8]) -> u32 {
-        let mut hash = 0;
-        for (index, byte) in input.iter().enumerate() {
-            hash ^= self.toeplitz_of_byte(index, *byte);
-        }
-        hash
+    /// The RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)): Toeplitz, the
+    /// XOR of the key's windows at the set bits of the transformed input.
+    pub fn toeplitz(&self, tuple: &[u8]) -> u32 {
+        let tuple = self.input.apply(tuple);
+        tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.toeplitz_of_byte(index, *byte))
     }
 
-    /// What `byte` at position `index` of the input adds (by XOR) to the hash.
-    pub fn toeplitz_of_byte(&self, index: usize, byte: u8) -> u32 {
+    /// What `byte` at position `index` of the transformed input adds (by XOR) to the hash.
+    fn toeplitz_of_byte(&self, index: usize, byte: u8) -> u32 {
         (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.window(index * 8 + bit))
     }
 
-    /// One table of 256 entries per input byte: the hash of an input is the XOR of its bytes' entries.
-    pub fn byte_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
+    /// One table of 256 entries per byte of the transformed input: the hash is the XOR of its bytes' entries.
+    fn byte_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
         let mut tables = Box::new([[0; 256]; BYTES]);
         for (index, table) in tables.iter_mut().enumerate() {
             for (byte, entry) in table.iter_mut().enumerate() {
@@ -119,27 +145,49 @@ impl RssKey {
 
     /// The key unrolled for hashing many inputs: see [`ToeplitzTables`].
     pub fn tables(&self) -> ToeplitzTables {
-        ToeplitzTables(self.byte_tables())
+        ToeplitzTables { byte: self.byte_tables(), input: self.input }
     }
 
-    /// The tables for IPv4 source address and source port: the bytes that differ between the packets of one service.
-    pub fn source_tables(&self) -> Box<intf::toeplitz_source_tables> {
-        let all = self.byte_tables::<{ intf::RSS_INPUT_IPV4_BYTES as usize }>();
-        let byte = [all[0], all[1], all[2], all[3], all[8], all[9]];
-        Box::new(intf::toeplitz_source_tables { byte })
+    /// One table per byte of IPv4 source address and source port, the bytes that differ between the packets of one service:
+    /// what they add to [`destination_part`](Self::destination_part). With a transformed input the two bytes that a source byte
+    /// is hashed in depend on the service's byte at the same place, which is a constant: still one entry per byte.
+    pub fn source_tables(&self, vip: SocketAddrV4) -> Box<intf::toeplitz_source_tables> {
+        let destination = halves(vip);
+        let mut tables = Box::<intf::toeplitz_source_tables>::default();
+        for ((table, (first, second)), vip_byte) in tables.byte.iter_mut().zip(SOURCE_BYTES).zip(destination) {
+            let without = self.of_pair(first, second, 0, vip_byte);
+            for (source, entry) in table.iter_mut().enumerate() {
+                *entry = self.of_pair(first, second, source as u8, vip_byte) ^ without;
+            }
+        }
+        tables
     }
 
-    /// The constant part of an IPv4 service: what VIP and port add to the hash.
-    pub fn destination_part(&self, vip: std::net::SocketAddrV4) -> u32 {
-        let mut hash = 0;
-        for (index, byte) in vip.ip().octets().into_iter().enumerate() {
-            hash ^= self.toeplitz_of_byte(4 + index, byte);
-        }
-        for (index, byte) in vip.port().to_be_bytes().into_iter().enumerate() {
-            hash ^= self.toeplitz_of_byte(10 + index, byte);
-        }
-        hash
+    /// The constant part of an IPv4 service: the hash of a packet to it whose source is all zeros.
+    pub fn destination_part(&self, vip: SocketAddrV4) -> u32 {
+        let destination = halves(vip);
+        SOURCE_BYTES
+            .iter()
+            .zip(destination)
+            .fold(0, |hash, ((first, second), vip_byte)| hash ^ self.of_pair(*first, *second, 0, vip_byte))
     }
+
+    /// What a source byte and the destination byte at the same place add to the hash; they are bytes `first` and `second` of
+    /// the input.
+    fn of_pair(&self, first: usize, second: usize, source: u8, destination: u8) -> u32 {
+        let (source, destination) = self.input.of_bytes(source, destination);
+        self.toeplitz_of_byte(first, source) ^ self.toeplitz_of_byte(second, destination)
+    }
+}
+
+/// Positions in the input of IPv4 of each source byte, and of the destination byte at the same place: addresses, then ports.
+const SOURCE_BYTES: [(usize, usize); 6] = [(0, 4), (1, 5), (2, 6), (3, 7), (8, 10), (9, 11)];
+
+/// The destination bytes in the order of [`SOURCE_BYTES`].
+fn halves(vip: SocketAddrV4) -> [u8; 6] {
+    let [a, b, c, d] = vip.ip().octets();
+    let [high, low] = vip.port().to_be_bytes();
+    [a, b, c, d, high, low]
 }
 
 /// Bytes of the longest input: IPv6 addresses and ports.
@@ -148,12 +196,19 @@ const INPUT_BYTES: usize = 36;
 /// The hash of one key by table look-ups, one per byte of the input: some fifty times as fast as [`RssKey::toeplitz`],
 /// for 36 KiB.
 #[derive(Debug, Clone)]
-pub struct ToeplitzTables(Box<[[u32; 256]; INPUT_BYTES]>);
+pub struct ToeplitzTables {
+    byte: Box<[[u32; 256]; INPUT_BYTES]>,
+    input: InputTransform,
+}
 
 impl ToeplitzTables {
     /// What [`RssKey::toeplitz`] gives for an input of at most 36 bytes.
-    pub fn hash(&self, input: &[u8]) -> u32 {
-        input.iter().zip(self.0.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
+    pub fn hash(&self, tuple: &[u8]) -> u32 {
+        let of = |input: &[u8]| {
+            input.iter().zip(self.byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
+        };
+        // Nothing is copied for the usual NIC: the simulator spends its time here.
+        if self.input == InputTransform::None { of(tuple) } else { of(&self.input.apply(tuple)) }
     }
 }
 
@@ -166,7 +221,7 @@ impl fmt::Debug for RssKey {
 /// As `ethtool -x` prints it: bytes in hexadecimal, separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, byte) in self.0.iter().enumerate() {
+        for (index, byte) in self.bytes.iter().enumerate() {
             if index > 0 {
                 f.write_str(":")?;
             }
@@ -317,6 +372,9 @@ pub enum EmulatedRssError {
     /// Its table was never written.
     #[error(transparent)]
     IndirectionTable(#[from] IndirectionTableError),
+    /// Its register holds something else.
+    #[error(transparent)]
+    InputTransform(#[from] UnknownInputTransform),
 }
 
 impl Rss {
@@ -325,6 +383,7 @@ impl Rss {
         let mut mapping = Box::new(intf::rss_mapping {
             entry_count: self.indirection_table.entry_count() as u32,
             generation,
+            input_transform: u32::from(self.key.input.number()),
             byte: *self.key.byte_tables(),
             ..Default::default()
         });
@@ -339,7 +398,7 @@ impl Rss {
     pub fn emulated(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
         let bytes = self.key.bytes();
         let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;
-        Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key }))
+        Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key, ..Default::default() }))
     }
 
     /// What the registers of the testbed's emulated NIC hold.
@@ -349,7 +408,9 @@ impl Rss {
     pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();
-        Ok(Self { key: RssKey(registers.key.into()), indirection_table: IndirectionTable::new(&queues)? })
+        let input = InputTransform::try_from(registers.mapping.input_transform)?;
+        let key = RssKey { bytes: registers.key.into(), input };
+        Ok(Self { key, indirection_table: IndirectionTable::new(&queues)? })
     }
 }
 
@@ -390,18 +451,47 @@ mod tests {
         }
     }
 
+    fn any_input() -> impl Strategy<Value = InputTransform> {
+        proptest::sample::select(&InputTransform::ALL[..])
+    }
+
     proptest! {
         #[test]
         fn source_tables_and_destination_part_give_the_whole_hash(
-            seed: u64, client: [u8; 4], port: u16, vip: [u8; 4], vip_port: u16,
+            seed: u64, client: [u8; 4], port: u16, vip: [u8; 4], vip_port: u16, input in any_input(),
         ) {
-            let key = RssKey::random(&mut seeded_rng(seed, 0));
+            let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input(input);
             let (client, vip) = (Ipv4Addr::from(client), Ipv4Addr::from(vip));
-            let tables = key.source_tables();
+            let service = SocketAddrV4::new(vip, vip_port);
+            let tables = key.source_tables(service);
             let source = [&client.octets()[..], &port.to_be_bytes()[..]].concat();
             let parts = source.iter().zip(&tables.byte).fold(0, |hash, (byte, table)| hash ^ table[*byte as usize]);
             let whole = key.toeplitz(&FourTuple::ipv4((client, port), (vip, vip_port)).bytes());
-            prop_assert_eq!(parts ^ key.destination_part(std::net::SocketAddrV4::new(vip, vip_port)), whole);
+            prop_assert_eq!(parts ^ key.destination_part(service), whole);
+        }
+
+        /// By the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, on whole words.
+        #[test]
+        fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
+            seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,
+        ) {
+            let plain = RssKey::random(&mut seeded_rng(seed, 0));
+            let tuple = FourTuple::ipv4((client.into(), port), (vip.into(), vip_port));
+            let hash = |words: [u32; 2], ports: [u16; 2]| {
+                let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes())
+                    .chain(ports.iter().flat_map(|port| port.to_be_bytes())).collect();
+                plain.toeplitz(&bytes)
+            };
+            let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
+            let of = |input| (plain.with_input(input).toeplitz(&tuple.bytes()),
+                plain.with_input(input).tables().hash(&tuple.bytes()));
+            let expected = hash([xor, xor], [xor_ports, xor_ports]);
+            prop_assert_eq!(of(InputTransform::SymmetricXor), (expected, expected));
+            let expected = hash([client | vip, xor], [port | vip_port, xor_ports]);
+            prop_assert_eq!(of(InputTransform::SymmetricOrXor), (expected, expected));
+            let back = FourTuple::ipv4((vip.into(), vip_port), (client.into(), port));
+            let back_hash = plain.with_input(InputTransform::SymmetricOrXor).toeplitz(&back.bytes());
+            prop_assert_eq!(back_hash, expected, "both directions hash alike");
         }
 
         #[test]
@@ -430,7 +520,9 @@ mod tests {
         let input = [10, 1, 0, 7, 10, 200, 0, 1, 157, 120, 0, 80];
         let by_bytes = input.iter().zip(&registers.mapping.byte).fold(0, |h, (byte, table)| h ^ table[*byte as usize]);
         assert_eq!(by_bytes, rss.key.toeplitz(&input));
-        assert_eq!(Rss::from_emulated(&registers), Ok(rss));
+        assert_eq!(Rss::from_emulated(&registers), Ok(rss.clone()));
+        let symmetric = Rss { key: rss.key.with_input(InputTransform::SymmetricOrXor), ..rss };
+        assert_eq!(Rss::from_emulated(&symmetric.emulated(4).unwrap()), Ok(symmetric));
 
         let long = Rss { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
         assert_eq!(long.emulated(1).unwrap_err(), EmulatedRssError::KeyLength(52));

@@ -8,15 +8,14 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::atomic::AtomicU64 as PlainWord;
 
 use coreward_intf as intf;
+use coreward_model::ServerId;
 use coreward_model::connection_table::table::{ConnectionTable, FirstPacket, Memory, NotTaken, Word};
 use coreward_model::connection_table::{Clock, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use coreward_model::cookie::CookieKey;
-use coreward_model::{FourTuple, ServerId};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const SERVICE: u16 = 3;
 const WORDS: usize = size_of::<intf::connection>() / 8;
 /// Places of the one partition that are used; the model grows quickly with them.
@@ -109,9 +108,10 @@ fn table(free: usize, top_mask: u64) -> Arc<Table> {
 }
 
 fn packet(client: u16) -> FirstPacket {
-    let address = (Ipv4Addr::new(10, 1, 0, 7), client);
-    let hash = ConnectionHash::new(&CookieKey { k0: 1, k1: 2 }, &FourTuple::ipv4(address, VIP));
-    FirstPacket { hash, service: SERVICE, client: SocketAddrV4::new(address.0, address.1), bytes: u64::from(client) }
+    let address = SocketAddrV4::new(Ipv4Addr::new(10, 1, 0, 7), client);
+    let hash =
+        ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, address);
+    FirstPacket { hash, service: SERVICE, client: address, bytes: u64::from(client) }
 }
 
 /// Each client has a server of its own.

@@ -24,7 +24,7 @@ const FLEET_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:e
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
 /// Files of the guest: name without leading slash, content.
-pub fn files() -> [(&'static str, String); 4] {
+pub fn files() -> [(&'static str, String); 5] {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
                       rss_key_file = \"rss.key\"\n";
     let fleet = format!(
@@ -33,7 +33,10 @@ pub fn files() -> [(&'static str, String); 4] {
     );
     let agent = "server = \"s1\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth0\"\n\
                  pin_directory = \"/sys/fs/bpf/coreward\"\nmanage_rss = true\nsteer = \"off\"\n";
+    let balancer = "name = \"lb1\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth0\"\n\
+                    pin_directory = \"/sys/fs/bpf/coreward-lb\"\nxdp_mode = \"generic\"\n";
     [
+        ("etc/lb.toml", balancer.to_owned()),
         ("etc/controller.toml", controller.to_owned()),
         ("etc/fleet.toml", fleet),
         ("etc/rss.key", FLEET_KEY.to_owned()),
@@ -173,8 +176,36 @@ impl Daemons {
     }
 }
 
+/// A controller and a load balancer, until its table is in force: it waits for RCU grace periods.
+///
+/// # Errors
+/// When it does not come to that; with the end of both logs.
+pub fn balance(guest: &mut Guest) -> Result<String> {
+    guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
+    guest.run("start controller coreward controller --config /etc/controller.toml")?;
+    guest.run("start lb coreward lb --config /etc/lb.toml")?;
+    let generation = poll(guest, START_LIMIT, |guest| {
+        let status = status(guest)?;
+        let in_force =
+            status.as_ref().and_then(|all| all["load_balancers"][0]["state"]["table_generations"]["web"].as_u64());
+        Ok(in_force.filter(|generation| *generation > 0))
+    });
+    let generation = generation
+        .with_context(|| format!("load balancer: {}\ncontroller: {}", log(guest, "lb"), log(guest, "controller")))?;
+    for name in ["lb", "controller"] {
+        let (status, _) = guest.try_run(&format!("stop {name}"), NOTICE_LIMIT)?;
+        ensure!(status == 0, "{name} ended with status {status}: {}", log(guest, name));
+    }
+    guest.run("coreward lb --config /etc/lb.toml --detach && ip addr del 10.2.0.1/24 dev eth0")?;
+    Ok(format!("generation {generation}"))
+}
+
 /// The one server as `coreward status` has it.
 fn server(guest: &mut Guest) -> Result<Option<Value>> {
+    Ok(status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
+}
+
+fn status(guest: &mut Guest) -> Result<Option<Value>> {
     let (status, answer) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
         NOTICE_LIMIT,
@@ -182,8 +213,7 @@ fn server(guest: &mut Guest) -> Result<Option<Value>> {
     if status != 0 {
         return Ok(None);
     }
-    let answer: Value = serde_json::from_str(answer.trim()).with_context(|| answer.clone())?;
-    Ok(answer["servers"].get(0).cloned())
+    Ok(Some(serde_json::from_str(answer.trim()).with_context(|| answer.clone())?))
 }
 
 /// What the agent has told of its RSS.

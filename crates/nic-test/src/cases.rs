@@ -29,6 +29,8 @@ pub struct Case {
     pub kernel: &'static str,
     /// Its NIC.
     pub nic: Nic,
+    /// What is added to the kernel's command line.
+    pub arguments: &'static str,
     settings: &'static [Setting],
 }
 
@@ -49,10 +51,11 @@ const RUN_LIMIT: Duration = Duration::from_secs(600);
 const FRESH: &str = "as the driver starts";
 
 /// All guests.
-pub const CASES: [Case; 5] = [
+pub const CASES: [Case; 6] = [
     Case {
         kernel: "6.1",
         nic: Nic::Virtio,
+        arguments: "",
         settings: &[
             Setting { name: FRESH, command: "true", in_force: false },
             Setting { name: "table set", command: "ethtool -X eth0 equal 3", in_force: true },
@@ -66,6 +69,7 @@ pub const CASES: [Case; 5] = [
     Case {
         kernel: "6.12",
         nic: Nic::Virtio,
+        arguments: "",
         settings: &[
             Setting { name: FRESH, command: "true", in_force: true },
             Setting { name: "channels changed", command: "ethtool -L eth0 combined 2", in_force: true },
@@ -76,9 +80,21 @@ pub const CASES: [Case; 5] = [
             },
         ],
     },
-    Case { kernel: "6.1", nic: Nic::Igb, settings: IGB },
-    Case { kernel: "6.12", nic: Nic::Igb, settings: IGB },
-    Case { kernel: "6.1", nic: Nic::Vmxnet3, settings: &[Setting { name: FRESH, command: "true", in_force: false }] },
+    // CPUs without a tick, where membarrier(2) offers no grace periods.
+    Case {
+        kernel: "6.12",
+        nic: Nic::Virtio,
+        arguments: "nohz_full=1-3",
+        settings: &[Setting { name: FRESH, command: "true", in_force: true }],
+    },
+    Case { kernel: "6.1", nic: Nic::Igb, arguments: "", settings: IGB },
+    Case { kernel: "6.12", nic: Nic::Igb, arguments: "", settings: IGB },
+    Case {
+        kernel: "6.1",
+        nic: Nic::Vmxnet3,
+        arguments: "",
+        settings: &[Setting { name: FRESH, command: "true", in_force: false }],
+    },
 ];
 
 const IGB: &[Setting] = &[
@@ -89,7 +105,8 @@ const IGB: &[Setting] = &[
 impl Case {
     /// For the user.
     pub fn name(&self) -> String {
-        format!("Linux {} with {}", self.kernel, self.nic.driver())
+        let and = if self.arguments.is_empty() { String::new() } else { format!(" and {}", self.arguments) };
+        format!("Linux {} with {}{and}", self.kernel, self.nic.driver())
     }
 
     /// Boots the guest and makes its checks; with a `command`, prints what that prints instead.
@@ -107,8 +124,13 @@ impl Case {
             ensure!(status == 0, "`{command}` ended with status {status}");
             return Ok(());
         }
-        if self.nic == Nic::Virtio {
+        if !self.arguments.is_empty() {
+            tally.check(&self.named("the kernel took its arguments"), self.took_arguments(&mut guest));
+        } else if self.nic == Nic::Virtio {
             tally.check(&self.named("every BPF program loads"), check_kernel(&mut guest));
+        }
+        if self.nic == Nic::Virtio {
+            tally.check(&self.named("a load balancer has a table in force"), agent::balance(&mut guest));
         }
         for setting in self.settings {
             self.check_setting(setting, &mut guest, &wire, tally)?;
@@ -121,6 +143,13 @@ impl Case {
         Ok(())
     }
 
+    /// Kernels pass over what they are not built for.
+    fn took_arguments(&self, guest: &mut Guest) -> Result<String> {
+        let cpus = guest.run("cat /sys/devices/system/cpu/nohz_full")?.trim().to_owned();
+        ensure!(self.arguments == format!("nohz_full={cpus}"), "CPUs with nohz_full: {cpus:?}");
+        Ok(format!("CPUs with nohz_full: {cpus}"))
+    }
+
     fn named(&self, check: &str) -> String {
         format!("{}: {check}", self.name())
     }
@@ -129,8 +158,9 @@ impl Case {
         let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
         let kernel = parts.packages.kernel(self.kernel);
         let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &agent::files())?;
-        let console = parts.logs.join(format!("{}-{}.console", self.nic.driver(), self.kernel));
-        let boot = || Guest::boot(&parts.packages, &kernel, &initrd, self.nic, &console);
+        let mark = if self.arguments.is_empty() { "" } else { "-arguments" };
+        let console = parts.logs.join(format!("{}-{}{mark}.console", self.nic.driver(), self.kernel));
+        let boot = || Guest::boot(&parts.packages, &kernel, &initrd, self.nic, self.arguments, &console);
         // QEMU's emulation of several CPUs sometimes trips over itself while the guest sets up its PCI devices
         // (system/physmem.c, iotlb_to_section): nothing of ours has run by then.
         let mut guest = boot().or_else(|error| match format!("{error:#}").contains("Assertion") {

@@ -84,11 +84,19 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots and waits for the guest's init to be ready. What the kernel prints goes to the file `console`.
+    /// Boots and waits for the guest's init to be ready. `arguments` end the kernel's command line; what it
+    /// prints goes to the file `console`.
     ///
     /// # Errors
     /// When QEMU ends or nothing is ready in two minutes; with the last lines of the console.
-    pub fn boot(packages: &Packages, kernel: &Path, initrd: &[u8], nic: Nic, console: &Path) -> Result<Self> {
+    pub fn boot(
+        packages: &Packages,
+        kernel: &Path,
+        initrd: &[u8],
+        nic: Nic,
+        arguments: &str,
+        console: &Path,
+    ) -> Result<Self> {
         // Without a name: nothing to clean up. QEMU reaches it through this process, which outlives it.
         let mut initrd_file = tempfile::tempfile()?;
         initrd_file.write_all(initrd)?;
@@ -101,7 +109,7 @@ impl Guest {
         command.args(["-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", "512M"]);
         command.args(["-smp", &QUEUES.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
-        command.args(["-append", "console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on"]);
+        command.args(["-append", &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {arguments}")]);
         command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);
         command.args(["-netdev", &nic.backend(), "-device", &nic.device()]);
         let complaints = fs::File::create(console.with_extension("qemu"))?;

@@ -6,7 +6,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use coreward_control::server::raise_file_limit;
 use coreward_control::server::security::Security;
 use coreward_daemon::Connection;
 use coreward_metrics::endpoint;
@@ -34,7 +33,7 @@ const QUEUED: usize = 64;
 /// # Errors
 /// When the file is wrong or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
-    raise_file_limit();
+    coreward_daemon::raise_file_limit();
     let path = config;
     let config = Config::load(path)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {

@@ -144,6 +144,7 @@ fn report(sequence: u64, loads: [f64; 2]) -> v1::Report {
             source: "testbed emulation".into(),
             key: vec![0x5a; 40],
             indirection_table: vec![0, 1],
+            input_transform: 0,
         }),
         ..Default::default()
     }

@@ -86,9 +86,14 @@ pub struct Fingerprint([u8; 32]);
 impl Fingerprint {
     /// Of a certificate in DER.
     pub fn of(der: &CertificateDer<'_>) -> Self {
+        Self::of_bytes(der)
+    }
+
+    /// SHA-256 of anything.
+    pub fn of_bytes(bytes: &[u8]) -> Self {
         // TLS' own hash: no second implementation.
         let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
-        let hash = suite.common.hash_provider.hash(der);
+        let hash = suite.common.hash_provider.hash(bytes);
         let mut bytes = [0; 32];
         bytes.copy_from_slice(hash.as_ref());
         Self(bytes)

@@ -10,6 +10,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use rustls::ServerConfig;
+use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::danger::ClientCertVerifier as _;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
@@ -26,7 +28,7 @@ use crate::identity::{Identity, Role};
 use crate::io::Io;
 use crate::material::{ClientCertificates, Material};
 use crate::tls::Tls;
-use crate::verify::Denied;
+use crate::verify::{ClientVerifier, Denied};
 
 /// How often certificates of open connections are looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -76,6 +78,8 @@ struct Protection {
     certificates: ClientCertificates,
     protocols: &'static [&'static str],
     denied: Denied,
+    /// What open connections were let in by, when that was looked at last.
+    believed: Mutex<Arc<Material>>,
     /// Made of what certificates were at that time.
     config: Mutex<Option<(Arc<Material>, Arc<ServerConfig>)>>,
 }
@@ -94,12 +98,25 @@ struct Inside {
 struct Door {
     identity: Identity,
     fingerprint: Fingerprint,
+    /// The certificate, and what leads from it to an authority.
+    chain: Vec<CertificateDer<'static>>,
     not_after: Duration,
     closed: AtomicBool,
     reader: Mutex<Option<Waker>>,
 }
 
 impl Door {
+    /// Ends the connection if it would not be let in any more.
+    fn verify(&self, verifier: &ClientVerifier) {
+        let Some((own, others)) = self.chain.split_first() else { return };
+        if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
+            && !self.is_closed()
+        {
+            tracing::warn!("a connection of {} is ended: {error}", self.identity);
+            self.close();
+        }
+    }
+
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
         if let Some(reader) = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -128,8 +145,8 @@ impl Gate {
         limits: Limits,
         failures: Arc<Failures>,
     ) -> Arc<Self> {
-        let (accepted, config) = (accepted.to_vec(), Mutex::default());
-        let protection = Some(Protection { tls, accepted, certificates, protocols, denied, config });
+        let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.material()));
+        let protection = Some(Protection { tls, accepted, certificates, protocols, denied, believed, config });
         Arc::new(Self { protection, limits, failures, inside: Mutex::default() })
     }
 
@@ -218,11 +235,11 @@ impl Gate {
                 Failure { reason: Reason::Timeout, message }
             })?
             .map_err(|error| Failure::of(&error))?;
-        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-        let certificate = shown.map(Certificate::read).transpose();
+        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+        let certificate = chain.first().map(Certificate::read).transpose();
         let certificate = certificate.map_err(|message| Failure { reason: Reason::NoIdentity, message })?;
         let inside = match certificate {
-            Some(certificate) => Some(self.enter(&certificate)?),
+            Some(certificate) => Some(self.enter(&certificate, chain)?),
             None => None,
         };
         let identity = inside.as_ref().map(|inside| inside.door.identity.clone());
@@ -230,7 +247,11 @@ impl Gate {
         Ok(Admitted { io: Io::Tls(Box::new(stream.into())), caller, inside })
     }
 
-    fn enter(self: &Arc<Self>, certificate: &Certificate) -> Result<Entered, Failure> {
+    fn enter(
+        self: &Arc<Self>,
+        certificate: &Certificate,
+        chain: Vec<CertificateDer<'static>>,
+    ) -> Result<Entered, Failure> {
         let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate names nobody".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(nobody)?;
         let mut inside = self.inside();
@@ -245,6 +266,7 @@ impl Gate {
         let door = Arc::new(Door {
             identity,
             fingerprint: certificate.fingerprint,
+            chain,
             not_after: certificate.not_after,
             closed: AtomicBool::new(false),
             reader: Mutex::default(),
@@ -267,6 +289,11 @@ impl Gate {
     /// Ends connections whose certificate has expired since, or was denied: who is alive comes back with another one.
     fn look_after(&self) {
         let Some(protection) = &self.protection else { return };
+        if let Some(verifier) = protection.with_fewer_authorities() {
+            let doors: Vec<Arc<Door>> = self.inside().doors.values().cloned().collect();
+            // Of thousands that takes as long as so many handshakes.
+            std::thread::spawn(move || doors.iter().for_each(|door| door.verify(&verifier)));
+        }
         let now = unix_now();
         for door in self.inside().doors.values().filter(|door| !door.is_closed()) {
             let is_denied = protection.denied.contains(&door.fingerprint);
@@ -280,6 +307,19 @@ impl Gate {
 }
 
 impl Protection {
+    /// Who may come in now, if an authority is believed no more since this was asked last.
+    fn with_fewer_authorities(&self) -> Option<ClientVerifier> {
+        let material = self.tls.material();
+        let mut believed = self.believed.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *believed, material.clone());
+        let is_still = |old: &Certificate| material.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
+        if Arc::ptr_eq(&before, &material) || before.authorities.iter().all(is_still) {
+            return None;
+        }
+        let verifier = material.client_verifier(&self.accepted, self.certificates, self.denied.clone());
+        verifier.inspect_err(|error| tracing::error!("open connections cannot be looked at again: {error:#}")).ok()
+    }
+
     fn config(&self) -> Result<Arc<ServerConfig>, Failure> {
         let material = self.tls.material();
         let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
@@ -363,6 +403,11 @@ impl Admitted {
     /// Whose it is.
     pub fn caller(&self) -> &Caller {
         &self.caller
+    }
+
+    /// Fingerprint and end (since 1970) of its certificate; `None`: it has shown none.
+    pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
+        self.inside.as_ref().map(|inside| (inside.door.fingerprint, inside.door.not_after))
     }
 
     /// The same connection, to be served in that runtime.

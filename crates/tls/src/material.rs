@@ -110,6 +110,20 @@ impl Material {
         Ok(completed(config, protocol))
     }
 
+    /// Decides whether somebody of these roles comes in.
+    ///
+    /// # Errors
+    /// When there is no authority.
+    pub fn client_verifier(
+        &self,
+        accepted: &[Role],
+        certificates: ClientCertificates,
+        denied: Denied,
+    ) -> anyhow::Result<ClientVerifier> {
+        let fleet = self.identity.fleet.clone();
+        ClientVerifier::new(self.roots.clone(), &provider(), fleet, accepted, certificates, denied)
+    }
+
     /// For being connected to by these roles.
     ///
     /// # Errors
@@ -121,9 +135,8 @@ impl Material {
         denied: Denied,
         protocols: &[&str],
     ) -> anyhow::Result<ServerConfig> {
-        let (provider, fleet) = (provider(), self.identity.fleet.clone());
-        let verifier = ClientVerifier::new(self.roots.clone(), &provider, fleet, accepted, certificates, denied)?;
-        let builder = ServerConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
+        let verifier = self.client_verifier(accepted, certificates, denied)?;
+        let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.chain.clone(), self.key.clone_key())?;
         // As above.

@@ -7,7 +7,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use crate::configuration::{FleetConfiguration, Service, ServiceIndex};
-use crate::{Context as _, WireError, v1};
+use crate::{Context as _, RefusedService, WireError, v1};
 
 /// What makes the configuration before on a stream the next one.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,18 +49,17 @@ impl FleetChange {
         message.encode_to_vec().into()
     }
 
+    /// With the services that cannot be used, which are not in it.
+    ///
     /// # Errors
     /// When `bytes` are no change, or one that contradicts itself.
-    pub fn decode(bytes: Bytes) -> Result<Self, WireError> {
+    pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
-        let configuration = message.configuration.as_ref().ok_or_else(|| WireError::missing("configuration"))?;
+        let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;
         let gone = message.gone_service_index.iter().map(|index| ServiceIndex::parse("gone_service_index", *index));
-        Ok(Self {
-            base: message.base,
-            number: configuration.number,
-            configuration: configuration.try_into().within("configuration")?,
-            gone: gone.collect::<Result<_, _>>()?,
-        })
+        let (base, number, gone) = (message.base, configuration.number, gone.collect::<Result<_, _>>()?);
+        let (configuration, refused) = FleetConfiguration::read(configuration).within("configuration")?;
+        Ok((Self { base, number, configuration, gone }, refused))
     }
 
     /// The next configuration, made of the one before.

@@ -16,7 +16,8 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
-use crate::{Context as _, WireError, v1};
+use crate::refused::{take_refused, take_refused_stamped};
+use crate::{Context as _, RefusedService, WireError, v1};
 
 /// What names a service in tables: 0 to 1,023. (Where in its arrays the data plane puts it is its own affair.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -285,7 +286,10 @@ fn parse_interval(milliseconds: u32) -> Result<Duration, WireError> {
 }
 
 /// Parses every element and says at which position one is wrong.
-fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(field: &str, list: &'a [T]) -> Result<Vec<U>, WireError> {
+pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
+    field: &str,
+    list: &'a [T],
+) -> Result<Vec<U>, WireError> {
     list.iter().enumerate().map(|(position, one)| U::try_from(one).within(format!("{field}[{position}]"))).collect()
 }
 
@@ -309,13 +313,26 @@ impl FleetConfiguration {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// With its number.
+    /// With its number, and the services that cannot be used, which are not in it.
     ///
     /// # Errors
     /// When `bytes` are no configuration, or one that contradicts itself.
-    pub fn decode(bytes: Bytes) -> Result<(u64, Self), WireError> {
+    pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
-        Ok((message.number, (&message).try_into()?))
+        let number = message.number;
+        let (configuration, refused) = Self::read(message)?;
+        Ok((number, configuration, refused))
+    }
+
+    pub(crate) fn read(mut message: v1::FleetConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
+        // The second time only where there is something to take out.
+        match Self::try_from(&message) {
+            Ok(configuration) => Ok((configuration, Vec::new())),
+            Err(_) => {
+                let refused = take_refused(&mut message);
+                Ok(((&message).try_into()?, refused))
+            }
+        }
     }
 }
 
@@ -409,6 +426,17 @@ impl TryFrom<&v1::ServerBefore> for ServerBefore {
     }
 }
 
+impl AgentConfiguration {
+    /// With the services that cannot be used, which are not in it.
+    ///
+    /// # Errors
+    /// When something else is wrong.
+    pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
+        let refused = take_refused_stamped(&mut message);
+        Ok(((&message).try_into()?, refused))
+    }
+}
+
 impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     type Error = WireError;
 
@@ -429,152 +457,4 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
 }
 
 #[cfg(test)]
-mod tests {
-    use coreward_model::consistency::Consistency;
-    use coreward_model::cookie::KeyIndex;
-    use coreward_model::tuple::Protocol;
-
-    use super::*;
-    use crate::FleetChange;
-
-    fn keys() -> FleetKeys {
-        FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
-    }
-
-    fn fleet() -> FleetConfiguration {
-        let server = |id: u64| Server {
-            name: format!("s{id}"),
-            id: id.try_into().unwrap(),
-            address: IpAddr::from([10, 2, 0, id as u8]),
-            eligible: id != 2,
-            left: id == 2,
-        };
-        let service = |index: u32| Service {
-            name: format!("web{index}"),
-            address: ServiceAddress {
-                socket: format!("10.200.0.{index}:80").parse().unwrap(),
-                protocol: Protocol::Tcp,
-            },
-            index: ServiceIndex::new(index).unwrap(),
-            mode: match index {
-                0 => ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
-                _ => ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() },
-            },
-            policy: "least".into(),
-            traffic: TrafficWanted::Connections,
-            time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
-            check: None,
-            servers: vec![server(1), server(2)],
-        };
-        let peer = |owner: Option<u32>, address: Option<[u8; 4]>| Peer {
-            name: format!("lb{owner:?}"),
-            owner: owner.map(|number| u64::from(number).try_into().unwrap()),
-            address: address.map(IpAddr::from),
-            alive: address.is_some(),
-        };
-        FleetConfiguration {
-            generation: 3,
-            keys: keys(),
-            services: vec![service(0), service(63)],
-            load_balancers: vec![peer(Some(15), Some([10, 2, 0, 1])), peer(Some(0), None), peer(None, None)],
-            report_interval: Duration::from_millis(100),
-        }
-    }
-
-    #[test]
-    fn changes_make_the_next_configuration() {
-        let (old, mut new) = (fleet(), fleet());
-        assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
-        new.generation = 4;
-        new.load_balancers[0].alive = false;
-        new.services[1].servers[0].eligible = false;
-        let mut third = new.services[0].clone();
-        (third.index, third.name) = (ServiceIndex::new(7).unwrap(), "third".into());
-        third.address.socket.set_port(81);
-        new.services.push(third);
-        new.services.remove(0);
-        let change = FleetChange::between((4, &old), (5, &new));
-        assert_eq!(change.gone, [old.services[0].index]);
-        let decoded = FleetChange::decode(change.encode()).unwrap();
-        assert_eq!((decoded.base, decoded.number), (4, 5));
-        assert_eq!(decoded.applied_to(old), new);
-        let change = FleetChange::between((5, &new), (6, &new)).encode();
-        assert!(change.len() < 200, "what is the same is not sent: {} bytes", change.len());
-    }
-
-    #[test]
-    fn configurations_come_back() {
-        assert_eq!(FleetConfiguration::try_from(&v1::FleetConfiguration::from(&fleet())), Ok(fleet()));
-        assert_eq!(FleetConfiguration::decode(fleet().encode(17)), Ok((17, fleet())));
-        let agent = AgentConfiguration {
-            generation: 3,
-            services: vec![StampedService {
-                name: "web".into(),
-                address: fleet().services[0].address,
-                server_id: 7.try_into().unwrap(),
-                mode: ServiceMode {
-                    consistency: Consistency::Beamer,
-                    timestamps: Timestamps::Off,
-                    ..ServiceMode::default()
-                },
-            }],
-            keys: keys(),
-            report_interval: Duration::from_millis(100),
-            fleet_rss_key: RssKey::microsoft(),
-            server_id: 7.try_into().unwrap(),
-            servers_before: vec![ServerBefore { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
-            draining: true,
-            remembers_details: true,
-        };
-        assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
-    }
-
-    #[test]
-    fn errors_say_where() {
-        let error = |change: fn(&mut v1::FleetConfiguration)| {
-            let mut message = v1::FleetConfiguration::from(&fleet());
-            change(&mut message);
-            FleetConfiguration::try_from(&message).unwrap_err().to_string()
-        };
-        assert_eq!(
-            error(|m| m.services[1].servers[0].id = 16_384),
-            "services[1].servers[0].id: server id 16384 is out of range: expected 0 to 16383, the 14 bits that a \
-             cookie holds"
-        );
-        assert_eq!(
-            error(|m| m.services[1].servers[1].id = 1),
-            "services[1].servers[1]: server id 1 is used twice: expected each once"
-        );
-        assert_eq!(error(|m| m.services[0].index = 1024), "services[0].index: service index 1024: expected 0 to 1023");
-        assert_eq!(error(|m| m.services[1].index = 0), "services[1]: index 0 is used twice: expected each once");
-        assert_eq!(error(|m| m.services[1].address = None), "services[1].address: missing");
-        assert_eq!(
-            error(|m| m.services[1].address = m.services[0].address.clone()),
-            "services[1]: 10.200.0.0:80/tcp is used twice: expected each once"
-        );
-        assert_eq!(error(|m| m.keys = None), "keys: missing");
-        assert_eq!(error(|m| m.services[0].mode = None), "services[0].mode: missing");
-        assert_eq!(error(|m| m.services[1].time_key = None), "services[1].time_key: missing");
-        assert_eq!(
-            error(|m| m.services[1].traffic = "some".into()),
-            "services[1].traffic: \"some\": expected one of nothing, connections, all"
-        );
-        assert_eq!(
-            error(|m| m.load_balancers[0].owner = Some(16)),
-            "load_balancers[0].owner: owner number 16 is out of range: expected 0 to 15"
-        );
-        assert_eq!(
-            error(|m| m.load_balancers[0].owner = Some(0)),
-            "load_balancers[1]: owner number 0 is used twice: expected each once"
-        );
-        assert_eq!(
-            error(|m| m.load_balancers[0].address = vec![1]),
-            "load_balancers[0].address: an address of 1 bytes: expected 4 (IPv4) or 16 (IPv6)"
-        );
-        assert_eq!(
-            error(|m| m.load_balancers[1].name = m.load_balancers[0].name.clone()),
-            "load_balancers[1]: lbSome(15) is used twice: expected each once"
-        );
-        assert_eq!(error(|m| m.report_interval_ms = 0), "report_interval_ms: 0: expected at least 1");
-    }
-}
+mod tests;

@@ -10,11 +10,11 @@ use coreward_model::policy::{
     Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MOST_CANDIDATES, RackSummary, ReducedServer, SpreadBins,
     Weight,
 };
-use coreward_model::rss::RssKey;
 use prost::Message as _;
 
 use crate::address::parse_server_id;
 use crate::report::MOST_CORES;
+use crate::rss::parse_key;
 use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 
 /// A rack has fewer cores. With it, and no load above 16 (`MOST_LOAD` of the model), what a thousand racks pass up adds up to less
@@ -212,6 +212,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     message.spreads = summary.spreads.iter().map(spread).collect();
     let list = |list: &CandidateList| v1::CandidateList {
         key: list.key.bytes().to_vec().into(),
+        input_transform: list.key.input().number().into(),
         per_bucket: list.per_bucket as u32,
         server: packed::write(list.candidates.iter().map(|(core, _)| position(core.server) as u64)),
         core: packed::write(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
@@ -319,7 +320,7 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
         };
         candidates.push((Core { server: *id, core }, load));
     }
-    let key = RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?;
+    let key = parse_key(&message.key, message.input_transform)?;
     Ok(CandidateList { key, per_bucket: message.per_bucket as usize, candidates })
 }
 
@@ -349,6 +350,8 @@ mod tests {
     use coreward_model::policy::{Pool, PoolServer, named};
     use coreward_model::rss::{IndirectionTable, Rss};
     use prost::bytes::Bytes;
+
+    use coreward_model::rss::RssKey;
 
     use super::*;
 

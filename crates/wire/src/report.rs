@@ -1,11 +1,13 @@
 //! What an agent says of its server, ten times a second.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::Duration;
 
+use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 
-use crate::words::{made_readable, readable_counts, readable_dispatched};
+use crate::words::{known_counts, made_readable, readable_dispatched, readable_refused};
 use crate::{Context as _, ReportedRss, WireError, v1};
 
 /// A report, all values absolute.
@@ -33,6 +35,14 @@ pub struct Report {
     pub details: Option<ReportDetails>,
 }
 
+/// What an agent counts.
+const SERVER_COUNTERS: [&[&str]; 2] = [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES];
+
+/// Whether the service has an address: that is a label of metrics.
+fn listens(service: &v1::DispatchedService) -> bool {
+    service.listen.parse::<SocketAddr>().is_ok()
+}
+
 /// What tables are not made of: most of a report's cost, and said less often.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ReportDetails {
@@ -44,6 +54,8 @@ pub struct ReportDetails {
     pub dispatch: Vec<v1::DispatchedService>,
     /// The newest count of connections; `None`: there is none yet, or the agent does not count.
     pub connections: Option<CountedConnections>,
+    /// What of the newest configuration the agent cannot use.
+    pub refused: Vec<v1::RefusedUpdate>,
 }
 
 /// TCP connections that have a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
@@ -132,10 +144,11 @@ impl TryFrom<v1::Report> for Report {
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
         let details = (!message.without_details).then(|| ReportDetails {
-            counters: readable_counts(message.counters).into_iter().collect(),
+            counters: known_counts(message.counters, &SERVER_COUNTERS).into_iter().collect(),
             warnings: message.warnings.into_iter().map(made_readable).collect(),
-            dispatch: message.dispatch.into_iter().map(readable_dispatched).collect(),
+            dispatch: message.dispatch.into_iter().filter(listens).map(readable_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
+            refused: readable_refused(message.refused),
         });
         Ok(Self {
             sent: Duration::from_nanos(message.sent_unix_ns),
@@ -159,7 +172,7 @@ impl TryFrom<v1::Report> for Report {
 impl From<Report> for v1::Report {
     fn from(report: Report) -> Self {
         let without_details = report.details.is_none();
-        let ReportDetails { counters, warnings, dispatch, connections } = report.details.unwrap_or_default();
+        let ReportDetails { counters, warnings, dispatch, connections, refused } = report.details.unwrap_or_default();
         Self {
             sequence: report.readings.sequence,
             sent_unix_ns: report.sent.as_nanos() as u64,
@@ -176,6 +189,7 @@ impl From<Report> for v1::Report {
             dispatch,
             configuration_generation: report.configuration_generation,
             connections: connections.map(v1::CountedConnections::from),
+            refused,
             without_details,
         }
     }
@@ -184,6 +198,18 @@ impl From<Report> for v1::Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// They become labels of metrics.
+    #[test]
+    fn names_that_an_agent_invents_are_not_taken() {
+        let invented = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);
+        let dispatch = |listen: &str| v1::DispatchedService { listen: listen.into(), ..Default::default() };
+        let dispatch = vec![dispatch("mine"), dispatch("192.0.2.1:53")];
+        let report = Report::try_from(v1::Report { counters: invented.collect(), dispatch, ..message() }).unwrap();
+        let details = report.details.unwrap();
+        assert_eq!(details.counters, [("stamped".to_owned(), 12)]);
+        assert_eq!(details.dispatch.len(), 1);
+    }
 
     fn message() -> v1::Report {
         v1::Report {
@@ -194,7 +220,12 @@ mod tests {
             core_busy_ns: vec![1, 2, 3],
             open_connections: 4,
             rss_generation: 1,
-            rss: Some(v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0, 1] }),
+            rss: Some(v1::Rss {
+                source: "ethtool".into(),
+                key: vec![1; 40],
+                indirection_table: vec![0, 1],
+                input_transform: 0,
+            }),
             rss_matched: 9,
             rss_mismatched: 1,
             counters: [("stamped".to_owned(), 12)].into(),
@@ -206,6 +237,7 @@ mod tests {
                 configuration_generation: 2,
                 services: [("web".to_owned(), 5)].into(),
             }),
+            refused: Vec::new(),
             without_details: false,
         }
     }
@@ -247,8 +279,9 @@ mod tests {
         let dispatch = vec![many.clone(), many];
         let error = Report::try_from(v1::Report { dispatch, ..message() }).unwrap_err();
         assert_eq!(error.to_string(), "dispatch.workers: 4098: expected at most 4096");
-        let dispatch = vec![v1::DispatchedService { listen: "\u{1b}[2J".into(), ..Default::default() }];
+        let policy = "\u{1b}[2J".into();
+        let dispatch = vec![v1::DispatchedService { listen: "0.0.0.0:53".into(), policy, ..Default::default() }];
         let report = Report::try_from(v1::Report { dispatch, ..message() }).unwrap();
-        assert_eq!(report.details.unwrap().dispatch[0].listen, "\u{fffd}[2J");
+        assert_eq!(report.details.unwrap().dispatch[0].policy, "\u{fffd}[2J");
     }
 }

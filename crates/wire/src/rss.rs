@@ -1,6 +1,6 @@
 //! A server's RSS as its agent reports it.
 
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
 use crate::words::readable;
 use crate::{WireError, v1};
@@ -18,11 +18,12 @@ impl From<&ReportedRss> for v1::Rss {
     fn from(reported: &ReportedRss) -> Self {
         let source = reported.source.clone();
         match &reported.rss {
-            None => Self { source, key: Vec::new(), indirection_table: Vec::new() },
+            None => Self { source, key: Vec::new(), indirection_table: Vec::new(), input_transform: 0 },
             Some(rss) => Self {
                 source,
                 key: rss.key.bytes().to_vec(),
                 indirection_table: rss.indirection_table.queues().iter().map(|queue| u32::from(*queue)).collect(),
+                input_transform: rss.key.input().number().into(),
             },
         }
     }
@@ -36,11 +37,21 @@ impl TryFrom<&v1::Rss> for ReportedRss {
         if message.key.is_empty() && message.indirection_table.is_empty() {
             return Ok(Self { source, rss: None });
         }
-        let key = RssKey::new(&message.key).map_err(|error| WireError::new("key", error))?;
+        let key = parse_key(&message.key, message.input_transform)?;
         let indirection_table = IndirectionTable::new(&message.indirection_table)
             .map_err(|error| WireError::new("indirection_table", error))?;
         Ok(Self { source, rss: Some(Rss { key, indirection_table }) })
     }
+}
+
+/// A key with what is done to its input.
+///
+/// # Errors
+/// When the key is too short or too long, or the transform is not known.
+pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
+    let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
+    let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;
+    Ok(key.with_input(input))
 }
 
 #[cfg(test)]
@@ -48,12 +59,14 @@ mod tests {
     use super::*;
 
     fn message(key: usize, entries: usize) -> v1::Rss {
-        v1::Rss { source: "ethtool".into(), key: vec![7; key], indirection_table: (0..entries as u32).collect() }
+        let indirection_table = (0..entries as u32).collect();
+        v1::Rss { source: "ethtool".into(), key: vec![7; key], indirection_table, input_transform: 0 }
     }
 
     #[test]
     fn known_and_unknown_rss_come_back() {
-        for message in [message(40, 128), message(52, 2048), message(0, 0)] {
+        let symmetric = v1::Rss { input_transform: 2, ..message(40, 128) };
+        for message in [message(40, 128), message(52, 2048), message(0, 0), symmetric] {
             assert_eq!(v1::Rss::from(&ReportedRss::try_from(&message).unwrap()), message);
         }
     }
@@ -67,5 +80,9 @@ mod tests {
         );
         assert_eq!(error(message(39, 128)), "key: an RSS key of 39 bytes: expected 40 to 52");
         assert_eq!(error(message(0, 128)), "key: an RSS key of 0 bytes: expected 40 to 52");
+        assert_eq!(
+            error(v1::Rss { input_transform: 3, ..message(40, 128) }),
+            "input_transform: input transform 3 of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)"
+        );
     }
 }

@@ -33,14 +33,26 @@ pub struct SocketAnswer {
     pub number: u64,
     /// As in the question.
     pub asker: u64,
-    /// For each client of the question whether there is a socket; at most [`MAX_CLIENTS`].
+    /// For each client of the question whether there is a socket; at most [`MAX_CLIENTS`]. Empty: the agent is away.
     pub open: Vec<bool>,
 }
 
 impl SocketQuery {
+    /// What is answered for an agent that is away.
+    pub fn away(&self) -> SocketAnswer {
+        self.answer(Vec::new())
+    }
+
     /// The answer to this question.
     pub fn answer(&self, open: Vec<bool>) -> SocketAnswer {
         SocketAnswer { number: self.number, asker: self.asker, open }
+    }
+}
+
+impl SocketAnswer {
+    /// Whether nobody could be asked.
+    pub fn is_away(&self) -> bool {
+        self.open.is_empty()
     }
 }
 

@@ -9,7 +9,8 @@ use prost::bytes::Bytes;
 
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
-use crate::{WireError, v1};
+use crate::rss::parse_key;
+use crate::{Context as _, WireError, v1};
 
 /// A service's table in the form that every load balancer's stream shares.
 pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
@@ -32,6 +33,7 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
         bucket_count: table.bucket_count.get(),
         candidates_per_bucket: table.candidates_per_bucket,
         group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
+        group_inputs: table.groups.iter().map(|key| key.input().number().into()).collect(),
         candidate_load: of_candidates(|candidate| candidate.load),
         candidate_server_id: of_candidates(|candidate| candidate.server.get().into()),
         candidate_core_slot: of_candidates(|candidate| candidate.core_slot.into()),
@@ -60,7 +62,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         rule: parse_rule(&message.rule)?,
         bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
-        groups: parse_groups(&message.group_keys)?,
+        groups: parse_groups(&message.group_keys, &message.group_inputs)?,
         candidates_per_bucket: at_most("candidates_per_bucket", message.candidates_per_bucket, intf::MAX_CANDIDATES)?,
         candidates: parse_candidates(message)?,
         assignment_cost: message.assignment_cost,
@@ -97,11 +99,16 @@ fn length_is(field: &str, length: usize, expected: usize) -> Result<(), WireErro
     Err(WireError::new(field, format!("{length} entries: expected {expected}")))
 }
 
-fn parse_groups(keys: &[Vec<u8>]) -> Result<Vec<RssKey>, WireError> {
+fn parse_groups(keys: &[Vec<u8>], inputs: &[u32]) -> Result<Vec<RssKey>, WireError> {
     length_at_most("group_keys", keys.len(), intf::MAX_RSS_GROUPS)?;
+    if !inputs.is_empty() {
+        length_is("group_inputs", inputs.len(), keys.len())?;
+    }
+    let inputs = inputs.iter().copied().chain(std::iter::repeat(0));
     keys.iter()
+        .zip(inputs)
         .enumerate()
-        .map(|(group, key)| RssKey::new(key).map_err(|error| WireError::new(format!("group_keys[{group}]"), error)))
+        .map(|(group, (key, input))| parse_key(key, input).within(format!("groups[{group}]")))
         .collect()
 }
 

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use coreward_intf as intf;
+
 use crate::v1;
 
 /// Characters.
@@ -31,6 +33,12 @@ pub fn readable_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
     counts.into_iter().take(MOST_COUNTS).map(|(name, count)| (made_readable(name), count)).collect()
 }
 
+/// The same, of counters that there are: their names are labels of metrics, and whoever invents names makes series without end.
+pub fn known_counts(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
+    let is_known = |name: &String| known.iter().any(|names| names.contains(&name.as_str()));
+    counts.into_iter().filter(|(name, _)| is_known(name)).collect()
+}
+
 /// What an agent says of a UDP service.
 pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
     v1::DispatchedService {
@@ -39,6 +47,16 @@ pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
         workers: service.workers,
         counters: readable_counts(service.counters),
     }
+}
+
+/// What a part cannot use.
+pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
+    let one = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
+        service: made_readable(refused.service),
+        reason: made_readable(refused.reason),
+        ..refused
+    };
+    refused.into_iter().take(MOST_COUNTS).map(one).collect()
 }
 
 /// What a load balancer says of itself.
@@ -53,12 +71,13 @@ pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     v1::LoadBalancerState {
         table_generations: readable_counts(state.table_generations),
         unresolved_servers: all_readable(state.unresolved_servers),
-        counters: readable_counts(state.counters),
+        counters: known_counts(state.counters, &[&intf::LB_COUNTER_NAMES]),
         xdp_mode: made_readable(state.xdp_mode),
-        events: readable_counts(state.events),
+        events: known_counts(state.events, &[&intf::LB_EVENT_NAMES]),
         unresolved_load_balancers: all_readable(state.unresolved_load_balancers),
         server_clocks: state.server_clocks.into_iter().take(MOST_SERVERS).map(clock).collect(),
         warnings: all_readable(state.warnings),
+        refused: readable_refused(state.refused),
         ..state
     }
 }
@@ -75,13 +94,15 @@ mod tests {
         assert_eq!(made_readable("ä".repeat(600)).chars().count(), LONGEST);
         let state = readable_state(v1::LoadBalancerState {
             xdp_mode: escape(),
-            counters: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
+            counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("first".to_owned(), 1)]).collect(),
+            table_generations: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
             unresolved_servers: vec![escape()],
             server_clocks: vec![v1::ServerClock { problem: escape(), ..Default::default() }],
             connections: 7,
             ..Default::default()
         });
-        assert_eq!((state.counters.len(), state.connections), (MOST_COUNTS, 7));
+        // Names of counters are labels of metrics.
+        assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MOST_COUNTS, 7));
         let shown = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem];
         assert!(shown.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));
     }

@@ -138,6 +138,7 @@ fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
         source: "a lie".to_owned(),
         key: vec![0xaa; key],
         indirection_table: queues,
+        input_transform: 0,
     };
     match uniform_below(rng, 16) {
         0 => report.core_busy_ns = vec![u64::MAX; 2],
@@ -153,7 +154,7 @@ fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
         10 => report.time_to_live_ms = 0,
         11 => report.time_to_live_ms = u32::MAX,
         12 => report.rss = Some(rss(5, vec![0, 1, 2])),
-        13 => report.rss = Some(rss(40, vec![u32::MAX; 2_048])),
+        13 => report.rss = Some(v1::Rss { input_transform: u32::MAX, ..rss(40, vec![u32::MAX; 2_048]) }),
         14 => {
             report.open_connections = u32::MAX;
             report.configuration_generation = u64::MAX;

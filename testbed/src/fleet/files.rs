@@ -39,7 +39,8 @@ pub(super) fn write_controller_files(
                 // All of them are on one machine.
                 let api = api_address_of(number);
                 text = format!(
-                    "listen = \"{listen}\"\napi = \"{api}\"\n\n[etcd]\nendpoints = {endpoints:?}\nlease = \"2s\"\n"
+                    "listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n\n[etcd]\n\
+                     endpoints = {endpoints:?}\nlease = \"2s\"\n"
                 );
             }
             let table = tls_table_if(options.tls, testbed, Role::Controller, "controller");
@@ -49,7 +50,7 @@ pub(super) fn write_controller_files(
     }
     ensure!(options.controllers == 1, "several controllers and a file of the fleet: expected `applied`");
     let text = match &options.shared_store {
-        Some(shared) => listen + shared,
+        Some(shared) => format!("{listen}token_directory = {tokens:?}\n{shared}"),
         None => text + "fleet = \"fleet.toml\"\n",
     };
     let text = text + &tls_table_if(options.tls, testbed, Role::Controller, "controller");

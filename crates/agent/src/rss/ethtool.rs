@@ -14,15 +14,20 @@ use super::{RssDevice, RssSettings, RssUnknown};
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 const ETHTOOL_GFLAGS: u32 = 0x25;
 const ETHTOOL_GDRVINFO: u32 = 0x03;
+const ETHTOOL_GSTRINGS: u32 = 0x1b;
+const ETHTOOL_GPFLAGS: u32 = 0x27;
 const ETHTOOL_GRXFH: u32 = 0x29;
 const ETHTOOL_GRXRINGS: u32 = 0x2d;
 const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
+const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
 /// In ETHTOOL_GFLAGS: flow steering rules (and with them accelerated RFS) are on.
 const ETH_FLAG_NTUPLE: u32 = 1 << 27;
+/// In ETHTOOL_GFLAGS: VLAN tags of received packets are stripped.
+const ETH_FLAG_RXVLAN: u32 = 1 << 8;
 /// In ETHTOOL_GFLAGS: received packets are merged so that they cannot be sent on.
 const ETH_FLAG_LRO: u32 = 1 << 15;
 const TCP_V4_FLOW: u32 = 1;
@@ -30,6 +35,8 @@ const UDP_V4_FLOW: u32 = 2;
 /// IP source and destination, first and second half of the ports.
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
+/// ETH_RSS_HASH_NO_CHANGE.
+const HASH_FUNCTION_NO_CHANGE: u8 = 0;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
 const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
@@ -130,6 +137,38 @@ pub fn merges_what_it_receives(interface: &str) -> io::Result<bool> {
     Ok(request[1] & ETH_FLAG_LRO != 0)
 }
 
+/// Whether the device takes VLAN tags off what it receives: XDP programs then see no tag.
+///
+/// # Errors
+/// When there is no such device.
+pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
+    let mut request = [ETHTOOL_GFLAGS, 0];
+    ethtool(interface, &mut request)?;
+    Ok(request[1] & ETH_FLAG_RXVLAN != 0)
+}
+
+/// A switch of the driver's own (`ethtool --show-priv-flags`); `None`: it has none of that name.
+pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
+    const ETH_SS_PRIV_FLAGS: u32 = 2;
+    const NAME_WORDS: usize = 8;
+    // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
+    let mut info = [ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_PRIV_FLAGS, 0, 0];
+    ethtool(interface, &mut info).ok()?;
+    // Flags are bits of one word.
+    let count = info[4].min(u32::BITS);
+    // struct ethtool_gstrings: cmd, string_set, len, then names of 32 bytes.
+    let mut names = vec![0; 3 + count as usize * NAME_WORDS];
+    names[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, ETH_SS_PRIV_FLAGS, count]);
+    ethtool(interface, &mut names).ok()?;
+    let text = |words: &[u32]| -> Vec<u8> {
+        words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect()
+    };
+    let position = names[3..].chunks(NAME_WORDS).position(|words| text(words) == name.as_bytes())?;
+    let mut flags = [ETHTOOL_GPFLAGS, 0];
+    ethtool(interface, &mut flags).ok()?;
+    Some(flags[1] >> position & 1 != 0)
+}
+
 /// Whether UDP is hashed by its ports, too; `None`: the driver does not tell.
 pub fn hashes_udp_ports(interface: &str) -> Option<bool> {
     rxnfc(interface, ETHTOOL_GRXFH, UDP_V4_FLOW).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
@@ -165,7 +204,6 @@ pub struct EthtoolRss {
 struct Rxfh {
     settings: RssSettings,
     function: u8,
-    transformation: u8,
 }
 
 impl EthtoolRss {
@@ -192,11 +230,11 @@ impl EthtoolRss {
         let mut request = vec![0; RXFH_WORDS + entries + key_bytes.div_ceil(4)];
         request[..RXFH_WORDS].copy_from_slice(&sizes);
         ethtool(&self.interface, &mut request).map_err(failed)?;
-        let [function, transformation, ..] = request[RXFH_FUNCTION].to_ne_bytes();
+        let [function, input_transform, ..] = request[RXFH_FUNCTION].to_ne_bytes();
         let (table, key) = request[RXFH_WORDS..].split_at(entries);
         let key: Vec<u8> = key.iter().flat_map(|word| word.to_ne_bytes()).take(key_bytes).collect();
         let key = (!key.is_empty()).then_some(key);
-        Ok(Rxfh { settings: RssSettings { key, indirection_table: table.to_vec() }, function, transformation })
+        Ok(Rxfh { settings: RssSettings { key, indirection_table: table.to_vec(), input_transform }, function })
     }
 
     fn other_hash(&self, found: &str) -> RssUnknown {
@@ -223,9 +261,6 @@ impl RssDevice for EthtoolRss {
         // 0: a driver that knows but one function; it is Toeplitz wherever it is not said (igb).
         if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
             return Err(self.other_hash(&format!("hash function {:#x} (`ethtool -x`)", rxfh.function)));
-        }
-        if rxfh.transformation != 0 {
-            return Err(self.other_hash("a symmetric input (`ethtool -x`)"));
         }
         // Drivers that do not answer hash TCP by its ports.
         if let Ok(fields) = rxnfc(&self.interface, ETHTOOL_GRXFH, TCP_V4_FLOW)
@@ -257,18 +292,20 @@ impl RssDevice for EthtoolRss {
         };
         let failed = |error| self.failed("ETHTOOL_SRSSH", error);
         let queues = u32::from(self.receive_queues());
+        // With each request, or a kernel that knows of it (6.8) switches it off. Older ones say 0, and take nothing else.
+        let input = u32::from_ne_bytes([HASH_FUNCTION_NO_CHANGE, settings.input_transform, 0, 0]);
         let mut table = &settings.indirection_table[..];
         // ethtool_rxfh_indir_default(). Set as such, the kernel lets the number of queues change again (`ethtool -L`).
         // By a request of its own: behind no table, kernel 6.1 and later ones look for the key at different places.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues) {
-            ethtool(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, 0, 0]).map_err(failed)?;
+            ethtool(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input, 0]).map_err(failed)?;
             table = &[];
         }
         if table.is_empty() && key.is_empty() {
             return Ok(());
         }
         let entries = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
-        let mut request = vec![ETHTOOL_SRSSH, 0, entries, key.len() as u32, 0, 0];
+        let mut request = vec![ETHTOOL_SRSSH, 0, entries, key.len() as u32, input, 0];
         request.extend(table);
         request.extend(key.chunks(4).map(|chunk| {
             let mut word = [0; 4];
@@ -292,6 +329,7 @@ mod tests {
         assert_eq!(EthtoolRss::new("lo").receive_queues(), 1);
         assert!(channels("a-name-that-is-too-long").is_err());
         assert!(driver("nonexistent0").is_err() && hashes_udp_ports("lo").is_none());
+        assert_eq!((strips_vlan_tags("lo").ok(), private_flag("lo", "flow-director-atr")), (Some(false), None));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Keeps an eye on the NIC's RSS, and sets it where the agent may.
 
 use coreward_model::ServerId;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
 use super::{RssDevice, RssSettings, RssUnknown};
 use crate::remembered::Memory;
@@ -21,6 +21,8 @@ pub struct RssManager {
     /// `None`: only read.
     wanted: Option<Wanted>,
     known: Option<Rss>,
+    /// The transform of the input that packets have shown, where it is not the one that the driver reports.
+    shown_input: Option<InputTransform>,
     receive_queues: u16,
     generation: u64,
     problem: Option<String>,
@@ -29,7 +31,15 @@ pub struct RssManager {
 impl RssManager {
     /// Reads the NIC for the first time.
     pub fn new(device: Box<dyn RssDevice>) -> Self {
-        let mut manager = Self { device, wanted: None, known: None, receive_queues: 0, generation: 0, problem: None };
+        let mut manager = Self {
+            device,
+            wanted: None,
+            known: None,
+            shown_input: None,
+            receive_queues: 0,
+            generation: 0,
+            problem: None,
+        };
         manager.refresh();
         // Also where nothing can be known, that is something to say.
         manager.generation = manager.generation.max(1);
@@ -49,6 +59,17 @@ impl RssManager {
         self.refresh();
         self.apply(memory);
         self.generation != before
+    }
+
+    /// Packets have shown that the NIC hashes by another input than it reports.
+    pub fn take_input(&mut self, input: InputTransform) {
+        let source = self.device.source();
+        tracing::warn!(
+            "RSS ({source}): packets arrive as if it hashed the input {}, which it does not report",
+            input.name()
+        );
+        self.shown_input = Some(input);
+        self.refresh();
     }
 
     /// Puts back what was there before.
@@ -72,7 +93,8 @@ impl RssManager {
         let known = match self.device.read() {
             Ok(rss) => {
                 self.problem = beyond_queues(&rss.indirection_table, receive_queues);
-                Some(rss)
+                let input = self.shown_input.unwrap_or(rss.key.input());
+                Some(Rss { key: rss.key.with_input(input), ..rss })
             }
             Err(error) => {
                 self.note(error);
@@ -111,6 +133,7 @@ impl RssManager {
         let settings = RssSettings {
             key: Some(wanted.key.bytes().to_vec()),
             indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
+            input_transform: current.as_ref().map_or(0, |current| current.input_transform),
         };
         if current.as_ref().is_ok_and(|current| holds(current, &settings)) {
             return Ok(());
@@ -212,6 +235,7 @@ mod tests {
         let settings = RssSettings {
             key: takes_key.then(|| vec![1; 40]),
             indirection_table: (0..entries).map(|entry| entry % 4).collect(),
+            input_transform: 0,
         };
         std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, takes_key }))
     }

@@ -3,14 +3,16 @@
 //! * [`ethtool`]: a real NIC
 //! * [`testbed`]: the testbed's emulated one
 //! * [`manager`]: reads it again and again; sets the fleet's key and a balanced table where it may
+//! * [`input`]: which transform of the input explains where packets arrive
 //! * [`verdict`]: whether what the NIC shows is in force
 
 pub mod ethtool;
+pub mod input;
 pub mod manager;
 pub mod testbed;
 pub mod verdict;
 
-use coreward_model::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, RssKeyLength};
+use coreward_model::rss::{IndirectionTable, IndirectionTableError, InputTransform, Rss, RssKey, RssKeyLength};
 use serde::{Deserialize, Serialize};
 
 /// What a NIC holds, or is to hold. As it is, whether or not we can use it.
@@ -20,6 +22,9 @@ pub struct RssSettings {
     pub key: Option<Vec<u8>>,
     /// The receive queue per entry; empty: is not to be set.
     pub indirection_table: Vec<u32>,
+    /// What is done to addresses and ports before they are hashed, as ethtool numbers it; 0 where the kernel does not know of it.
+    #[serde(default)]
+    pub input_transform: u8,
 }
 
 /// Why core-aware placement cannot know where this NIC sends a connection.
@@ -72,7 +77,12 @@ impl RssSettings {
             .map_err(|source| RssUnknown::Key { interface: interface.to_owned(), source })?;
         let indirection_table = IndirectionTable::new(&self.indirection_table)
             .map_err(|source| RssUnknown::Table { interface: interface.to_owned(), source })?;
-        Ok(Rss { key, indirection_table })
+        let input =
+            InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssUnknown::OtherHash {
+                interface: interface.to_owned(),
+                found: format!("{error} (`ethtool -x {interface}`)"),
+            })?;
+        Ok(Rss { key: key.with_input(input), indirection_table })
     }
 }
 

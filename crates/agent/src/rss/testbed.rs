@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use coreward_intf as intf;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
@@ -51,11 +51,14 @@ impl RssDevice for TestbedRss {
     fn settings(&self) -> Result<RssSettings, RssUnknown> {
         let rss = self.read()?;
         let queues = rss.indirection_table.queues().iter().map(|queue| u32::from(*queue));
-        Ok(RssSettings { key: Some(rss.key.bytes().to_vec()), indirection_table: queues.collect() })
+        // What it does to the input it does not report, as drivers before 2025.
+        Ok(RssSettings { key: Some(rss.key.bytes().to_vec()), indirection_table: queues.collect(), input_transform: 0 })
     }
 
     fn read(&self) -> Result<Rss, RssUnknown> {
-        Rss::from_emulated(&*self.registers()?).map_err(|error| self.failed(std::io::Error::other(error)))
+        let rss = Rss::from_emulated(&*self.registers()?);
+        let rss = rss.map_err(|error| self.failed(std::io::Error::other(error)))?;
+        Ok(Rss { key: rss.key.with_input(InputTransform::None), ..rss })
     }
 
     fn table_entries(&self) -> Result<usize, RssUnknown> {
@@ -66,7 +69,11 @@ impl RssDevice for TestbedRss {
         let registers = self.registers()?;
         let rss = match Rss::from_emulated(&registers) {
             Ok(current) => Rss {
-                key: settings.key.as_deref().and_then(|key| RssKey::new(key).ok()).unwrap_or(current.key),
+                key: settings
+                    .key
+                    .as_deref()
+                    .and_then(|key| RssKey::new(key).ok())
+                    .map_or(current.key.clone(), |key| key.with_input(current.key.input())),
                 indirection_table: IndirectionTable::new(&settings.indirection_table)
                     .unwrap_or(current.indirection_table),
             },

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_dataplane::listeners::{self, Inode, Listener};
 use coreward_dataplane::reuseport;
+use coreward_dataplane::sockets::counts::listening;
 use coreward_dataplane::steer::{self, Steer as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
@@ -39,6 +40,25 @@ struct Service {
     program: Program,
     /// What the last look through the epoll sets found, for which sockets, with which queues, and when.
     seen: Option<Seen>,
+    /// It found sockets without a worker.
+    incomplete: Option<Incomplete>,
+}
+
+/// Looks through /proc that did not find every socket's worker. The next one comes after a quarter of the time that they have
+/// been at it: after a reload within a second or two, but rarely where workers do not wait by epoll, as each look reads the
+/// descriptors of every process of the machine.
+#[derive(Debug)]
+struct Incomplete {
+    inodes: BTreeSet<Inode>,
+    cpu_of_queue: Vec<usize>,
+    since: Instant,
+    last: Instant,
+}
+
+impl Incomplete {
+    fn is_due(&self, now: Instant) -> bool {
+        now.duration_since(self.last) >= (self.last.duration_since(self.since) / 4).min(LOOK_AGAIN)
+    }
 }
 
 #[derive(Debug)]
@@ -69,7 +89,7 @@ impl Steering {
         for address in wanted {
             if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
                 let program = Program::load(&self.pin_directory, &pin_name(address), rss_map)?;
-                entry.insert(Service { program, seen: None });
+                entry.insert(Service { program, seen: None, incomplete: None });
             }
         }
         Ok(())
@@ -79,8 +99,16 @@ impl Steering {
     /// receive queue. Gives what the operator should know, in words.
     pub fn look(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
+        if self.services.is_empty() {
+            return warnings;
+        }
+        let sockets = match listening() {
+            Ok(sockets) => sockets,
+            Err(error) => return vec![format!("connections are not steered: {error:#}")],
+        };
         for (address, service) in &mut self.services {
-            match service.look(self.mode, *address, cpu_of_queue) {
+            let inodes = listeners::most_specific((*address).into(), &sockets);
+            match service.look(self.mode, inodes, cpu_of_queue) {
                 Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
                 Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
             }
@@ -124,26 +152,38 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 
 impl Service {
     /// Gives a warning when connections of some queue go to workers of the kernel's choice.
-    fn look(&mut self, mode: Steer, address: SocketAddrV4, cpu_of_queue: &[usize]) -> anyhow::Result<Option<String>> {
-        let inodes = listeners::listening(address.into())?;
+    fn look(&mut self, mode: Steer, inodes: BTreeSet<Inode>, cpu_of_queue: &[usize]) -> anyhow::Result<Option<String>> {
         if inodes.is_empty() {
-            self.seen = None;
+            (self.seen, self.incomplete) = (None, None);
             return Ok(Some("nobody listens".to_owned()));
         }
-        if !self.is_current(&inodes, cpu_of_queue) {
+        if !self.is_current(&inodes, cpu_of_queue) && self.is_due(&inodes, cpu_of_queue) {
             let found = listeners::waiting(&inodes)?;
             self.seen = None;
             self.steer(mode, &found, cpu_of_queue)?;
+            let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
             // Between a reload and the first wait of a new worker a socket is nobody's: the next look finds it.
             if found.len() == inodes.len() {
-                self.seen =
-                    Some(Seen { inodes, listeners: found, cpu_of_queue: cpu_of_queue.to_vec(), at: Instant::now() });
+                self.incomplete = None;
+                self.seen = Some(Seen { inodes, listeners: found, cpu_of_queue, at: now });
+            } else {
+                let since = self.incomplete.as_ref().map_or(now, |incomplete| incomplete.since);
+                self.incomplete = Some(Incomplete { inodes, cpu_of_queue, since, last: now });
             }
         }
         let Some(seen) = &self.seen else { return Ok(Some("not every listening socket has a worker".to_owned())) };
         let without = assign::assign(mode, &seen.listeners, cpu_of_queue).iter().filter(|slot| slot.is_none()).count();
         Ok((without > 0)
             .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
+    }
+
+    /// Whether /proc is to be looked through now. What was in vain for other sockets or queues does not count.
+    fn is_due(&mut self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
+        let same = |old: &mut Incomplete| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
+        if self.incomplete.take_if(|incomplete| !same(incomplete)).is_some() {
+            return true;
+        }
+        self.incomplete.as_ref().is_none_or(|incomplete| incomplete.is_due(Instant::now()))
     }
 
     fn is_current(&self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
@@ -202,6 +242,22 @@ fn pin_name(address: SocketAddrV4) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn proc_is_read_ever_more_rarely_while_sockets_have_no_worker() {
+        let (since, mut looks) = (Instant::now(), Vec::new());
+        let mut incomplete = Incomplete { inodes: BTreeSet::new(), cpu_of_queue: vec![], since, last: since };
+        for second in 1..=600 {
+            let now = since + Duration::from_secs(second);
+            if incomplete.is_due(now) {
+                incomplete.last = now;
+                looks.push(second);
+            }
+        }
+        assert_eq!(looks[..6], [1, 2, 3, 4, 5, 7], "soon after a reload");
+        assert!(looks.len() < 40, "{looks:?}");
+        assert!(looks.windows(2).all(|pair| pair[1] - pair[0] <= LOOK_AGAIN.as_secs()), "{looks:?}");
+    }
 
     #[test]
     fn pins_name_addresses() {

@@ -38,7 +38,7 @@ fn serve(bounds: Bounds) -> (SocketAddr, Serving) {
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(Endless(interval(Duration::from_millis(5))))));
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().within(bounds);
-    (listener.address(), listener.serve(Plain, router, std::future::pending()).unwrap())
+    (listener.address(), listener.serve(Plain, router, || {}, std::future::pending()).unwrap())
 }
 
 /// Somebody at 127.0.0.`host`.

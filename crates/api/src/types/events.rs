@@ -38,6 +38,8 @@ pub struct Event {
     pub at_unix_ms: u64,
     /// How much it matters.
     pub severity: Severity,
+    /// What kind of thing has happened: stays the same from version to version.
+    pub event: EventId,
     /// Whom it concerns.
     pub kind: EventKind,
     /// Its name; empty: all.
@@ -54,6 +56,96 @@ pub enum Severity {
     Info,
     /// To be looked at.
     Warning,
+}
+
+/// What can happen (docs/events.md).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum EventId {
+    /// This controller has begun to lead, or has started.
+    ControllerStarted,
+    /// Somebody has put another document in force.
+    FleetApplied,
+    /// A document of another generation is in force, whatever way it came.
+    FleetInForce,
+    /// A service is new in the document.
+    ServiceNew,
+    /// A service has another policy.
+    ServicePolicy,
+    /// A service is in the document no more.
+    ServiceGone,
+    /// A server is new in the document.
+    ServerNew,
+    /// A server is in another state: up, down, draining, gone.
+    ServerState,
+    /// A server has another weight.
+    ServerWeight,
+    /// A server that left is forgotten, and its id is free.
+    ServerForgotten,
+    /// Somebody has drained a server, or ended that.
+    ServerDrain,
+    /// A load balancer has connected, disconnected, fallen silent or is lost.
+    LoadBalancerState,
+    /// A load balancer is forgotten, by time or by somebody.
+    LoadBalancerForgotten,
+    /// The next cookie key is on its way to everybody.
+    KeysAnnounced,
+    /// Another cookie key stamps from now on.
+    KeysSwitched,
+    /// Somebody has begun a rotation of the cookie keys, or gone on with it.
+    KeysRotated,
+    /// A warning of `coreward status` that was not there before.
+    WarningBegins,
+    /// A warning is there no more.
+    WarningEnds,
+}
+
+impl EventId {
+    /// All of them.
+    pub const ALL: [Self; 18] = [
+        Self::ControllerStarted,
+        Self::FleetApplied,
+        Self::FleetInForce,
+        Self::ServiceNew,
+        Self::ServicePolicy,
+        Self::ServiceGone,
+        Self::ServerNew,
+        Self::ServerState,
+        Self::ServerWeight,
+        Self::ServerForgotten,
+        Self::ServerDrain,
+        Self::LoadBalancerState,
+        Self::LoadBalancerForgotten,
+        Self::KeysAnnounced,
+        Self::KeysSwitched,
+        Self::KeysRotated,
+        Self::WarningBegins,
+        Self::WarningEnds,
+    ];
+
+    /// As documents have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ControllerStarted => "controller-started",
+            Self::FleetApplied => "fleet-applied",
+            Self::FleetInForce => "fleet-in-force",
+            Self::ServiceNew => "service-new",
+            Self::ServicePolicy => "service-policy",
+            Self::ServiceGone => "service-gone",
+            Self::ServerNew => "server-new",
+            Self::ServerState => "server-state",
+            Self::ServerWeight => "server-weight",
+            Self::ServerForgotten => "server-forgotten",
+            Self::ServerDrain => "server-drain",
+            Self::LoadBalancerState => "load-balancer-state",
+            Self::LoadBalancerForgotten => "load-balancer-forgotten",
+            Self::KeysAnnounced => "keys-announced",
+            Self::KeysSwitched => "keys-switched",
+            Self::KeysRotated => "keys-rotated",
+            Self::WarningBegins => "warning-begins",
+            Self::WarningEnds => "warning-ends",
+        }
+    }
 }
 
 /// Whom an event concerns.

@@ -1,5 +1,7 @@
 //! The API's documents. Addresses and keys are written as people write them.
 
+mod acknowledgements;
+mod audit;
 mod drain;
 mod events;
 mod explain;
@@ -12,8 +14,10 @@ mod status;
 mod tables;
 mod wire;
 
+pub use acknowledgements::{Acknowledgements, RefusedUpdate, Waiting};
+pub use audit::{Audit, AuditEntry, AuditQuery, FleetHistory, PastDocument};
 pub use drain::{CountedConnections, DrainServer, DrainStatus, Drained, DrainedBy};
-pub use events::{Event, EventKind, Events, EventsQuery, Severity};
+pub use events::{Event, EventId, EventKind, Events, EventsQuery, Severity};
 pub use explain::{
     Explain, ExplainPackets, ExplainedServer, Explanation, Explanations, MAX_EXPLAINED, PacketExplanation, PacketKind,
     PacketQuestion,

@@ -291,6 +291,9 @@ pub struct ServerRss {
     pub key: Option<String>,
     /// Tells keys apart, and tells nothing of them; empty: not known.
     pub key_fingerprint: String,
+    /// What the NIC does to addresses and ports before it hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
+    #[serde(default)]
+    pub input_transform: String,
     /// Receive queue per entry.
     pub indirection_table: Vec<u32>,
 }

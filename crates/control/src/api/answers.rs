@@ -1,5 +1,7 @@
 //! What there is to see.
 
+use std::sync::Arc;
+
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::extract::{Json, Path, Query};
@@ -7,9 +9,11 @@ use coreward_api::types::{
     Health, HealthState, LoadBalancer, LoadBalancers, Loads, Server, Servers, Service, Services, Status, StatusQuery,
     Table, Tables, Version,
 };
+use coreward_api::work::{Answer, Size, answer};
 use coreward_api::{Caller, Problem, ProblemKind, Role};
 
 use super::Api;
+use crate::server::shared::Shared;
 
 /// Which controller this is
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, description = "Its version", body = Version)))]
@@ -36,17 +40,18 @@ pub async fn status(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
-) -> Result<Json<Status>, Problem> {
-    seen(&api, caller, query).map(Json)
+) -> Result<Answer, Problem> {
+    let shared = seen(&api, caller, query)?;
+    answer(Size::Small, move || Ok(shared.status(query.rss_keys))).await
 }
 
-/// What this caller may see.
-fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Status, Problem> {
+/// Where this caller may see what it asks for.
+fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<Shared>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
     }
-    Ok(api.shared()?.status(query.rss_keys))
+    api.shared()
 }
 
 /// All services
@@ -55,8 +60,9 @@ pub async fn services(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
-) -> Result<Json<Services>, Problem> {
-    Ok(Json(Services { services: seen(&api, caller, query)?.services }))
+) -> Result<Answer, Problem> {
+    let shared = seen(&api, caller, query)?;
+    answer(Size::Small, move || Ok(Services { services: shared.status(query.rss_keys).services })).await
 }
 
 /// One service
@@ -73,9 +79,13 @@ pub async fn service(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
-) -> Result<Json<Service>, Problem> {
-    let found = seen(&api, caller, query)?.services.into_iter().find(|service| service.name == name);
-    found.map(Json).ok_or_else(|| Problem::not_found("service", &name))
+) -> Result<Answer, Problem> {
+    let shared = seen(&api, caller, query)?;
+    answer(Size::Small, move || {
+        let found = shared.status(query.rss_keys).services.into_iter().find(|service| service.name == name);
+        found.ok_or_else(|| Problem::not_found("service", &name))
+    })
+    .await
 }
 
 /// All servers, with the load of every core
@@ -84,8 +94,9 @@ pub async fn servers(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
-) -> Result<Json<Servers>, Problem> {
-    Ok(Json(Servers { servers: seen(&api, caller, query)?.servers }))
+) -> Result<Answer, Problem> {
+    let shared = seen(&api, caller, query)?;
+    answer(Size::Small, move || Ok(Servers { servers: shared.status(query.rss_keys).servers })).await
 }
 
 /// One server
@@ -102,16 +113,21 @@ pub async fn server(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
-) -> Result<Json<Server>, Problem> {
-    // Of two ids with one name (the operator changed it) the newer one stands last.
-    let found = seen(&api, caller, query)?.servers.into_iter().rfind(|server| server.name == name);
-    found.map(Json).ok_or_else(|| Problem::not_found("server", &name))
+) -> Result<Answer, Problem> {
+    let shared = seen(&api, caller, query)?;
+    answer(Size::Small, move || {
+        // Of two ids with one name (the operator changed it) the newer one stands last.
+        let found = shared.status(query.rss_keys).servers.into_iter().rfind(|server| server.name == name);
+        found.ok_or_else(|| Problem::not_found("server", &name))
+    })
+    .await
 }
 
 /// All load balancers
 #[utoipa::path(get, path = "/v1/load-balancers", responses((status = 200, description = "All", body = LoadBalancers)))]
-pub async fn load_balancers(State(api): State<Api>) -> Result<Json<LoadBalancers>, Problem> {
-    Ok(Json(LoadBalancers { load_balancers: api.shared()?.load_balancers() }))
+pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
 }
 
 /// One load balancer
@@ -123,22 +139,27 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<Json<LoadBalancers
         (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
     )
 )]
-pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<LoadBalancer>, Problem> {
-    let found = api.shared()?.load_balancers().into_iter().find(|balancer| balancer.name == name);
-    found.map(Json).ok_or_else(|| Problem::not_found("load balancer", &name))
+pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    answer(Size::Small, move || {
+        let found = shared.load_balancers().into_iter().find(|balancer| balancer.name == name);
+        found.ok_or_else(|| Problem::not_found("load balancer", &name))
+    })
+    .await
 }
 
 /// The load of every core of every server, and counts to make rates of
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "All of them", body = Loads)))]
-pub async fn loads(State(api): State<Api>) -> Result<Json<Loads>, Problem> {
-    Ok(Json(api.shared()?.loads()))
+pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    answer(Size::Small, move || Ok(shared.loads())).await
 }
 
 /// The newest table of every service, without what stands in it
 #[utoipa::path(get, path = "/v1/tables", responses((status = 200, description = "All", body = Tables)))]
-pub async fn tables(State(api): State<Api>) -> Result<Json<Tables>, Problem> {
+pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
-    Ok(Json(shared.controller().table_summaries(shared.now())))
+    answer(Size::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
 }
 
 /// The newest table of one service: bucket by bucket, where first packets go
@@ -151,8 +172,7 @@ pub async fn tables(State(api): State<Api>) -> Result<Json<Tables>, Problem> {
          content_type = "application/problem+json"),
     )
 )]
-pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<Table>, Problem> {
+pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
-    let table = shared.controller().table(&name, shared.now());
-    table.map(Json).ok_or_else(|| Problem::not_found("table of service", &name))
+    answer(Size::Small, move || shared.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))).await
 }

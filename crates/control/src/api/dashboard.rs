@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
-use coreward_api::serve::Peer;
+use coreward_api::serve::{Certified, Peer};
 use coreward_api::sessions::Shown;
 use coreward_api::{Problem, ProblemKind};
 
@@ -43,8 +43,8 @@ pub async fn log_in(
     // Who is here has shown one of the three. By a session alone there is no next one, or it would never end.
     let shown = if headers.contains_key(header::AUTHORIZATION) {
         Shown::Token
-    } else if peer.certified.is_some() {
-        Shown::Certificate
+    } else if let Some(Certified { fingerprint, not_after, .. }) = peer.certified {
+        Shown::Certificate { fingerprint, not_after }
     } else {
         let detail = "a session begins no other one: expected a token, or the certificate of an operator or a viewer";
         return Err(Problem::new(ProblemKind::Forbidden, detail));

@@ -1,31 +1,59 @@
 //! The fleet's document.
 
+use std::path::PathBuf;
+
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::extract::Json;
-use coreward_api::types::{Check, Checked, EventKind, Fleet, FleetApplied, FleetChange, NewFleet};
+use coreward_api::types::{
+    Acknowledgements, Check, Checked, EventId, EventKind, Fleet, FleetApplied, FleetChange, NewFleet,
+};
+use coreward_api::work::{self, Answer, Size, answer};
 use coreward_api::{Caller, Problem, ProblemKind};
 use coreward_config::Source;
 
 use super::Api;
 use crate::config::{self, FleetConfig, difference};
+use crate::records::Document;
 use crate::server::keeper::{Change, NotApplied, WantedDocument};
 use crate::server::shared::Shared;
 
 /// The fleet's document in force, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "The document", body = Fleet)))]
-pub async fn fleet(State(api): State<Api>) -> Result<Json<Fleet>, Problem> {
-    Ok(Json(in_force(&*api.shared()?)))
+pub async fn fleet(State(api): State<Api>) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    answer(Size::Small, move || {
+        let (document, file) = in_force(&shared);
+        let file = file.map(|file| file.display().to_string());
+        Ok(Fleet { generation: document.generation, file, text: document.text.to_string() })
+    })
+    .await
 }
 
-fn in_force(shared: &Shared) -> Fleet {
+fn in_force(shared: &Shared) -> (Document, Option<PathBuf>) {
     let controller = shared.controller();
-    let (document, file) = (&controller.fleet().document, &controller.fleet().file);
-    Fleet {
-        generation: document.generation,
-        file: file.as_ref().map(|file| file.display().to_string()),
-        text: document.text.to_string(),
+    (controller.fleet().document.clone(), controller.fleet().file.clone())
+}
+
+/// The longest that a document's name may be: every mistake names it.
+const LONGEST_NAME: usize = 4096;
+
+fn check_name(name: &str) -> Result<(), Problem> {
+    if name.len() > LONGEST_NAME {
+        let detail = format!("a name of {} bytes: expected at most {LONGEST_NAME}", name.len());
+        return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
+    Ok(())
+}
+
+/// Who has the newest configuration in force, and what cannot be used somewhere
+#[utoipa::path(
+    get, path = "/v1/fleet/acknowledgements",
+    responses((status = 200, description = "Who has, and who has not", body = Acknowledgements))
+)]
+pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    answer(Size::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
 }
 
 /// Put another document in force, whole or not at all, or (`dry_run`) say what it would change
@@ -43,26 +71,37 @@ pub async fn put_fleet(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Json(wanted): Json<NewFleet>,
-) -> Result<Json<FleetApplied>, Problem> {
+) -> Result<Answer, Problem> {
     let NewFleet { name, text, generation, dry_run } = wanted;
+    check_name(&name)?;
     let shared = api.shared()?;
-    let old = in_force(&shared);
-    let changes = difference(&Source::from_text("the fleet in force", &old.text), &Source::from_text(&name, &text));
-    let was_in_force = old.text == text && old.generation > 0;
-    let change = Change::Apply(WantedDocument { name, text, generation, dry_run });
-    let made = shared.change(change).await.map_err(|error| api.not_applied(&error))?;
+    let (old, _) = in_force(&shared);
+    let was_in_force = *old.text == *text && old.generation > 0;
+    // Neither other requests nor other changes wait for that.
+    let (fleet, changes) = work::run(Size::Large, move || {
+        let source = Source::from_text(&name, &text);
+        let changes = difference(&Source::from_text("the fleet in force", &old.text), &source);
+        (FleetConfig::parse(&source), changes)
+    })
+    .await?;
+    let in_words = changes.iter().map(ToString::to_string).collect();
+    let change = Change::Apply(Box::new(WantedDocument { fleet, changes: in_words, generation, dry_run }));
+    let made = shared.change_by((&caller).into(), change).await.map_err(|error| api.not_applied(&error))?;
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: the document of generation {now_in_force} was applied");
         tracing::info!("{message}");
-        api.events.add(EventKind::Fleet, "", message, shared.now().wall);
+        api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
-    Ok(Json(FleetApplied {
-        generation: now_in_force,
-        replaced_generation: generation,
-        in_force: !dry_run || was_in_force,
-        changes: changes.iter().map(change_document).collect(),
-    }))
+    answer(Size::Large, move || {
+        Ok(FleetApplied {
+            generation: now_in_force,
+            replaced_generation: generation,
+            in_force: !dry_run || was_in_force,
+            changes: changes.iter().map(change_document).collect(),
+        })
+    })
+    .await
 }
 
 impl Api {
@@ -92,14 +131,17 @@ fn change_document(change: &config::Change) -> FleetChange {
 
 /// Whether a document could be the fleet's: everything that is wrong with it
 #[utoipa::path(post, path = "/v1/check", request_body = Check, responses((status = 200, description = "What is wrong", body = Checked)))]
-pub async fn check(Json(wanted): Json<Check>) -> Json<Checked> {
-    let outcome = FleetConfig::parse(&Source::from_text(&wanted.name, &wanted.text));
-    Json(match outcome {
-        Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
-        Err(mistakes) => {
-            Checked { mistakes: mistakes.list.iter().map(Into::into).collect(), more: mistakes.more as u64 }
-        }
+pub async fn check(Json(wanted): Json<Check>) -> Result<Answer, Problem> {
+    check_name(&wanted.name)?;
+    answer(Size::Large, move || {
+        Ok(match FleetConfig::parse(&Source::from_text(&wanted.name, &wanted.text)) {
+            Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
+            Err(mistakes) => {
+                Checked { mistakes: mistakes.list.iter().map(Into::into).collect(), more: mistakes.more as u64 }
+            }
+        })
     })
+    .await
 }
 
 #[cfg(test)]
@@ -107,6 +149,7 @@ mod tests {
     use std::net::IpAddr;
     use std::sync::Arc;
 
+    use axum::response::IntoResponse as _;
     use coreward_api::Role;
     use coreward_api::endpoints::Guard;
     use coreward_api::tokens::Tokens;
@@ -131,9 +174,10 @@ mod tests {
         let office = Office::new(None, Security::of(&config.door()).unwrap());
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
         let keeper = Keeper::open(&path, config, office.security.denied.clone(), open).unwrap();
-        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), None);
+        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), (keeper.clock(), keeper.counts()), None);
         office.take(Arc::new(shared));
-        let guard = Arc::new(Guard::new(Arc::new(Tokens::open(directory).unwrap())));
+        let guard =
+            Arc::new(Guard::new(Arc::new(Tokens::open(directory).unwrap()), Default::default(), Arc::default()));
         let (events, feed, document) = Default::default();
         (Api { office: Arc::new(office), guard, events, feed, document }, keeper, changes)
     }
@@ -147,22 +191,30 @@ mod tests {
         let put = |generation: u64| {
             let text = format!("retire_after = \"{}h\"\n", generation + 1);
             let wanted = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
-            let caller = Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]) };
+            let caller = Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), who: "alice".into() };
             put_fleet(State(api.clone()), Extension(caller), Json(wanted))
         };
+        let first_has_come = tokio::sync::Notify::new();
         let both_at_once = async {
             let mut told = Vec::new();
             for _ in 0..2 {
-                let WantedChange { change, done } = changes.recv().await.unwrap();
-                let (back, outcome) = make(keeper, &shared, change).await.unwrap();
+                let WantedChange { change, author, done } = changes.recv().await.unwrap();
+                first_has_come.notify_one();
+                let (back, outcome) = make(keeper, &shared, change, author).await.unwrap();
                 keeper = back;
                 told.push((done, outcome));
             }
             told.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
         };
-        let (first, second, ()) = tokio::join!(put(0), put(1), both_at_once);
-        let generations =
-            [first, second].map(|applied| applied.unwrap_or_else(|problem| panic!("{problem:?}")).0.generation);
-        assert_eq!(generations, [1, 2]);
+        let second = async {
+            first_has_come.notified().await;
+            put(1).await
+        };
+        let (first, second, ()) = tokio::join!(put(0), second, both_at_once);
+        for (applied, expected) in [(first, 1), (second, 2)] {
+            let answer = applied.unwrap_or_else(|problem| panic!("{problem:?}")).into_response().into_body();
+            let text = axum::body::to_bytes(answer, usize::MAX).await.unwrap();
+            assert_eq!(serde_json::from_slice::<FleetApplied>(&text).unwrap().generation, expected);
+        }
     }
 }

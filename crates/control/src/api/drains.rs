@@ -3,7 +3,7 @@
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::extract::{Json, Path};
-use coreward_api::types::{DrainServer, DrainStatus, EventKind};
+use coreward_api::types::{DrainServer, DrainStatus, EventId, EventKind};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
@@ -57,7 +57,7 @@ pub async fn drain(
         Some(_) => format!(" in {}", body.services.join(", ")),
         None => String::new(),
     };
-    change(&api, &shared, &server, Change::Drain(wanted), &format!("{caller}: drained{place}")).await
+    change(&api, &shared, &server, Change::Drain(wanted), (&caller, &format!("drained{place}"))).await
 }
 
 /// Let a server take new connections again, as far as the fleet's document lets it
@@ -75,7 +75,7 @@ pub async fn undrain(
     Path(server): Path<String>,
 ) -> Result<Json<DrainStatus>, Problem> {
     let shared = api.shared()?;
-    change(&api, &shared, &server, Change::Undrain(server.clone()), &format!("{caller}: undrained")).await
+    change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
 }
 
 /// Makes the change, and tells of it where it changes anything.
@@ -84,15 +84,17 @@ async fn change(
     shared: &Shared,
     server: &str,
     change: Change,
-    event: &str,
+    (caller, event): (&Caller, &str),
 ) -> Result<Json<DrainStatus>, Problem> {
-    let made = shared.change(change).await.map_err(|error| match error.downcast_ref::<NotDrained>() {
-        Some(refused) => not_drained(refused),
-        None => api.not_changed(&error),
-    })?;
+    let made =
+        shared.change_by(caller.into(), change).await.map_err(|error| match error.downcast_ref::<NotDrained>() {
+            Some(refused) => not_drained(refused),
+            None => api.not_changed(&error),
+        })?;
     if made.is_new {
+        let event = format!("{caller}: {event}");
         tracing::info!("server {server}: {event}");
-        api.events.add(EventKind::Server, server, event.to_owned(), shared.now().wall);
+        api.events.add((EventKind::Server, EventId::ServerDrain), server, event, shared.now().wall);
     }
     status(shared, server).map(Json)
 }

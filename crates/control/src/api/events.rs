@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use coreward_api::types::{Event, EventKind, KeyPhase, Overview, OverviewLoadBalancer, ServerState, Severity};
+use coreward_api::types::{Event, EventId, EventKind, KeyPhase, Overview, OverviewLoadBalancer, ServerState, Severity};
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use tokio::sync::watch;
@@ -55,8 +55,8 @@ impl EventLog {
     }
 
     /// Something that cannot be seen by looking. `wall`: since 1970.
-    pub fn add(&self, kind: EventKind, name: &str, message: String, wall: Duration) {
-        self.push([Happened { severity: Severity::Info, kind, name: name.to_owned(), message }], wall);
+    pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall: Duration) {
+        self.push([Happened { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
     }
 
     /// The fleet as it is now. `wall`: since 1970.
@@ -68,7 +68,8 @@ impl EventLog {
             None => {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
-                vec![Happened { severity: Severity::Info, kind: EventKind::Controller, name: String::new(), message }]
+                let (kind, event) = (EventKind::Controller, EventId::ControllerStarted);
+                vec![Happened { severity: Severity::Info, event, kind, name: String::new(), message }]
             }
         };
         *seen = Some(overview.clone());
@@ -79,9 +80,9 @@ impl EventLog {
         let mut events = self.events();
         let before = *self.newest.borrow();
         let mut id = before;
-        for Happened { severity, kind, name, message } in happened {
+        for Happened { severity, event, kind, name, message } in happened {
             id += 1;
-            events.push_back(Event { id, at_unix_ms: wall.as_millis() as u64, severity, kind, name, message });
+            events.push_back(Event { id, at_unix_ms: wall.as_millis() as u64, severity, event, kind, name, message });
         }
         let superfluous = events.len().saturating_sub(KEPT);
         events.drain(..superfluous);
@@ -100,6 +101,7 @@ impl EventLog {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Happened {
     severity: Severity,
+    event: EventId,
     kind: EventKind,
     name: String,
     message: String,
@@ -110,7 +112,7 @@ fn differences(before: &Overview, after: &Overview) -> Vec<Happened> {
     let mut found = Found(Vec::new());
     if before.fleet_generation != after.fleet_generation {
         let message = format!("the document of generation {} is in force", after.fleet_generation);
-        found.info(EventKind::Fleet, "", message);
+        found.info((EventKind::Fleet, EventId::FleetInForce), "", message);
     }
     services(before, after, &mut found);
     servers(before, after, &mut found);
@@ -122,16 +124,16 @@ fn differences(before: &Overview, after: &Overview) -> Vec<Happened> {
 struct Found(Vec<Happened>);
 
 impl Found {
-    fn info(&mut self, kind: EventKind, name: &str, message: impl Into<String>) {
+    fn info(&mut self, kind: (EventKind, EventId), name: &str, message: impl Into<String>) {
         self.add(Severity::Info, kind, name, message);
     }
 
-    fn warning(&mut self, kind: EventKind, name: &str, message: impl Into<String>) {
+    fn warning(&mut self, kind: (EventKind, EventId), name: &str, message: impl Into<String>) {
         self.add(Severity::Warning, kind, name, message);
     }
 
-    fn add(&mut self, severity: Severity, kind: EventKind, name: &str, message: impl Into<String>) {
-        self.0.push(Happened { severity, kind, name: name.to_owned(), message: message.into() });
+    fn add(&mut self, severity: Severity, (kind, event): (EventKind, EventId), name: &str, message: impl Into<String>) {
+        self.0.push(Happened { severity, event, kind, name: name.to_owned(), message: message.into() });
     }
 
     /// Warnings that are new, and those that are no more. (Numbers in them change all the time: that is no event.)
@@ -140,10 +142,10 @@ impl Found {
             warnings.iter().map(|warning| (without_numbers(warning), warning)).collect()
         });
         for (_, warning) in new.iter().filter(|(bare, _)| !old.contains_key(*bare)) {
-            self.warning(kind, name, *warning);
+            self.warning((kind, EventId::WarningBegins), name, *warning);
         }
         for (_, warning) in old.iter().filter(|(bare, _)| !new.contains_key(*bare)) {
-            self.info(kind, name, format!("no more: {warning}"));
+            self.info((kind, EventId::WarningEnds), name, format!("no more: {warning}"));
         }
     }
 }
@@ -160,18 +162,24 @@ fn services(before: &Overview, after: &Overview, found: &mut Found) {
         match old.get(name) {
             None => {
                 let message = format!("new, at {}: {}", service.address, service.policy);
-                found.info(kind, name, message);
+                found.info((kind, EventId::ServiceNew), name, message);
                 found.warnings(kind, name, &[], &service.warnings);
             }
             Some(was) => {
                 if was.policy != service.policy {
-                    found.info(kind, name, format!("policy {} instead of {}", service.policy, was.policy));
+                    found.info(
+                        (kind, EventId::ServicePolicy),
+                        name,
+                        format!("policy {} instead of {}", service.policy, was.policy),
+                    );
                 }
                 found.warnings(kind, name, &was.warnings, &service.warnings);
             }
         }
     }
-    old.keys().filter(|name| !new.contains_key(*name)).for_each(|name| found.info(kind, name, "is no more"));
+    old.keys()
+        .filter(|name| !new.contains_key(*name))
+        .for_each(|name| found.info((kind, EventId::ServiceGone), name, "is no more"));
 }
 
 fn servers(before: &Overview, after: &Overview, found: &mut Found) {
@@ -180,7 +188,11 @@ fn servers(before: &Overview, after: &Overview, found: &mut Found) {
         .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
     for (id, server) in &new {
         let Some(was) = old.get(id) else {
-            found.info(kind, &server.name, format!("new, at {}: {}", server.address, server.state));
+            found.info(
+                (kind, EventId::ServerNew),
+                &server.name,
+                format!("new, at {}: {}", server.address, server.state),
+            );
             found.warnings(kind, &server.name, &[], &server.warnings);
             continue;
         };
@@ -188,17 +200,23 @@ fn servers(before: &Overview, after: &Overview, found: &mut Found) {
             let reason = if server.state_reason.is_empty() { "" } else { ": " };
             let message = format!("{} (was {}){reason}{}", server.state, was.state, server.state_reason);
             match server.state {
-                ServerState::Down => found.warning(kind, &server.name, message),
-                _ => found.info(kind, &server.name, message),
+                ServerState::Down => found.warning((kind, EventId::ServerState), &server.name, message),
+                _ => found.info((kind, EventId::ServerState), &server.name, message),
             }
         }
         if was.weight != server.weight {
-            found.info(kind, &server.name, format!("weight {} instead of {}", server.weight, was.weight));
+            found.info(
+                (kind, EventId::ServerWeight),
+                &server.name,
+                format!("weight {} instead of {}", server.weight, was.weight),
+            );
         }
         found.warnings(kind, &server.name, &was.warnings, &server.warnings);
     }
     let gone = old.iter().filter(|(id, _)| !new.contains_key(*id));
-    gone.for_each(|(_, server)| found.info(kind, &server.name, "forgotten: its id is free again"));
+    gone.for_each(|(_, server)| {
+        found.info((kind, EventId::ServerForgotten), &server.name, "forgotten: its id is free again")
+    });
 }
 
 fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
@@ -215,10 +233,10 @@ fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
     for name in names {
         match (old.get(name).map(|was| state(was)), new.get(name).map(|is| state(is))) {
             (was, Some(is)) if was != Some(is) => match is {
-                "silent" | "lost" => found.warning(kind, name, is),
-                _ => found.info(kind, name, is),
+                "silent" | "lost" => found.warning((kind, EventId::LoadBalancerState), name, is),
+                _ => found.info((kind, EventId::LoadBalancerState), name, is),
             },
-            (Some(_), None) => found.info(kind, name, "forgotten"),
+            (Some(_), None) => found.info((kind, EventId::LoadBalancerForgotten), name, "forgotten"),
             _ => {}
         }
         let warnings = |overview: &BTreeMap<&str, &OverviewLoadBalancer>| {
@@ -231,9 +249,9 @@ fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
 fn keys(before: &Overview, after: &Overview, found: &mut Found) {
     let (old, new) = (&before.keys, &after.keys);
     if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
-        found.info(EventKind::Keys, "", "the next cookie key is on its way to everybody");
+        found.info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is on its way to everybody");
     }
     if old.current != new.current {
-        found.info(EventKind::Keys, "", format!("key {} stamps from now on", new.current));
+        found.info((EventKind::Keys, EventId::KeysSwitched), "", format!("key {} stamps from now on", new.current));
     }
 }

@@ -3,7 +3,7 @@
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::extract::Json;
-use coreward_api::types::{EventKind, Keys, RotateKeys};
+use coreward_api::types::{EventId, EventKind, Keys, RotateKeys};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
@@ -32,8 +32,8 @@ pub async fn rotate(
     let now = shared.now();
     let step = shared.controller().wanted_key_step(wanted.force, now);
     let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
-    shared.change(Change::Keys(step)).await.map_err(|error| api.not_changed(&error))?;
+    shared.change_by((&caller).into(), Change::Keys(step)).await.map_err(|error| api.not_changed(&error))?;
     tracing::info!("{caller}: cookie keys: {}", step.words());
-    api.events.add(EventKind::Keys, "", format!("{caller}: {}", step.words()), now.wall);
+    api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", step.words()), now.wall);
     Ok(Json(api.shared()?.keys()))
 }

@@ -5,12 +5,15 @@
 //! * [`feed`]: what watchers are told
 
 mod answers;
+mod audit;
 mod dashboard;
 mod documents;
 mod drains;
 mod events;
 mod explain;
 mod feed;
+#[cfg(test)]
+mod isolation_tests;
 mod keys;
 mod watch;
 
@@ -25,13 +28,15 @@ use axum::response::IntoResponse;
 use coreward_api::endpoints::{DOCUMENT_BODY, Endpoints, Guard};
 use coreward_api::serve::{Acceptor, Listener, Serving};
 use coreward_api::tokens::Tokens;
+use coreward_api::work::{self, Size};
 use coreward_api::{Problem, ProblemKind, Role, routes};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::server::office::{Leader, Office, is_deposed};
 use crate::server::shared::Shared;
 use crate::server::yield_to_reports;
+use crate::store::StoreError;
 use events::EventLog;
 use feed::Feed;
 
@@ -69,6 +74,8 @@ impl Api {
         // Who has been deposed meanwhile has nobody left who would answer.
         if is_deposed(error) || self.office.shared().is_err() {
             self.not_leading(Some(error))
+        } else if error.downcast_ref::<StoreError>().is_some() {
+            Problem::new(ProblemKind::NotStored, format!("{error:#}")).retry_after(10)
         } else {
             Problem::internal(error)
         }
@@ -110,6 +117,11 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(keys::keys))
         .add(Role::Operator, routes!(keys::rotate))
         .add(viewer, routes!(documents::fleet))
+        .add(viewer, routes!(documents::acknowledgements))
+        .add(Role::Operator, routes!(audit::audit))
+        .add(viewer, routes!(audit::history))
+        .add(viewer, routes!(audit::past_document))
+        .add(Role::Operator, routes!(audit::forget))
         .add_with_body(Role::Operator, DOCUMENT_BODY, routes!(documents::put_fleet))
         .add_with_body(viewer, DOCUMENT_BODY, routes!(documents::check))
         .add(viewer, routes!(watch::events))
@@ -127,7 +139,7 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
 
 /// What serves the endpoints, and the document that describes them.
 fn router(office: Arc<Office>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
-    let guard = Arc::new(Guard::new(tokens));
+    let guard = Arc::new(Guard::new(tokens, office.security.denied.clone(), office.api_requests.clone()));
     let api =
         Api { office, guard: guard.clone(), events: Arc::default(), feed: Arc::default(), document: Arc::default() };
     let (router, document) = endpoints(guard).into_parts();
@@ -145,21 +157,19 @@ pub fn serve(
     acceptor: impl Acceptor,
     office: Arc<Office>,
     tokens: Arc<Tokens>,
+    hangup: Signal,
 ) -> anyhow::Result<Serving> {
     let (router, api) = router(office, tokens)?;
     let guard = api.guard.clone();
-    listener.serve(acceptor, router, async move {
+    let begin_thread = || yield_to_reports("the API's threads do");
+    listener.serve(acceptor, router, begin_thread, async move {
         yield_to_reports("the API does");
-        tokio::join!(look(api), follow_signal(&guard));
+        tokio::join!(look(api), follow_signal(&guard, hangup));
     })
 }
 
 /// SIGHUP: the tokens are read again, for ever.
-async fn follow_signal(guard: &Guard) {
-    let mut hangup = match signal(SignalKind::hangup()) {
-        Ok(hangup) => hangup,
-        Err(error) => return tracing::error!("tokens are not read again by SIGHUP: {error}"),
-    };
+async fn follow_signal(guard: &Guard, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
             tracing::error!("the old tokens stay valid: {error:#}");
@@ -176,13 +186,23 @@ async fn look(api: Api) {
         let moment = due.tick().await;
         // Who does not lead knows nothing.
         let Ok(shared) = api.shared() else { continue };
-        let now = shared.now();
-        if moment >= next_look {
+        let whole = moment >= next_look;
+        if whole {
             next_look = moment + LOOK_INTERVAL;
-            let overview = shared.overview(now);
-            api.events.look(&overview, now.wall);
-            api.feed.overview(overview);
         }
-        api.feed.loads(|| shared.loads());
+        let api = api.clone();
+        // Thousands of servers take their time.
+        let looked = work::run(Size::Small, move || {
+            if whole {
+                let now = shared.now();
+                let overview = shared.overview(now);
+                api.events.look(&overview, now.wall);
+                api.feed.overview(overview);
+            }
+            api.feed.loads(|| shared.loads());
+        });
+        if let Err(problem) = looked.await {
+            tracing::error!("API: {problem}");
+        }
     }
 }

@@ -23,8 +23,10 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let retire_after = file.retire_after.0;
     let key_rotation = file.key_rotation.map(|interval| rotation(&interval, retire_after, reader));
     let racks = racks::check(file.racks.as_deref(), None, reader);
+    let load_balancers = racks::listed_once("load balancer", file.load_balancers.as_deref(), reader);
     let servers = servers(&file.servers, racks.as_ref(), reader);
-    let services = Services { listed: &file.servers, servers: &servers, buckets: file.buckets };
+    let names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
+    let services = Services { names: names.collect(), servers: &servers, buckets: file.buckets };
     let services = services.check(&file.services, reader);
     services_of_servers(&servers, &services, reader);
     FleetConfig {
@@ -34,6 +36,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
         retire_after,
         key_rotation,
         racks,
+        load_balancers,
         servers,
         services,
         source: reader.source().clone(),
@@ -80,6 +83,7 @@ fn servers(
             format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
         reader.mistake(first_too_many.span(), message);
     }
+    let listed = &listed[..listed.len().min(ServerId::COUNT)];
     let mut names = Once::new("server name");
     let mut addresses = Once::new("server address");
     let mut ids = Once::new("server id");
@@ -112,8 +116,8 @@ fn servers(
 
 /// What services are checked against.
 struct Services<'a> {
-    /// Also those of which something is wrong.
-    listed: &'a [Spanned<Server>],
+    /// Of all servers, also of those of which something else is wrong.
+    names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
     /// Of a service that names none.
     buckets: BucketCount,
@@ -125,6 +129,8 @@ impl Services<'_> {
             let message = format!("{} services: expected at most {}", listed.len(), ServiceIndex::COUNT);
             reader.mistake(first_too_many.span(), message);
         }
+        // Each of the others may have all servers: they are not looked at.
+        let listed = &listed[..listed.len().min(ServiceIndex::COUNT)];
         let positions: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
         let mut names = Once::new("service name");
@@ -186,27 +192,22 @@ impl Services<'_> {
             match positions.get(name.get_ref().as_str()) {
                 Some(position) => pool.push(*position),
                 // One of which something else is wrong is known all the same.
-                None if self.names().any(|known| known == name.get_ref()) => {}
+                None if self.names.contains(name.get_ref().as_str()) => {}
                 None => {
-                    let message =
-                        format!("server {:?} does not exist: expected the name of a [[server]]", name.get_ref());
-                    let known: Vec<&str> = self.names().collect();
-                    reader.unknown_name(name.span(), message, name.get_ref(), known);
+                    let name = (name.get_ref().as_str(), name.span());
+                    let message = format_args!("server {:?} does not exist: expected the name of a [[server]]", name.0);
+                    reader.unknown_name(name.1, message, name.0, self.names.iter().copied());
                 }
             }
         }
         pool
-    }
-
-    fn names(&self) -> impl Iterator<Item = &str> {
-        self.listed.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()))
     }
 }
 
 /// The cookie that a load balancer stamps itself has less room for ids.
 fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !correction::can_name(*id)) {
-        let message = format!(
+        let message = format_args!(
             "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that its \
              cookies hold, or none to have one drawn",
             correction::SERVER_IDS - 1

@@ -57,6 +57,10 @@ fn every_mistake_is_named_at_once() {
 fn what_must_survive_has_exactly_one_place() {
     let listen = "listen = \"127.0.0.1:7400\"\n";
     let etcd = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
+    for nested in ["/coreward/parts", "/a/leader/b", "/manifest"] {
+        let wrong = controller(&format!("{listen}{etcd}prefix = {nested:?}\n")).unwrap_err().to_string();
+        assert!(wrong.contains("no segment of leader, manifest, parts"), "{wrong}");
+    }
     let StorePlace::Etcd(config) = controller(&format!("{listen}{etcd}")).unwrap().store else { panic!("in etcd") };
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
     assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));

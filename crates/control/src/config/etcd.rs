@@ -125,13 +125,18 @@ pub struct Prefix(pub String);
 impl Form for Prefix {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
+            let free = |segment: &str| !coreward_etcd::OWN_SEGMENTS.contains(&segment);
             let right = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
+            let right = right && text.split('/').all(free);
             right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
         })
     }
 
     fn expected() -> String {
-        "what all keys in etcd begin with: a slash first and none at the end, as \"/coreward\"".to_owned()
+        let own = coreward_etcd::OWN_SEGMENTS.join(", ");
+        format!(
+            "what all keys in etcd begin with: a slash first, none at the end, and no segment of {own}, as \"/coreward\""
+        )
     }
 
     fn schema() -> Value {

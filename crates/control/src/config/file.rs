@@ -88,6 +88,8 @@ table! {
         pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
         /// The racks there are, by name: no other one may connect. Without it any may.
         pub racks: Option<Vec<Spanned<Name>>>,
+        /// The load balancers there are, by name: no other one may connect. Without it any may.
+        pub load_balancers: Option<Vec<Spanned<Name>>>,
         /// One server each.
         pub servers as "server": Vec<Spanned<Server>>,
         /// One service each.

@@ -83,6 +83,16 @@ pub enum StorePlace {
     Etcd(EtcdConfig),
 }
 
+impl StorePlace {
+    /// Whether a controller may have been there before.
+    pub fn may_hold_records(&self) -> bool {
+        match self {
+            Self::Embedded(file) => file.exists(),
+            Self::Etcd(_) => true,
+        }
+    }
+}
+
 impl ControllerConfig {
     /// Who may come.
     pub fn door(&self) -> Door<'_> {
@@ -112,7 +122,7 @@ impl ControllerConfig {
             let token_directory = match (file.token_directory, &store) {
                 (Some(directory), _) => reader.beside(&directory),
                 (None, StorePlace::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
-                (None, StorePlace::Etcd(_)) => reader.beside(Path::new("")),
+                (None, StorePlace::Etcd(_)) => STATE_DIRECTORY.into(),
             };
             Some(Self {
                 listen,
@@ -130,6 +140,9 @@ impl ControllerConfig {
     }
 }
 
+/// The state directory of the packaged unit, which leaves the controller nothing else to write.
+const STATE_DIRECTORY: &str = "/var/lib/coreward";
+
 /// The servers and services, and what holds for all of them.
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
@@ -145,6 +158,8 @@ pub struct FleetConfig {
     pub key_rotation: Option<Duration>,
     /// The racks that may connect; `None`: any.
     pub racks: Option<BTreeSet<String>>,
+    /// The load balancers that may; `None`: any.
+    pub load_balancers: Option<BTreeSet<String>>,
     /// Names, addresses and ids are each used once.
     pub servers: Vec<ServerConfig>,
     /// Names and VIPs are each used once.

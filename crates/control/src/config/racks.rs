@@ -18,9 +18,22 @@ pub fn check(
         let Name(rack) = name.get_ref();
         once.take(Some(rack), &name.span(), reader);
         if let Some(known) = known.filter(|known| !known.contains(rack)) {
-            let message = format!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
+            let message = format_args!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
             reader.unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
         }
     }
     Some(listed.iter().map(|name| name.get_ref().0.clone()).collect())
+}
+
+/// The names on a list of the fleet's; `None`: there is no list. `what`: of one of them.
+pub fn listed_once(
+    what: &'static str,
+    listed: Option<&[Spanned<Name>]>,
+    reader: &mut Reader<'_>,
+) -> Option<BTreeSet<String>> {
+    let mut once = Once::new(what);
+    for name in listed? {
+        once.take(Some(&name.get_ref().0), &name.span(), reader);
+    }
+    Some(listed?.iter().map(|name| name.get_ref().0.clone()).collect())
 }

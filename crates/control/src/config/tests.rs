@@ -106,7 +106,7 @@ fn single_values() {
             "alpha = 0.25",
             "alpah = 0.25",
             "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, `alpha`, `buckets`, `retire_after`, \
-             `key_rotation`, `racks`, `server`, `service` (nearest: `alpha`)",
+             `key_rotation`, `racks`, `load_balancers`, `server`, `service` (nearest: `alpha`)",
         ),
         (
             "\"50ms\"",

@@ -1,5 +1,7 @@
 //! Services that are taken over from another load balancer, or given to one: what `adopt_from` and `hand_over_to` may say.
 
+use std::collections::HashMap;
+
 use coreward_config::{Reader, Spanned};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::tuple::{Protocol, ServiceAddress};
@@ -52,11 +54,16 @@ pub fn check_servers(
 ) {
     let handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.handed_over);
     let stamped = || services.iter().filter(|service| service.mode.is_stamped());
+    let mut first_staying: HashMap<usize, usize> = HashMap::new();
+    for (index, staying) in services.iter().enumerate().filter(|(_, one)| one.mode.is_stamped() && !handed_over(one)) {
+        for position in &staying.servers {
+            first_staying.entry(*position).or_insert(index);
+        }
+    }
     for leaving in stamped().filter(|service| handed_over(service)) {
-        let shared = stamped().filter(|service| !handed_over(service)).find_map(|staying| {
-            let position = leaving.servers.iter().find(|position| staying.servers.contains(position))?;
-            Some((staying, &servers[*position]))
-        });
+        let staying = |position: &usize| Some((*first_staying.get(position)?, *position));
+        let shared = leaving.servers.iter().filter_map(staying).min_by_key(|(staying, _)| *staying);
+        let shared = shared.map(|(staying, position)| (&services[staying], &servers[position]));
         let Some((staying, server)) = shared else { continue };
         let entry = listed.iter().find(|entry| entry.span() == leaving.span);
         let Some(written) = entry.and_then(|entry| entry.get_ref().hand_over_to.as_ref()) else { continue };

@@ -27,6 +27,8 @@ pub struct Agent {
     pub sent_at_report: Totals,
     /// What its NIC does.
     pub rss: KnownRss,
+    /// How far the newest report was sent ahead of the controller's wall clock, where that is more than clocks may differ.
+    pub clock_ahead: Option<Duration>,
     tracker: LoadTracker,
     hellos: Option<Rate>,
     reports: Option<Rate>,
@@ -75,13 +77,15 @@ pub struct Details {
     pub dispatch: Vec<v1::DispatchedService>,
     /// The newest count of connections, as reported.
     pub connections: Option<Counted>,
+    /// What of its configuration the agent cannot use.
+    pub refused: Vec<v1::RefusedUpdate>,
 }
 
 impl Details {
     fn reported(details: ReportDetails, now: Now) -> Self {
-        let ReportDetails { counters, warnings, dispatch, connections } = details;
+        let ReportDetails { counters, warnings, dispatch, connections, refused } = details;
         let connections = connections.map(|counted| Counted::reported(counted, now));
-        Self { counters, warnings, dispatch, connections }
+        Self { counters, warnings, dispatch, connections, refused }
     }
 }
 
@@ -191,10 +195,10 @@ impl Agent {
         if report.configuration_generation <= generation {
             self.confirmed = self.confirmed.max(report.configuration_generation);
         }
+        // Reports are ordered by their numbers and the server's monotonic clock: a wall clock that is wrong, here or there, is for
+        // people to mend.
         let ahead = report.sent.saturating_sub(now.wall);
-        if ahead > CLOCK_TOLERANCE {
-            return Err(Refused::FromTheFuture { ahead });
-        }
+        self.clock_ahead = (ahead > CLOCK_TOLERANCE).then_some(ahead);
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
         let known = self.newest.take().map(|newest| newest.details);

@@ -2,9 +2,13 @@
 
 mod established;
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use coreward_api::types::{ExplainedServer, Explanation};
+use coreward_model::connection_table::OwnerNumber;
+use coreward_model::cookie::FleetKeys;
 use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
 use coreward_model::policy::{Loads, Pool, PoolServer};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
@@ -12,8 +16,9 @@ use coreward_model::{ServerId, load};
 
 pub use established::ExplainedPacket;
 
-use super::service::Service;
 use super::{Controller, Now};
+use crate::fleet::FleetService;
+use crate::records::LoadBalancerRecord;
 
 /// Why there is nothing to explain.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -31,12 +36,50 @@ pub enum NotExplained {
     MixedFamilies(#[from] MixedFamilies),
 }
 
+/// A service as it is at one moment, apart from the controller: to explain many packets to thousands of servers takes its time, and
+/// reports and tables are not to wait.
+pub struct ServiceView {
+    service: FleetService,
+    table: Option<Arc<PlacementTable>>,
+    pool: Pool,
+    /// Of all servers, also of other services.
+    names: HashMap<ServerId, String>,
+    cookie_keys: FleetKeys,
+    /// Of connection tables.
+    owners: Vec<(OwnerNumber, String)>,
+}
+
+/// One server of a view: its name, and how the service's policy sees it if it is the service's.
+pub type ViewedServer = (ServerId, String, Option<PoolServer>);
+
 impl Controller {
-    /// Where a packet from `client` to the service goes: a first one by the table of the last tick, another one as far as it
-    /// can be known here.
+    /// The service as it is now, without servers: these are asked for by and by ([`Controller::viewed_server`]).
     ///
     /// # Errors
-    /// When there is no such service, or client and VIP are of different address families.
+    /// When there is no such service.
+    pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, NotExplained> {
+        let service = self.services.iter().find(|service| service.fleet().address == address);
+        let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
+        let owner = |(name, known): (&String, &LoadBalancerRecord)| Some((known.owner?, name.clone()));
+        Ok(ServiceView {
+            service: service.fleet().clone(),
+            table: service.newest().map(|newest| newest.table),
+            pool: self.as_it_is(service, Pool::new(Vec::new(), 1), now),
+            names: HashMap::new(),
+            cookie_keys: self.fleet.key_ring.keys,
+            owners: self.fleet.load_balancers.iter().filter_map(owner).collect(),
+        })
+    }
+
+    /// One server for the view.
+    pub fn viewed_server(&self, view: &ServiceView, id: ServerId, name: &str, now: Now) -> ViewedServer {
+        let service = self.positions.get(&view.service.index).map(|position| &self.services[*position]);
+        let service = service.filter(|service| service.fleet().members.contains_key(&id));
+        (id, name.to_owned(), service.map(|service| self.pool_server(service, id, now)))
+    }
+
+    /// All at once.
+    #[cfg(test)]
     pub fn explain(
         &self,
         address: ServiceAddress,
@@ -44,12 +87,10 @@ impl Controller {
         packet: ExplainedPacket,
         now: Now,
     ) -> Result<Explanation, NotExplained> {
-        let tuple = FourTuple::new(client, address.socket)?;
-        let service = self.services.iter().find(|service| service.fleet().address == address);
-        let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
-        let pool = self.pool(service, now);
-        let case = Case { controller: self, service, pool: &pool, tuple, now };
-        Ok(case.reply(packet))
+        let view = self.service_view(address, now)?;
+        let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&view, id, &server.name, now));
+        let servers: Vec<ViewedServer> = servers.collect();
+        view.with_servers(servers).explain(client, packet)
     }
 
     fn known_services(&self) -> String {
@@ -58,38 +99,86 @@ impl Controller {
     }
 }
 
+impl ServiceView {
+    /// The same, with its servers.
+    pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
+        let mut members = Vec::with_capacity(servers.len());
+        for (id, name, member) in servers {
+            self.names.insert(id, name);
+            members.extend(member);
+        }
+        self.pool = self.pool.of_servers(members);
+        self
+    }
+
+    /// Where a packet from `client` to the service goes: a first one by the table of the last tick, another one as far as it
+    /// can be known here.
+    ///
+    /// # Errors
+    /// When client and VIP are of different address families.
+    pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, NotExplained> {
+        Ok(self.case(client)?.reply(packet))
+    }
+
+    /// The same without what the connection meets on each server.
+    ///
+    /// # Errors
+    /// As [`ServiceView::explain`].
+    pub fn explain_briefly(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Brief, NotExplained> {
+        let case = self.case(client)?;
+        let (chosen, reason) = case.choice(packet);
+        let chosen = chosen.map(|id| case.name(id).to_owned());
+        Ok(Brief { service: self.service.name.clone(), chosen, reason })
+    }
+
+    fn case(&self, client: SocketAddr) -> Result<Case<'_>, NotExplained> {
+        Ok(Case { view: self, tuple: FourTuple::new(client, self.service.address.socket)? })
+    }
+}
+
+/// Where a packet goes, and why.
+pub struct Brief {
+    /// Whose packet it is.
+    pub service: String,
+    /// `None`: the controller cannot know it.
+    pub chosen: Option<String>,
+    /// In one sentence.
+    pub reason: String,
+}
+
 /// One connection to one service.
 struct Case<'a> {
-    controller: &'a Controller,
-    service: &'a Service,
-    pool: &'a Pool,
+    view: &'a ServiceView,
     tuple: FourTuple,
-    now: Now,
 }
 
 /// The choice, if the controller can know it, and the reason in one sentence.
 type Verdict = (Option<ServerId>, String);
 
 impl Case<'_> {
-    fn reply(&self, packet: ExplainedPacket) -> Explanation {
-        let table = self.service.table(self.now).map(|(table, _)| table);
-        let (chosen, reason) = match (packet, table) {
+    fn choice(&self, packet: ExplainedPacket) -> Verdict {
+        match (packet, self.view.table.as_deref()) {
             (ExplainedPacket::Established { cookie, reset }, table) => self.established(table, cookie, reset),
             (ExplainedPacket::First, Some(table)) => self.verdict(table),
             (ExplainedPacket::First, None) => (None, "no table has been made yet".to_owned()),
-        };
+        }
+    }
+
+    fn reply(&self, packet: ExplainedPacket) -> Explanation {
+        let (chosen, reason) = self.choice(packet);
+        let table = self.view.table.as_deref();
         Explanation {
-            service: self.service.fleet().name.clone(),
-            policy: self.service.fleet().policy.to_owned(),
+            service: self.view.service.name.clone(),
+            policy: self.view.service.policy.to_owned(),
             table_generation: table.map_or(0, |table| table.generation),
-            servers: self.pool.servers().iter().map(|server| self.server(server)).collect(),
+            servers: self.view.pool.servers().iter().map(|server| self.server(server)).collect(),
             chosen_server: chosen.map(|id| self.name(id).to_owned()),
             reason,
         }
     }
 
     fn name(&self, id: ServerId) -> &str {
-        self.controller.fleet.servers.get(&id).map_or("(a server that left)", |server| &server.name)
+        self.view.names.get(&id).map_or("(a server that left)", String::as_str)
     }
 
     /// What the connection meets on one server.
@@ -102,7 +191,7 @@ impl Case<'_> {
             name: self.name(server.id).to_owned(),
             id: server.id.get().into(),
             hash,
-            bucket: hash.map(|hash| self.service.fleet().buckets.bucket(hash)),
+            bucket: hash.map(|hash| self.view.service.buckets.bucket(hash)),
             core: core.map(u32::from),
             core_load: core.and_then(load_of),
             eligible: server.eligible,
@@ -111,7 +200,7 @@ impl Case<'_> {
 
     fn verdict(&self, table: &PlacementTable) -> Verdict {
         if table.members.is_empty() {
-            let count = self.pool.servers().len();
+            let count = self.view.pool.servers().len();
             return (None, format!("none of the {count} servers takes new connections: the first packet is dropped"));
         }
         match table.rule {
@@ -136,7 +225,7 @@ impl Case<'_> {
                     self.core_words(table, candidate)
                 )
             }
-            _ if self.pool.has_loads() => format!("{bucket} goes to {name}, a fixed choice, whatever the loads"),
+            _ if self.view.pool.has_loads() => format!("{bucket} goes to {name}, a fixed choice, whatever the loads"),
             _ => format!("{bucket} goes to {name}, a fixed choice: no loads are known"),
         };
         (Some(chosen), reason)
@@ -201,7 +290,7 @@ impl Case<'_> {
         let (first, second) = two_draws(mix(hash), table.members.len() as u32);
         let drawn = [first, second].map(|position| table.members[position as usize]);
         let chosen = table.choose(&mut PlacementState::for_table(table), &self.tuple);
-        let what = if self.service.fleet().policy == "pow2" { "mean load" } else { "compared" };
+        let what = if self.view.service.policy == "pow2" { "mean load" } else { "compared" };
         let words = |member: Member| format!("{} ({what} {:.3})", self.name(member.server), shown_load(member.load));
         let reason = match (chosen, first == second) {
             (None, _) => "the table names no server".to_owned(),
@@ -238,7 +327,7 @@ impl Case<'_> {
     }
 
     fn rss_key(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
-        let server = self.pool.servers().iter().find(|server| server.id == id)?;
+        let server = self.view.pool.servers().iter().find(|server| server.id == id)?;
         server.rss.as_ref().map(|rss| &rss.key)
     }
 

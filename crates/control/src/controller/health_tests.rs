@@ -97,6 +97,32 @@ impl World {
 const TCP: &str = "[service.health]\ncheck = \"tcp\"\n";
 
 #[test]
+fn only_load_balancers_on_the_list_may_connect() {
+    let list = |service: &str| {
+        let text = format!("load_balancers = [\"lb1\"]\n{}", config(service).source().text());
+        FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+    };
+    let mut world = World::new("", &["lb1", "lb2"]);
+    world.records.apply(&list(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
+    world.controller.configure(Fleet::new(&list(""), &world.records));
+    let refused = world.controller.load_balancer_hello("lb2", at(10_000)).unwrap_err();
+    assert_eq!(refused, super::refused::Refused::UnknownLoadBalancer("lb2".to_owned()));
+    world.controller.load_balancer_hello("lb1", at(10_000)).unwrap();
+}
+
+/// A controller that has just begun to lead knows of no server that is down: it waits for those who do.
+#[test]
+fn the_first_tables_wait_for_what_load_balancers_know() {
+    let mut world = World::new(TCP, &["lb1", "lb2"]);
+    assert!(!world.controller.all_have_checked(at(10)));
+    world.say("lb1", "ud?", at(20));
+    assert!(!world.controller.all_have_checked(at(20)));
+    world.say("lb2", "ud?", at(30));
+    assert!(world.controller.all_have_checked(at(30)));
+    assert!(World::new("", &["lb1"]).controller.all_have_checked(at(10)), "nothing is checked");
+}
+
+#[test]
 fn the_majority_of_load_balancers_decides() {
     let mut world = World::new(TCP, &["lb1", "lb2", "lb3"]);
     assert_eq!(world.members(at(0)), [0, 1, 2]);

@@ -63,6 +63,8 @@ struct SaidHealth {
     at: Duration,
     /// How often the verdicts have changed.
     changes: u64,
+    /// Whether it has said anything.
+    said: bool,
 }
 
 #[derive(Debug)]
@@ -144,7 +146,13 @@ impl LoadBalancers {
     pub fn health(&mut self, session: u64, message: HealthMessage, now: Now) {
         if let Some(balancer) = self.heard(session, now) {
             balancer.health.take(message, now);
+            balancer.health.said = true;
         }
+    }
+
+    /// Whether all that are alive have said, since this controller leads, what their checks find.
+    pub fn all_have_checked(&self, now: Now) -> bool {
+        self.alive(now).all(|(_, balancer)| balancer.health.said)
     }
 
     /// How often the verdicts of each have changed, of those that are alive: while this stays the same, so do the
@@ -217,6 +225,11 @@ impl LoadBalancers {
             balancer.traffic.stop();
         });
         ended.is_some()
+    }
+
+    /// Whether its stream is open.
+    pub fn is_connected(&self, name: &str) -> bool {
+        self.known.get(name).is_some_and(LoadBalancer::is_connected)
     }
 
     /// Whether its stream is open, or ended a short time ago.

@@ -6,7 +6,7 @@ use coreward_api::types::{DrainedBy, Reports, Server, ServerState, Status};
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 
-use super::Controller;
+use super::{Controller, Now};
 
 fn seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
@@ -45,7 +45,9 @@ pub fn add_status(page: &mut Page, status: &Status, wall: Duration) {
 
 impl Controller {
     /// What parts of the fleet say in messages that have it only for this.
-    pub fn add_metrics(&self, page: &mut Page) {
+    pub fn add_metrics(&self, page: &mut Page, now: Now) {
+        self.add_acknowledgements(page, now);
+        page.add("coreward_reports_ahead_total", &[], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {
                 parts::dispatch(page, &server.name, &newest.details.dispatch);

@@ -13,9 +13,11 @@
 //! * [`health`]: which servers are fit for new connections
 //! * `lives`: what people are told of that
 //! * `drains`: what remains at servers that take no new connections
+//! * `acknowledged`: who has which configuration in force, and what cannot be
 //! * [`traffic`]: what load balancers count
 //! * [`status`], [`explain`]: answers to people
 
+mod acknowledged;
 pub mod agent;
 mod agents;
 mod drains;
@@ -115,6 +117,34 @@ pub struct NewTable {
     pub table: Arc<PlacementTable>,
 }
 
+/// A fleet's services, as the controller looks for them.
+pub struct Indexed {
+    positions: HashMap<ServiceIndex, usize>,
+    services_of: HashMap<ServerId, Vec<usize>>,
+    services: Vec<FleetService>,
+}
+
+impl Indexed {
+    /// Those of this fleet.
+    pub fn of(fleet: &Fleet) -> Self {
+        let positions = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
+        let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
+        for (position, service) in fleet.services.iter().enumerate() {
+            for id in service.members.keys() {
+                services_of.entry(*id).or_default().push(position);
+            }
+        }
+        Self { positions: positions.collect(), services_of, services: fleet.services.clone() }
+    }
+}
+
+/// A configuration that was in force.
+pub struct Before {
+    _fleet: Fleet,
+    _services: HashMap<ServiceIndex, Service>,
+    _services_of: HashMap<ServerId, Vec<usize>>,
+}
+
 /// Reports in, tables out.
 pub struct Controller {
     fleet: Fleet,
@@ -127,6 +157,8 @@ pub struct Controller {
     racks: Racks,
     accepted: u64,
     refused: BTreeMap<&'static str, u64>,
+    /// Reports that were taken though they were sent ahead of this host's wall clock.
+    pub reports_ahead: u64,
     sessions: u64,
     /// Where the service with that index stands in `services`.
     positions: HashMap<ServiceIndex, usize>,
@@ -150,6 +182,7 @@ impl Controller {
             racks: Racks::default(),
             accepted: 0,
             refused: Refused::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
+            reports_ahead: 0,
             sessions: 0,
             positions: HashMap::new(),
             services_of: HashMap::new(),
@@ -168,25 +201,34 @@ impl Controller {
 
     /// Puts another configuration in force. What is known of servers that are in both stays.
     pub fn configure(&mut self, fleet: Fleet) {
+        let indexed = Indexed::of(&fleet);
+        drop(self.configure_indexed(fleet, indexed));
+    }
+
+    /// The same, where somebody has indexed the fleet; what was before, to be thrown away at leisure.
+    pub fn configure_indexed(&mut self, fleet: Fleet, indexed: Indexed) -> Before {
         self.agents.retain(&fleet);
         self.load_balancers.on_record(fleet.load_balancers.keys());
-        let mut old = std::mem::take(&mut self.services);
+        let old = std::mem::take(&mut self.services);
         let mut by_index: HashMap<ServiceIndex, Service> =
-            old.drain(..).map(|service| (service.fleet().index, service)).collect();
-        let mut of_before = |new: &FleetService| {
-            let same = by_index.get(&new.index).is_some_and(|service| service.continues_as(new));
-            same.then(|| by_index.remove(&new.index)).flatten()
-        };
-        self.services = fleet
-            .services
-            .iter()
-            .map(|new| match of_before(new) {
-                Some(service) => service.reconfigured(new),
+            old.into_iter().map(|service| (service.fleet().index, service)).collect();
+        let Indexed { positions, services_of, services } = indexed;
+        self.services = services
+            .into_iter()
+            .map(|new| match by_index.remove(&new.index) {
+                Some(service) if service.continues_as(&new) => service.reconfigured(new),
+                Some(other) => {
+                    by_index.insert(new.index, other);
+                    Service::new(new)
+                }
                 None => Service::new(new),
             })
             .collect();
-        self.fleet = fleet;
-        self.index_services();
+        let fleet = std::mem::replace(&mut self.fleet, fleet);
+        self.positions = positions;
+        let services_of = std::mem::replace(&mut self.services_of, services_of);
+        self.services_changed();
+        Before { _fleet: fleet, _services: by_index, _services_of: services_of }
     }
 
     /// An agent has connected and says which server it is.
@@ -270,7 +312,11 @@ impl Controller {
     /// # Errors
     /// When one of that name is connected and has spoken lately.
     pub fn load_balancer_hello(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
-        let outcome = self.load_balancers.hello(name, now);
+        let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
+        let outcome = match is_allowed {
+            true => self.load_balancers.hello(name, now),
+            false => Err(Refused::UnknownLoadBalancer(name.to_owned())),
+        };
         self.count(outcome)
     }
 
@@ -339,6 +385,7 @@ impl Controller {
         }
         let sent = report.as_ref().ok().map(|report| report.sent);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
+        self.reports_ahead += u64::from(agent.clock_ahead.is_some());
         if let Some(id) = self.fleet.id(server) {
             agent.sent_at_report = self.load_balancers.totals(id);
             self.load_changed(id, Cause { received: now.monotonic, is_load: true, sent });
@@ -375,6 +422,13 @@ impl Controller {
             .iter()
             .map(Service::fleet)
             .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
+    }
+
+    /// Whether every load balancer that may come back has said what its checks find, where anything is checked: a server that was down
+    /// before this controller led stays so.
+    pub fn all_have_checked(&self, now: Now) -> bool {
+        let checks = self.fleet.services.iter().any(|service| service.check.is_some());
+        !checks || self.load_balancers.all_have_checked(now)
     }
 
     /// Computes every service's table from what is known now: a report interval has ended. Counts of assigned connections

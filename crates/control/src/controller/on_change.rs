@@ -4,7 +4,7 @@
 //! a server is unreachable for long enough, a report too old, a slow start further. For the latter somebody has to look, once
 //! per report interval.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
 
 use coreward_model::ServerId;
@@ -19,6 +19,9 @@ use super::service::{Cause, Service};
 use super::{Controller, NewTable, Now};
 use crate::config::TableTiming;
 
+/// Servers that are looked at before others have their turn, some more where a service has more: about a millisecond.
+const MEMBERS_AT_ONCE: usize = 4096;
+
 /// A table, and what made it due.
 #[derive(Debug, Clone)]
 pub struct DueTable {
@@ -30,17 +33,8 @@ pub struct DueTable {
 
 impl Controller {
     /// To be called when services or their members have changed.
-    pub(super) fn index_services(&mut self) {
+    pub(super) fn services_changed(&mut self) {
         self.racks.changes += 1;
-        let positions = self.services.iter().enumerate().map(|(position, service)| (service.fleet().index, position));
-        self.positions = positions.collect();
-        let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
-        for (position, service) in self.services.iter().enumerate() {
-            for id in service.fleet().members.keys() {
-                services_of.entry(*id).or_default().push(position);
-            }
-        }
-        self.services_of = services_of;
         let (positions, services) = (&self.positions, &self.services);
         self.due.retain(|index| positions.get(index).is_some_and(|position| services[*position].due.is_some()));
         self.in_force.retain(|index| positions.contains_key(&index));
@@ -91,25 +85,43 @@ impl Controller {
     /// what checks say.
     /// `interval_ended`: whether a report interval has.
     pub fn look(&mut self, now: Now, interval_ended: bool) {
-        self.update_health(now);
-        for position in 0..self.services.len() {
-            if interval_ended {
-                self.begin_interval(position);
-                self.renew_unreported(position, now);
-            }
-            let pieces = self.services[position].to_look_at(!interval_ended);
-            let found =
-                pieces.into_iter().map(|piece| (piece, self.server_inputs(position, piece, now))).collect::<Vec<_>>();
-            let inputs = self.inputs(position, now);
-            let service = &mut self.services[position];
-            if !service.is_made_of(inputs, &found) {
-                continue;
-            }
-            service.forget_servers();
-            self.racks.changes += 1;
-            let cause = Cause { received: now.monotonic, is_load: false, sent: None };
-            make_due(&mut self.due, service, cause, self.fleet.tables);
+        let mut next = 0;
+        while let Some(position) = self.look_from(next, now, interval_ended) {
+            next = position;
         }
+    }
+
+    /// The same from the service at this position on, of some: gives where to go on. Of all at once reports had to wait.
+    pub fn look_from(&mut self, first: usize, now: Now, interval_ended: bool) -> Option<usize> {
+        if first == 0 {
+            self.update_health(now);
+        }
+        let (mut position, mut members) = (first, 0);
+        while position < self.services.len() && members < MEMBERS_AT_ONCE {
+            members += self.services[position].fleet().members.len();
+            self.look_at(position, now, interval_ended);
+            position += 1;
+        }
+        (position < self.services.len()).then_some(position)
+    }
+
+    fn look_at(&mut self, position: usize, now: Now, interval_ended: bool) {
+        if interval_ended {
+            self.begin_interval(position);
+            self.renew_unreported(position, now);
+        }
+        let pieces = self.services[position].to_look_at(!interval_ended);
+        let found =
+            pieces.into_iter().map(|piece| (piece, self.server_inputs(position, piece, now))).collect::<Vec<_>>();
+        let inputs = self.inputs(position, now);
+        let service = &mut self.services[position];
+        if !service.is_made_of(inputs, &found) {
+            return;
+        }
+        service.forget_servers();
+        self.racks.changes += 1;
+        let cause = Cause { received: now.monotonic, is_load: false, sent: None };
+        make_due(&mut self.due, service, cause, self.fleet.tables);
     }
 
     /// What was assigned to a server that does not report ends with the interval: nothing else would ever show it.

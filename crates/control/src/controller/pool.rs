@@ -50,7 +50,7 @@ impl Controller {
     }
 
     /// The service's pool with all that is not its servers' own.
-    fn as_it_is(&self, service: &Service, pool: Pool, now: Now) -> Pool {
+    pub(super) fn as_it_is(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
         let pool = pool.behind_racks(self.racks.summaries(fleet.index, now).cloned().collect());
@@ -98,7 +98,7 @@ impl Controller {
         told.unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit)
     }
 
-    fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
+    pub(super) fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
         let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
         PoolServer {
             id,

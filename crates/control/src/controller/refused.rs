@@ -7,7 +7,7 @@ use coreward_wire::ReportError;
 
 use super::rate::Allowed;
 
-/// How far a report may be ahead of the controller's wall clock: what NTP keeps apart at worst.
+/// How far a report may be ahead of the controller's wall clock before people are warned: what NTP keeps apart at worst.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// Of one name: a daemon that is restarted again and again comes back later.
@@ -59,6 +59,9 @@ pub enum Refused {
     /// The fleet's document names others.
     #[error("rack {0:?} is not one of the fleet's: expected one that `racks` names in the fleet's document")]
     UnknownRack(String),
+    /// The fleet's `load_balancers` does not name it.
+    #[error("load balancer {0:?} is not in the fleet's `load_balancers`: expected one that is, or no such list")]
+    UnknownLoadBalancer(String),
     /// Whoever speaks for that server does not come through this rack.
     #[error(
         "rack {rack:?} may not speak for server {server:?}: expected {}its agent itself (`racks` in the fleet's document)",
@@ -86,16 +89,6 @@ pub enum Refused {
         "load balancer {0:?} is one more than {MOST_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten"
     )]
     TooManyLoadBalancers(String),
-    /// Its clock is ahead of ours.
-    #[error(
-        "a report sent {} ms from now: expected at most {} ms (are the clocks synchronised?)",
-        ahead.as_millis(),
-        CLOCK_TOLERANCE.as_millis()
-    )]
-    FromTheFuture {
-        /// By how much.
-        ahead: Duration,
-    },
     /// The readings are of no use.
     #[error(transparent)]
     Readings(#[from] ReadingsRefused),
@@ -112,9 +105,9 @@ impl Refused {
         "duplicate_load_balancer",
         "duplicate_rack",
         "unknown_rack",
+        "unknown_load_balancer",
         "foreign_rack",
         "superseded",
-        "from_the_future",
         "out_of_order",
         "clock_stood_still",
         "no_cores",
@@ -135,9 +128,9 @@ impl Refused {
             Refused::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
             Refused::DuplicateRack { .. } => "duplicate_rack",
             Refused::UnknownRack(_) => "unknown_rack",
+            Refused::UnknownLoadBalancer(_) => "unknown_load_balancer",
             Refused::ForeignRack { .. } => "foreign_rack",
             Refused::Superseded(_) => "superseded",
-            Refused::FromTheFuture { .. } => "from_the_future",
             Refused::Readings(ReadingsRefused::OutOfOrder { .. }) => "out_of_order",
             Refused::Readings(ReadingsRefused::ClockStoodStill { .. }) => "clock_stood_still",
             Refused::Readings(ReadingsRefused::NoCores) => "no_cores",
@@ -160,6 +153,7 @@ impl Refused {
                 | Refused::DuplicateLoadBalancer { .. }
                 | Refused::DuplicateRack { .. }
                 | Refused::UnknownRack(_)
+                | Refused::UnknownLoadBalancer(_)
                 | Refused::ForeignRack { .. }
                 | Refused::Superseded(_)
                 | Refused::TooManyHellos(_)

@@ -107,9 +107,9 @@ pub struct Cause {
 
 impl Service {
     /// Without a table.
-    pub fn new(fleet: &FleetService) -> Self {
+    pub fn new(fleet: FleetService) -> Self {
         Self {
-            policy: policy_of(fleet),
+            policy: policy_of(&fleet),
             generation: 0,
             newest: None,
             lives: BTreeMap::new(),
@@ -125,7 +125,7 @@ impl Service {
             opened: None,
             new_interval: true,
             made_of: Looked::default(),
-            fleet: fleet.clone(),
+            fleet,
         }
     }
 
@@ -135,11 +135,11 @@ impl Service {
     }
 
     /// The same service in another configuration: generations go on.
-    pub fn reconfigured(mut self, new: &FleetService) -> Self {
+    pub fn reconfigured(mut self, new: FleetService) -> Self {
         if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
-            self.policy = policy_of(new);
+            self.policy = policy_of(&new);
         }
-        self.fleet = new.clone();
+        self.fleet = new;
         self.pool = None;
         let members = &self.fleet.members;
         self.newness.retain(|server| members.contains_key(&server));

@@ -51,11 +51,6 @@ impl Controller {
         Status { services, servers, ..self.status_head(now) }
     }
 
-    /// How many reports were refused for this reason.
-    pub fn refused_reports(&self, reason: &str) -> u64 {
-        self.refused.get(reason).copied().unwrap_or(0)
-    }
-
     /// What changes with every report, without servers.
     pub fn loads_head(&self, now: Now) -> Loads {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
@@ -259,6 +254,7 @@ impl Controller {
             source: rss.source.clone(),
             key: known.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
             key_fingerprint: known.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
+            input_transform: known.map(|rss| rss.key.input().name().to_owned()).unwrap_or_default(),
             indirection_table: known
                 .iter()
                 .flat_map(|rss| rss.indirection_table.queues())
@@ -302,6 +298,12 @@ impl Controller {
         let mut warnings = Vec::new();
         if self.load_balancers.cannot_reach(&server.name, now) {
             warnings.push("no load balancer can find its MAC address: it takes no new connections".to_owned());
+        }
+        if let Some(ahead) = agent.clock_ahead {
+            warnings.push(format!(
+                "its wall clock is {} ms ahead of the controller's: one of the two is wrong (chronyc tracking)",
+                ahead.as_millis()
+            ));
         }
         warnings.extend(agent.rss.problem.clone());
         if let (Some(rss), Some(loads)) = (agent.rss(), agent.loads(now)) {

@@ -1,5 +1,9 @@
 //! Placement tables as the API shows them.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
 use coreward_api::types::{Candidate, Member, Table, TableSummary, Tables};
 use coreward_intf as intf;
 use coreward_model::ServerId;
@@ -29,41 +33,41 @@ impl Controller {
         Tables { tables: self.services.iter().map(summary).collect() }
     }
 
-    /// The newest table of this service; `None`: there is no such service, or it has none.
-    pub fn table(&self, service: &str, now: Now) -> Option<Table> {
+    /// The newest table of this service, and its age; `None`: there is no such service, or it has none.
+    pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = self.services.iter().find(|known| known.fleet().name == service)?;
-        let (table, age) = service.table(now)?;
-        let member = |member: &coreward_model::placement::Member| Member {
-            server: self.server_name(member.server),
-            load: load(member.load),
-        };
-        Some(Table {
-            service: service.fleet().name.clone(),
-            generation: table.generation,
-            age_ms: age.as_millis() as u32,
-            rule: table.rule.name().to_owned(),
-            bucket_count: table.bucket_count.get(),
-            groups: self.candidates(table),
-            members: table.members.iter().map(member).collect(),
-            consistent: table.consistent.iter().map(|id| self.server_name(*id)).collect(),
-        })
+        let (_, age) = service.table(now)?;
+        Some((service.newest()?.table, age))
     }
+}
 
-    /// For each group, by bucket.
-    fn candidates(&self, table: &PlacementTable) -> Vec<Vec<Vec<Candidate>>> {
-        let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
-        let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {
-            server: self.server_name(candidate.server),
-            core: table.core_slots.get(usize::from(candidate.core_slot)).map(|core| core.core.into()),
-            load: load(candidate.load),
-        };
-        let groups = table.candidates.chunks((buckets * per_bucket).max(1));
-        let of_group =
-            |group: &[_]| group.chunks(per_bucket.max(1)).map(|few| few.iter().map(candidate).collect()).collect();
-        groups.map(of_group).collect()
+/// The newest table of the service as the API shows it; `names`: of all servers.
+pub fn shown(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
+    let name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
+    let member =
+        |member: &coreward_model::placement::Member| Member { server: name(member.server), load: load(member.load) };
+    Table {
+        service: service.to_owned(),
+        generation: table.generation,
+        age_ms: age.as_millis() as u32,
+        rule: table.rule.name().to_owned(),
+        bucket_count: table.bucket_count.get(),
+        groups: candidates(table, name),
+        members: table.members.iter().map(member).collect(),
+        consistent: table.consistent.iter().map(|id| name(*id)).collect(),
     }
+}
 
-    fn server_name(&self, id: ServerId) -> String {
-        self.fleet.servers.get(&id).map_or_else(|| format!("(id {id})"), |server| server.name.clone())
-    }
+/// For each group, by bucket.
+fn candidates(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<Vec<Vec<Candidate>>> {
+    let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
+    let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {
+        server: name(candidate.server),
+        core: table.core_slots.get(usize::from(candidate.core_slot)).map(|core| core.core.into()),
+        load: load(candidate.load),
+    };
+    let groups = table.candidates.chunks((buckets * per_bucket).max(1));
+    let of_group =
+        |group: &[_]| group.chunks(per_bucket.max(1)).map(|few| few.iter().map(candidate).collect()).collect();
+    groups.map(of_group).collect()
 }

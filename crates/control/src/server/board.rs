@@ -176,7 +176,7 @@ mod tests {
         let (mut whole, mut change) = (None, None);
         match news.configuration {
             Some(Told::Whole(bytes)) => whole = Some(FleetConfiguration::decode(bytes).unwrap().1.generation),
-            Some(Told::Change(bytes)) => change = Some(FleetChange::decode(bytes).unwrap().configuration.generation),
+            Some(Told::Change(bytes)) => change = Some(FleetChange::decode(bytes).unwrap().0.configuration.generation),
             None => {}
         }
         (whole, change, news.tables.iter().map(|table| table.to_vec()).collect())

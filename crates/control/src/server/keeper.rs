@@ -2,19 +2,25 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_config::{Mistakes, Source};
+use coreward_metrics::page::Page;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_tls::verify::Denied;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use crate::clock::RecordClock;
-use crate::config::{ControllerConfig, FleetConfig};
+use crate::audit::{Author, Note, changes_in_words};
+use crate::clock::{RecordClock, wall_now};
+use crate::config::{ControllerConfig, FleetConfig, difference};
 use crate::controller::rotation::KeyStep;
-use crate::drains::{self, WantedDrain};
+use crate::drains::{self, DrainRecord, WantedDrain};
 use crate::fleet::Fleet;
+use crate::key_ring::KeyPhase;
 use crate::records::{Document, Records, whole_seconds};
 use crate::store::{Store, StoreError};
 
@@ -28,6 +34,46 @@ pub struct Keeper {
     clock: RecordClock,
     restarted: bool,
     denied: Denied,
+    counts: Arc<Counts>,
+}
+
+/// What people are told of configuration and store.
+#[derive(Debug)]
+pub struct Counts {
+    /// Whether the last write succeeded.
+    pub is_writable: AtomicBool,
+    /// That succeeded.
+    pub writes: AtomicU64,
+    /// That did not.
+    pub failed_writes: AtomicU64,
+    /// Of the files, that succeeded.
+    pub reloads: AtomicU64,
+    /// That did not.
+    pub failed_reloads: AtomicU64,
+    /// Whether something else is in force than what stood in the fleet's file when it was read last.
+    pub file_refused: AtomicBool,
+}
+
+impl Default for Counts {
+    fn default() -> Self {
+        let [writes, failed_writes, reloads, failed_reloads] = Default::default();
+        let (is_writable, file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
+        Self { is_writable, writes, failed_writes, reloads, failed_reloads, file_refused }
+    }
+}
+
+impl Counts {
+    /// What Prometheus is told.
+    pub fn add_metrics(&self, page: &mut Page) {
+        let number = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
+        let flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
+        page.add("coreward_store_writable", &[], flag(&self.is_writable));
+        page.add("coreward_store_writes_total", &["written"], number(&self.writes));
+        page.add("coreward_store_writes_total", &["failed"], number(&self.failed_writes));
+        page.add("coreward_reloads_total", &["in-force"], number(&self.reloads));
+        page.add("coreward_reloads_total", &["refused"], number(&self.failed_reloads));
+        page.add("coreward_fleet_file_refused", &[], flag(&self.file_refused));
+    }
 }
 
 /// A change of what is on record.
@@ -35,7 +81,7 @@ pub enum Change {
     /// The files are to be read again.
     Reload,
     /// There is another document of the fleet.
-    Apply(WantedDocument),
+    Apply(Box<WantedDocument>),
     /// Time has passed.
     Retire,
     /// A load balancer has connected.
@@ -54,6 +100,8 @@ pub enum Change {
     Drain(WantedDrain),
     /// That of this name may take them again.
     Undrain(String),
+    /// The load balancer of this name is gone for good.
+    Forget(String),
     /// The cookie keys.
     Keys(KeyStep),
     /// Buckets of these services have changed hands.
@@ -62,10 +110,10 @@ pub enum Change {
 
 /// A document that somebody wants to be in force.
 pub struct WantedDocument {
-    /// What mistakes call it.
-    pub name: String,
-    /// The document.
-    pub text: String,
+    /// The document, or what is wrong with it.
+    pub fleet: Result<FleetConfig, Mistakes>,
+    /// What it changes, in words.
+    pub changes: Vec<String>,
     /// Of the document that it is to replace.
     pub generation: u64,
     /// Only whether it could be in force.
@@ -109,36 +157,66 @@ impl Keeper {
         denied: Denied,
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
+        let file = config.fleet.as_deref().map(FleetConfig::load).transpose();
         // Before the store is made: a fleet that is wrong leaves nothing behind.
-        let file = config.fleet.as_deref().map(FleetConfig::load).transpose()?;
-        let mut store = open()?;
+        if let (Err(mistakes), false) = (&file, config.store.may_hold_records()) {
+            return Err(mistakes.clone().into());
+        }
+        let store = open()?;
         let stored = store.load()?;
         let restarted = stored.is_some();
         let clock = RecordClock::from(stored.as_ref().and_then(|records| records.clock));
-        let now = clock.now();
-        let mut records = stored.clone().unwrap_or_else(|| Records::draw(now, &mut random()));
-        let fleet = match file {
-            Some(fleet) => fleet,
-            None => applied(&records.document).context("the fleet that was applied last cannot be read any more")?,
-        };
-        records.apply(&fleet, now, &mut random())?;
-        // Who does not come back is away from now on.
-        let names: Vec<String> = records.load_balancers.keys().cloned().collect();
-        names.iter().for_each(|name| records.departed(name, now));
-        records.clock = Some(whole_seconds(now));
-        let records = match (store.save(&records), stored) {
-            (Ok(()), _) => records,
-            // On a disk that is full a controller goes on by what is on record, and changes nothing.
-            (Err(error), Some(stored))
-                if stored.document.text == records.document.text && !matches!(error, StoreError::Etcd(_)) =>
-            {
-                tracing::error!("what is on record stays in force, nothing can be changed: {error}");
-                stored
+        let (fleet, records, refused) = match (begin(file, stored.as_ref(), clock.now()), &stored) {
+            (Ok((fleet, records)), _) => (fleet, records, false),
+            // A mistake that was made while the controller ran does not stop the next one.
+            (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
+                tracing::error!(
+                    "the fleet of generation {}, the last good one, stays in force, and not what stands in the file: {error:#}",
+                    stored.document.generation
+                );
+                let (fleet, records) = begin(Ok(None), Some(stored), clock.now())?;
+                (fleet, records, true)
             }
-            (Err(error), _) => return Err(error.into()),
+            (Err(error), _) => return Err(error),
         };
         denied.set(config.denied_certificates.iter().copied());
-        Ok(Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, denied })
+        let counts = Arc::new(Counts::default());
+        counts.file_refused.store(refused, Ordering::Relaxed);
+        let mut keeper =
+            Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, denied, counts };
+        match (keeper.save(&keeper.records.clone()), stored) {
+            (Ok(()), _) => {}
+            // On a disk that is full a controller goes on by what is on record, and changes nothing.
+            (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
+                tracing::error!("what is on record stays in force, nothing can be changed: {error}");
+                if stored.document.text != keeper.records.document.text {
+                    keeper.fleet = applied(&stored.document)?;
+                }
+                keeper.records = stored;
+            }
+            (Err(error), _) => return Err(error.into()),
+        }
+        Ok(keeper)
+    }
+
+    /// What people are told of this.
+    pub fn counts(&self) -> Arc<Counts> {
+        self.counts.clone()
+    }
+
+    fn save(&mut self, records: &Records) -> Result<(), StoreError> {
+        let outcome = self.store.save(records);
+        let was_writable = self.counts.is_writable.swap(outcome.is_ok(), Ordering::Relaxed);
+        match &outcome {
+            Ok(()) => {
+                self.counts.writes.fetch_add(1, Ordering::Relaxed);
+                if !was_writable {
+                    tracing::info!("the store can be written again");
+                }
+            }
+            Err(_) => drop(self.counts.failed_writes.fetch_add(1, Ordering::Relaxed)),
+        }
+        outcome
     }
 
     /// Whether another process led this fleet before.
@@ -164,11 +242,17 @@ impl Keeper {
 
     /// Makes the change; the new configuration, if it changes that. On an error everything is as it was, but for certificates that
     /// are refused from now on. What changes no configuration is made also when it cannot be written down now.
-    pub fn make(&mut self, change: Change) -> anyhow::Result<Option<Fleet>> {
+    pub fn make(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
-            Change::Reload => self.reload().map(Some),
-            Change::Apply(wanted) => self.apply(&wanted),
+            Change::Reload => {
+                let outcome = self.reload(author);
+                let count = if outcome.is_ok() { &self.counts.reloads } else { &self.counts.failed_reloads };
+                count.fetch_add(1, Ordering::Relaxed);
+                self.counts.file_refused.store(outcome.is_err(), Ordering::Relaxed);
+                outcome.map(Some)
+            }
+            Change::Apply(wanted) => self.apply(*wanted, author),
             Change::Retire => {
                 let retire_after = self.fleet.retire_after;
                 self.change(|records| {
@@ -185,13 +269,20 @@ impl Keeper {
             Change::Drain(wanted) => {
                 let fleet = self.fleet();
                 wanted.check(&fleet, |service, id| fleet.eligible(service, id))?;
-                self.change(|records| records.drain(&wanted, records.generation + 1, now))
+                self.noted(author, ("drain", &wanted.server), |records| {
+                    records.drain(&wanted, records.generation + 1, now)
+                })
             }
             Change::Undrain(server) => {
                 drains::present(&self.fleet(), &server)?;
-                self.change(|records| records.undrain(&server))
+                self.noted(author, ("undrain", &server), |records| records.undrain(&server))
             }
-            Change::Keys(step) => self.change(|records| {
+            Change::Forget(name) => {
+                let known = self.records.load_balancers.contains_key(&name);
+                anyhow::ensure!(known, NotForgotten::Unknown(name));
+                self.noted(author, ("forget", &name), |records| records.forget(&name))
+            }
+            Change::Keys(step) => self.noted(author, ("rotate-keys", ""), |records| {
                 let generation = records.generation + 1;
                 match step {
                     KeyStep::Announce { forced } => records.key_ring.announce(forced, generation, &mut random()),
@@ -210,6 +301,25 @@ impl Keeper {
         }
     }
 
+    /// A change of one thing, with its entry in the audit.
+    fn noted(
+        &mut self,
+        author: &Author,
+        (action, target): (&'static str, &str),
+        change: impl FnOnce(&mut Records) -> bool,
+    ) -> anyhow::Result<Option<Fleet>> {
+        self.change(|records| {
+            let before = in_words(records, action, target);
+            let is_new = change(records);
+            if is_new {
+                let after = in_words(records, action, target);
+                let note = Note { action, target: target.to_owned(), before, after };
+                records.note(author, note, wall_now());
+            }
+            is_new
+        })
+    }
+
     /// Changes the records; true from `change`: that is a new configuration.
     fn change(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
@@ -217,7 +327,7 @@ impl Keeper {
         records.generation += u64::from(is_new);
         if records != self.records {
             records.clock = Some(whole_seconds(self.clock.now()));
-            match self.store.save(&records) {
+            match self.save(&records) {
                 Ok(()) => {}
                 // When who came and went is no configuration: it goes on record with the next change. A load balancer that
                 // comes back while the disk is full gets its tables.
@@ -231,16 +341,15 @@ impl Keeper {
         Ok(is_new.then(|| self.fleet()))
     }
 
-    fn apply(&mut self, wanted: &WantedDocument) -> anyhow::Result<Option<Fleet>> {
-        if let Some(file) = self.config.fleet.clone() {
+    fn apply(&mut self, wanted: WantedDocument, author: &Author) -> anyhow::Result<Option<Fleet>> {
+        if let Some(file) = self.config.fleet.clone().filter(|_| !wanted.dry_run) {
             return Err(NotApplied::FileIsTheTruth { file, controller: self.path.clone() }.into());
         }
         let in_force = self.records.document.generation;
         if wanted.generation != in_force {
             return Err(NotApplied::Moved(in_force, wanted.generation).into());
         }
-        let source = Source::from_text(&wanted.name, &wanted.text);
-        let fleet = FleetConfig::parse(&source).map_err(NotApplied::Wrong)?;
+        let fleet = wanted.fleet.map_err(NotApplied::Wrong)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
         records.apply(&fleet, now, &mut random()).map_err(NotApplied::Wrong)?;
@@ -248,12 +357,13 @@ impl Keeper {
         if wanted.dry_run {
             return Ok(None);
         }
-        self.store.save(&records).context("the fleet is not on record, and not in force")?;
+        note_document(&mut records, &self.records, ("apply", author), &wanted.changes);
+        self.save(&records).context("the fleet is not on record, and not in force")?;
         (self.fleet, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
     }
 
-    fn reload(&mut self) -> anyhow::Result<Fleet> {
+    fn reload(&mut self, author: &Author) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.path)?;
         // Also where the rest cannot be in force: a key that was lost does not wait for room on a disk.
         self.denied.set(config.denied_certificates.iter().copied());
@@ -265,12 +375,20 @@ impl Keeper {
         let now = self.clock.now();
         records.apply(&fleet, now, &mut random())?;
         records.clock = Some(whole_seconds(now));
-        self.store.save(&records)?;
+        if records.document.generation != self.records.document.generation {
+            let before = Source::from_text("the fleet in force", &self.records.document.text);
+            let changes: Vec<String> = difference(&before, fleet.source()).iter().map(ToString::to_string).collect();
+            note_document(&mut records, &self.records, ("reload", author), &changes);
+        }
+        self.save(&records)?;
         for (key, changed) in [
             ("listen", config.listen != self.config.listen),
             ("api", config.api != self.config.api),
             ("store", config.store != self.config.store),
             ("tls", config.tls != self.config.tls),
+            ("metrics", config.metrics != self.config.metrics),
+            ("token_directory", config.token_directory != self.config.token_directory),
+            ("allow_plaintext", config.allow_plaintext != self.config.allow_plaintext),
         ] {
             if changed {
                 tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
@@ -279,6 +397,77 @@ impl Keeper {
         (self.config, self.fleet, self.records) = (config, fleet, records);
         Ok(self.fleet())
     }
+}
+
+/// What is in force at first: what stands in the fleet's file, or else the document on record, put together with what is on record.
+fn begin(
+    file: Result<Option<FleetConfig>, Mistakes>,
+    stored: Option<&Records>,
+    now: Duration,
+) -> anyhow::Result<(FleetConfig, Records)> {
+    let mut records = stored.cloned().unwrap_or_else(|| Records::draw(now, &mut random()));
+    let fleet = match file? {
+        Some(fleet) => fleet,
+        None => applied(&records.document).context("the fleet that was applied last cannot be read any more")?,
+    };
+    records.apply(&fleet, now, &mut random())?;
+    // Who does not come back is away from now on.
+    let names: Vec<String> = records.load_balancers.keys().cloned().collect();
+    names.iter().for_each(|name| records.departed(name, now));
+    records.clock = Some(whole_seconds(now));
+    records.keep_document(&Author::controller(), wall_now());
+    Ok((fleet, records))
+}
+
+/// Notes another document.
+fn note_document(
+    records: &mut Records,
+    before: &Records,
+    (action, author): (&'static str, &Author),
+    changes: &[String],
+) {
+    let (old, new) = (before.document.generation, records.document.generation);
+    if old == new {
+        return;
+    }
+    let after = format!("generation {new}: {}", changes_in_words(changes));
+    let note = Note { action, target: String::new(), before: format!("generation {old}"), after };
+    records.note(author, note, wall_now());
+    records.keep_document(author, wall_now());
+}
+
+/// How it stands with what an action is about.
+fn in_words(records: &Records, action: &str, target: &str) -> String {
+    if action == "rotate-keys" {
+        let announced = if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
+        return format!("key {} stamps{announced}", records.key_ring.keys.current.get());
+    }
+    if action == "forget" {
+        return match records.load_balancers.get(target).map(|known| known.owner) {
+            None => "not known".to_owned(),
+            Some(None) => "without a number".to_owned(),
+            Some(Some(owner)) => format!("number {}", owner.get()),
+        };
+    }
+    let mut servers = records.servers.values().filter(|server| server.in_file);
+    match servers.find(|server| server.name == target).and_then(|server| server.drain.as_ref()) {
+        None => "not drained".to_owned(),
+        Some(DrainRecord { services: None, .. }) => "drained".to_owned(),
+        Some(DrainRecord { services: Some(services), .. }) => {
+            format!("drained in {}", services.iter().cloned().collect::<Vec<_>>().join(", "))
+        }
+    }
+}
+
+/// Why a load balancer is not forgotten.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotForgotten {
+    /// Nobody of that name is on record.
+    #[error("load balancer {0:?} does not exist")]
+    Unknown(String),
+    /// It would come back at once.
+    #[error("load balancer {0:?} is connected: expected one whose daemon was stopped")]
+    Connected(String),
 }
 
 /// The fleet as the store keeps it.
@@ -294,6 +483,37 @@ mod tests {
     use super::*;
     use crate::store::embedded::EmbeddedStore;
 
+    fn keeper(directory: &Path, fleet: &str) -> anyhow::Result<Keeper> {
+        let [path, file, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.join(name));
+        std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {file:?}\n")).unwrap();
+        std::fs::write(&file, fleet).unwrap();
+        let config = ControllerConfig::load(&path).unwrap();
+        Keeper::open(&path, config, Denied::default(), || Ok(Store::Embedded(EmbeddedStore::open(&store)?)))
+    }
+
+    fn is_refused(keeper: &Keeper) -> bool {
+        keeper.counts().file_refused.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn a_fleet_that_is_wrong_does_not_stop_the_next_start() {
+        let directory = tempfile::tempdir().unwrap();
+        let wrong = "alpha = 7\n";
+        assert!(keeper(directory.path(), wrong).is_err());
+        assert!(!directory.path().join("store").exists(), "nothing is left behind");
+        let mut first = keeper(directory.path(), "alpha = 0.25\n").unwrap();
+        assert!(!is_refused(&first));
+        std::fs::write(directory.path().join("fleet.toml"), wrong).unwrap();
+        assert!(first.make(Change::Reload, &Author::signal()).is_err());
+        assert!(is_refused(&first));
+        drop(first);
+        let mut second = keeper(directory.path(), wrong).unwrap();
+        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("alpha = 0.25\n", true));
+        std::fs::write(directory.path().join("fleet.toml"), "alpha = 0.75\n").unwrap();
+        second.make(Change::Reload, &Author::signal()).unwrap();
+        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("alpha = 0.75\n", false));
+    }
+
     #[test]
     fn certificates_are_denied_also_where_the_fleet_is_wrong() {
         let directory = tempfile::tempdir().unwrap();
@@ -307,7 +527,7 @@ mod tests {
         let lost = "AB".repeat(32);
         std::fs::write(&path, format!("denied_certificates = [\"{lost}\"]\n{text}")).unwrap();
         std::fs::write(&fleet, "alpha = 7").unwrap();
-        assert!(keeper.make(Change::Reload).is_err());
+        assert!(keeper.make(Change::Reload, &Author::signal()).is_err());
         assert!(denied.contains(&lost.parse::<Fingerprint>().unwrap()));
     }
 }

@@ -128,11 +128,13 @@ async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::Load
     }
 }
 
-/// Hands the question to the server's agent. When that is away there is no answer; who asks, asks again later.
+/// Hands the question to the server's agent. When that is away the load balancer is told at once.
 fn ask(shared: &Shared, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
-    if let Some(agent) = agent {
-        shared.sockets.ask(agent, SocketQuery { asker: session, ..query });
+    let query = SocketQuery { asker: session, ..query };
+    match agent {
+        Some(agent) => shared.sockets.ask(agent, query),
+        None => shared.sockets.reply(query.away()),
     }
 }
 

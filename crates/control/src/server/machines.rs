@@ -21,6 +21,6 @@ pub fn fleet(shared: &Shared) -> v1::FleetReply {
     v1::FleetReply {
         services: fleet.services.iter().map(service).collect(),
         servers: fleet.servers.values().filter(|server| server.standing != Standing::Left).map(server).collect(),
-        reports_from_the_future: controller.refused_reports("from_the_future"),
+        reports_from_the_future: controller.reports_ahead,
     }
 }

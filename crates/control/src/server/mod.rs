@@ -2,6 +2,7 @@
 //!
 //! * [`shared`]: what all callers share
 //! * [`board`]: what load balancers are to have
+//! * [`held`]: the controller's lock
 //! * [`keeper`]: configuration and records; the only one that writes the store
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
@@ -11,6 +12,7 @@
 mod agents;
 mod apart;
 mod board;
+mod held;
 pub(crate) mod keeper;
 mod load_balancers;
 mod machines;
@@ -30,6 +32,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_api::serve::Listener;
 use coreward_api::tokens::Tokens;
+pub use coreward_daemon::raise_file_limit;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
@@ -45,6 +48,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api;
+use crate::audit::Author;
 use crate::config::etcd::EtcdConfig;
 use crate::config::{ControllerConfig, StorePlace};
 use crate::controller::Controller;
@@ -54,7 +58,7 @@ use crate::store::embedded::EmbeddedStore;
 use crate::store::etcd::EtcdStore;
 use agents::Speaker;
 use apart::Apart;
-use keeper::{Change, Keeper};
+use keeper::{Change, Keeper, NotForgotten};
 use making::make_tables;
 use office::Office;
 use security::{Security, Visitor};
@@ -115,18 +119,6 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     outcome
 }
 
-/// Lets this process have as many connections as the system allows it: every agent is one, and the usual soft limit of
-/// 1,024 is for programs that use select(2).
-pub fn raise_file_limit() {
-    use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(_, highest)| setrlimit(Resource::RLIMIT_NOFILE, highest, highest).map(|()| highest));
-    match raised {
-        Ok(highest) => tracing::debug!("up to {highest} open files"),
-        Err(error) => tracing::warn!("the limit of open files stays as it is: {error}"),
-    }
-}
-
 /// What listens for agents, here and at racks: it notices who has gone.
 pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
@@ -156,6 +148,13 @@ pub struct Server {
     address: SocketAddr,
     api: Listener,
     tokens: Arc<Tokens>,
+    hangups: Hangups,
+}
+
+/// SIGHUP, for each that waits for it.
+struct Hangups {
+    files: Signal,
+    tokens: Signal,
 }
 
 /// Where the records are.
@@ -171,6 +170,8 @@ impl Server {
     /// # Errors
     /// When one of these fails.
     pub async fn bind(path: &Path) -> anyhow::Result<Self> {
+        // Who changes a file from now on says so to this.
+        let hangups = Hangups { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
         let (config, place, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
         let cluster = match &place {
@@ -185,7 +186,7 @@ impl Server {
         let api = Listener::bind(config.api)?;
         let tokens = Arc::new(Tokens::open(&config.token_directory)?);
         let office = Arc::new(Office::new(cluster, security));
-        Ok(Self { path: path.to_owned(), config, place, office, listener, address, api, tokens })
+        Ok(Self { path: path.to_owned(), config, place, office, listener, address, api, tokens, hangups })
     }
 
     /// Where it listens (the port that the system chose where `listen` names port 0).
@@ -216,7 +217,8 @@ impl Server {
             Place::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
         };
         let api_door = self.office.security.api_door(self.config.api);
-        let _api = api::serve(self.api, api_door.clone(), self.office.clone(), self.tokens)?;
+        let Hangups { mut files, tokens } = self.hangups;
+        let _api = api::serve(self.api, api_door.clone(), self.office.clone(), self.tokens, tokens)?;
         let mut load_balancers = Apart::begin(self.office.clone())?;
         let admitted = self.office.security.gate(PARTS, Limits::default()).admit(self.listener);
         let others = builder()
@@ -224,9 +226,9 @@ impl Server {
             .serve_with_incoming(load_balancers.take_from(admitted));
         let work = async {
             match work {
-                Work::Alone(term) => term.lead().await,
+                Work::Alone(term) => term.lead(&mut files).await,
                 Work::Together(cluster, etcd) => tokio::select! {
-                    outcome = take_turns(&self.path, self.config, &self.office, &cluster, &etcd) => outcome,
+                    outcome = take_turns(&self.path, self.config, &self.office, (&cluster, &etcd), &mut files) => outcome,
                     never = office::look_after_certificates(&cluster, &etcd) => match never {},
                 },
             }
@@ -268,14 +270,13 @@ async fn take_turns(
     path: &Path,
     mut config: ControllerConfig,
     office: &Arc<Office>,
-    cluster: &Arc<Cluster>,
-    etcd: &EtcdConfig,
+    (cluster, etcd): (&Arc<Cluster>, &EtcdConfig),
+    hangup: &mut Signal,
 ) -> anyhow::Result<()> {
-    let mut hangup = signal(SignalKind::hangup())?;
     loop {
         let leadership = tokio::select! {
             leadership = office::campaign(office, cluster, etcd) => Arc::new(leadership?),
-            never = deny_when_told(&mut hangup, path, &office.security.denied) => match never {},
+            never = deny_when_told(hangup, path, &office.security.denied) => match never {},
         };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
@@ -291,10 +292,14 @@ async fn take_turns(
         let reason = match opened.await? {
             Ok(keeper) => {
                 tracing::info!("this controller leads (term {term})");
-                tokio::select! {
-                    outcome = Term::begin(keeper, office, Some(leadership.clone())).lead() => return outcome,
+                let term = Term::begin(keeper, office, Some(leadership.clone()));
+                let shared = term.shared.clone();
+                let reason = tokio::select! {
+                    outcome = term.lead(hangup) => return outcome,
                     reason = leadership.ended() => reason,
-                }
+                };
+                shared.depose();
+                reason
             }
             // Perhaps another controller can.
             Err(error) => format!("what is on record cannot be used: {error:#}"),
@@ -329,34 +334,41 @@ struct Term {
 impl Term {
     /// From now on questions are answered.
     fn begin(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> Self {
-        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), keeper.clock(), leadership);
+        let (shared, changes) =
+            Shared::new(Controller::new(keeper.fleet()), (keeper.clock(), keeper.counts()), leadership);
         let shared = Arc::new(shared);
         office.take(shared.clone());
         Self { keeper, shared, changes }
     }
 
     /// Decides and serves, for ever.
-    async fn lead(self) -> anyhow::Result<()> {
+    async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { keeper, shared, changes } = self;
         tokio::select! {
             () = make_tables(&shared, keeper.restarted()) => Ok(()),
-            outcome = keep(keeper, &shared, changes) => outcome,
+            outcome = keep(keeper, &shared, changes, hangup) => outcome,
             () = look(&shared) => Ok(()),
         }
     }
 }
 
 /// Changes of configuration and records, one after the other, for ever.
-async fn keep(mut keeper: Keeper, shared: &Shared, mut changes: mpsc::Receiver<WantedChange>) -> anyhow::Result<()> {
-    let mut hangup = signal(SignalKind::hangup())?;
+async fn keep(
+    mut keeper: Keeper,
+    shared: &Shared,
+    mut changes: mpsc::Receiver<WantedChange>,
+    hangup: &mut Signal,
+) -> anyhow::Result<()> {
     let mut retire = tokio::time::interval(RETIRE_INTERVAL);
     loop {
         let (change, waiting) = tokio::select! {
-            _ = hangup.recv() => (Change::Reload, None),
-            _ = retire.tick() => (Change::Retire, None),
-            Some(WantedChange { change, done }) = changes.recv() => (change, Some(done)),
+            _ = hangup.recv() => (WantedChange::without_answer(Change::Reload, Author::signal()), false),
+            _ = retire.tick() => (WantedChange::without_answer(Change::Retire, Author::controller()), false),
+            Some(wanted) = changes.recv() => (wanted, true),
         };
-        let (back, outcome) = make(keeper, shared, change).await?;
+        let WantedChange { change, author, done } = change;
+        let waiting = waiting.then_some(done);
+        let (back, outcome) = make(keeper, shared, change, author).await?;
         keeper = back;
         match (waiting, outcome) {
             // Who has hung up meanwhile does not want to know.
@@ -372,10 +384,22 @@ pub(crate) async fn make(
     mut keeper: Keeper,
     shared: &Shared,
     change: Change,
+    author: Author,
 ) -> anyhow::Result<(Keeper, anyhow::Result<Made>)> {
+    // Changes are made one after the other: here nobody else drains the last healthy one meanwhile.
+    if let Change::Drain(wanted) = &change
+        && let Err(refused) = shared.controller().can_drain(wanted, shared.now())
+    {
+        return Ok((keeper, Err(refused.into())));
+    }
+    if let Change::Forget(name) = &change
+        && shared.controller().load_balancers.is_connected(name)
+    {
+        return Ok((keeper, Err(NotForgotten::Connected(name.clone()).into())));
+    }
     // The disk may take its time: tables and reports go on.
     let (keeper, outcome) = tokio::task::spawn_blocking(move || {
-        let outcome = keeper.make(change);
+        let outcome = keeper.make(change, &author);
         (keeper, outcome)
     })
     .await?;
@@ -431,7 +455,9 @@ fn refused_status(refused: &Refused) -> Status {
         | Refused::DuplicateLoadBalancer { .. }
         | Refused::DuplicateRack { .. }
         | Refused::Superseded(_) => Status::already_exists(message),
-        Refused::UnknownRack(_) | Refused::ForeignRack { .. } => Status::permission_denied(message),
+        Refused::UnknownRack(_) | Refused::UnknownLoadBalancer(_) | Refused::ForeignRack { .. } => {
+            Status::permission_denied(message)
+        }
         Refused::TooManyHellos(_) | Refused::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
         _ => Status::invalid_argument(message),
     }

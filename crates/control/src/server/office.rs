@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context as _;
+use coreward_api::endpoints::RequestCounts;
 use coreward_config::read_secret;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::{Candidate, Leadership, Seen};
@@ -57,12 +58,19 @@ pub struct Office {
     cluster: Option<Arc<Cluster>>,
     /// Who is let in, whoever leads.
     pub security: Arc<Security>,
+    /// Requests to the API.
+    pub api_requests: Arc<RequestCounts>,
 }
 
 impl Office {
     /// Nobody leads. `cluster`: where it is decided who does.
     pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
-        Self { role: Mutex::new(Role::Follows(None)), cluster, security: Arc::new(security) }
+        Self {
+            role: Mutex::new(Role::Follows(None)),
+            cluster,
+            security: Arc::new(security),
+            api_requests: Arc::default(),
+        }
     }
 
     /// This controller leads.
@@ -111,6 +119,9 @@ impl Office {
             None => parts::begin(Part::Controller),
         };
         self.security.add_metrics(&mut page);
+        for (status, count) in self.api_requests.all() {
+            page.add("coreward_api_requests_total", &[&status.to_string()], count as f64);
+        }
         page.add("coreward_controller_leads", &[], f64::from(u8::from(leads.is_some())));
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
             page.add("coreward_leader_term", &[], leadership.term() as f64);

@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use coreward_api::serve::{Acceptor, Peer};
+use coreward_api::serve::{Acceptor, Certified, Peer};
 use coreward_daemon::add_expiry;
 use coreward_metrics::page::Page;
 use coreward_tls::certificate::Fingerprint;
@@ -114,10 +114,14 @@ impl Acceptor for ApiDoor {
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(Admitted, Peer)> {
         let admitted = self.0.clone().admit_one(stream, address).await.map_err(io::Error::other)?;
         let caller = admitted.caller();
-        let certified = caller.identity.as_ref().and_then(|identity| match identity.role {
-            Role::Operator => Some(coreward_api::Role::Operator),
-            Role::Viewer => Some(coreward_api::Role::Viewer),
-            _ => None,
+        let certified = caller.identity.as_ref().zip(admitted.certificate()).and_then(|(identity, certificate)| {
+            let role = match identity.role {
+                Role::Operator => coreward_api::Role::Operator,
+                Role::Viewer => coreward_api::Role::Viewer,
+                _ => return None,
+            };
+            let (fingerprint, not_after) = certificate;
+            Some(Certified { role, name: identity.to_string().into(), fingerprint, not_after })
         });
         let peer = Peer { address: address.ip(), certified, encrypted: caller.is_protected };
         Ok((admitted, peer))

@@ -6,24 +6,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::types::{LoadBalancer, Loads, Overview, Status};
+use coreward_api::types::{LoadBalancer, Loads, Overview, Status, Table};
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
-use coreward_model::ServerId;
-use coreward_wire::table;
+use coreward_model::{ServerId, ServiceAddress};
+use coreward_wire::{ServiceIndex, table};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use crate::audit::Author;
 use crate::clock::{RecordClock, wall_now};
 use crate::config::TableTiming;
-use crate::controller::{Controller, NewTable, Now, metrics};
+use crate::controller::explain::{NotExplained, ServiceView};
+use crate::controller::{Controller, Indexed, NewTable, Now, metrics, tables};
 use crate::fleet::{Fleet, FleetServer};
 
 use super::board::Board;
-use super::keeper::Change;
+use super::held::Held;
+use super::keeper::{Change, Counts};
 use super::making::Turns;
 use super::sockets::Sockets;
 
@@ -42,6 +45,8 @@ pub struct Shared {
     agent_configurations: watch::Sender<u64>,
     /// Who is asked for sockets, and who asks.
     pub sockets: Sockets,
+    /// Whether this controller leads no more.
+    deposed: watch::Sender<bool>,
     /// To the keeper.
     changes: mpsc::Sender<WantedChange>,
     /// Whether tables are made: after a restart not at once.
@@ -52,14 +57,27 @@ pub struct Shared {
     report_to_table: Mutex<Latencies>,
     started: Instant,
     clock: RecordClock,
+    counts: Arc<Counts>,
+    /// Of CPU time, nanoseconds: how long others had to wait for the controller.
+    #[cfg(test)]
+    pub held_longest: std::sync::atomic::AtomicU64,
 }
 
 /// A change of the records, and who waits for it.
 pub struct WantedChange {
     /// What is to be changed.
     pub change: Change,
+    /// Who wants it.
+    pub author: Author,
     /// Told when it is in force, or why it is not.
     pub done: oneshot::Sender<anyhow::Result<Made>>,
+}
+
+impl WantedChange {
+    /// One that nobody waits for.
+    pub fn without_answer(change: Change, author: Author) -> Self {
+        Self { change, author, done: oneshot::channel().0 }
+    }
 }
 
 /// What a change has come to, whatever others change after it.
@@ -89,7 +107,7 @@ impl Shared {
     /// Changes that callers want come out of the receiver.
     pub fn new(
         controller: Controller,
-        clock: RecordClock,
+        (clock, counts): (RecordClock, Arc<Counts>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<WantedChange>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_now(), record: clock.now() };
@@ -102,6 +120,7 @@ impl Shared {
             agent_configurations: watch::Sender::new(0),
             sockets: Sockets::default(),
             leadership,
+            deposed: watch::Sender::new(false),
             changes,
             settled: AtomicBool::new(false),
             told: Mutex::new(Told { alive: controller.alive(start), ..Told::default() }),
@@ -109,6 +128,9 @@ impl Shared {
             controller: Mutex::new(controller),
             started: Instant::now(),
             clock,
+            counts,
+            #[cfg(test)]
+            held_longest: Default::default(),
         };
         (shared, receiver)
     }
@@ -118,8 +140,16 @@ impl Shared {
     /// # Errors
     /// When it cannot be written down.
     pub async fn change(&self, change: Change) -> anyhow::Result<Made> {
+        self.change_by(Author::controller(), change).await
+    }
+
+    /// The same, because somebody wants it.
+    ///
+    /// # Errors
+    /// As [`Shared::change`].
+    pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<Made> {
         let (done, outcome) = oneshot::channel();
-        self.changes.send(WantedChange { change, done }).await.context("the controller is ending")?;
+        self.changes.send(WantedChange { change, author, done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
     }
 
@@ -134,12 +164,15 @@ impl Shared {
         self.leadership.as_ref().is_none_or(|leadership| leadership.holds())
     }
 
-    /// Returns when this controller leads no more.
-    pub async fn deposed(&self) -> String {
-        match &self.leadership {
-            Some(leadership) => leadership.ended().await,
-            None => std::future::pending().await,
-        }
+    /// Returns when this controller leads no more ([`Shared::depose`]). Every stream waits here, and nothing wakes it before.
+    pub async fn deposed(&self) {
+        // The sender is this one's own.
+        let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
+    }
+
+    /// This controller leads no more: whoever watches the lease says so to all streams.
+    pub fn depose(&self) {
+        self.deposed.send_replace(true);
     }
 
     /// The moment.
@@ -148,9 +181,12 @@ impl Shared {
     }
 
     /// Held for microseconds; never across an await.
-    pub fn controller(&self) -> MutexGuard<'_, Controller> {
+    pub fn controller(&self) -> Held<'_> {
         // Every call leaves the state whole, so after a panic in one of them the others can go on.
-        self.controller.lock().unwrap_or_else(PoisonError::into_inner)
+        let controller = self.controller.lock().unwrap_or_else(PoisonError::into_inner);
+        #[cfg(test)]
+        let controller = Held::begin(controller, &self.held_longest);
+        controller
     }
 
     /// Everything there is to see; with whole RSS keys where `rss_keys`. Of thousands of servers it takes tens of milliseconds.
@@ -182,6 +218,24 @@ impl Shared {
         let mut loads = self.controller().loads_head(now);
         loads.servers = self.each_server(|controller, id, server| controller.server_loads(id, server, now));
         loads
+    }
+
+    /// The service at this address as it is now, for explanations.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, NotExplained> {
+        let now = self.now();
+        let view = self.controller().service_view(address, now)?;
+        let servers = self.each_server(|controller, id, server| controller.viewed_server(&view, id, &server.name, now));
+        Ok(view.with_servers(servers))
+    }
+
+    /// The newest table of the service; `None`: there is no such service, or it has none.
+    pub fn table(&self, service: &str) -> Option<Table> {
+        let (table, age) = self.controller().newest_table(service, self.now())?;
+        let names = self.each_server(|_, id, server| (id, server.name.clone())).into_iter().collect();
+        Some(tables::shown(service, &table, age, &names))
     }
 
     /// What there is of each server. They are looked at piece by piece, and reports and tables come between.
@@ -230,7 +284,8 @@ impl Shared {
         let now = self.now();
         let mut page = parts::begin(Part::Controller);
         metrics::add_status(&mut page, &self.status(false), now.wall);
-        self.controller().add_metrics(&mut page);
+        self.controller().add_metrics(&mut page, now);
+        self.counts.add_metrics(&mut page);
         let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
         page.add_latencies("coreward_report_to_table_seconds", latencies);
         let (since_receipt, since_sent) = {
@@ -245,7 +300,8 @@ impl Shared {
     /// Whether the loads of all servers that take new connections are known.
     pub fn all_report(&self) -> bool {
         let now = self.now();
-        self.controller().all_report(now)
+        let controller = self.controller();
+        controller.all_report(now) && controller.all_have_checked(now)
     }
 
     /// A report interval has ended. Gives the time until the next end.
@@ -258,7 +314,7 @@ impl Shared {
         match timing {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => {
-                self.controller().look(now, true);
+                self.look_at_all(now, true);
                 self.due.notify_one();
             }
         }
@@ -336,12 +392,13 @@ impl Shared {
     /// Puts another configuration in force.
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
-        let (configuration, kept) = {
-            let mut controller = self.controller();
-            controller.configure(fleet);
-            let kept = controller.fleet().services.iter().map(|service| service.index).collect::<HashSet<_>>();
-            (controller.fleet_configuration(now), kept)
-        };
+        let kept: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
+        // Nobody waits while it is written down, or while the old one is thrown away.
+        let alive = self.controller().alive(now);
+        let configuration = fleet.for_load_balancers(|name| alive.contains(name));
+        let indexed = Indexed::of(&fleet);
+        let old = self.controller().configure_indexed(fleet, indexed);
+        drop(old);
         // Tables of before may name servers that are no more: the data plane knows which are.
         self.board.post_configuration(configuration, |service| kept.contains(&service));
         self.agent_configurations.send_modify(|count| *count += 1);
@@ -360,11 +417,17 @@ impl Shared {
         if !self.settled.load(Ordering::Relaxed) {
             return;
         }
-        let now = self.now();
-        let mut controller = self.controller();
-        if controller.fleet().tables == TableTiming::OnChange {
-            controller.look(now, false);
+        let timing = self.controller().fleet().tables;
+        if timing == TableTiming::OnChange {
+            self.look_at_all(self.now(), false);
             self.due.notify_one();
+        }
+    }
+
+    fn look_at_all(&self, now: Now, interval_ended: bool) {
+        let mut next = Some(0);
+        while let Some(position) = next {
+            next = self.controller().look_from(position, now, interval_ended);
         }
     }
 

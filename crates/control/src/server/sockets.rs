@@ -77,6 +77,11 @@ impl Sockets {
         if !was_asked {
             return tracing::debug!("an agent answers what it was not asked, or was asked long ago");
         }
+        self.reply(answer);
+    }
+
+    /// Sends an answer to the load balancer that asked, if it is there and reads.
+    pub fn reply(&self, answer: SocketAnswer) {
         if let Some(sender) = locked(&self.askers).get(&answer.asker) {
             let _ = sender.try_send(answer);
         }

@@ -79,6 +79,9 @@ fn json(document: &impl Serialize) -> anyhow::Result<String> {
 }
 
 /// One question to the controller.
-fn ask<T>(question: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+///
+/// # Errors
+/// Those of the question.
+pub fn ask<T>(question: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(question)
 }

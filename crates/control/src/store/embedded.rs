@@ -3,14 +3,17 @@
 //! Every change is one transaction: after a crash the file holds either all of it or nothing. The file holds the cookie
 //! keys, so only its owner can read it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context as _;
+use redb::backends::InMemoryBackend;
 use redb::{
-    Database, Key, ReadOnlyTable, ReadTransaction, ReadableDatabase as _, ReadableTable as _, TableDefinition, Value,
+    Database, Key, ReadOnlyTable, ReadTransaction, ReadableDatabase as _, ReadableTable as _, StorageBackend as _,
+    TableDefinition, Value, WriteTransaction,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -26,23 +29,40 @@ const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("l
 /// The fleet's document, by its generation; one row.
 const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
+/// Who changed what, by id.
+const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
+/// Documents of before, by generation.
+const HISTORY: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("history");
+
 /// The only row of [`FLEET`].
 const FLEET_ROW: &str = "fleet";
 
 /// The open file.
 pub struct EmbeddedStore {
     path: PathBuf,
-    /// `None`: it could not be opened again after a failure of the disk; the next call tries.
+    /// `None`: it could not be opened, or not again, as its disk fails; the next call that writes tries.
     database: Option<Database>,
+    /// What stood in the file that could not be opened.
+    copy: Option<Database>,
 }
 
 impl EmbeddedStore {
-    /// Opens the file, or makes it.
+    /// Opens the file, or makes it. To open it is to write: where the disk does not let that, what is in the file is read, and nothing
+    /// can be changed until the disk does.
     ///
     /// # Errors
-    /// When it cannot be opened, is in use, or is no store.
+    /// When it can be neither opened nor read, is in use, or is no store.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        Ok(Self { path: path.to_owned(), database: Some(open(path)?) })
+        let (database, copy) = match open(path) {
+            Ok(database) => (Some(database), None),
+            Err(error @ StoreError::InUse { .. }) => return Err(error),
+            Err(error) => {
+                let Ok(copy) = copy(path) else { return Err(error) };
+                tracing::error!("nothing can be changed until the store can be written: {error}");
+                (None, Some(copy))
+            }
+        };
+        Ok(Self { path: path.to_owned(), database, copy })
     }
 
     /// What is on record; `None` in a new file.
@@ -71,12 +91,13 @@ impl EmbeddedStore {
     fn reopen(&mut self) -> Result<(), StoreError> {
         if self.database.is_none() {
             self.database = Some(open(&self.path)?);
+            self.copy = None;
         }
         Ok(())
     }
 
     fn database(&self) -> anyhow::Result<&Database> {
-        self.database.as_ref().context("it could not be opened again after its disk failed")
+        self.database.as_ref().or(self.copy.as_ref()).context("it could not be opened again after its disk failed")
     }
 
     fn content(&self, problem: anyhow::Error) -> StoreError {
@@ -100,6 +121,10 @@ impl EmbeddedStore {
             servers: rows(&transaction, SERVERS, |id| id)?,
             load_balancers: rows(&transaction, LOAD_BALANCERS, str::to_owned)?,
             document,
+            audit: Arc::new(rows(&transaction, AUDIT, |id| id)?.into_values().collect()),
+            history: Arc::new(
+                rows(&transaction, HISTORY, |generation| generation)?.into_values().map(Arc::new).collect(),
+            ),
         };
         rows.parse().map(Some)
     }
@@ -127,10 +152,31 @@ impl EmbeddedStore {
                 load_balancers.insert(name.as_str(), encode(known)?.as_slice())?;
             }
             transaction.open_table(DOCUMENT)?.insert(rows.document.generation, &*rows.document.text)?;
+            keep(&transaction, AUDIT, rows.audit.iter().map(|entry| (entry.id, entry)))?;
+            keep(&transaction, HISTORY, rows.history.iter().map(|document| (document.generation, &**document)))?;
         }
         transaction.commit()?;
         Ok(())
     }
+}
+
+/// Rows that never change: those that are new are written, and those that are no more go.
+fn keep<'a, Row: Serialize + 'a>(
+    transaction: &WriteTransaction,
+    definition: TableDefinition<'_, u64, &'static [u8]>,
+    wanted: impl Iterator<Item = (u64, &'a Row)>,
+) -> anyhow::Result<()> {
+    let mut table = transaction.open_table(definition)?;
+    let mut gone: BTreeSet<u64> = table.iter()?.map(|row| row.map(|(key, _)| key.value())).collect::<Result<_, _>>()?;
+    for (key, row) in wanted {
+        if !gone.remove(&key) {
+            table.insert(key, encode(row)?.as_slice())?;
+        }
+    }
+    for key in gone {
+        table.remove(key)?;
+    }
+    Ok(())
 }
 
 fn encode(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
@@ -169,6 +215,16 @@ fn open(path: &Path) -> Result<Database, StoreError> {
         redb::DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
         other => StoreError::Content { store: path.display().to_string(), problem: other.to_string() },
     })
+}
+
+/// What stands in the file, in memory: a process before this one that was killed may have left it to be repaired, which is to write.
+fn copy(path: &Path) -> anyhow::Result<Database> {
+    let bytes = std::fs::read(path)?;
+    anyhow::ensure!(!bytes.is_empty(), "nothing in it");
+    let memory = InMemoryBackend::new();
+    memory.set_len(bytes.len() as u64)?;
+    memory.write(0, &bytes)?;
+    Ok(Database::builder().create_with_backend(memory)?)
 }
 
 /// Opens or makes a file that only its owner can read.

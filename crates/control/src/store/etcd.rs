@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use coreward_api::types::{AuditEntry, PastDocument};
 use coreward_etcd::EtcdError;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
@@ -26,6 +27,13 @@ const DOCUMENT: &str = "document/";
 /// Whose generation the pieces' is.
 const DOCUMENT_GENERATION: &str = "document_generation";
 
+/// Entries of the audit, in groups by id.
+const AUDIT: &str = "audit/";
+/// Documents of before: by generation what is known of it, and the pieces of its text.
+const HISTORY: &str = "history/";
+
+/// Entries of one part: ids / 50.
+const ENTRIES_OF_A_PART: u64 = 50;
 /// Server ids of one part: id / 16. A part of servers that are in 1,000 services each stays below what a transaction takes.
 const SERVERS_OF_A_PART: u16 = 16;
 /// Bytes of a piece of the document, at most.
@@ -92,6 +100,16 @@ fn encode(rows: &Rows) -> anyhow::Result<Parts> {
     for (number, piece) in pieces(&rows.document.text).enumerate() {
         add(&mut parts, format!("{DOCUMENT}{number:06}"), &piece)?;
     }
+    for entries in rows.audit.chunk_by(|a, b| a.id / ENTRIES_OF_A_PART == b.id / ENTRIES_OF_A_PART) {
+        add(&mut parts, format!("{AUDIT}{:012}", entries[0].id / ENTRIES_OF_A_PART), &entries)?;
+    }
+    for document in rows.history.iter() {
+        let name = format!("{HISTORY}{:020}", document.generation);
+        add(&mut parts, format!("{name}/about"), &PastDocument { text: String::new(), ..(**document).clone() })?;
+        for (number, piece) in pieces(&document.text).enumerate() {
+            add(&mut parts, format!("{name}/text{number:06}"), &piece)?;
+        }
+    }
     Ok(parts)
 }
 
@@ -107,8 +125,10 @@ fn decode(parts: &Parts) -> anyhow::Result<Rows> {
         servers: BTreeMap::new(),
         load_balancers: part(parts, LOAD_BALANCERS)?,
         document: Document::default(),
+        audit: Arc::default(),
+        history: Arc::default(),
     };
-    let mut text = String::new();
+    let (mut text, mut audit, mut history) = (String::new(), Vec::new(), Vec::<PastDocument>::new());
     // In the order of their names, which is the pieces' own.
     for (name, value) in parts {
         let row = || format!("part {name}");
@@ -118,8 +138,16 @@ fn decode(parts: &Parts) -> anyhow::Result<Rows> {
             rows.servers.extend(serde_json::from_slice::<BTreeMap<u16, _>>(value).with_context(row)?);
         } else if name.starts_with(DOCUMENT) {
             text.push_str(&serde_json::from_slice::<String>(value).with_context(row)?);
+        } else if name.starts_with(AUDIT) {
+            audit.extend(serde_json::from_slice::<Vec<AuditEntry>>(value).with_context(row)?);
+        } else if name.starts_with(HISTORY) && name.ends_with("/about") {
+            history.push(serde_json::from_slice(value).with_context(row)?);
+        } else if name.starts_with(HISTORY) {
+            let document = history.last_mut().with_context(row)?;
+            document.text.push_str(&serde_json::from_slice::<String>(value).with_context(row)?);
         }
     }
+    (rows.audit, rows.history) = (Arc::new(audit), Arc::new(history.into_iter().map(Arc::new).collect()));
     rows.document = Document { generation: part(parts, DOCUMENT_GENERATION)?, text: text.into() };
     Ok(rows)
 }

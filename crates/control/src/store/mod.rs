@@ -85,6 +85,7 @@ mod tests {
     use coreward_model::rss::seeded_rng;
     use coreward_wire::ServiceIndex;
 
+    use crate::audit::{Author, Note};
     use crate::drains::DrainRecord;
     use crate::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
@@ -119,6 +120,14 @@ mod tests {
             };
             records.servers.insert(id.try_into().unwrap(), server);
         }
+        for n in 0..120 {
+            let note =
+                Note { action: "drain", target: format!("s{n}"), before: "active".into(), after: "drained".into() };
+            records.note(&Author::signal(), note, Duration::from_secs(n));
+        }
+        records.keep_document(&Author::controller(), Duration::from_secs(7));
+        records.document = Document { generation: 5, text: "# The second.\n".into() };
+        records.keep_document(&Author::signal(), Duration::from_secs(8));
         records
     }
 }

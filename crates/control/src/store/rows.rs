@@ -3,8 +3,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_api::types::{AuditEntry, PastDocument};
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
@@ -36,6 +38,10 @@ pub struct Rows {
     /// By name.
     pub load_balancers: BTreeMap<String, LoadBalancerRow>,
     pub document: Document,
+    /// By id.
+    pub audit: Arc<Vec<AuditEntry>>,
+    /// By generation.
+    pub history: Arc<Vec<Arc<PastDocument>>>,
 }
 
 impl From<&Records> for Rows {
@@ -49,6 +55,8 @@ impl From<&Records> for Rows {
             servers: servers.collect(),
             load_balancers: load_balancers.collect(),
             document: records.document.clone(),
+            audit: records.audit.clone(),
+            history: records.history.clone(),
         }
     }
 }
@@ -70,6 +78,7 @@ impl Rows {
             records.load_balancers.insert(name, row.parse()?);
         }
         records.document = self.document;
+        (records.audit, records.history) = (self.audit, self.history);
         Ok(records)
     }
 }
@@ -176,6 +185,8 @@ impl FleetRow {
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             document: Document::default(),
+            audit: Arc::default(),
+            history: Arc::default(),
             clock: self.clock.map(Duration::from_secs),
         })
     }

@@ -12,7 +12,6 @@ use coreward_model::connection_table::table::{ConnectionTable, Memory, Word};
 use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers};
 use coreward_model::cookie::CookieKey;
 use coreward_model::{ServerId, ServiceAddress};
-use rand::Rng as _;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
@@ -20,8 +19,9 @@ use super::program::{self, Maps};
 use super::servers::server_word;
 use super::services::{names_of, services_of};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
+use crate::grace::wait_for_programs;
 use crate::mac::MacAddress;
-use crate::mapped::{Mapped, wait_for_programs};
+use crate::mapped::Mapped;
 
 /// The memory that packets use, too.
 #[derive(Debug)]
@@ -85,7 +85,7 @@ const OWNERS: usize = offset_of!(intf::lb_state, owners);
 pub(super) fn begin(maps: &Maps) {
     maps.connections.initialise();
     let mut random = UnwrapErr(SysRng);
-    let key = intf::cookie_key { k0: random.next_u64(), k1: random.next_u64() };
+    let key = CookieKey::random(&mut random).layout();
     maps.state.write(offset_of!(intf::lb_state, connection_key), &key);
     set_owner_word(maps, None);
 }
@@ -98,7 +98,7 @@ pub(super) fn in_use(table: &Table) -> usize {
 /// Pushes the places that a process before this one released but had no time to push.
 ///
 /// # Errors
-/// When the kernel offers no grace period.
+/// When the kernel refuses to wait for a grace period.
 pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partitions() {
@@ -115,7 +115,7 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
         return Ok(());
     }
     // Some were about to be filled by a packet: it is through after this.
-    wait_for_programs().context("waiting for an RCU grace period by membarrier(2)")?;
+    wait_for_programs()?;
     let lost: Vec<_> = missing.into_iter().filter(|index| table.is_free(*index)).collect();
     lost.iter().for_each(|index| table.push(*index));
     if !lost.is_empty() {
@@ -146,6 +146,47 @@ fn owner_at(owner: OwnerNumber) -> usize {
 
 fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
     (server_word(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
+}
+
+/// How many entries are in use: those of the last count, and what was taken and freed since.
+#[derive(Debug)]
+pub(super) struct Occupancy {
+    counted: u64,
+    /// What packets had taken then.
+    taken: u64,
+    freed: u64,
+}
+
+fn taken(maps: &Maps) -> u64 {
+    let row = |row: usize| {
+        let at = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
+        maps.takes.load(at + offset_of!(intf::connection_takes_row, count))
+    };
+    (0..maps.counter_rows()).map(row).sum()
+}
+
+impl Occupancy {
+    /// Reads the whole table.
+    pub fn count(maps: &Maps) -> Self {
+        let taken = taken(maps);
+        Self { counted: in_use(&maps.connections) as u64, taken, freed: 0 }
+    }
+
+    fn now(&self, maps: &Maps) -> u64 {
+        let entries = u64::from(maps.connections.size().entries());
+        (self.counted + taken(maps).saturating_sub(self.taken)).saturating_sub(self.freed).min(entries)
+    }
+}
+
+/// From this part of its entries on the connection table is scarce (one in ...).
+const SCARCE: u64 = 2;
+/// Then one source prefix may take this part of it (one in ...) in the time after which half-open connections are freed.
+const PART_OF_SOURCE: u64 = 64;
+
+/// What one source prefix may take in a window while the table is scarce.
+fn takes_per_source(entries: u64, half_open: Duration) -> u64 {
+    let ticks = (half_open.as_millis() as u64 / 100).max(1);
+    (entries / PART_OF_SOURCE * u64::from(intf::TAKES_WINDOW) / ticks).max(1)
 }
 
 /// The connections of one service.
@@ -213,7 +254,7 @@ impl LoadBalancer {
     }
 
     /// Where packets go whose index is of another load balancer's table. `None`: that one is lost, and they go to all
-    /// servers, by a rate of their own ([`Options::owner_lost`](super::Options::owner_lost)).
+    /// servers, by a rate of their own ([`Options::broadcast`](super::Options::broadcast)).
     pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
         let flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let word = mac.map_or(0, MacAddress::word) | u64::from(flags) << SERVER_FLAGS_SHIFT;
@@ -246,6 +287,27 @@ impl LoadBalancer {
     /// The connections of a service that have an entry, as they are while packets pass.
     pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
         of_service(&self.maps.connections, service)
+    }
+
+    /// Limits what one source prefix may take of the connection table while that is scarce: to be called as often as
+    /// [`tick`](Self::tick).
+    pub fn guard_connection_table(&mut self, timers: &Timers) {
+        let entries = u64::from(self.maps.connections.size().entries());
+        let scarce = self.occupancy.now(&self.maps) * SCARCE >= entries;
+        let limit = if scarce { takes_per_source(entries, timers.half_open) } else { 0 };
+        self.maps.state.store(offset_of!(intf::lb_state, takes_per_source), limit);
+    }
+
+    /// How many connections have an entry, by the last [`count_connections`](Self::count_connections) and what was taken and
+    /// freed since.
+    pub fn occupancy(&self) -> u64 {
+        self.occupancy.now(&self.maps)
+    }
+
+    /// Reads the whole table, so that [`occupancy`](Self::occupancy) is exact again: rows that two receive queues share lose a
+    /// count now and then.
+    pub fn count_connections(&mut self) {
+        self.occupancy = Occupancy::count(&self.maps);
     }
 
     /// How many connections of all services have an entry.
@@ -291,6 +353,7 @@ impl LoadBalancer {
             self.grace_periods.wait(self.grace_periods.now())?;
         }
         released.iter().for_each(|index| self.maps.connections.push(*index));
+        self.occupancy.freed += released.len() as u64;
         Ok(released.len())
     }
 

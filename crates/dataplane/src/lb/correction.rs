@@ -112,7 +112,7 @@ impl LoadBalancer {
     /// The key that masks the time part of a service's cookies: the same at all load balancers, and never changed while
     /// the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
-        let key = intf::cookie_key { k0: key.k0, k1: key.k1 };
+        let key = key.layout();
         self.maps.state.write(state_of(service) + offset_of!(intf::service_state, time_key), &key);
     }
 

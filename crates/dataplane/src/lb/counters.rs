@@ -29,6 +29,14 @@ impl LoadBalancer {
         self.sum(&[usize::from(service.0)])
     }
 
+    /// New connections of a service that were sent to servers.
+    pub fn opened(&self, service: ServiceIndex) -> u64 {
+        let entry = |row: usize| row * intf::LB_COUNTERS_PER_ROW as usize + usize::from(service.0);
+        let field = offset_of!(intf::lb_counters, opened);
+        let of_row = |row| self.maps.counters.load(entry(row) * size_of::<intf::lb_counters>() + field);
+        (0..self.maps.counter_rows()).map(of_row).sum()
+    }
+
     /// What was done with packets of no service, or whose service could not be told.
     pub fn counters_without_service(&self) -> Counters {
         self.sum(&[intf::LB_COUNTERS_NO_SERVICE as usize])

@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use coreward_intf as intf;
 
 use super::link::{self, XdpLink};
-use super::program::Variant;
+use super::variant::Variant;
 use super::{Attachment, LoadBalancer, XdpMode};
 use crate::mac::MacAddress;
 use crate::pins;

@@ -11,6 +11,7 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::connection_table::TableSize;
+use coreward_model::cookie::Permutation;
 use coreward_model::tuple::Protocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -18,65 +19,25 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_s
 
 use super::connections::{self, Table};
 use super::placement::table_at;
+use super::servers;
 use super::services::Service;
 use super::tables::Tables;
-use super::{CorrectionClock, ServiceIndex, ToAllRate};
+use super::variant::Variant;
+use super::{CorrectionClock, PacketRate, ServiceIndex};
+use crate::lru;
 use crate::mapped::Mapped;
 use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
-
-/// What the services and their tables need. What none needs is not compiled in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct InUse {
-    /// Bits 1 << `enum placement_rule`.
-    pub rules: u32,
-    /// Bits 1 << `enum consistency`.
-    pub modes: u32,
-    /// A service of TCP whose packets carry no cookie.
-    pub timestamps_off: bool,
-    /// A service that the load balancer stamps itself.
-    pub timestamps_lb: bool,
-    /// A service that is adopted or handed over.
-    pub other_balancer: bool,
-    /// A service of UDP.
-    pub udp: bool,
-}
-
-impl InUse {
-    /// What either needs.
-    pub fn and(self, other: Self) -> Self {
-        Self {
-            rules: self.rules | other.rules,
-            modes: self.modes | other.modes,
-            timestamps_off: self.timestamps_off || other.timestamps_off,
-            timestamps_lb: self.timestamps_lb || other.timestamps_lb,
-            other_balancer: self.other_balancer || other.other_balancer,
-            udp: self.udp || other.udp,
-        }
-    }
-}
 
 /// With no table at all this rule is compiled in, and without a service this mode: most likely the first one's.
 const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
 
-/// What is fixed when the program is loaded; a change loads it anew.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Variant {
-    pub in_use: InUse,
-    /// Packets and bytes are counted by server.
-    pub traffic: bool,
-    /// One row of counters per CPU instead of one per receive queue: for generic XDP.
-    pub counters_by_cpu: bool,
-    pub to_all: ToAllRate,
-    pub owner_lost: ToAllRate,
-    pub correction_clock: CorrectionClock,
-}
-
 /// How large the maps are whose size is configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
-    pub flow_table_entries: u32,
+    /// Sets of the flow table.
+    pub flow_sets: u32,
     pub connection_table: TableSize,
     /// Bytes for placement tables: a power of two.
     pub placement_memory: u32,
@@ -89,15 +50,20 @@ impl Sizes {
     pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
         let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
-        Ok(Self { flow_table_entries, connection_table, placement_memory: intf::MIN_PLACEMENT_MEMORY, counter_rows })
+        let flow_sets = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
+        Ok(Self { flow_sets, connection_table, placement_memory: intf::MIN_PLACEMENT_MEMORY, counter_rows })
     }
 
     fn set(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
-        maps.flow_table.set_max_entries(self.flow_table_entries).context("the size of the flow table")?;
+        maps.flow_table.set_max_entries(self.flow_sets).context("the size of the flow table")?;
         maps.connections.set_max_entries(self.connection_table.entries()).context("the connection table's size")?;
+        lru::set_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
         let memory = self.placement_memory + intf::PLACEMENT_MEMORY_SLACK;
         maps.placement_memory.set_value_size(memory).context("the memory for placement tables")?;
         maps.lb_counters.set_max_entries(self.counter_rows * intf::LB_COUNTERS_PER_ROW).context("rows of counters")?;
+        maps.server_traffic
+            .set_max_entries(self.counter_rows * intf::SERVER_ID_COUNT)
+            .context("rows of counters by server")?;
         maps.connection_stacks
             .set_max_entries(self.connection_table.partitions())
             .context("the number of the connection table's partitions")
@@ -108,8 +74,6 @@ impl Sizes {
 pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 /// Which servers each service knows.
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
-/// What went to each server.
-pub(super) type ServerTraffic = [intf::server_traffic; intf::SERVER_ID_COUNT as usize];
 
 /// The maps of the program, in the order of [`MAP_NAMES`], and the memory of those that we write or read.
 #[derive(Debug)]
@@ -121,12 +85,17 @@ pub(super) struct Maps {
     pub counters: Mapped<[intf::lb_counters]>,
     pub tables: Tables,
     sizes: Sizes,
-    pub traffic: Mapped<ServerTraffic>,
+    /// By row and server id.
+    pub traffic: Mapped<[intf::server_traffic]>,
     pub connections: Table,
+    /// The flow table.
+    pub flows: Mapped<[intf::flow_set]>,
+    /// Entries of the connection table that packets took.
+    pub takes: Mapped<intf::connection_takes>,
 }
 
 /// Names of the pins.
-const MAP_NAMES: [&str; 13] = [
+const MAP_NAMES: [&str; 15] = [
     "state",
     "servers",
     COUNTERS,
@@ -137,14 +106,19 @@ const MAP_NAMES: [&str; 13] = [
     "recent_connections",
     "recent_first_packets",
     FLOW_TABLE,
-    "fragments",
+    FRAGMENTS,
     CORRECTED_SERVERS,
+    BROADCAST,
+    TAKES,
     "membership",
 ];
 const COUNTERS: &str = "counters";
 const PLACEMENT_MEMORY: &str = "placement_memory";
 const CORRECTED_SERVERS: &str = "corrected_servers";
 const FLOW_TABLE: &str = "flow_table";
+const FRAGMENTS: &str = "fragments";
+const BROADCAST: &str = "broadcast";
+const TAKES: &str = "connection_takes";
 const CONNECTIONS: &str = "connections";
 const CONNECTION_STACKS: &str = "connection_stacks";
 
@@ -162,6 +136,8 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
         &mut maps.flow_table,
         &mut maps.fragments,
         &mut maps.corrected_servers,
+        &mut maps.bss_broadcast,
+        &mut maps.bss_takes,
         &mut maps.bss_members,
     ]
 }
@@ -169,15 +145,20 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
 impl Maps {
     fn new(handles: [MapHandle; MAP_NAMES.len()], sizes: Sizes) -> anyhow::Result<Self> {
         let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
-        let rows = (sizes.counter_rows * intf::LB_COUNTERS_PER_ROW) as usize;
+        let rows = sizes.counter_rows as usize;
         Ok(Self {
             state: Mapped::new(state).context("mapping the state")?,
             servers: Mapped::new(servers).context("mapping the servers")?,
             membership: Mapped::new(membership).context("mapping the services' servers")?,
-            counters: Mapped::new_slice(counters, rows).context("mapping the counters")?,
+            counters: Mapped::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)
+                .context("mapping the counters")?,
             tables: Tables::new(map_memory(tables, sizes.placement_memory)?, sizes.placement_memory),
-            traffic: Mapped::new(traffic).context("mapping the servers' traffic")?,
+            traffic: Mapped::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
+                .context("mapping the servers' traffic")?,
             connections: connections::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
+            flows: Mapped::new_slice(&handles[position(FLOW_TABLE)], sizes.flow_sets as usize)
+                .context("mapping the flow table")?,
+            takes: Mapped::new(&handles[position(TAKES)]).context("mapping the connection table's takes")?,
             sizes,
             handles,
         })
@@ -203,6 +184,8 @@ impl Maps {
             MapHandle::try_from(&maps.flow_table)?,
             MapHandle::try_from(&maps.fragments)?,
             MapHandle::try_from(&maps.corrected_servers)?,
+            MapHandle::try_from(&maps.bss_broadcast)?,
+            MapHandle::try_from(&maps.bss_takes)?,
             MapHandle::try_from(&maps.bss_members)?,
         ];
         let maps = Self::new(handles, sizes)?;
@@ -284,14 +267,14 @@ impl Maps {
     /// # Errors
     /// When the connection table is in use.
     pub fn resize(&mut self, directory: &Path, wanted: Sizes) -> anyhow::Result<()> {
-        let flows = self.flow_table().max_entries();
-        if flows != wanted.flow_table_entries {
+        if self.sizes.flow_sets != wanted.flow_sets {
+            let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
-                "the flow table taken over has {flows} entries, not {}: detach it first to change that",
-                wanted.flow_table_entries
+                "the flow table taken over has {} entries, not {}: detach it first to change that",
+                entries(self.sizes.flow_sets),
+                entries(wanted.flow_sets)
             );
         }
-        self.sizes.flow_table_entries = flows;
         let (found, wanted) = (self.connections.size(), wanted.connection_table);
         if found == wanted {
             return Ok(());
@@ -324,6 +307,14 @@ impl Maps {
         for ((_, service), table) in with_table.iter_mut().zip(tables) {
             service.table = Some(table);
         }
+        for service in services.values_mut() {
+            service.members = servers::with_flag(self, service.index, intf::SERVER_IN_TABLE);
+        }
+    }
+
+    /// How many sets the flow table has.
+    pub fn flow_sets(&self) -> usize {
+        self.sizes.flow_sets as usize
     }
 
     /// How many rows of counters there are.
@@ -385,9 +376,9 @@ impl Maps {
         self.handles[position(name)].as_fd()
     }
 
-    /// The flow table, for what goes by key.
-    pub fn flow_table(&self) -> &MapHandle {
-        &self.handles[position(FLOW_TABLE)]
+    /// Where the first fragments of datagrams went.
+    pub fn fragments(&self) -> &MapHandle {
+        &self.handles[position(FRAGMENTS)]
     }
 
     /// The clocks of servers that are stamped here.
@@ -458,7 +449,7 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     let memory = directory.join(PLACEMENT_MEMORY);
     let memory = MapHandle::from_pinned_path(&memory).with_context(|| memory.display().to_string())?.value_size();
     Ok(Sizes {
-        flow_table_entries: entries(FLOW_TABLE)?,
+        flow_sets: entries(FLOW_TABLE)?,
         connection_table,
         placement_memory: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
         counter_rows: entries(COUNTERS)? / intf::LB_COUNTERS_PER_ROW,
@@ -535,6 +526,9 @@ fn open<'obj>(
     constants.timestamps_off_in_use = variant.in_use.timestamps_off;
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
     constants.other_balancer_in_use = variant.in_use.other_balancer;
+    for (slot, inverse) in constants.correction_inverses.iter_mut().zip(Permutation::LB_STAMPED.inverses()) {
+        *slot = inverse;
+    }
     constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
     constants.udp_in_use = variant.in_use.udp;
     constants.traffic_in_use = variant.traffic;
@@ -542,8 +536,15 @@ fn open<'obj>(
     constants.connection_partition_mask = sizes.connection_table.partitions() - 1;
     constants.placement_memory_mask = sizes.placement_memory - 1;
     constants.counter_row_mask = sizes.counter_rows - 1;
-    (constants.to_all.interval_ns, constants.to_all.burst_ns) = bucket(variant.to_all);
-    (constants.to_all_owner_lost.interval_ns, constants.to_all_owner_lost.burst_ns) = bucket(variant.owner_lost);
+    constants.flow_sets = sizes.flow_sets;
+    for (reason, rates) in variant.broadcast.into_iter().enumerate() {
+        let source = &mut constants.broadcast_by_source[reason];
+        (source.interval_ns, source.burst_ns) = bucket(rates.by_source);
+        let service = &mut constants.broadcast_by_service[reason];
+        (service.interval_ns, service.burst_ns) = bucket(rates.by_service);
+        let all = &mut constants.broadcast_of_all[reason];
+        (all.interval_ns, all.burst_ns) = bucket(rates.of_all);
+    }
     Ok(skeleton)
 }
 
@@ -551,8 +552,8 @@ fn or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 
-/// `struct token_bucket` of `bpf/to_all.bpf.h`: nanoseconds per token, and how far the bucket may be overdrawn.
-fn bucket(rate: ToAllRate) -> (u64, u64) {
+/// `struct token_bucket` of `bpf/broadcast.bpf.h`: nanoseconds per token, and how far the bucket may be overdrawn.
+fn bucket(rate: PacketRate) -> (u64, u64) {
     let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (interval, interval * u64::from(rate.burst.max(1) - 1))
 }

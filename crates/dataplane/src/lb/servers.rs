@@ -7,9 +7,12 @@ use coreward_model::ServerId;
 use coreward_model::lb::ServerTraffic;
 
 use super::program::Maps;
-use super::program::Variant;
-use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at, state_of};
+use super::variant::Variant;
+use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
 use crate::mac::MacAddress;
+
+/// The flags that follow from the configuration.
+const CONFIGURED: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// The MAC address in a `struct server_entry`, if it is resolved.
 pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
@@ -34,11 +37,16 @@ pub(super) fn server_word(maps: &Maps, service: ServiceIndex, id: ServerId) -> u
 
 /// The ids of the servers that a service knows.
 pub(super) fn members(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
+    with_flag(maps, service, intf::SERVER_KNOWN)
+}
+
+/// The ids of a service's servers with that flag.
+pub(super) fn with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
     let first = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
     let mut ids = Vec::new();
     for position in 0..intf::MEMBERSHIP_WORDS as usize {
         let word = maps.membership.load((first + position) * size_of::<u64>());
-        let known = |member: &u32| word >> (member * intf::SERVER_MEMBER_BITS) & u64::from(intf::SERVER_KNOWN) != 0;
+        let known = |member: &u32| word >> (member * intf::SERVER_MEMBER_BITS) & u64::from(flag) != 0;
         let of_word = if word == 0 { 0..0 } else { 0..intf::SERVER_MEMBERS_PER_WORD };
         let id = |member: u32| position as u64 * u64::from(intf::SERVER_MEMBERS_PER_WORD) + u64::from(member);
         ids.extend(of_word.filter(known).filter_map(|member| ServerId::try_from(id(member)).ok()));
@@ -47,14 +55,20 @@ pub(super) fn members(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
 }
 
 impl LoadBalancer {
-    /// Sets the flags of a service's server. Only this process writes them.
-    fn set_member(&mut self, service: ServiceIndex, id: ServerId, flags: u32) {
+    /// Sets those of a service's server's flags that are in `mask`. Only this process writes them.
+    fn set_member(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (at, shift) = member_at(service, id.get());
         let word = self.maps.membership.load(at);
-        let new = word & !(u64::from(intf::SERVER_MEMBER_MASK) << shift) | u64::from(flags) << shift;
+        let new = word & !(u64::from(mask) << shift) | u64::from(flags) << shift;
         if new != word {
             self.maps.membership.store(at, new);
         }
+    }
+
+    /// Notes which servers the service's placement table has: the others that are not draining are down.
+    pub(super) fn set_in_table(&mut self, service: ServiceIndex, ids: &[ServerId], in_table: bool) {
+        let flags = if in_table { intf::SERVER_IN_TABLE } else { 0 };
+        ids.iter().for_each(|id| self.set_member(service, *id, intf::SERVER_IN_TABLE, flags));
     }
 
     /// Makes a server known, or changes what is known of it. Its MAC address is the same for all services.
@@ -65,7 +79,13 @@ impl LoadBalancer {
             tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
         }
         self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
-        self.set_member(service, id, flags);
+        self.set_member(service, id, CONFIGURED, flags);
+    }
+
+    /// Marks a server as down by this load balancer's own checks, or takes that back. Flows of UDP then leave it; new connections
+    /// do if it is not eligible either.
+    pub fn set_down(&mut self, service: ServiceIndex, id: ServerId, is_down: bool) {
+        self.set_member(service, id, intf::SERVER_DOWN, if is_down { intf::SERVER_DOWN } else { 0 });
     }
 
     /// Forgets a server: its connections' packets then go to all servers, rate-limited.
@@ -73,7 +93,7 @@ impl LoadBalancer {
         if let Err(error) = self.forget_corrected_server(service, id) {
             tracing::warn!("server id {id}: {error:#}");
         }
-        self.set_member(service, id, 0);
+        self.set_member(service, id, CONFIGURED | intf::SERVER_DOWN, 0);
     }
 
     /// The servers known of a service, by id: after a take-over those of the process before.
@@ -94,7 +114,7 @@ impl LoadBalancer {
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
-    /// Whether packets and bytes are counted by server, which costs each packet two atomic additions. Off at first.
+    /// Whether packets and bytes are counted by server, which costs each packet two additions. Off at first.
     ///
     /// # Errors
     /// When the kernel refuses the program.
@@ -102,20 +122,17 @@ impl LoadBalancer {
         self.change_variant(Variant { traffic: wanted, ..self.variant })
     }
 
-    /// First packets of a service that were sent to servers.
-    pub fn opened(&self, service: ServiceIndex) -> u64 {
-        self.maps.state.load(state_of(service) + offset_of!(intf::service_state, opened))
-    }
-
     /// What was sent to a server, for all services.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
-        let start = entry_at::<intf::server_traffic>(id.get());
-        let load = |field| self.maps.traffic.load(start + field);
-        ServerTraffic {
-            opened: load(offset_of!(intf::server_traffic, opened)),
-            closed: load(offset_of!(intf::server_traffic, closed)),
-            packets: load(offset_of!(intf::server_traffic, packets)),
-            bytes: load(offset_of!(intf::server_traffic, bytes)),
+        let mut sum = ServerTraffic::default();
+        for row in 0..self.maps.counter_rows() {
+            let position = row * ServerId::COUNT + usize::from(id.get());
+            let load = |field| self.maps.traffic.load(position * size_of::<intf::server_traffic>() + field);
+            sum.opened += load(offset_of!(intf::server_traffic, opened));
+            sum.closed += load(offset_of!(intf::server_traffic, closed));
+            sum.packets += load(offset_of!(intf::server_traffic, packets));
+            sum.bytes += load(offset_of!(intf::server_traffic, bytes));
         }
+        sum
     }
 }

@@ -9,10 +9,12 @@ use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
+use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
-use super::program::{InUse, Maps, Variant};
+use super::program::Maps;
 use super::tables::Written;
+use super::variant::{InUse, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of};
 use crate::service_slots;
 
@@ -23,11 +25,13 @@ pub(super) struct Service {
     pub mode: ServiceMode,
     /// Its table.
     pub table: Option<Written>,
+    /// The servers in its table, in order: those with `SERVER_IN_TABLE`.
+    pub members: Vec<ServerId>,
 }
 
 impl Service {
     fn new(index: ServiceIndex, mode: ServiceMode) -> Self {
-        Self { index, mode, table: None }
+        Self { index, mode, table: None, members: Vec::new() }
     }
 
     /// Bit of its table's rule; `None`: no members.
@@ -229,7 +233,27 @@ impl LoadBalancer {
             self.forget_servers(*index);
             self.maps.state.write(state_of(*index), &intf::service_state::default());
         }
-        self.forget_flows(indexes)
+        self.forget_flows(indexes);
+        self.forget_fragments(indexes)
+    }
+
+    /// Removes the fragmented datagrams of these places: a later fragment finds the place by the first one, not by the directory.
+    fn forget_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+        let fragments = self.maps.fragments();
+        // All keys first: the kernel's iteration starts anew when the key it stands at is deleted.
+        let keys: Vec<Vec<u8>> = fragments.keys().collect();
+        for key in keys {
+            let Some(value) = fragments.lookup(&key, MapFlags::ANY).context("a fragmented datagram")? else { continue };
+            let entry = intf::fragment_entry::read_from_bytes(&value);
+            if entry.is_ok_and(|entry| indexes.contains(&ServiceIndex(entry.service))) {
+                match fragments.delete(&key) {
+                    // Evicted meanwhile.
+                    Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
+                    result => result.context("removing a fragmented datagram of a service that is gone")?,
+                }
+            }
+        }
+        Ok(())
     }
 
     fn forget_servers(&self, index: ServiceIndex) {
@@ -238,21 +262,19 @@ impl LoadBalancer {
     }
 
     /// Removes the flows of these places from the flow table.
-    fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        let flows = self.maps.flow_table();
-        let of_place = |key: &Vec<u8>| {
-            intf::flow_table_key::read_from_bytes(key).is_ok_and(|key| indexes.contains(&ServiceIndex(key.service)))
-        };
-        // All keys first: the kernel's iteration starts anew when the key it stands at is deleted.
-        let keys: Vec<Vec<u8>> = libbpf_rs::MapCore::keys(flows).filter(of_place).collect();
-        for key in keys {
-            match libbpf_rs::MapCore::delete(flows, &key) {
-                // Evicted meanwhile.
-                Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
-                result => result.context("removing a flow of a service that is gone")?,
+    fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
+        let table = &self.maps.flows;
+        for set in 0..self.maps.flow_sets() {
+            for entry in 0..intf::FLOW_SET_ENTRIES as usize {
+                let at = set * size_of::<intf::flow_set>() + entry * size_of::<u64>();
+                let flow = table.load(at);
+                let used = table.load(at + offset_of!(intf::flow_set, use_));
+                if flow != 0 && indexes.contains(&ServiceIndex((used >> intf::FLOW_SERVICE_SHIFT) as u16)) {
+                    // Unless a packet of another service has taken the entry meanwhile.
+                    table.compare_exchange(at, flow, 0);
+                }
             }
         }
-        Ok(())
     }
 
     /// The services and their places.

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
 use coreward_model::placement::{CountedTable, PlacementTable, Rule};
-use coreward_model::rss::RssKey;
+use coreward_model::rss::{InputTransform, RssKey};
 
 use super::blocks::{Block, Blocks};
 use crate::grace::{GracePeriods, Moment};
@@ -124,11 +124,14 @@ impl Written {
     }
 }
 
+/// What source tables depend on: the key, and the service where the NIC mixes source and destination before it hashes them.
+type SourceKey = (RssKey, Option<SocketAddrV4>);
+
 /// Toeplitz tables that stand in the memory.
 #[derive(Debug, Default)]
 struct Source {
     /// Of a process before this one it is not known.
-    key: Option<RssKey>,
+    key: Option<SourceKey>,
     /// How many tables need them.
     users: usize,
 }
@@ -139,7 +142,7 @@ pub(super) struct Tables {
     memory: Mapped<[u64]>,
     blocks: Blocks,
     sources: HashMap<Block, Source>,
-    by_key: HashMap<RssKey, Block>,
+    by_key: HashMap<SourceKey, Block>,
     /// Tables that programs may still read, the oldest first.
     retired: VecDeque<(Moment, Written)>,
 }
@@ -263,7 +266,7 @@ impl Tables {
         let block = self.blocks.take(layout.bytes).ok_or(Full)?;
         let mut sources = Vec::new();
         for key in &table.groups {
-            let Ok(source) = self.source(key) else {
+            let Ok(source) = self.source(key, vip) else {
                 self.blocks.free(block);
                 self.release_sources(&sources);
                 return Err(Full);
@@ -329,15 +332,16 @@ impl Tables {
         self.memory.write(header.assigned_at as usize, counts.as_slice());
     }
 
-    /// The Toeplitz tables of a key: large, and the same for all tables with that key.
-    fn source(&mut self, key: &RssKey) -> Result<Block, Full> {
-        let block = match self.by_key.get(key) {
+    /// The Toeplitz tables of a key: large, and the same for all tables with that key, unless its input is transformed.
+    fn source(&mut self, key: &RssKey, vip: SocketAddrV4) -> Result<Block, Full> {
+        let source_key = (key.clone(), (key.input() != InputTransform::None).then_some(vip));
+        let block = match self.by_key.get(&source_key) {
             Some(block) => *block,
             None => {
                 let block = self.blocks.take(SOURCE_BYTES).ok_or(Full)?;
-                self.memory.write(block.at as usize, &key.source_tables().byte);
-                self.by_key.insert(key.clone(), block);
-                self.sources.insert(block, Source { key: Some(key.clone()), users: 0 });
+                self.memory.write(block.at as usize, &key.source_tables(vip).byte);
+                self.by_key.insert(source_key.clone(), block);
+                self.sources.insert(block, Source { key: Some(source_key), users: 0 });
                 block
             }
         };

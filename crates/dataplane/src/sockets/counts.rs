@@ -1,4 +1,5 @@
-//! How many connections services have in this network namespace: the kernel's list of all sockets, looked through.
+//! Sockets of this network namespace by state, from the kernel's list: how many connections services have, and which sockets
+//! listen.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -9,6 +10,7 @@ use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
 use super::{MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
+use crate::listeners::Inode;
 
 /// struct inet_diag_msg behind its header, as far as it is read here.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
@@ -20,10 +22,16 @@ struct Listed {
     timer: u8,
     retransmissions: u8,
     id: SocketId,
+    expires: u32,
+    receive_queue: u32,
+    write_queue: u32,
+    user: u32,
+    inode: u32,
 }
 
 /// include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED, FIN-WAIT-1 and 2, CLOSE-WAIT, LAST-ACK, CLOSING. With SYN-RECEIVED the kernel
 /// lists half-open ones, too.
+const LISTENING: u32 = 1 << 10;
 const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
 /// The kernel fills at most 32 KiB at a time, and less where it has not seen a larger buffer.
 const BUFFER: usize = 32 << 10;
@@ -39,17 +47,35 @@ pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
         return Ok(counts);
     }
     let places: HashMap<SocketAddr, usize> = services.iter().copied().zip(0..).collect();
-    let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
     for family in [libc::AF_INET, libc::AF_INET6] {
-        let request = list(family as u8, only_port(services).unwrap_or(0));
-        nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
-        while read_list(&socket, &mut buffer, |address| {
-            if let Some(place) = places.get(&address) {
+        let request = list(family as u8, CONNECTED, only_port(services).unwrap_or(0));
+        for_each(&request, |listed| {
+            if let Some(place) = places.get(&local_address(listed)) {
                 counts[*place] += 1;
             }
-        })? {}
+        })?;
     }
     Ok(counts)
+}
+
+/// The TCP sockets of IPv4 that listen here: address and inode. Others are not looked at, however many there are: to read
+/// /proc/net/tcp is to walk through the kernel's whole table of connections, of all network namespaces.
+///
+/// # Errors
+/// When the kernel has no sock_diag(7) for TCP, or does not answer.
+pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
+    let mut found = Vec::new();
+    for_each(&list(libc::AF_INET as u8, LISTENING, 0), |listed| {
+        found.push((local_address(listed), listed.inode.into()));
+    })?;
+    Ok(found)
+}
+
+fn for_each(request: &Request, mut found: impl FnMut(&Listed)) -> anyhow::Result<()> {
+    let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
+    nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
+    while read_list(&socket, &mut buffer, &mut found)? {}
+    Ok(())
 }
 
 /// The port that all of them have: the kernel then passes over all others.
@@ -59,7 +85,7 @@ fn only_port(services: &[SocketAddr]) -> Option<u16> {
 }
 
 /// `port`: 0 stands for all.
-fn list(family: u8, port: u16) -> Request {
+fn list(family: u8, states: u32, port: u16) -> Request {
     Request {
         header: MessageHeader {
             length: size_of::<Request>() as u32,
@@ -72,7 +98,7 @@ fn list(family: u8, port: u16) -> Request {
         protocol: libc::IPPROTO_TCP as u8,
         extensions: 0,
         padding: 0,
-        states: CONNECTED,
+        states,
         id: SocketId {
             source_port: port.to_be_bytes(),
             destination_port: [0; 2],
@@ -85,7 +111,7 @@ fn list(family: u8, port: u16) -> Request {
 }
 
 /// Whether more is to come.
-fn read_list(socket: &OwnedFd, buffer: &mut [u8], mut found: impl FnMut(SocketAddr)) -> anyhow::Result<bool> {
+fn read_list(socket: &OwnedFd, buffer: &mut [u8], found: &mut impl FnMut(&Listed)) -> anyhow::Result<bool> {
     let length = nix::unistd::read(socket, buffer).context("no list from sock_diag")?;
     let mut bytes = &buffer[..length];
     while let Ok((header, _)) = MessageHeader::read_from_prefix(bytes) {
@@ -93,7 +119,7 @@ fn read_list(socket: &OwnedFd, buffer: &mut [u8], mut found: impl FnMut(SocketAd
         match header.kind {
             SOCK_DIAG_BY_FAMILY => {
                 let (listed, _) = Listed::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
-                found(local_address(&listed));
+                found(&listed);
             }
             kind if i32::from(kind) == libc::NLMSG_DONE => return Ok(false),
             kind if i32::from(kind) == libc::NLMSG_ERROR => {

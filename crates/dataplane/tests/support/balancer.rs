@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::lb::{COUNTERS, LoadBalancer, Options, Server, ServiceIndex, ToAllRate};
+use coreward_dataplane::lb::{BroadcastRates, COUNTERS, LoadBalancer, Options, PacketRate, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
@@ -76,7 +76,8 @@ impl Balancer {
 
     pub fn with_to_all_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
         let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
-        Self::with(&services, Options { to_all: ToAllRate { per_second, burst }, ..Options::default() }, rng)
+        let broadcast = [BroadcastRates::uniform(PacketRate { per_second, burst }); 4];
+        Self::with(&services, Options { broadcast, ..Options::default() }, rng)
     }
 
     pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {

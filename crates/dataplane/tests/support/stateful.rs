@@ -122,7 +122,7 @@ impl Balancer {
     }
 
     pub fn hash(&self, client: Client) -> ConnectionHash {
-        ConnectionHash::new(&self.lb.connection_key(), &tuple(client))
+        ConnectionHash::new(&self.lb.connection_key(), self.services[0].get(), SocketAddrV4::new(client.0, client.1))
     }
 
     /// A packet of the connection reaches its server by the connection table.

@@ -50,10 +50,9 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
     let future = facts.reports_from_the_future;
     if future > 0 {
-        let why =
-            "a report of more than a second ahead of the controller's clock is refused: its server counts as average";
+        let why = "reports of more than a second ahead of the controller's clock: one of the clocks is wrong, and logs do not fit together";
         return vec![
-            Finding::warning(format!("the controller refused {future} reports as from the future"), why)
+            Finding::warning(format!("{future} reports were sent ahead of the controller's clock"), why)
                 .mend("chronyc tracking  # at the servers and at the controller"),
         ];
     }
@@ -61,8 +60,7 @@ pub fn synchronised(facts: &Facts) -> Vec<Finding> {
         None => vec![Finding::unknown("the kernel does not tell")],
         Some(true) => vec![Finding::ok("kept right")],
         Some(false) => {
-            let why =
-                "reports of a clock that is a second ahead are refused; logs of several machines do not fit together";
+            let why = "logs of several machines do not fit together, and certificates begin and end at other moments";
             vec![Finding::warning("nobody keeps the wall clock right (no NTP)", why).mend("apt install chrony")]
         }
     }

@@ -132,6 +132,27 @@ pub fn lro(facts: &Facts) -> Vec<Finding> {
     })
 }
 
+/// VLAN tags that XDP does not see.
+pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let name = facts.interface();
+        match (device.strips_vlan_tags, device.vlans.as_slice()) {
+            (false, _) => vec![Finding::ok("tags are left in frames")],
+            (true, []) => vec![Finding::ok(format!(
+                "{name} takes tags off, and no VLAN device is on top of it: its switch port must send no tagged frames"
+            ))],
+            (true, vlans) => {
+                let why =
+                    "XDP sees a frame without its tag: packets of a VLAN are taken for untagged ones, and leave so";
+                vec![
+                    Finding::fault(format!("{name} takes tags off, and carries VLANs ({})", vlans.join(", ")), why)
+                        .mend(format!("ethtool -K {name} rxvlan off")),
+                ]
+            }
+        }
+    })
+}
+
 /// How many receive queues.
 pub fn queues(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {

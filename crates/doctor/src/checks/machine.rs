@@ -6,12 +6,16 @@ use crate::finding::{Finding, Fix};
 /// What the programs are written for (docs/limits.md).
 const OLDEST: (u32, u32) = (6, 1);
 
+/// Of a kernel's release, as `uname -r` has it.
+pub(super) fn version(release: &str) -> (u32, u32) {
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+}
+
 /// Version and BTF.
 pub fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel.release;
-    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    if version < OLDEST {
+    if version(release) < OLDEST {
         let why = "the BPF programs use what older kernels do not have; they are refused, and nothing starts";
         return vec![
             Finding::fault(format!("Linux {release}"), why).mend("apt install linux-image-amd64  # Debian 12 or newer"),

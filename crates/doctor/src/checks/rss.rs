@@ -1,5 +1,6 @@
 //! RSS, and what overrides it.
 
+use coreward_model::rss::InputTransform;
 use coreward_model::tuple::Protocol;
 
 use crate::facts::{Device, Facts, RssProblem};
@@ -13,10 +14,25 @@ const UNKNOWN: &str = "nobody knows which core a connection comes to: core-aware
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     match &device.rss {
-        Ok(entries) => vec![Finding::ok(format!(
-            "a key and a table of {entries} entries; `coreward agent rss --interface {}` says whether they are in force",
-            facts.interface()
-        ))],
+        Ok((_, InputTransform::None)) if hides_its_input(facts, device) => {
+            let name = facts.interface();
+            let found = format!(
+                "{name}: the driver mlx5_core hashes symmetrically unless told otherwise, and reports it from Linux 6.15 on only; \
+                 the agent finds out by where SYNs arrive (`coreward status`: input_transform)"
+            );
+            vec![Finding::unknown(found).mend(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none"))]
+        }
+        Ok((entries, input)) => {
+            let symmetric = match input {
+                InputTransform::None => String::new(),
+                input => format!(" over a symmetric input ({}), which agent and load balancers follow", input.name()),
+            };
+            vec![Finding::ok(format!(
+                "a key and a table of {entries} entries{symmetric}; `coreward agent rss --interface {}` says whether they are \
+                 in force",
+                facts.interface()
+            ))]
+        }
         Err(RssProblem::None(words)) => {
             vec![
                 Finding::warning(words.clone(), UNKNOWN)
@@ -27,6 +43,29 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
             let name = facts.interface();
             let mend = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
             vec![Finding::warning(words.clone(), UNKNOWN).mend(mend)]
+        }
+    }
+}
+
+/// mlx5e_get_rxfh() has it since Linux 6.15; rx_hash_symmetric was set before, too.
+fn hides_its_input(facts: &Facts, device: &Device) -> bool {
+    device.driver == "mlx5_core" && super::machine::version(&facts.kernel.release) < (6, 15)
+}
+
+/// Open connections that the driver moves.
+pub fn flow_director(facts: &Facts) -> Vec<Finding> {
+    let Some(device) = &facts.device else { return vec![] };
+    let (driver, name) = (&device.driver, facts.interface());
+    match device.moves_connections {
+        None => vec![Finding::ok("the driver has none that works by itself")],
+        Some(false) => vec![Finding::ok(format!("{driver} moves no connections by itself"))],
+        Some(true) => {
+            let mend = match driver.as_str() {
+                "i40e" => format!("ethtool --set-priv-flags {name} flow-director-atr off"),
+                _ => format!("ethtool -K {name} ntuple on  # the link may go down for a moment"),
+            };
+            let found = format!("{driver} moves open connections to the queue of the CPU that sent last (ATR)");
+            vec![Finding::warning(found, WHY).mend(mend)]
         }
     }
 }

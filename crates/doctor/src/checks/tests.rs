@@ -11,6 +11,7 @@ use coreward_agent::rss::ethtool::Channels;
 use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
+use coreward_model::rss::InputTransform;
 use coreward_model::tuple::Protocol;
 use coreward_tls::authority::DAY;
 
@@ -87,7 +88,10 @@ fn fit(role: Role) -> Facts {
             own_xdp: Some(7),
             hazards: Hazards::default(),
             interrupts: (0..4).map(|queue| (queue, Interrupt { number: 30, cpu: Some(queue.into()) })).collect(),
-            rss: Ok(128),
+            rss: Ok((128, InputTransform::None)),
+            moves_connections: None,
+            strips_vlan_tags: true,
+            vlans: vec![],
             seen_in_sys: true,
         }),
         addresses,
@@ -213,6 +217,52 @@ fn keys_and_hashes() {
         facts.services = vec![service(Protocol::Udp)];
     };
     assert_eq!(server(of_udp), [("rss-udp", WARNING)]);
+}
+
+#[test]
+fn symmetric_inputs_and_drivers_that_hide_them() {
+    let mut facts = fit(Role::Server);
+    device(&mut facts).rss = Ok((128, InputTransform::SymmetricOrXor));
+    let finding = rss::rss(&facts).remove(0);
+    assert_eq!(finding.severity, Severity::Ok);
+    assert!(finding.found.contains("symmetric-or-xor"), "{}", finding.found);
+    device(&mut facts).driver = "mlx5_core".to_owned();
+    facts.kernel.release = "6.12.117+deb12-amd64".to_owned();
+    assert_eq!(rss::rss(&facts).remove(0).severity, Severity::Ok, "reported, by a vendor's driver");
+    device(&mut facts).rss = Ok((128, InputTransform::None));
+    let finding = rss::rss(&facts).remove(0);
+    assert_eq!(finding.severity, Severity::Unknown);
+    assert!(finding.found.contains("mlx5_core") && finding.mend[0].command.contains("xfrm none"), "{finding:?}");
+    facts.kernel.release = "6.15.1".to_owned();
+    assert_eq!(rss::rss(&facts).remove(0).severity, Severity::Ok);
+}
+
+#[test]
+fn flow_directors_are_named_with_their_switch() {
+    let of = |driver: &str, moves| {
+        let mut facts = fit(Role::Server);
+        device(&mut facts).driver = driver.to_owned();
+        device(&mut facts).moves_connections = moves;
+        rss::flow_director(&facts).remove(0)
+    };
+    for (driver, command) in [("ixgbe", "ethtool -K eth7 ntuple on"), ("i40e", "flow-director-atr off")] {
+        let finding = of(driver, Some(true));
+        assert_eq!(finding.severity, WARNING);
+        assert!(finding.mend[0].command.contains(command), "{finding:?}");
+        assert_eq!(of(driver, Some(false)).severity, Severity::Ok);
+    }
+    assert_eq!(of("ice", None).severity, Severity::Ok);
+}
+
+#[test]
+fn vlan_tags_matter_where_there_are_vlans() {
+    let vlans = |facts: &mut Facts| device(facts).vlans = vec!["eth7.5".to_owned()];
+    assert_eq!(found(Role::Lb, vlans), [("vlan-tags", FAULT)]);
+    let left = |facts: &mut Facts| {
+        vlans(facts);
+        device(facts).strips_vlan_tags = false;
+    };
+    assert_eq!(found(Role::Lb, left), []);
 }
 
 #[test]

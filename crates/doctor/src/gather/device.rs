@@ -18,22 +18,53 @@ pub(super) fn look(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevic
     let up = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_RUNNING;
     let mac = entries.iter().find_map(|entry| entry.address.as_ref()?.as_link_addr()?.addr());
     let rss = rss.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
+    let driver = ethtool::driver(name).unwrap_or_default();
+    let hazards = Hazards::gather(name);
     Some(Device {
         running: entries.iter().any(|entry| entry.flags.contains(up)),
         ethernet: mac.is_some_and(|mac| mac != [0; 6]),
         mtu: device::mtu(name).unwrap_or(0),
-        driver: ethtool::driver(name).unwrap_or_default(),
+        moves_connections: moves_connections(name, &driver, &hazards),
+        strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
+        vlans: vlans(name),
+        driver,
         channels: ethtool::all_channels(name).ok(),
         lro: ethtool::merges_what_it_receives(name).unwrap_or(false),
         udp_ports: ethtool::hashes_udp_ports(name),
         xdp: device::xdp(index).unwrap_or_default(),
         own_xdp: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
-        hazards: Hazards::gather(name),
+        hazards,
         interrupts: queues::interrupts(name),
-        rss: rss.read().map(|rss| rss.indirection_table.entry_count()).map_err(|error| match error {
-            RssUnknown::Unsupported(_) => RssProblem::None(error.to_string()),
-            _ => RssProblem::Other(error.to_string()),
-        }),
+        rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input())).map_err(
+            |error| match error {
+                RssUnknown::Unsupported(_) => RssProblem::None(error.to_string()),
+                _ => RssProblem::Other(error.to_string()),
+            },
+        ),
         seen_in_sys: sysfs::device_directory(name).is_some(),
     })
+}
+
+/// ixgbe and txgbe do unless they take rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features());
+/// i40e by a switch of its own. `None`: the driver has nothing of that kind.
+fn moves_connections(name: &str, driver: &str, hazards: &Hazards) -> Option<bool> {
+    match driver {
+        "ixgbe" | "txgbe" => Some(!hazards.takes_flow_rules),
+        "i40e" => ethtool::private_flag(name, "flow-director-atr"),
+        _ => None,
+    }
+}
+
+/// The VLAN devices on top of this one.
+fn vlans(name: &str) -> Vec<String> {
+    let Some(directory) = sysfs::device_directory(name) else { return vec![] };
+    let upper = |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());
+    let is_vlan = |upper: &String| {
+        let event = std::fs::read_to_string(format!("/sys/class/net/{upper}/uevent")).unwrap_or_default();
+        event.lines().any(|line| line == "DEVTYPE=vlan")
+    };
+    let mut vlans: Vec<String> =
+        std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(upper).filter(is_vlan).collect();
+    vlans.sort();
+    vlans
 }

@@ -9,7 +9,8 @@ use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::policy::TrafficWanted;
-use coreward_wire::{FleetChange, FleetConfiguration, Peer, Server, Service, ServiceIndex};
+use coreward_wire::v1::RefusedUpdate;
+use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
 use super::{Forwarder, ipv4, monotonic};
 
@@ -23,6 +24,81 @@ fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
 }
 
 impl Forwarder {
+    /// Takes a configuration that has come: what of it cannot be used stays as it was, and the controller is told.
+    ///
+    /// # Errors
+    /// As [`Forwarder::configure`].
+    pub fn take_configuration(
+        &mut self,
+        number: u64,
+        mut configuration: FleetConfiguration,
+        refused: &[RefusedService],
+    ) -> anyhow::Result<()> {
+        let generation = configuration.generation;
+        self.refusals.forget(true);
+        configuration.services.extend(self.kept(refused, &configuration.services));
+        let outcome = self.configure(number, configuration);
+        self.tell_refused(generation, refused, &outcome);
+        outcome
+    }
+
+    /// The same of a change.
+    ///
+    /// # Errors
+    /// As [`Forwarder::change`].
+    pub fn take_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
+        let generation = change.configuration.generation;
+        for service in &change.configuration.services {
+            self.refusals.accept(&service.name, false);
+        }
+        for (service, _) in change.gone.iter().filter_map(|index| self.services.get(index)) {
+            self.refusals.accept(&service.name, false);
+            self.refusals.accept(&service.name, true);
+        }
+        change.configuration.services.extend(self.kept(refused, &change.configuration.services));
+        let outcome = self.change(change);
+        if !self.lacks_configuration {
+            self.tell_refused(generation, refused, &outcome);
+        }
+        outcome
+    }
+
+    /// Services that cannot be used, as they are in force.
+    fn kept(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
+        let kept = |refused: &RefusedService| {
+            let (before, _) = self.services.get(&ServiceIndex::new(refused.index)?)?;
+            let is_free = others.iter().all(|other| other.address != before.address);
+            (before.name == refused.name && is_free).then(|| refused.kept(before))
+        };
+        refused.iter().filter_map(kept).collect()
+    }
+
+    fn tell_refused(&mut self, generation: u64, refused: &[RefusedService], outcome: &anyhow::Result<()>) {
+        refused.iter().for_each(|service| self.refusals.refuse(service.message(generation)));
+        match outcome {
+            Ok(()) => self.refusals.accept("", false),
+            Err(error) => self.refuse_all(generation, error),
+        }
+    }
+
+    /// Nothing of a configuration can be used. `generation`: 0: not known.
+    pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
+        let (service, table) = (String::new(), false);
+        self.refusals.refuse(RefusedUpdate { service, generation, reason: format!("{error:#}"), table });
+    }
+
+    /// What became of a table.
+    pub fn table_taken(&mut self, service: u32, generation: u64, outcome: &anyhow::Result<()>) {
+        let known = ServiceIndex::new(service).and_then(|index| self.services.get(&index));
+        let service = known.map_or_else(|| format!("index {service}"), |(service, _)| service.name.clone());
+        match outcome {
+            Ok(()) => self.refusals.accept(&service, true),
+            Err(error) => {
+                self.refusals.refuse(RefusedUpdate { service, generation, reason: format!("{error:#}"), table: true })
+            }
+        }
+    }
+
     /// Puts a configuration in force: keys, services, servers. Tables follow. `number`: what a change of it will name.
     ///
     /// # Errors
@@ -50,6 +126,7 @@ impl Forwarder {
         self.report_interval = configuration.report_interval;
         self.follow_addresses();
         self.index_servers();
+        self.masked.retain(|(service, _)| self.services.contains_key(service));
         for index in self.services.keys().copied().collect::<Vec<_>>() {
             self.set_servers(index);
         }
@@ -150,15 +227,16 @@ impl Forwarder {
 
     /// Every server of the service as it is known now. A server whose MAC address this process does not know yet keeps
     /// the one that a process before it left in the data plane, until ARP says otherwise.
-    fn set_servers(&mut self, service: ServiceIndex) {
-        let Some((service, index)) = self.services.get(&service) else { return };
+    pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
+        self.mask(service_index);
+        let Some((service, index)) = self.services.get(&service_index) else { return };
         let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
         for server in &service.servers {
             gone.remove(&server.id);
             let before = self.balancer.server(*index, server.id);
             let mac = ipv4(server.address).and_then(|address| self.macs.get(&address).copied());
             let mac = mac.or_else(|| before.and_then(|before| before.mac));
-            let now = lb::Server { mac, eligible: server.eligible };
+            let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
             // Where answers are stamped, that may be new without the server being so.
             if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
                 self.balancer.set_server(*index, server.id, now);

@@ -22,6 +22,7 @@ impl Forwarder {
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);
         parts::load_balancer(&mut page, &self.name, &self.state());
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
+        page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);
         if let Some(announced) = self.announced {
             page.add("coreward_lb_announced_vips", &[], announced as f64);
         }

@@ -346,7 +346,6 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
-    use crate::FourTuple;
     use crate::cookie::CookieKey;
 
     const SERVICE: u16 = 9;
@@ -360,8 +359,8 @@ mod tests {
 
     fn packet(client: u32) -> FirstPacket {
         let client = SocketAddrV4::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000), (client % 60_000) as u16);
-        let tuple = FourTuple::ipv4((*client.ip(), client.port()), (Ipv4Addr::new(10, 200, 0, 1), 80));
-        let hash = ConnectionHash::new(&CookieKey { k0: 5, k1: 6 }, &tuple);
+        let hash =
+            ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, client);
         FirstPacket { hash, service: SERVICE, client, bytes: 74 }
     }
 

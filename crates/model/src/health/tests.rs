@@ -128,3 +128,18 @@ proptest! {
         prop_assert_eq!(decided(&observers, verdict(!down_before)), expected);
     }
 }
+
+#[test]
+fn an_observer_that_cannot_look_says_nothing_of_the_server() {
+    let thresholds = Thresholds::new(1, 3).unwrap();
+    let mut judge = Judge::default();
+    assert!(judge.observe(true, thresholds));
+    assert!(!judge.observe(false, thresholds));
+    assert!(!judge.could_not_look(thresholds));
+    assert!(!judge.could_not_look(thresholds));
+    assert_eq!(judge.verdict(), Some(Verdict::Up));
+    assert!(judge.could_not_look(thresholds), "it has not seen the server for long");
+    assert_eq!(judge.verdict(), None);
+    assert!(!judge.could_not_look(thresholds));
+    assert!(judge.observe(true, thresholds));
+}

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use coreward_intf as intf;
 
 use super::decide::{Decision, Identification};
+use super::flow::Kind;
 use super::packet::{self, Packet, Part, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::ServerId;
@@ -170,9 +171,16 @@ impl LoadBalancer {
         answered: &mut Outcome,
     ) -> bool {
         let now_ms = self.now_ms();
-        let plain = self.flows.get(&super::Flow { service: place, client: packet.client }).copied();
+        let plain = self.find_flow_of(place, packet);
         if packet.flags & SYN == 0 {
-            let Some(milliseconds) = milliseconds.filter(|_| plain.is_none()) else { return false };
+            let Some(milliseconds) = milliseconds.filter(|_| plain.is_none()) else {
+                // The answer proves the connection; a reset answers any packet.
+                if plain.is_none() && packet.flags & RST == 0 {
+                    self.insert_flow(place, packet, FlowEntry::of(known.server), Kind::Needed);
+                    answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
+                }
+                return false;
+            };
             known.clock.answer(milliseconds, now_ms);
             return true;
         }
@@ -182,7 +190,7 @@ impl LoadBalancer {
         }
         let entry = FlowEntry { half_open: true, ..FlowEntry::of(known.server) };
         if plain.is_none_or(|plain| plain.server != entry.server || !plain.half_open) {
-            self.insert_flow(place, packet, entry);
+            self.insert_flow(place, packet, entry, Kind::Needed);
             answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
         }
         false
@@ -195,17 +203,19 @@ impl LoadBalancer {
     }
 
     /// The server whose plain SYN-ACK the client may not have got, if it takes first packets.
-    pub(super) fn half_open(&self, place: usize, packet: &Packet) -> Option<ServerId> {
-        let entry = self.find_flow(place, packet.client).filter(|entry| entry.half_open)?;
-        let server = self.service(place).server(entry.server)?;
-        server.takes_first_packets().then_some(entry.server)
+    pub(super) fn half_open(&mut self, place: usize, packet: &Packet) -> Option<ServerId> {
+        let server = self.find_flow_of(place, packet).filter(|entry| entry.half_open)?.server;
+        self.service(place).takes_new_connections(server).then_some(server)
     }
 
     /// A client's packet that opens no connection, or has no timestamps.
     pub(super) fn by_corrected_cookie(&mut self, place: usize, packet: &Packet) -> Decision {
-        if let Some(entry) = self.find_flow(place, packet.client) {
-            if entry.half_open && packet.flags & SYN == 0 {
-                self.insert_flow(place, packet, FlowEntry::of(entry.server));
+        let first = packet.flags & SYN != 0;
+        if let Some(entry) = self.find_flow_of(place, packet)
+            && self.is_usable(place, entry.server, first)
+        {
+            if entry.half_open && !first {
+                self.insert_flow(place, packet, FlowEntry::of(entry.server), Kind::Needed);
             }
             return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
         }
@@ -213,11 +223,9 @@ impl LoadBalancer {
             if packet.flags & RST != 0 {
                 return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
-            let (choice, decision) = self.by_bucket(place, packet);
-            let decision = decision.with_identification(Identification::Kept);
-            return match choice.filter(|_| decision.forwards() && packet.flags & SYN == 0) {
-                Some(choice) => self.remembering(place, packet, choice, decision),
-                None => decision,
+            return match self.by_bucket(place, packet) {
+                (None, _) if first => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
+                (_, decision) => decision.with_identification(Identification::Kept),
             };
         };
         let tuple = packet.tuple();

@@ -5,10 +5,10 @@ use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
 
-use super::flow::Datagram;
+use super::flow::{Datagram, Kind};
 use super::packet::{self, Echo, Ended, FIN, Ipv4, Packet, Part, RST, SYN};
 use super::stateful::Indexed;
-use super::{FlowEntry, LoadBalancer, Mac, Outcome, ServerTraffic, Verdict};
+use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic, Verdict};
 use crate::consistency::{Consistency, Transfer};
 use crate::cookie::{self, Cookie};
 use crate::correction;
@@ -186,7 +186,8 @@ impl LoadBalancer {
         let place = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
         *read = Some((place, 0));
         let tuple = FourTuple::ipv4(quote.client, quote.vip);
-        if self.is_corrected(place) && self.find_any_flow(place, quote.client).is_none() {
+        let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
+        if self.is_corrected(place) && quote.value.is_some() && self.find_flow(place, &tuple, protocol).is_none() {
             let id = quote.value.map(|value| correction::recognise(&self.keys, &tuple, value));
             if let Some(id) = id.filter(|id| self.service(place).server(*id).is_some()) {
                 return Ok(self.deliver_to(place, id, COUNTER));
@@ -207,10 +208,14 @@ impl LoadBalancer {
             }
             _ => {}
         }
-        let decision = match (self.find_flow(place, quote.client), self.service(place).other_balancer()) {
+        let flow = self.find_flow(place, &tuple, protocol).filter(|entry| self.is_usable(place, entry.server, false));
+        let decision = match (flow, self.service(place).other_balancer()) {
             (Some(entry), _) => self.deliver_to(place, entry.server, COUNTER),
             (None, Some(other)) => self.to_other_balancer(place, other),
-            (None, None) => self.deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns),
+            (None, None) => {
+                let over_rate = intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED;
+                self.deliver_to_all((place, whole.client), intf::BROADCAST_ICMP, over_rate, now_ns)
+            }
         };
         Ok(Decision { event, ..decision })
     }
@@ -235,7 +240,7 @@ impl LoadBalancer {
         let Some(service) = outcome.service else { return };
         let counted = self.constants.count_traffic;
         let opened = u64::from(flags & SYN != 0 || outcome.counter == intf::LB_COUNTER_FIRST);
-        self.service_mut(service).opened += opened;
+        *self.opened.entry(service).or_default() += opened;
         let traffic: &mut ServerTraffic = self.traffic.entry(server).or_default();
         traffic.opened += opened;
         traffic.closed += u64::from(flags & (FIN | RST) != 0);
@@ -257,11 +262,14 @@ impl LoadBalancer {
         if decision.server.is_some() && !first { decision.naming(other.get()) } else { decision }
     }
 
-    /// A packet that nothing here knows.
-    pub(super) fn unknown(&mut self, place: usize, now_ns: u64) -> Decision {
-        match self.service(place).other_balancer() {
-            Some(other) => self.to_other_balancer(place, other),
-            None => self.deliver_to_all(place, intf::LB_COUNTER_DROP_UNKNOWN_COOKIE, now_ns),
+    /// A packet that nothing here knows. `of`: the service's place, and the source.
+    pub(super) fn unknown(&mut self, of: (usize, Ipv4Addr), now_ns: u64) -> Decision {
+        match self.service(of.0).other_balancer() {
+            Some(other) => self.to_other_balancer(of.0, other),
+            None => {
+                let over_rate = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
+                self.deliver_to_all(of, intf::BROADCAST_UNKNOWN_COOKIE, over_rate, now_ns)
+            }
         }
     }
 
@@ -332,20 +340,25 @@ impl LoadBalancer {
                         decision
                     }
                     Indexed::UnknownConnection => {
-                        self.unknown(place, now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)
+                        self.unknown((place, packet.client.0), now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)
                     }
-                    Indexed::UnknownServer => self.unknown(place, now_ns),
+                    Indexed::UnknownServer => self.unknown((place, packet.client.0), now_ns),
                 }
             }
-            _ => self.unknown(place, now_ns),
+            _ => self.unknown((place, packet.client.0), now_ns),
         }
     }
 
-    /// The bucket's choice; and the decision that follows from it, which names the server before.
-    pub(super) fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+    /// Whether an entry's server may get the packet: a SYN only if it takes new connections.
+    pub(super) fn is_usable(&self, place: usize, server: ServerId, first: bool) -> bool {
         let service = self.service(place);
-        let choice = service.placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()));
-        match choice.filter(|choice| service.server(choice.server).is_some()) {
+        if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
+    }
+
+    /// The bucket's choice, if its server may get the packet; and the decision that follows, which names the server before.
+    pub(super) fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+        let first = packet.flags & SYN != 0;
+        match self.bucket(place, packet).filter(|choice| self.is_usable(place, choice.server, first)) {
             Some(choice) => {
                 let decision = self.deliver_to(place, choice.server, intf::LB_COUNTER_CONSISTENT);
                 (Some(choice), decision.naming(choice.before_field()))
@@ -354,31 +367,62 @@ impl LoadBalancer {
         }
     }
 
+    fn bucket(&self, place: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.service(place).placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()))
+    }
+
+    /// A SYN that no entry of the flow table sends to a server that takes it. `stale`: the entry there is.
+    fn first_without_cookie(&mut self, place: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
+        let (choice, decision) = self.by_bucket(place, packet);
+        let (mut before, decision) = match (choice, stale) {
+            // The bucket finds it again.
+            (Some(_), None) => return decision,
+            (Some(choice), Some(_)) => (choice.before, decision),
+            (None, _) => {
+                let bucket = self.bucket(place, packet).map(|choice| choice.server);
+                (bucket, self.by_rule(place, packet, intf::LB_COUNTER_FIRST))
+            }
+        };
+        let Some(server) = decision.server else { return decision };
+        if let Some(stale) = stale.filter(|stale| self.service(place).server(stale.server).is_some()) {
+            before = Some(stale.server);
+        }
+        let entry = FlowEntry { before, ..FlowEntry::of(server) };
+        self.remembering(place, packet, entry, Kind::Hint, decision.naming(entry.before_field()))
+    }
+
     fn without_cookie(&mut self, place: usize, packet: &Packet, now_ns: u64) -> Decision {
-        if let Some(entry) = self.find_flow(place, packet.client) {
+        let first = packet.flags & SYN != 0;
+        let found = self.find_flow_of(place, packet);
+        if let Some(entry) = found.filter(|entry| self.is_usable(place, entry.server, first)) {
             return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW).naming(entry.before_field());
         }
+        if first {
+            return self.first_without_cookie(place, packet, found);
+        }
         if packet.flags & RST != 0 {
-            return self
-                .deliver_to_all(place, intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, now_ns)
-                .naming(intf::NO_SERVER as u16);
+            let (of, over_rate) = ((place, packet.client.0), intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED);
+            return self.deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns).naming(intf::NO_SERVER as u16);
         }
         // Ours are in the flow table since their second packet; the other one must see all of its own.
         if let Some(Transfer::HandedOverTo(other)) = self.service(place).mode.transfer {
             return self.to_other_balancer(place, other);
         }
         let (choice, decision) = self.by_bucket(place, packet);
-        match choice.filter(|_| decision.forwards() && packet.flags & SYN == 0) {
-            Some(choice) => self.remembering(place, packet, choice, decision),
+        match choice.filter(|_| decision.forwards()) {
+            Some(choice) => self.remembering(place, packet, choice, Kind::Hint, decision),
             None => decision,
         }
     }
 
     fn by_hash_table(&mut self, place: usize, packet: &Packet) -> Decision {
         let syn = packet.flags & SYN != 0;
+        let udp = packet.protocol == Protocol::Udp;
         // A datagram begins a flow if none is known.
-        let first = syn || packet.protocol == Protocol::Udp;
-        if let Some(entry) = self.find_flow(place, packet.client).filter(|_| !syn) {
+        let first = syn || udp;
+        let known = if syn { None } else { self.find_flow_of(place, packet) };
+        let known = known.filter(|entry| self.is_usable(place, entry.server, false));
+        if let Some(entry) = known.filter(|entry| !udp || !self.service(place).is_down(entry.server)) {
             return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
         }
         if let Some(other) = self.service(place).other_balancer().filter(|_| !first) {
@@ -386,29 +430,45 @@ impl LoadBalancer {
         }
         let decision =
             self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED });
-        match decision.server.filter(|_| first) {
-            Some(server) => self.remembering(place, packet, FlowEntry::of(server), decision),
-            None => decision,
+        match (decision.server.filter(|_| first), known) {
+            (Some(server), _) => self.remembering(place, packet, FlowEntry::of(server), Kind::Needed, decision),
+            (None, Some(entry)) => self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW),
+            (None, None) => decision,
         }
     }
 
-    pub(super) fn remembering(
+    fn remembering(
         &mut self,
         place: usize,
         packet: &Packet,
         entry: FlowEntry,
+        kind: Kind,
         decision: Decision,
     ) -> Decision {
-        self.insert_flow(place, packet, entry);
-        Decision { event: Some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
+        let entered = self.insert_flow(place, packet, entry, kind);
+        Decision { event: entered.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
-    pub(super) fn deliver_to_all(&mut self, place: usize, over_rate: intf::lb_counter, now_ns: u64) -> Decision {
-        let rate = self.constants.to_all;
-        if self.service_mut(place).to_all.take(rate, now_ns) {
-            Decision::forward(intf::LB_COUNTER_TO_ALL, BROADCAST)
-        } else {
-            Decision::end(over_rate)
+    /// `of`: the service's place, and the source.
+    pub(super) fn deliver_to_all(
+        &mut self,
+        of: (usize, Ipv4Addr),
+        reason: Reason,
+        over_rate: intf::lb_counter,
+        now_ns: u64,
+    ) -> Decision {
+        if !self.broadcast.take(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {
+            return Decision::end(over_rate);
         }
+        let lost = reason == intf::BROADCAST_OWNER_LOST;
+        Decision::forward(if lost { intf::LB_COUNTER_TO_ALL_OWNER_LOST } else { intf::LB_COUNTER_TO_ALL }, BROADCAST)
+    }
+}
+
+/// The client's address.
+pub(super) fn source_of(tuple: &FourTuple) -> Ipv4Addr {
+    match tuple.client() {
+        std::net::SocketAddr::V4(client) => *client.ip(),
+        std::net::SocketAddr::V6(_) => unreachable!("IPv4 only"),
     }
 }

@@ -1,8 +1,7 @@
-//! What is remembered of flows: the flow table (connections that carry no cookie, and their servers), and where the first
+//! What is remembered of flows: the flow table (`bpf/flow_table.bpf.h`, which its essay describes), and where the first
 //! fragment of a datagram went.
 //!
-//! Here both have no end; the BPF program's are LRU hashes. They are the same until the first eviction, and which entry
-//! that hits is the kernel's business.
+//! The table of fragments has no end here; the BPF program's is an LRU hash. They are the same until the first eviction.
 
 use std::net::Ipv4Addr;
 
@@ -10,16 +9,13 @@ use coreward_intf as intf;
 
 use super::LoadBalancer;
 use super::packet::{Ipv4, Packet};
-use crate::ServerId;
+use crate::connection_table::{Clock, ConnectionHash};
+use crate::tuple::Protocol;
+use crate::{FourTuple, ServerId};
 
-/// A connection of one service.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Flow {
-    /// The service's place.
-    pub service: usize,
-    /// The client's address and port.
-    pub client: (Ipv4Addr, u16),
-}
+const ENTRIES: usize = intf::FLOW_SET_ENTRIES as usize;
+/// 64-bit words of a set: the flows, then their use.
+const SET_WORDS: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
 /// Where a flow goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +26,15 @@ pub struct FlowEntry {
     pub before: Option<ServerId>,
     /// It is of a SYN-ACK that was not stamped, and nothing else has come from the client yet (`HALF_OPEN_FLOW`).
     pub half_open: bool,
+}
+
+/// How an entry came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The bucket finds the flow's server, too, unless it has changed hands since.
+    Hint,
+    /// Nothing else finds it.
+    Needed,
 }
 
 /// A datagram that comes in fragments.
@@ -62,21 +67,141 @@ impl FlowEntry {
             None => intf::NO_SERVER as u16,
         }
     }
+
+    fn low_word(self) -> u64 {
+        u64::from(self.before_field()) << intf::FLOW_BEFORE_SHIFT | u64::from(self.server.get())
+    }
+
+    fn from_word(word: u64) -> Self {
+        let id = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
+        let before = word >> intf::FLOW_BEFORE_SHIFT;
+        Self {
+            server: id(word).expect("an entry holds a server's id"),
+            before: id(before),
+            half_open: before & 0xffff == u64::from(intf::HALF_OPEN_FLOW),
+        }
+    }
+}
+
+/// Sets of entries, all of which may be used.
+#[derive(Debug)]
+pub(super) struct FlowTable {
+    words: Vec<u64>,
+}
+
+/// A flow of one service.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FlowKey {
+    hash: ConnectionHash,
+    service: u64,
+    protocol: Protocol,
+}
+
+impl FlowKey {
+    fn tag(self) -> u64 {
+        u64::from(self.hash.tag() | 1)
+    }
+}
+
+fn service_of(used: u64) -> u64 {
+    used >> intf::FLOW_SERVICE_SHIFT & 0xffff
+}
+
+fn age(used: u64, now: Clock) -> u64 {
+    (now.0.wrapping_sub(used as u32) as i32).max(0) as u64
+}
+
+fn is_idle(used: u64, now: Clock) -> bool {
+    let limit = if used >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP } else { intf::FLOW_IDLE_TCP };
+    age(used, now) > u64::from(limit)
+}
+
+impl FlowTable {
+    /// `sets`: at least one.
+    pub fn new(sets: u32) -> Self {
+        Self { words: vec![0; sets as usize * SET_WORDS] }
+    }
+
+    /// The whole table, as it stands in memory.
+    pub fn words(&self) -> &[u64] {
+        &self.words
+    }
+
+    fn set(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
+        let sets = (self.words.len() / SET_WORDS) as u64;
+        let set = ((u64::from(key.hash.low()) * sets) >> 32) as usize;
+        self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRIES)
+    }
+
+    /// The flow's entry, which is used by that.
+    pub fn find(&mut self, key: FlowKey, now: Clock) -> Option<FlowEntry> {
+        let (flows, used) = self.set(key);
+        let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
+        if is_idle(used[position], now) {
+            return None;
+        }
+        used[position] = used[position] & !u64::from(u32::MAX) | u64::from(now.0);
+        Some(FlowEntry::from_word(flows[position]))
+    }
+
+    /// Enters a flow, or changes its entry; false: it is a hint, and there is no room for one.
+    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: Kind, now: Clock) -> bool {
+        let (flows, used) = self.set(key);
+        // What decides which entry is replaced, most important first.
+        let rank = |position: usize| {
+            let (flow, use_of) = (flows[position], used[position]);
+            let is_flow = flow >> intf::FLOW_TAG_SHIFT == key.tag();
+            let is_free = flow == 0 || is_idle(use_of, now);
+            let is_hint = use_of >> intf::FLOW_HINT_SHIFT & 1 == 1;
+            let own = service_of(use_of) == key.service;
+            let of_service = used.iter().filter(|other| service_of(**other) == service_of(use_of)).count();
+            let half_open = flow >> intf::FLOW_BEFORE_SHIFT & 0xffff == u64::from(intf::HALF_OPEN_FLOW);
+            (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
+        };
+        // The first of equals.
+        let position = (0..ENTRIES).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
+        let (is_flow, is_free, is_hint, ..) = rank(position);
+        if kind == Kind::Hint && !(is_flow || is_free || is_hint) {
+            return false;
+        }
+        flows[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.low_word();
+        used[position] = u64::from(kind == Kind::Hint) << intf::FLOW_HINT_SHIFT
+            | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
+            | key.service << intf::FLOW_SERVICE_SHIFT
+            | u64::from(now.0);
+        true
+    }
+
+    /// Removes all flows of a service.
+    pub fn forget(&mut self, service: usize) {
+        for set in self.words.chunks_mut(SET_WORDS) {
+            let (flows, used) = set.split_at_mut(ENTRIES);
+            let theirs = flows.iter_mut().zip(used).filter(|(_, used)| service_of(**used) == service as u64);
+            theirs.for_each(|(flow, _)| *flow = 0);
+        }
+    }
 }
 
 impl LoadBalancer {
-    /// The entry of the client's flow, if its server is still known.
-    pub(super) fn find_flow(&self, service: usize, client: (Ipv4Addr, u16)) -> Option<FlowEntry> {
-        let flow = Flow { service, client };
-        self.flows.get(&flow).copied().filter(|entry| self.service(service).server(entry.server).is_some())
+    fn flow_key(&self, service: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
+        let hash = self.connection_hash(service, tuple);
+        FlowKey { hash, service: service as u64, protocol }
     }
 
-    /// The same, whether its server is known or not.
-    pub(super) fn find_any_flow(&self, service: usize, client: (Ipv4Addr, u16)) -> Option<FlowEntry> {
-        self.flows.get(&Flow { service, client }).copied()
+    /// The entry of a flow, whether its server is known or not.
+    pub(super) fn find_flow(&mut self, service: usize, tuple: &FourTuple, protocol: Protocol) -> Option<FlowEntry> {
+        let key = self.flow_key(service, tuple, protocol);
+        self.flows.find(key, self.stateful.clock)
     }
 
-    pub(super) fn insert_flow(&mut self, service: usize, packet: &Packet, entry: FlowEntry) {
-        self.flows.insert(Flow { service, client: packet.client }, entry);
+    /// The entry of a packet's flow.
+    pub(super) fn find_flow_of(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.find_flow(service, &packet.tuple(), packet.protocol)
+    }
+
+    /// Enters a packet's flow; false: it is a hint, and there is no room for one.
+    pub(super) fn insert_flow(&mut self, service: usize, packet: &Packet, entry: FlowEntry, kind: Kind) -> bool {
+        let key = self.flow_key(service, &packet.tuple(), packet.protocol);
+        self.flows.insert(key, entry, kind, self.stateful.clock)
     }
 }

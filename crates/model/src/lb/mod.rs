@@ -33,10 +33,11 @@ use crate::placement::PlacementTable;
 use crate::{ServerId, ServiceAddress};
 pub use corrected::Corrected;
 use corrected::Correction;
-use flow::Datagram;
-pub use flow::{Flow, FlowEntry};
+pub use flow::FlowEntry;
+use flow::{Datagram, FlowTable};
 use place::{Placement, RecentFirstPackets};
-pub use rate::{Bucket, Rate};
+use rate::Broadcast;
+pub use rate::{BroadcastRates, Bucket, Buckets, REASONS, Rate, Reason};
 pub use stateful::Owner;
 use stateful::Stateful;
 
@@ -91,12 +92,6 @@ pub struct Server {
     pub eligible: bool,
 }
 
-impl Server {
-    fn takes_first_packets(self) -> bool {
-        self.mac.is_some() && self.eligible
-    }
-}
-
 /// What a load balancer sent to one server since its maps were made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
@@ -115,14 +110,14 @@ pub struct ServerTraffic {
 struct Service {
     address: ServiceAddress,
     mode: ServiceMode,
-    /// First packets sent to its servers.
-    opened: u64,
     servers: Vec<Option<Server>>,
+    /// The members of its placement table.
+    members: HashSet<ServerId>,
+    /// Down by the load balancer's own checks.
+    down: HashSet<ServerId>,
     placement: Option<Placement>,
     /// The counter of rule `RoundRobin`: it goes on from table to table.
     round_robin: u64,
-    to_all: Bucket,
-    owner_lost: Bucket,
 }
 
 impl Service {
@@ -130,12 +125,11 @@ impl Service {
         Self {
             address,
             mode,
-            opened: 0,
             servers: vec![None; ServerId::COUNT],
+            members: HashSet::new(),
+            down: HashSet::new(),
             placement: None,
             round_robin: 0,
-            to_all: Bucket::default(),
-            owner_lost: Bucket::default(),
         }
     }
 
@@ -157,15 +151,34 @@ impl Service {
     fn server(&self, id: ServerId) -> Option<Server> {
         self.servers[usize::from(id.get())]
     }
+
+    /// Whether a server that the placement table names can take a new connection.
+    fn takes_first_packets(&self, id: ServerId) -> bool {
+        self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
+    }
+
+    /// The same of a server that something else names: the table must have it, too, or it is down.
+    fn takes_new_connections(&self, id: ServerId) -> bool {
+        self.takes_first_packets(id) && self.members.contains(&id)
+    }
+
+    /// Whether a server is down: by the load balancer's own checks, or the placement table was made without it, though it is not
+    /// draining.
+    fn is_down(&self, id: ServerId) -> bool {
+        if self.server(id).is_some() && self.down.contains(&id) {
+            return true;
+        }
+        self.server(id).is_some_and(|server| server.eligible) && !self.members.contains(&id)
+    }
 }
 
 /// What is fixed when the program is loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct Constants {
-    /// How often packets of one service may go to all its servers.
-    pub to_all: Rate,
-    /// The same for packets whose connection table is lost.
-    pub owner_lost: Rate,
+    /// How often packets may go to all servers, by reason.
+    pub broadcast: [BroadcastRates; REASONS],
+    /// Sets of the flow table.
+    pub flow_sets: u32,
     /// Room for connections of stateful services.
     pub connection_table: TableSize,
     /// Whether packets and bytes are counted by server.
@@ -182,12 +195,15 @@ pub struct LoadBalancer {
     by_address: HashMap<(Ipv4Addr, u16, u8), usize>,
     vips: HashSet<Ipv4Addr>,
     recent: RecentFirstPackets,
-    flows: HashMap<Flow, FlowEntry>,
+    flows: FlowTable,
+    broadcast: Broadcast,
     /// Service and server.
     fragments: HashMap<Datagram, (usize, ServerId)>,
     stateful: Stateful,
     correction: Correction,
     traffic: HashMap<ServerId, ServerTraffic>,
+    /// New connections by place of the service.
+    opened: HashMap<usize, u64>,
 }
 
 impl LoadBalancer {
@@ -204,11 +220,13 @@ impl LoadBalancer {
             by_address: HashMap::new(),
             vips: HashSet::new(),
             recent: RecentFirstPackets::default(),
-            flows: HashMap::new(),
+            flows: FlowTable::new(constants.flow_sets),
+            broadcast: Broadcast::default(),
             fragments: HashMap::new(),
             stateful: Stateful::new(constants.connection_table),
             correction,
             traffic: HashMap::new(),
+            opened: HashMap::new(),
         }
     }
 
@@ -264,9 +282,20 @@ impl LoadBalancer {
         let free = self.services.iter().position(Option::is_none).expect("no more services than places");
         self.services[free] = Some(Service::new(address, mode));
         // Of the service that had the place before.
-        self.flows.retain(|flow, _| flow.service != free);
+        self.flows.forget(free);
+        self.fragments.retain(|_, (place, _)| *place != free);
         self.correction.forget_service(free);
         free
+    }
+
+    /// Marks a server as down by the load balancer's own checks, or takes that back.
+    pub fn set_down(&mut self, service: usize, id: ServerId, is_down: bool) {
+        let down = &mut self.service_mut(service).down;
+        if is_down {
+            down.insert(id)
+        } else {
+            down.remove(&id)
+        };
     }
 
     /// Makes a server known, or changes what is known of it; `None`: the service forgets it. Its MAC address is the same for
@@ -274,6 +303,9 @@ impl LoadBalancer {
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
         self.move_corrected(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
+        if server.is_none() {
+            self.service_mut(service).down.remove(&id);
+        }
         let Some(Server { mac, .. }) = server else { return };
         for service in self.services.iter_mut().flatten() {
             if let Some(server) = &mut service.servers[usize::from(id.get())] {
@@ -284,17 +316,14 @@ impl LoadBalancer {
 
     /// Switches to another table.
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
-        self.service_mut(service).placement = Some(Placement::new(table));
+        let service = self.service_mut(service);
+        service.members = table.members.iter().map(|member| member.server).collect();
+        service.placement = Some(Placement::new(table));
     }
 
     /// Sets until when the tokens taken for deliveries to all servers are paid for (ns).
-    pub fn set_to_all_paid_until(&mut self, service: usize, paid_until: u64) {
-        self.service_mut(service).to_all.paid_until = paid_until;
-    }
-
-    /// Sets until when the tokens for packets whose connection table is lost are paid for (ns).
-    pub fn set_owner_lost_paid_until(&mut self, service: usize, paid_until: u64) {
-        self.service_mut(service).owner_lost.paid_until = paid_until;
+    pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
+        self.broadcast.set_paid_until(buckets, paid_until);
     }
 
     /// Sets what places connections in the connection table; before the first one.
@@ -305,6 +334,11 @@ impl LoadBalancer {
     /// Sets this load balancer's number among those with a connection table.
     pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
         self.stateful.owner = owner;
+    }
+
+    /// Sets what one source prefix may take of the connection table in a window; `None`: it is not scarce.
+    pub fn limit_takes(&mut self, per_source: Option<u32>) {
+        self.stateful.takes_per_source = per_source;
     }
 
     /// Sets what is known of another load balancer with a connection table.
@@ -352,14 +386,14 @@ impl LoadBalancer {
         &self.traffic
     }
 
-    /// First packets of a service.
+    /// New connections of the services that had this place.
     pub fn opened(&self, service: usize) -> u64 {
-        self.service(service).opened
+        self.opened.get(&service).copied().unwrap_or_default()
     }
 
-    /// The flow table.
-    pub fn flows(&self) -> &HashMap<Flow, FlowEntry> {
-        &self.flows
+    /// The flow table, as `struct flow_set` lays it out.
+    pub fn flow_words(&self) -> &[u64] {
+        self.flows.words()
     }
 
     /// The words of `recent_first_packets`.

@@ -82,10 +82,6 @@ impl RecentFirstPackets {
 }
 
 impl Service {
-    fn takes_first_packets(&self, id: ServerId) -> bool {
-        self.server(id).is_some_and(super::Server::takes_first_packets)
-    }
-
     /// The server for a first packet, one that can take it. `place` is the service's own. `recent`: so that the same SYN,
     /// sent again, goes to the same server; `None`: a datagram, each of which is placed for its own sake.
     pub(super) fn place(

@@ -1,4 +1,12 @@
-//! How often packets may go to all servers: the generic cell rate algorithm (ITU-T I.371, Annex A), one word of state.
+//! How often packets may go to all servers (`bpf/broadcast.bpf.h`): the generic cell rate algorithm (ITU-T I.371, Annex A), one
+//! word of state per token bucket.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+use coreward_intf as intf;
+
+use crate::connection_table::ConnectionHash;
+use crate::cookie::CookieKey;
 
 /// How many packets are let through. Both in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,7 +17,7 @@ pub struct Rate {
     pub burst_ns: u64,
 }
 
-/// The state of one service's token bucket.
+/// The state of one token bucket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Bucket {
     /// When the last token taken is paid for (ns).
@@ -28,6 +36,86 @@ impl Bucket {
     }
 }
 
+/// Why a packet goes to all servers of its service: `enum broadcast_reason`.
+pub type Reason = intf::broadcast_reason;
+/// How many reasons there are.
+pub const REASONS: usize = intf::BROADCAST_REASON_COUNT as usize;
+
+/// The rates for one reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BroadcastRates {
+    /// Of one source.
+    pub by_source: Rate,
+    /// Of one service.
+    pub by_service: Rate,
+    /// Of the whole load balancer.
+    pub of_all: Rate,
+}
+
+/// Some of the token buckets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Buckets {
+    /// Of a service by its place, for one reason.
+    OfService(usize, Reason),
+    /// Of the whole load balancer, for one reason.
+    OfAll(Reason),
+    /// Of all sources in every eighth bucket from this one on.
+    OfSources(usize),
+}
+
+impl Buckets {
+    /// The positions of an [`OfSources`](Self::OfSources).
+    pub fn sources(first: usize) -> impl Iterator<Item = usize> {
+        (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
+    }
+}
+
+/// All token buckets.
+#[derive(Debug)]
+pub(super) struct Broadcast {
+    by_source: Vec<Bucket>,
+    by_service: Vec<[Bucket; REASONS]>,
+    of_all: [Bucket; REASONS],
+}
+
+impl Default for Broadcast {
+    fn default() -> Self {
+        Self {
+            by_source: vec![Bucket::default(); intf::BROADCAST_SHARDS as usize],
+            by_service: vec![Default::default(); intf::MAX_SERVICES as usize],
+            of_all: Default::default(),
+        }
+    }
+}
+
+impl Broadcast {
+    /// Whether a packet from `source` may go to all servers of the service.
+    pub fn take(
+        &mut self,
+        key: &CookieKey,
+        (service, source): (usize, Ipv4Addr),
+        reason: Reason,
+        rates: &[BroadcastRates; REASONS],
+        now_ns: u64,
+    ) -> bool {
+        let sender = SocketAddrV4::new(source, (reason as u16).swap_bytes());
+        let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.by_source.len();
+        let (reason, rates) = (reason as usize, rates[reason as usize]);
+        self.by_source[shard].take(rates.by_source, now_ns)
+            && self.by_service[service][reason].take(rates.by_service, now_ns)
+            && self.of_all[reason].take(rates.of_all, now_ns)
+    }
+
+    pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
+        let bucket = Bucket { paid_until };
+        match buckets {
+            Buckets::OfService(service, reason) => self.by_service[service][reason as usize] = bucket,
+            Buckets::OfAll(reason) => self.of_all[reason as usize] = bucket,
+            Buckets::OfSources(first) => Buckets::sources(first).for_each(|at| self.by_source[at] = bucket),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -41,5 +129,64 @@ mod tests {
         assert_eq!(taken(&mut bucket, 1009), 0);
         assert_eq!(taken(&mut bucket, 1010), 1);
         assert_eq!(taken(&mut bucket, 5000), 3);
+    }
+
+    /// Ten thousand packets in a second from one source, or one for each of a hundred other sources at each of ten services.
+    fn accepted(junk: &[(Ipv4Addr, usize, Reason)], genuine: (usize, Reason)) -> usize {
+        let rate = |per_second: u64, burst: u64| Rate {
+            interval_ns: 1_000_000_000 / per_second,
+            burst_ns: (burst - 1) * 1_000_000_000 / per_second,
+        };
+        let rates = [BroadcastRates { by_source: rate(250, 64), by_service: rate(1000, 128), of_all: rate(3000, 300) };
+            REASONS];
+        let (mut broadcast, key) =
+            (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
+        let mut accepted = 0;
+        for n in 0..10_000u64 {
+            let now_ns = 1_000_000_000 + n * 100_000;
+            for (source, service, reason) in junk {
+                broadcast.take(&key, (*service, *source), *reason, &rates, now_ns);
+            }
+            if n % 100 == 0 {
+                let (source, (service, reason)) = (Ipv4Addr::from(0x0a00_0000 + n as u32), genuine);
+                accepted += usize::from(broadcast.take(&key, (service, source), reason, &rates, now_ns));
+            }
+        }
+        accepted
+    }
+
+    #[test]
+    fn the_junk_of_one_source_leaves_tokens_to_the_others() {
+        let junk = [(Ipv4Addr::new(192, 0, 2, 1), 0, intf::BROADCAST_ICMP)];
+        assert_eq!(accepted(&junk, (0, intf::BROADCAST_ICMP)), 100);
+    }
+
+    #[test]
+    fn junk_of_another_kind_or_service_leaves_tokens_to_the_others() {
+        let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
+        // Of 100 sources 1.5 share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
+        let of_another_kind = accepted(&sources(intf::BROADCAST_UNKNOWN_COOKIE), (0, intf::BROADCAST_ICMP));
+        assert!(of_another_kind >= 92, "{of_another_kind}");
+        let of_another_service = accepted(&sources(intf::BROADCAST_ICMP), (1, intf::BROADCAST_ICMP));
+        assert!(of_another_service >= 92, "{of_another_service}");
+        let starved = accepted(&sources(intf::BROADCAST_ICMP), (0, intf::BROADCAST_ICMP));
+        assert!(starved < 50, "{starved}");
+    }
+
+    #[test]
+    fn all_services_together_are_bounded() {
+        let rate = Rate { interval_ns: 1_000_000, burst_ns: 0 };
+        let of_all = Rate { interval_ns: 100_000, burst_ns: 0 };
+        let rates = [BroadcastRates { by_source: rate, by_service: rate, of_all }; REASONS];
+        let (mut broadcast, key) =
+            (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
+        let sent = (0..1_000_000u64)
+            .filter(|n| {
+                let from = ((n % 1024) as usize, Ipv4Addr::from(*n as u32));
+                broadcast.take(&key, from, intf::BROADCAST_RESET, &rates, 1_000_000_000 + n * 1000)
+            })
+            .count();
+        // A second of 1,024 services that might have 1,000 each.
+        assert!((9_000..=10_001).contains(&sent), "{sent}");
     }
 }

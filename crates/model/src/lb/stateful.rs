@@ -2,17 +2,19 @@
 //!
 //! What packets do with an entry is [`crate::connection_table::table`], which `bpf/connection_table.bpf.h` is line by line.
 
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+
 use coreward_intf as intf;
 
-use super::decide::Decision;
+use super::decide::{Decision, source_of};
 use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
+use crate::FourTuple;
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
 use crate::connection_table::{
     Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, owner_and_place, syn_echo,
 };
 use crate::cookie::CookieKey;
-use crate::{FourTuple, ServerId};
 
 /// What is known of a load balancer with a connection table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -33,8 +35,12 @@ pub(super) struct Stateful {
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
     pub clock: Clock,
+    /// What one source prefix may take in a window, while the table is scarce.
+    pub takes_per_source: Option<u32>,
     table: ConnectionTable<OwnMemory>,
     recent: RecentConnections,
+    /// By source prefix: the window's number, and what was taken in it.
+    takes: Vec<(u32, u32)>,
 }
 
 /// How the index in a cookie was found.
@@ -56,9 +62,28 @@ impl Stateful {
             owner: None,
             owners: Default::default(),
             clock: Clock::default(),
+            takes_per_source: None,
             table,
             recent: RecentConnections::default(),
+            takes: vec![(0, 0); intf::TAKES_SHARDS as usize],
         }
+    }
+
+    /// Whether the client's prefix may take another entry.
+    fn may_take(&mut self, client: Ipv4Addr) -> bool {
+        let Some(limit) = self.takes_per_source else { return true };
+        let prefix = Ipv4Addr::from(u32::from(client) & 0xffff_ff00);
+        let hash = ConnectionHash::new(&self.key, 0, SocketAddrV4::new(prefix, 0));
+        let window = self.clock.0 / intf::TAKES_WINDOW;
+        let shard = hash.low() as usize % self.takes.len();
+        let (of, taken) = &mut self.takes[shard];
+        if *of != window {
+            (*of, *taken) = (window, 0);
+        } else if *taken >= limit {
+            return false;
+        }
+        *taken += 1;
+        true
     }
 
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
@@ -89,6 +114,11 @@ impl Stateful {
 }
 
 impl LoadBalancer {
+    pub(super) fn connection_hash(&self, place: usize, tuple: &FourTuple) -> ConnectionHash {
+        let SocketAddr::V4(client) = tuple.client() else { unreachable!("packets are of IPv4 here") };
+        ConnectionHash::new(&self.stateful.key, place as u16, client)
+    }
+
     /// Where the index `number` in a cookie of the connection says. `from`: who sent the frame.
     pub(super) fn by_index(
         &mut self,
@@ -101,9 +131,9 @@ impl LoadBalancer {
     ) -> Indexed {
         let (owner, entry) = owner_and_place(number);
         if self.stateful.owner != Some(owner) {
-            return Indexed::Decided(self.by_owner(place, owner, from, now_ns), None);
+            return Indexed::Decided(self.by_owner((place, source_of(tuple)), owner, from, now_ns), None);
         }
-        let hash = ConnectionHash::new(&self.stateful.key, tuple);
+        let hash = self.connection_hash(place, tuple);
         match self.stateful.table.find(hash, entry, place as u16) {
             None => Indexed::UnknownConnection,
             Some((_, id)) if self.service(place).server(id).is_none() => Indexed::UnknownServer,
@@ -112,30 +142,26 @@ impl LoadBalancer {
     }
 
     /// To the load balancer whose table has the entry, but not on from one load balancer to the next.
-    fn by_owner(&mut self, place: usize, owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
+    fn by_owner(&mut self, of: (usize, Ipv4Addr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
-            Owner::Unknown => self.unknown(place, now_ns),
+            Owner::Unknown => self.unknown(of, now_ns),
             Owner::At(mac) if !owners.contains(&Owner::At(from)) => Decision::forward(intf::LB_COUNTER_TO_OWNER, mac),
             Owner::At(_) | Owner::Lost => {
-                let rate = self.constants.owner_lost;
-                if self.service_mut(place).owner_lost.take(rate, now_ns) {
-                    Decision::forward(intf::LB_COUNTER_TO_ALL_OWNER_LOST, super::decide::BROADCAST)
-                } else {
-                    Decision::end(intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED)
-                }
+                let over_rate = intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED;
+                self.deliver_to_all(of, intf::BROADCAST_OWNER_LOST, over_rate, now_ns)
             }
         }
     }
 
     /// A first packet takes an entry, or finds the one that it took before, and tells the server.
     pub(super) fn first_stateful(&mut self, place: usize, packet: &Packet, echo: packet::Echo, bytes: u64) -> Decision {
-        let hash = ConnectionHash::new(&self.stateful.key, &packet.tuple());
+        let hash = self.connection_hash(place, &packet.tuple());
         let owner = self.stateful.owner;
         let recent = self.stateful.recent.place(hash);
         let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, place as u16));
         if let (Some((index, id)), Some(owner)) = (before, owner)
-            && self.takes_first_packets(place, id)
+            && self.service(place).takes_new_connections(id)
         {
             self.stateful.table.reopen(index, self.stateful.clock);
             return self.deliver_to(place, id, intf::LB_COUNTER_FIRST).telling(echo, syn_echo(owner, index.place()));
@@ -143,6 +169,9 @@ impl LoadBalancer {
         let decision = self.by_rule(place, packet, intf::LB_COUNTER_FIRST);
         let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
+        if !self.stateful.may_take(packet.client.0) {
+            return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL);
+        }
         let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
         let first = FirstPacket { hash, service: place as u16, client, bytes };
         match self.stateful.table.take(&first, server, self.stateful.clock) {
@@ -153,9 +182,5 @@ impl LoadBalancer {
             Err(NotTaken::Full) => decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             Err(NotTaken::Contended) => unreachable!("nobody else takes places here"),
         }
-    }
-
-    fn takes_first_packets(&self, place: usize, id: ServerId) -> bool {
-        self.service(place).server(id).is_some_and(super::Server::takes_first_packets)
     }
 }

@@ -5,10 +5,11 @@ use rand::Rng;
 
 use super::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
 use crate::ServerId;
-use crate::rss::{RssKey, uniform_below};
+use crate::rss::{InputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
-    /// A table of `servers` (at least one) with random keys, loads and costs; loads are few, so that there are ties.
+    /// A table of `servers` (at least one) with random keys and inputs of RSS, loads and costs; loads are few, so that there
+    /// are ties.
     /// `groups`: 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
     pub fn random(rule: Rule, generation: u64, groups: usize, servers: &[ServerId], rng: &mut impl Rng) -> Self {
         let buckets = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
@@ -37,7 +38,7 @@ impl PlacementTable {
             generation,
             rule,
             bucket_count: buckets,
-            groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
+            groups: (0..groups).map(|_| random_key(rng)).collect(),
             candidates_per_bucket: per_bucket,
             candidates,
             assignment_cost: uniform_below(rng, 4) * 700,
@@ -48,4 +49,12 @@ impl PlacementTable {
             core_slot_ages: Vec::new(),
         }
     }
+}
+
+/// As often with a transformed input as without.
+fn random_key(rng: &mut impl Rng) -> RssKey {
+    let inputs =
+        [InputTransform::None, InputTransform::None, InputTransform::SymmetricXor, InputTransform::SymmetricOrXor];
+    let input = inputs[uniform_below(rng, inputs.len() as u32) as usize];
+    RssKey::random(rng).with_input(input)
 }

@@ -91,6 +91,13 @@ impl Pool {
         }
     }
 
+    /// The same moment with these servers.
+    pub fn of_servers(self, servers: Vec<PoolServer>) -> Self {
+        let Self { load_balancers, opened_connections, of_requests, new_interval, racks, .. } = self;
+        let pool = Self { opened_connections, of_requests, new_interval, ..Self::new(servers, load_balancers) };
+        pool.behind_racks(racks)
+    }
+
     /// The same servers at the moment of the next table, as [`Pool::new`] would have them.
     pub fn for_next_table(self, load_balancers: u32) -> Self {
         let load_balancers = load_balancers.max(1);

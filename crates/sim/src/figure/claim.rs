@@ -316,9 +316,10 @@ fn taken(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
     one.into_iter().collect()
 }
 
+/// Least and greatest; `None` without values, and where a quotient by zero is among them: JSON has no such number.
 fn extent(values: &[f64]) -> Option<(f64, f64)> {
     let least = values.iter().copied().reduce(f64::min)?;
-    Some((least, values.iter().copied().reduce(f64::max)?))
+    values.iter().all(|value| value.is_finite()).then_some((least, values.iter().copied().reduce(f64::max)?))
 }
 
 /// Where a curve first passes `height` from below.

@@ -30,7 +30,7 @@ const CORRECTED_RESET: &str = "a reset without timestamps goes where the load ba
 impl Case<'_> {
     /// The verdict on a packet that opens no connection.
     pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
-        let mode = self.service.fleet().mode;
+        let mode = self.view.service.mode;
         match mode.consistency {
             Consistency::None => self.by_rule_again(table),
             Consistency::HashTable => (None, self.hash_table_words()),
@@ -56,7 +56,7 @@ impl Case<'_> {
     }
 
     fn hash_table_words(&self) -> String {
-        let unknown = match self.service.fleet().address.protocol {
+        let unknown = match self.view.service.address.protocol {
             Protocol::Tcp => "what it does not know goes as a first packet would",
             Protocol::Udp => "what it does not know is placed as the first datagram of its flow",
         };
@@ -84,10 +84,10 @@ impl Case<'_> {
     }
 
     fn by_cookie(&self, echo: u32) -> Verdict {
-        let keys = self.controller.fleet.key_ring.keys;
+        let keys = &self.view.cookie_keys;
         let key = if echo & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
-        match cookie::recognise(&keys, &self.tuple, echo) {
-            Cookie::Server(id) if self.service.fleet().members.contains_key(&id) => {
+        match cookie::recognise(keys, &self.tuple, echo) {
+            Cookie::Server(id) if self.view.service.members.contains_key(&id) => {
                 (Some(id), format!("its cookie, made with key {key}, names server id {}, {}", id.get(), self.name(id)))
             }
             Cookie::Server(id) => (None, self.unknown_words(key, id)),
@@ -97,9 +97,9 @@ impl Case<'_> {
 
     /// By a cookie that load balancers stamp. A connection that they do not stamp stands in the flow table instead.
     fn by_corrected_cookie(&self, echo: u32) -> Verdict {
-        let id = correction::recognise(&self.controller.fleet.key_ring.keys, &self.tuple, echo);
+        let id = correction::recognise(&self.view.cookie_keys, &self.tuple, echo);
         let first = "if the load balancer's flow table does not know the connection, its cookie counts:";
-        if self.service.fleet().members.contains_key(&id) {
+        if self.view.service.members.contains_key(&id) {
             return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));
         }
         (None, format!("{first} it names server id {}, which is in no use, and the packet is dropped", id.get()))
@@ -114,16 +114,16 @@ impl Case<'_> {
     }
 
     fn entry_words(&self, key: u32, number: u16) -> String {
-        if self.service.fleet().mode.consistency != Consistency::Stateful {
+        if self.view.service.mode.consistency != Consistency::Stateful {
             return format!(
                 "its cookie, read with key {key}, names an entry of a connection table, which this service does not have: \
                  it goes to all servers, at a limited rate"
             );
         }
         let (owner, place) = owner_and_place(number);
-        let name = self.controller.fleet.load_balancers.iter().find(|(_, known)| known.owner == Some(owner));
+        let name = self.view.owners.iter().find(|(known, _)| *known == owner);
         match name {
-            Some((name, _)) => format!(
+            Some((_, name)) => format!(
                 "its cookie, made with key {key}, names place {place} in the connection table of load balancer {name} \
                  (`coreward connections` there shows the server)"
             ),

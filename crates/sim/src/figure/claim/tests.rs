@@ -103,3 +103,11 @@ fn what_no_table_has_does_not_hold() {
     let verdict = judge("value = { series = \"absent\", panel = \"p\" }\nat_least = 0");
     assert_eq!((verdict.holds, verdict.measured), (false, None));
 }
+
+#[test]
+fn quotient_by_zero_is_no_measured_value() {
+    assert_eq!(extent(&[2.0, 0.5, 1.0]), Some((0.5, 2.0)));
+    assert_eq!(extent(&[]), None);
+    assert_eq!(extent(&[1.0, f64::NAN]), None);
+    assert_eq!(extent(&[1.0, f64::INFINITY]), None);
+}

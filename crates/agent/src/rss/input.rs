@@ -1,0 +1,125 @@
+//! Which transform of its input a NIC hashes by, found by where packets arrive. mlx5 hashes symmetrically unless it is told
+//! otherwise, and before Linux 6.15 its driver does not report it.
+
+use coreward_intf as intf;
+use coreward_model::FourTuple;
+use coreward_model::rss::{InputTransform, Rss};
+
+use super::verdict::{Judge, Verdict};
+
+/// Tries all transforms on the packets that were sampled.
+#[derive(Debug, Default)]
+pub struct InputSearch {
+    candidates: Vec<Candidate>,
+    /// The newest sample that was looked at.
+    last: u32,
+}
+
+/// One transform, judged as the one in force would be.
+#[derive(Debug)]
+struct Candidate {
+    input: InputTransform,
+    judge: Judge,
+    matched: u64,
+    mismatched: u64,
+}
+
+impl InputSearch {
+    /// Begins anew after sample number `last`: the table has changed.
+    pub fn table_changed(&mut self, last: u32) {
+        *self = Self { candidates: Vec::new(), last };
+    }
+
+    /// The newest sample that was looked at.
+    pub fn last(&self) -> u32 {
+        self.last
+    }
+
+    /// Looks at samples that are newer than [`last`](Self::last). Returns the transform by which all of them arrived where the
+    /// table says, when that is not the one of `rss`.
+    pub fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+        if self.candidates.is_empty() {
+            let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input());
+            let candidate = |input| Candidate { input, judge: Judge::default(), matched: 0, mismatched: 0 };
+            self.candidates = others.map(candidate).collect();
+        }
+        self.last = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last);
+        let found = self.candidates.iter_mut().filter_map(|candidate| candidate.observe(rss, samples));
+        let found: Vec<InputTransform> = found.collect();
+        // Two at once: the packets do not tell them apart.
+        if let [only] = found[..] { Some(only) } else { None }
+    }
+}
+
+impl Candidate {
+    fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+        let key = rss.key.with_input(self.input);
+        for sample in samples {
+            let queue = rss.indirection_table.queue(key.toeplitz(&tuple(sample).bytes()));
+            let count = if queue == sample.actual_queue { &mut self.matched } else { &mut self.mismatched };
+            *count += 1;
+        }
+        let verdict = self.judge.observe(&rss.indirection_table, self.matched, self.mismatched);
+        (verdict == Verdict::InForce).then_some(self.input)
+    }
+}
+
+/// The connection that was sampled.
+fn tuple(sample: &intf::rss_sample) -> FourTuple {
+    let address = |address: u32| std::net::Ipv4Addr::from(address.to_ne_bytes());
+    FourTuple::ipv4(
+        (address(sample.source_address), u16::from_be(sample.source_port)),
+        (address(sample.destination_address), u16::from_be(sample.destination_port)),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use coreward_model::rss::{IndirectionTable, RssKey};
+
+    use super::*;
+
+    fn rss() -> Rss {
+        Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
+    }
+
+    /// SYNs of many clients as a NIC delivers them that hashes by `input`.
+    fn delivered(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
+        let sample = |sequence: u32| {
+            let mut sample = intf::rss_sample {
+                source_address: u32::from_ne_bytes([10, 1, (sequence >> 8) as u8, sequence as u8]),
+                destination_address: u32::from_ne_bytes([10, 200, 0, 1]),
+                source_port: (40_000 + 7 * sequence as u16).to_be(),
+                destination_port: 80u16.to_be(),
+                sequence,
+                ..Default::default()
+            };
+            let queue =
+                |input| rss().indirection_table.queue(rss().key.with_input(input).toeplitz(&tuple(&sample).bytes()));
+            sample.actual_queue = input.map_or(sequence as u16 % 4, queue);
+            sample
+        };
+        sequences.map(sample).collect()
+    }
+
+    #[test]
+    fn each_transform_is_recognised_and_chance_is_not() {
+        for input in [InputTransform::SymmetricXor, InputTransform::SymmetricOrXor] {
+            let mut search = InputSearch::default();
+            assert_eq!(search.observe(&rss(), &delivered(Some(input), 1..5)), None, "too few");
+            assert_eq!(search.observe(&rss(), &delivered(Some(input), 5..100)), Some(input));
+            assert_eq!(search.last(), 99);
+        }
+        let mut search = InputSearch::default();
+        assert_eq!(search.observe(&rss(), &delivered(None, 1..200)), None);
+        assert_eq!(search.observe(&rss(), &delivered(Some(InputTransform::None), 200..400)), None, "as it is shown");
+    }
+
+    #[test]
+    fn a_transform_that_is_switched_off_is_recognised_too() {
+        let symmetric = Rss { key: rss().key.with_input(InputTransform::SymmetricOrXor), ..rss() };
+        let mut search = InputSearch::default();
+        let plain = delivered(Some(InputTransform::None), 1..100);
+        assert_eq!(search.observe(&symmetric, &plain), Some(InputTransform::None));
+    }
+}

@@ -1,0 +1,67 @@
+//! Who changed what, and the documents of before.
+
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+/// A change that somebody made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AuditEntry {
+    /// Grows by one with every entry, whichever controller leads.
+    pub id: u64,
+    /// Since 1970, by the wall clock of the controller that made the change.
+    pub at_unix_ms: u64,
+    /// The name in a certificate, the role and id of a token ("operator token 1a2b3c4d"), "SIGHUP", or "controller": by itself.
+    pub who: String,
+    /// The address from which it was asked for; empty: the controller's own host.
+    #[serde(rename = "from")]
+    pub from_address: String,
+    /// "apply", "reload", "drain", "undrain", "rotate-keys" or "forget".
+    pub action: String,
+    /// Name of the server or load balancer; empty: the fleet.
+    pub target: String,
+    /// How it was before.
+    pub before: String,
+    /// How it is since.
+    pub after: String,
+}
+
+/// Changes, the oldest first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Audit {
+    /// At most the newest 1,000.
+    pub entries: Vec<AuditEntry>,
+}
+
+/// Which changes.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct AuditQuery {
+    /// Only those after the one with this id.
+    #[serde(default)]
+    pub after: u64,
+    /// The newest ones, so many at most.
+    #[serde(default)]
+    #[param(minimum = 1, maximum = 1000)]
+    pub limit: Option<u16>,
+}
+
+/// A document of the fleet that is, or was, in force.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PastDocument {
+    /// Of the document.
+    pub generation: u64,
+    /// From when on it was in force (since 1970).
+    pub at_unix_ms: u64,
+    /// As in the audit.
+    pub who: String,
+    /// TOML; empty in a list.
+    pub text: String,
+}
+
+/// The last 100 documents, the oldest first, without their texts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FleetHistory {
+    /// Fewer where they are large: 64 MiB together.
+    pub documents: Vec<PastDocument>,
+}

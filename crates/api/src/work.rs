@@ -1,0 +1,86 @@
+//! Answers that take time are made on threads of their own, so that none keeps another waiting. Connections have one thread, which
+//! only moves bytes.
+
+use axum::body::Body;
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+use crate::{Problem, ProblemKind};
+
+/// Answers that are made at a time.
+pub(crate) const THREADS: usize = 4;
+/// Of these, answers to large bodies: the others find a thread free.
+const LARGE_THREADS: usize = 2;
+/// Requests that may wait for their turn with a large body in memory.
+const LARGE_WAITING: usize = 16;
+
+/// The work that a request asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Size {
+    /// Some milliseconds of thousands of servers.
+    Small,
+    /// As long as it takes: seconds, for the worst of documents.
+    Large,
+}
+
+static LARGE: Semaphore = Semaphore::const_new(LARGE_THREADS);
+static LARGE_PLACES: Semaphore = Semaphore::const_new(LARGE_THREADS + LARGE_WAITING);
+
+/// An answer in JSON, written down.
+#[derive(Debug)]
+pub struct Answer(Vec<u8>);
+
+impl IntoResponse for Answer {
+    fn into_response(self) -> Response {
+        let kind = HeaderValue::from_static("application/json");
+        ([(header::CONTENT_TYPE, kind)], Body::from(self.0)).into_response()
+    }
+}
+
+/// Makes an answer, and writes it down, on a thread for that.
+///
+/// # Errors
+/// What the work says; that too many others wait; that it has panicked.
+pub async fn answer<T: Serialize>(
+    size: Size,
+    work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
+) -> Result<Answer, Problem> {
+    run(size, move || {
+        let text = serde_json::to_vec(&work()?);
+        text.map(Answer).map_err(|error| internal(&error))
+    })
+    .await?
+}
+
+/// Does work on a thread for that.
+///
+/// # Errors
+/// That too many others wait; that it has panicked.
+pub async fn run<T: Send + 'static>(size: Size, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
+    let turn = turn(size).await?;
+    let outcome = tokio::task::spawn_blocking(move || {
+        // Also for whoever has hung up: the thread is in use until the end.
+        let _turn = turn;
+        work()
+    });
+    outcome.await.map_err(|error| internal(&error))
+}
+
+fn internal(error: &impl ToString) -> Problem {
+    Problem::new(ProblemKind::Internal, error.to_string())
+}
+
+async fn turn(size: Size) -> Result<Option<(SemaphorePermit<'static>, SemaphorePermit<'static>)>, Problem> {
+    if size == Size::Small {
+        return Ok(None);
+    }
+    let place = LARGE_PLACES.try_acquire().map_err(|_| {
+        let detail = format!("{LARGE_WAITING} requests with large bodies wait already: expected fewer");
+        Problem::new(ProblemKind::TooManyRequests, detail).retry_after(1)
+    })?;
+    // Nobody closes it.
+    let turn = LARGE.acquire().await.map_err(|error| internal(&error))?;
+    Ok(Some((place, turn)))
+}

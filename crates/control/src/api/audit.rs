@@ -1,0 +1,96 @@
+//! Who changed what, and the documents of before.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::State;
+use coreward_api::extract::{Path, Query};
+use coreward_api::types::{
+    Audit, AuditQuery, EventId, EventKind, FleetHistory, LoadBalancers, MAX_INTEGER, PastDocument,
+};
+use coreward_api::work::{Answer, Size, answer};
+use coreward_api::{Caller, Problem, ProblemKind};
+
+use super::Api;
+use crate::audit::ENTRIES;
+use crate::server::keeper::{Change, NotForgotten};
+
+/// Who changed what: the newest 1,000 changes, also those of controllers before this one
+#[utoipa::path(get, path = "/v1/audit", params(AuditQuery), responses((status = 200, description = "Changes", body = Audit)))]
+pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=ENTRIES).contains(&limit.into())) {
+        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {ENTRIES}");
+        return Err(Problem::new(ProblemKind::BadRequest, detail));
+    }
+    let all = shared.controller().fleet().audit.clone();
+    answer(Size::Small, move || {
+        let first = all.partition_point(|entry| entry.id <= query.after);
+        let first = first.max(all.len() - all.len().min(query.limit.map_or(ENTRIES, usize::from)));
+        Ok(Audit { entries: all[first..].to_vec() })
+    })
+    .await
+}
+
+/// The last 100 documents, without their texts
+#[utoipa::path(get, path = "/v1/fleet/history", responses((status = 200, description = "Documents", body = FleetHistory)))]
+pub async fn history(State(api): State<Api>) -> Result<Answer, Problem> {
+    let all = api.shared()?.controller().fleet().history.clone();
+    let about = |document: &Arc<PastDocument>| PastDocument {
+        generation: document.generation,
+        at_unix_ms: document.at_unix_ms,
+        who: document.who.clone(),
+        text: String::new(),
+    };
+    answer(Size::Small, move || Ok(FleetHistory { documents: all.iter().map(about).collect() })).await
+}
+
+/// One of them
+#[utoipa::path(
+    get, path = "/v1/fleet/history/{generation}",
+    params(("generation" = u64, Path, description = "Of the document")),
+    responses(
+        (status = 200, description = "The document", body = PastDocument),
+        (status = 404, description = "There is none of that generation any more", body = Problem,
+         content_type = "application/problem+json"),
+    )
+)]
+pub async fn past_document(State(api): State<Api>, Path(generation): Path<u64>) -> Result<Answer, Problem> {
+    let all = api.shared()?.controller().fleet().history.clone();
+    answer(Size::Small, move || {
+        let found = all.iter().find(|document| document.generation == generation);
+        found
+            .cloned()
+            .map(|found| (*found).clone())
+            .ok_or_else(|| Problem::not_found("generation", &generation.to_string()))
+    })
+    .await
+}
+
+/// Forget a load balancer that is gone for good: its number in cookies is free for another one
+#[utoipa::path(
+    delete, path = "/v1/load-balancers/{load_balancer}",
+    params(("load_balancer" = String, Path, description = "Its name")),
+    responses(
+        (status = 200, description = "Those that are left", body = LoadBalancers),
+        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+        (status = 409, description = "It is connected", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+pub async fn forget(
+    State(api): State<Api>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Answer, Problem> {
+    let shared = api.shared()?;
+    let made = shared.change_by((&caller).into(), Change::Forget(name.clone())).await;
+    made.map_err(|error| match error.downcast_ref::<NotForgotten>() {
+        Some(refused @ NotForgotten::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
+        Some(refused @ NotForgotten::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),
+        None => api.not_changed(&error),
+    })?;
+    let event = format!("{caller}: forgotten");
+    tracing::info!("load balancer {name}: {event}");
+    api.events.add((EventKind::LoadBalancer, EventId::LoadBalancerForgotten), &name, event, shared.now().wall);
+    answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
+}

@@ -1,0 +1,82 @@
+//! Who has the newest configuration in force, and what of it, or of tables, cannot be used (NACKs).
+
+use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
+use coreward_metrics::page::Page;
+use coreward_wire::v1;
+
+use super::agent::Agent;
+use super::{Controller, Now};
+use crate::fleet::Standing;
+
+/// More are counted, not named.
+const NAMED: usize = 100;
+const LB: &str = "lb";
+const AGENT: &str = "agent";
+
+fn refused<'a>(
+    part: &'a str,
+    name: &'a str,
+    list: &'a [v1::RefusedUpdate],
+) -> impl Iterator<Item = RefusedUpdate> + 'a {
+    list.iter().map(move |refused| RefusedUpdate {
+        part: part.to_owned(),
+        name: name.to_owned(),
+        what: if refused.table { "table" } else { "configuration" }.to_owned(),
+        service: (!refused.service.is_empty()).then(|| refused.service.clone()),
+        generation: refused.generation,
+        reason: refused.reason.clone(),
+    })
+}
+
+impl Controller {
+    /// Who has the newest configuration in force.
+    pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
+        let newest = self.fleet.generation;
+        let parts = self.parts(now);
+        let lacking: Vec<Waiting> = parts
+            .iter()
+            .filter(|(_, _, confirmed, _)| *confirmed < newest)
+            .map(|(part, name, confirmed, _)| Waiting {
+                part: (*part).to_owned(),
+                name: (*name).to_owned(),
+                configuration_generation: *confirmed,
+            })
+            .collect();
+        let all_refused: Vec<RefusedUpdate> =
+            parts.iter().flat_map(|(part, name, _, list)| refused(part, name, list)).collect();
+        let (waiting_count, refused_count) = (lacking.len() as u64, all_refused.len() as u64);
+        Acknowledgements {
+            configuration_generation: newest,
+            acknowledged_count: parts.len() as u64 - waiting_count,
+            waiting_count,
+            waiting: lacking.into_iter().take(NAMED).collect(),
+            refused_count,
+            refused: all_refused.into_iter().take(NAMED).collect(),
+        }
+    }
+
+    /// Load balancers that are alive and agents that are connected: what each is, its name, what it has confirmed, and what it refuses.
+    fn parts(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
+        let mut parts = Vec::new();
+        for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
+            let list = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
+            parts.push((LB, name.as_str(), balancer.confirmed, list));
+        }
+        for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.standing != Standing::Left) {
+            let connected = |agent: &&Agent| agent.session.is_some();
+            if let Some(agent) = self.agent(*id).filter(connected) {
+                let list = agent.newest.as_ref().map_or(&[][..], |newest| &newest.details.refused);
+                parts.push((AGENT, server.name.as_str(), agent.confirmed, list));
+            }
+        }
+        parts
+    }
+
+    pub(super) fn add_acknowledgements(&self, page: &mut Page, now: Now) {
+        for (part, name, confirmed, refused) in self.parts(now) {
+            let lag = self.fleet.generation.saturating_sub(confirmed);
+            page.add("coreward_generation_lag", &[part, name], lag as f64);
+            page.add("coreward_refused_updates", &[part, name], refused.len() as f64);
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! The controller as one caller has it, while all others wait. Tests measure how long that is, in CPU time: what else runs on the
+//! machine does not count.
+
+use std::sync::MutexGuard;
+
+use crate::controller::Controller;
+
+#[cfg(not(test))]
+pub type Held<'a> = MutexGuard<'a, Controller>;
+
+#[cfg(test)]
+pub use timed::Held;
+
+#[cfg(test)]
+mod timed {
+    use std::ops::{Deref, DerefMut};
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Duration;
+
+    use nix::time::{ClockId, clock_gettime};
+
+    use super::{Controller, MutexGuard};
+
+    pub struct Held<'a> {
+        controller: MutexGuard<'a, Controller>,
+        since: u64,
+        longest: &'a AtomicU64,
+    }
+
+    impl<'a> Held<'a> {
+        /// `longest`: nanoseconds.
+        pub fn begin(controller: MutexGuard<'a, Controller>, longest: &'a AtomicU64) -> Self {
+            Self { controller, since: cpu_time(), longest }
+        }
+    }
+
+    fn cpu_time() -> u64 {
+        Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64
+    }
+
+    impl Drop for Held<'_> {
+        fn drop(&mut self) {
+            self.longest.fetch_max(cpu_time() - self.since, Ordering::Relaxed);
+        }
+    }
+
+    impl Deref for Held<'_> {
+        type Target = Controller;
+
+        fn deref(&self) -> &Controller {
+            &self.controller
+        }
+    }
+
+    impl DerefMut for Held<'_> {
+        fn deref_mut(&mut self) -> &mut Controller {
+            &mut self.controller
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! A controller that starts: what comes too early, and on a disk where nothing can be written.
+
+use std::fs::OpenOptions;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
+
+fn coreward() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_coreward"))
+}
+
+/// Ends with the test, however that ends.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Daemon {
+    fn signal(&self, name: &str) {
+        let kill = Command::new("kill").args(["-s", name, &self.0.id().to_string()]).status().unwrap();
+        assert!(kill.success(), "it has ended");
+    }
+}
+
+/// The controller's file; `more`: further keys.
+fn write_controller(directory: &Path, more: &str) -> PathBuf {
+    let (path, store) = (directory.join("controller.toml"), directory.join("store"));
+    let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+/// Where its API is, as soon as it says so; the log goes on being read.
+fn api_of(log: ChildStderr) -> String {
+    let mut lines = BufReader::new(log).lines().map(Result::unwrap);
+    let mut seen = Vec::new();
+    let address = lines.find_map(|line| {
+        let address = line.split_once("the API at ").map(|(_, address)| address.to_owned());
+        seen.push(line);
+        address
+    });
+    std::thread::spawn(move || lines.for_each(drop));
+    address.unwrap_or_else(|| panic!("it has ended: {seen:?}"))
+}
+
+fn ask(directory: &Path, api: &str, arguments: &[&str]) -> Output {
+    let token = directory.join("operator.token");
+    let mut command = coreward();
+    command.args(arguments).args(["--controller", api, "--token-file"]).arg(token);
+    command.output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// While it starts (its fleet is a pipe, and nobody has written into it yet) it is told to read its files again, and to end.
+#[test]
+fn signals_wait_until_they_can_be_handled() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = write_controller(directory.path(), "fleet = \"fleet.toml\"\n");
+    let fleet = directory.path().join("fleet.toml");
+    assert!(Command::new("mkfifo").arg(&fleet).status().unwrap().success());
+    let mut command = coreward();
+    command.arg("controller").arg("--config").arg(&config).stderr(Stdio::null());
+    let mut controller = Daemon(command.spawn().unwrap());
+    // Each opening waits for it to read: the first time as it starts, the second time because of SIGHUP.
+    for round in 0..2 {
+        let mut file = OpenOptions::new().write(true).open(&fleet).unwrap();
+        if round == 0 {
+            controller.signal("HUP");
+        }
+        // The next reading is of another pipe.
+        std::fs::remove_file(&fleet).unwrap();
+        assert!(Command::new("mkfifo").arg(&fleet).status().unwrap().success());
+        file.write_all(b"alpha = 0.5\n").unwrap();
+    }
+    controller.signal("TERM");
+    let ended = controller.0.wait().unwrap();
+    assert!(ended.success(), "{ended}");
+
+    let mut controller = Daemon(command.spawn().unwrap());
+    let mut file = OpenOptions::new().write(true).open(&fleet).unwrap();
+    controller.signal("TERM");
+    file.write_all(b"alpha = 0.5\n").unwrap();
+    drop(file);
+    let ended = controller.0.wait().unwrap();
+    assert!(ended.success(), "{ended}");
+}
+
+/// Nothing can be written (a limit of 0 bytes on every file stands for a full disk), and the process before was killed.
+#[test]
+fn it_starts_while_its_disk_is_full_and_recovers_by_itself() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let config = write_controller(directory, "");
+    let mut first = coreward();
+    first.arg("controller").arg("--config").arg(&config).stderr(Stdio::piped());
+    let mut first = Daemon(first.spawn().unwrap());
+    let api = api_of(first.0.stderr.take().unwrap());
+    let fleet = directory.join("fleet.toml");
+    let server = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
+    let service = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+    std::fs::write(&fleet, format!("{}{}{service}", server(1), server(2))).unwrap();
+    let applied = ask(directory, &api, &["apply", "--yes", fleet.to_str().unwrap()]);
+    assert!(applied.status.success(), "{}", text(&applied));
+    drop(first);
+
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' XFSZ; ulimit -S -f 0; exec \"$0\" controller --config \"$1\""]);
+    command.arg(env!("CARGO_BIN_EXE_coreward")).arg(&config).stderr(Stdio::piped());
+    let mut controller = Daemon(command.spawn().unwrap());
+    let api = api_of(controller.0.stderr.take().unwrap());
+    let status = ask(directory, &api, &["status"]);
+    assert!(status.status.success() && text(&status).contains("10.200.0.1:80"), "{}", text(&status));
+    let refused = ask(directory, &api, &["drain", "s1", "--force"]);
+    assert!(
+        !refused.status.success() && text(&refused).contains("not on record, and not in force"),
+        "{}",
+        text(&refused)
+    );
+
+    let limit = ["--pid", &controller.0.id().to_string(), "--fsize=unlimited"].map(str::to_owned);
+    assert!(Command::new("prlimit").args(limit).status().unwrap().success());
+    let drained = ask(directory, &api, &["drain", "s1", "--force"]);
+    assert!(drained.status.success(), "{}", text(&drained));
+}
+
+/// `systemctl reload` does this first, and fails with it: nothing is read again then.
+#[test]
+fn a_reload_fails_where_the_fleet_is_wrong() {
+    let unit = include_str!("../../../packaging/systemd/coreward-controller.service");
+    let mut reloads = unit.lines().filter_map(|line| line.strip_prefix("ExecReload="));
+    let first = reloads.next().unwrap().strip_prefix("/usr/bin/coreward ").unwrap();
+    assert_eq!(reloads.next(), Some("/bin/kill -HUP $MAINPID"));
+    let directory = tempfile::tempdir().unwrap();
+    let config = write_controller(directory.path(), "fleet = \"fleet.toml\"\n");
+    let command = first.replace("/etc/coreward/controller.toml", config.to_str().unwrap());
+    for (fleet, is_right) in [("alpha = 7\n", false), ("alpha = 0.5\n", true)] {
+        std::fs::write(directory.path().join("fleet.toml"), fleet).unwrap();
+        let checked = coreward().args(command.split(' ')).output().unwrap();
+        assert_eq!(checked.status.success(), is_right, "{}", text(&checked));
+    }
+}

@@ -1,0 +1,46 @@
+//! What is compiled into the program: a change loads it anew.
+
+use super::{Broadcast, CorrectionClock};
+
+/// What the services and their tables need. What none needs is not compiled in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct InUse {
+    /// Bits 1 << `enum placement_rule`.
+    pub rules: u32,
+    /// Bits 1 << `enum consistency`.
+    pub modes: u32,
+    /// A service of TCP whose packets carry no cookie.
+    pub timestamps_off: bool,
+    /// A service that the load balancer stamps itself.
+    pub timestamps_lb: bool,
+    /// A service that is adopted or handed over.
+    pub other_balancer: bool,
+    /// A service of UDP.
+    pub udp: bool,
+}
+
+impl InUse {
+    /// What either needs.
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            rules: self.rules | other.rules,
+            modes: self.modes | other.modes,
+            timestamps_off: self.timestamps_off || other.timestamps_off,
+            timestamps_lb: self.timestamps_lb || other.timestamps_lb,
+            other_balancer: self.other_balancer || other.other_balancer,
+            udp: self.udp || other.udp,
+        }
+    }
+}
+
+/// What is fixed when the program is loaded; a change loads it anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Variant {
+    pub in_use: InUse,
+    /// Packets and bytes are counted by server.
+    pub traffic: bool,
+    /// One row of counters per CPU instead of one per receive queue: for generic XDP.
+    pub counters_by_cpu: bool,
+    pub broadcast: Broadcast,
+    pub correction_clock: CorrectionClock,
+}

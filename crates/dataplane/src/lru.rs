@@ -1,0 +1,23 @@
+//! Sizes of LRU maps.
+
+use std::path::Path;
+
+use anyhow::Context as _;
+use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
+
+/// Free entries that each CPU holds back for itself (`LOCAL_FREE_TARGET` in the kernel's `kernel/bpf/bpf_lru_list.c`). Without
+/// room for them a map of 4,096 entries evicts early with two CPUs, and at once with 32.
+const RESERVED_PER_CPU: u32 = 128;
+
+/// Gives `map` room for `capacity` entries, whatever the number of CPUs. A map that is pinned at `pin` keeps its size.
+///
+/// # Errors
+/// When what is pinned cannot be opened, or the map has been made.
+pub(crate) fn set_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
+    let pinned = pin.filter(|pin| pin.exists());
+    let entries = match pinned {
+        Some(pin) => MapHandle::from_pinned_path(pin).with_context(|| pin.display().to_string())?.max_entries(),
+        None => capacity + RESERVED_PER_CPU * libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32,
+    };
+    map.set_max_entries(entries).context("the size of an LRU map")
+}

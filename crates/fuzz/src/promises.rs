@@ -1,0 +1,190 @@
+//! What the documentation promises of every packet, checked on what the program did: derived from docs/design.md alone,
+//! without the model's code, so that a mistake that program and model share is found, too.
+//!
+//! * A packet to one server goes to a server of its service, or to a load balancer that has the connection.
+//! * A new connection goes to a server that takes new ones: neither draining, nor down, nor removed.
+//! * A UDP flow does not stay at a server that is down.
+
+use std::collections::{HashMap, HashSet};
+use std::net::{Ipv4Addr, SocketAddr};
+
+use coreward_model::lb::{Mac, Owner};
+use coreward_model::{ServerId, ServiceAddress};
+
+use crate::frame::{ETHERNET, TCP, UDP, hex};
+use crate::world::{Change, Difference};
+
+/// A service as the changes made it.
+#[derive(Debug)]
+struct Service {
+    address: ServiceAddress,
+    other_balancer: Option<ServerId>,
+    /// Whether each takes new connections as configured: false while it drains.
+    servers: HashMap<ServerId, bool>,
+    /// Who stands in the placement table: servers that are down do not.
+    members: HashSet<ServerId>,
+    /// UDP flows that were forwarded before.
+    seen: HashSet<(Ipv4Addr, u16)>,
+}
+
+/// The state as far as promises depend on it.
+#[derive(Debug, Default)]
+pub struct Promises {
+    /// By place.
+    services: HashMap<usize, Service>,
+    macs: HashMap<ServerId, Option<Mac>>,
+    owners: HashMap<u8, Mac>,
+}
+
+/// What a frame is, as far as promises depend on it.
+struct Seen {
+    source: Ipv4Addr,
+    destination: Ipv4Addr,
+    protocol: u8,
+    /// Source and destination port; `None` in a later fragment.
+    ports: Option<(u16, u16)>,
+    /// Of TCP.
+    flags: u8,
+}
+
+fn read(frame: &[u8]) -> Option<Seen> {
+    const SYN_ACK_FIN_RST: u8 = 0x17;
+    let ip = frame.get(ETHERNET..)?;
+    let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(ip.get(at..at + 4)?).ok()?));
+    let behind = ip.get(usize::from(*ip.first()? & 0xf) * 4..)?;
+    let word = |bytes: &[u8], at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
+    let later = word(ip, 6)? & 0x1fff != 0;
+    let ports = if later { None } else { word(behind, 0).zip(word(behind, 2)) };
+    let flags = if later { 0 } else { behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
+    Some(Seen { source: address(12)?, destination: address(16)?, protocol: *ip.get(9)?, ports, flags })
+}
+
+impl Service {
+    fn vip(&self) -> (Ipv4Addr, u16) {
+        match self.address.socket {
+            SocketAddr::V4(vip) => (*vip.ip(), vip.port()),
+            SocketAddr::V6(_) => unreachable!("IPv4 only"),
+        }
+    }
+
+    fn takes_new_connections(&self, id: ServerId) -> bool {
+        self.servers.get(&id) == Some(&true) && self.members.contains(&id)
+    }
+
+    fn is_down(&self, id: ServerId) -> bool {
+        self.servers.get(&id) == Some(&true) && !self.members.contains(&id)
+    }
+}
+
+impl Promises {
+    /// Takes in what a change made known. `places`: of the services of a [`Change::Services`].
+    pub fn follow(&mut self, change: &Change, places: &[usize]) {
+        match change {
+            Change::Services(services) => {
+                let mut before = std::mem::take(&mut self.services);
+                for ((address, mode), place) in services.iter().zip(places) {
+                    let kept = before.remove(place).filter(|service| service.address == *address);
+                    let mut service = kept.unwrap_or_else(|| Service {
+                        address: *address,
+                        other_balancer: None,
+                        servers: HashMap::new(),
+                        members: HashSet::new(),
+                        seen: HashSet::new(),
+                    });
+                    service.other_balancer = mode.transfer.map(|transfer| transfer.other_balancer());
+                    self.services.insert(*place, service);
+                }
+            }
+            Change::Server(place, id, server) => {
+                let Some(service) = self.services.get_mut(place) else { return };
+                match server {
+                    Some(server) => {
+                        service.servers.insert(*id, server.eligible);
+                        self.macs.insert(*id, server.mac);
+                    }
+                    None => drop(service.servers.remove(id)),
+                }
+            }
+            Change::Table(place, table) => {
+                let Some(service) = self.services.get_mut(place) else { return };
+                service.members = table.members.iter().map(|member| member.server).collect();
+            }
+            Change::Owner(number, Owner::At(mac)) => drop(self.owners.insert(number.get(), *mac)),
+            Change::Owner(number, _) => drop(self.owners.remove(&number.get())),
+            _ => {}
+        }
+    }
+
+    fn is_at(&self, id: ServerId, mac: Mac) -> bool {
+        self.macs.get(&id).copied().flatten() == Some(mac)
+    }
+
+    /// The promise that is broken when `frame` left as `after`.
+    pub fn broken(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
+        let seen = read(frame)?;
+        let destination: Mac = after.get(..6)?.try_into().ok()?;
+        if destination == [0xff; 6] {
+            return None;
+        }
+        let of_vip = |service: &&Service| service.vip().0 == seen.destination;
+        let exactly = |service: &&Service| {
+            seen.ports.is_some_and(|(_, port)| port == service.vip().1)
+                && service.address.protocol.number() == seen.protocol
+        };
+        let with_ports = seen.ports.is_some() && [TCP, UDP].contains(&seen.protocol);
+        let services: Vec<&Service> =
+            self.services.values().filter(of_vip).filter(|service| !with_ports || exactly(service)).collect();
+        let any = |fits: &dyn Fn(&Service, ServerId) -> bool| {
+            services
+                .iter()
+                .any(|service| service.servers.keys().any(|id| fits(service, *id) && self.is_at(*id, destination)))
+        };
+        let other_balancer =
+            services.iter().any(|service| service.other_balancer.is_some_and(|id| self.is_at(id, destination)));
+        let opens = seen.protocol == TCP && seen.flags == 0x02;
+        let to_owner = !opens && seen.protocol != UDP && self.owners.values().any(|owner| *owner == destination);
+        let promise = if other_balancer || to_owner {
+            None
+        } else if !any(&|_, _| true) {
+            Some("a packet goes to a server of its service")
+        } else if opens && !any(&Service::takes_new_connections) {
+            Some("a new connection goes to a server that takes new ones")
+        } else if seen.protocol == UDP && with_ports {
+            self.flow_broken(&services, &seen, destination)
+        } else {
+            None
+        };
+        if seen.protocol == UDP
+            && let Some((port, _)) = seen.ports
+            && let Some(service) =
+                self.services.values_mut().filter(|service| of_vip(&&**service)).find(|service| exactly(&&**service))
+        {
+            service.seen.insert((seen.source, port));
+        }
+        promise.map(|promise| Difference {
+            what: format!("a promise of docs/design.md: {promise}"),
+            expected: hex(frame),
+            found: hex(after),
+        })
+    }
+
+    /// Of a datagram that goes to a server of its service.
+    fn flow_broken(&self, services: &[&Service], seen: &Seen, destination: Mac) -> Option<&'static str> {
+        let [service] = services else { return None };
+        let (port, _) = seen.ports?;
+        let there: Vec<ServerId> = service.servers.keys().copied().filter(|id| self.is_at(*id, destination)).collect();
+        let takes =
+            |id: &ServerId| service.takes_new_connections(*id) && self.macs.get(id).copied().flatten().is_some();
+        if there.iter().any(takes) {
+            return None;
+        }
+        if !service.seen.contains(&(seen.source, port)) {
+            return Some("a new UDP flow goes to a server that takes new ones");
+        }
+        // The placement rule tries some members only: of many that take none it may find none that does.
+        let taking = service.members.iter().filter(|id| takes(id)).count();
+        let all_down = there.iter().all(|id| service.is_down(*id));
+        (all_down && taking > 0 && taking * 2 >= service.members.len())
+            .then_some("a UDP flow leaves a server that is down")
+    }
+}

@@ -1,0 +1,58 @@
+//! A machine that has run out of files cannot check, and says nothing of servers for it. A process of its own, whose limit
+//! it lowers.
+
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use coreward_health::checker::{Checker, Found, Service};
+use coreward_model::health::{Check, Jitter, Place, Probe, Thresholds, Verdict};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+fn service(vip: SocketAddrV4) -> Service<u32> {
+    let check = Check {
+        probe: Probe::Tcp,
+        place: Place::Server,
+        port: None,
+        interval: Duration::from_millis(20),
+        timeout: Duration::from_secs(5),
+        thresholds: Thresholds::new(1, 3).expect("not 0"),
+        jitter: Jitter::new(0.0).expect("from 0 to 1"),
+    };
+    Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST)], paths: None }
+}
+
+fn until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&Found) -> bool) -> Found {
+    let end = Instant::now() + Duration::from_secs(30);
+    loop {
+        let found = checker.found();
+        if let Some((_, found)) = found.first().filter(|(_, found)| is_so(found)) {
+            return found.clone();
+        }
+        assert!(Instant::now() < end, "{what}: {found:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_machine_without_a_free_file_calls_no_server_down() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let Ok(SocketAddr::V4(address)) = listener.local_addr() else { panic!("an IPv4 address") };
+    let checker = Checker::start().unwrap();
+    checker.check(vec![service(address)]);
+    until(&checker, "a server that listens is up", |found| found.verdict() == Some(Verdict::Up));
+
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
+    let blind = until(&checker, "checks that cannot be made withdraw the verdict", |found| {
+        found.verdict() != Some(Verdict::Up)
+    });
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+    assert_eq!((blind.verdict(), blind.failures), (None, 0), "{blind:?}");
+    assert!(blind.error.contains("Too many open files"), "{blind:?}");
+
+    until(&checker, "with files it is up again", |found| found.verdict() == Some(Verdict::Up));
+    drop(listener);
+    let down = until(&checker, "nobody listens", |found| found.verdict() == Some(Verdict::Down));
+    assert!(down.failures >= 3 && down.error == "connection refused", "{down:?}");
+}

@@ -1,0 +1,84 @@
+//! What a NIC does to a packet's addresses and ports before it hashes them.
+
+use coreward_intf as intf;
+
+use super::INPUT_BYTES;
+
+/// What a NIC does to a packet's addresses and ports before it hashes them (`input_xfrm` of `struct ethtool_rxfh`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum InputTransform {
+    /// Nothing.
+    #[default]
+    None,
+    /// Source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR), so that both directions hash alike.
+    SymmetricXor,
+    /// The source is replaced by the OR of both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR): mlx5's default.
+    SymmetricOrXor,
+}
+
+/// A transform that is not known.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
+pub struct UnknownInputTransform(pub u32);
+
+impl TryFrom<u32> for InputTransform {
+    type Error = UnknownInputTransform;
+
+    /// As ethtool numbers them.
+    fn try_from(number: u32) -> Result<Self, UnknownInputTransform> {
+        let found = Self::ALL.into_iter().find(|input| u32::from(input.number()) == number);
+        found.ok_or(UnknownInputTransform(number))
+    }
+}
+
+impl InputTransform {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
+
+    /// As ethtool numbers them.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::None => intf::RSS_INPUT_AS_IT_IS as u8,
+            Self::SymmetricXor => intf::RSS_INPUT_SYMMETRIC_XOR as u8,
+            Self::SymmetricOrXor => intf::RSS_INPUT_SYMMETRIC_OR_XOR as u8,
+        }
+    }
+
+    /// As ethtool prints them.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::SymmetricXor => "symmetric-xor",
+            Self::SymmetricOrXor => "symmetric-or-xor",
+        }
+    }
+
+    /// A source byte and the destination byte at the same place.
+    pub(super) fn of_bytes(self, source: u8, destination: u8) -> (u8, u8) {
+        match self {
+            Self::None => (source, destination),
+            Self::SymmetricXor => (source ^ destination, source ^ destination),
+            Self::SymmetricOrXor => (source | destination, source ^ destination),
+        }
+    }
+
+    /// Addresses and ports of IPv4 (12 bytes) or IPv6 (36), transformed; anything else is taken as addresses alone.
+    pub(super) fn apply(self, tuple: &[u8]) -> Vec<u8> {
+        let mut tuple = tuple.to_vec();
+        let addresses = match tuple.len() {
+            IPV4_BYTES | INPUT_BYTES => tuple.len() - 4,
+            other => other,
+        };
+        let (addresses, ports) = tuple.split_at_mut(addresses);
+        for pair in [addresses, ports] {
+            let (sources, destinations) = pair.split_at_mut(pair.len() / 2);
+            for (source, destination) in sources.iter_mut().zip(destinations) {
+                (*source, *destination) = self.of_bytes(*source, *destination);
+            }
+        }
+        tuple
+    }
+}
+
+/// Bytes of the input of IPv4 with ports.
+const IPV4_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;

@@ -1,0 +1,53 @@
+//! Services of a configuration that whoever receives it cannot use, as of a newer controller with a value that this version does not
+//! know. All else of the configuration is used all the same: keys, other services, and which of these servers take connections.
+
+use crate::configuration::{Server, Service, StampedService, parse_each};
+use crate::{WireError, v1};
+
+/// A service that cannot be used.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RefusedService {
+    /// Its name.
+    pub name: String,
+    /// Its index, where it has one, as it came.
+    pub index: u32,
+    /// What is wrong.
+    pub reason: WireError,
+    /// Its pool, as far as that can be used.
+    pub servers: Option<Vec<Server>>,
+}
+
+impl RefusedService {
+    /// The service as it was before, with the servers of now: drains go on.
+    pub fn kept(&self, before: &Service) -> Service {
+        Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
+    }
+
+    /// For the controller; `generation`: of the configuration.
+    pub fn message(&self, generation: u64) -> v1::RefusedUpdate {
+        v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
+    }
+}
+
+/// Takes out of a configuration the services that cannot be used.
+pub fn take_refused(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
+    let mut refused = Vec::new();
+    message.services.retain(|service| {
+        let Err(reason) = Service::try_from(service) else { return true };
+        let servers = parse_each("servers", &service.servers).ok();
+        refused.push(RefusedService { name: service.name.clone(), index: service.index, reason, servers });
+        false
+    });
+    refused
+}
+
+/// The same of an agent's.
+pub fn take_refused_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
+    let mut refused = Vec::new();
+    message.services.retain(|service| {
+        let Err(reason) = StampedService::try_from(service) else { return true };
+        refused.push(RefusedService { name: service.name.clone(), index: 0, reason, servers: None });
+        false
+    });
+    refused
+}

@@ -1,0 +1,169 @@
+//! The shipped systemd units without systemd: their command lines, users, capabilities, limits and read-only paths around the
+//! real binary, with the configuration that the documentation shows.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::skip_without_privilege;
+use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// Whoever `User=` names, on a machine that need not have the user.
+const USER: &str = "65534";
+
+/// Makes a root of its own from the machine's (an overlay, which is gone with the mount namespace), puts binary and files into it,
+/// makes it read-only but for what the unit leaves writable, and runs the unit's command there.
+///
+/// Arguments: folder for the overlay, binary, folder of /etc/coreward's files, state directory or nothing, further writable path
+/// or nothing, limit of open files, user, bounding set, command.
+const SCRIPT: &str = r#"
+set -e
+work=$1 binary=$2 files=$3 state=$4 writable=$5 open_files=$6 user=$7 bounding_set=$8
+shift 8
+mount -t tmpfs -o mode=0755 tmpfs "$work"
+mkdir "$work/upper" "$work/work" "$work/root"
+mount -t overlay -o "lowerdir=/,upperdir=$work/upper,workdir=$work/work" overlay "$work/root"
+root=$work/root
+cp "$binary" "$root/usr/bin/coreward"
+rm -rf "$root/etc/coreward"
+cp -r "$files" "$root/etc/coreward"
+chmod -R u=rwX,go=rX "$root/etc/coreward"
+mkdir -p "$root/var/lib/coreward"
+mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
+mount --rbind /dev "$root/dev"
+mount -o remount,ro "$root"
+mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+if [ -n "$state" ]; then
+	mount -t tmpfs -o mode=0700 tmpfs "$root/var/lib/$state"
+	chown "$user:$user" "$root/var/lib/$state"
+fi
+[ -z "$writable" ] || [ "$writable" = /sys/fs/bpf ] || exit 9
+ip link set lo up
+ip link add eth0 type veth peer name eth1
+ip link set eth0 up
+ip link set eth1 up
+ip address add 10.1.1.1/16 dev eth0
+umask 0077
+exec prlimit --nofile="$open_files" chroot "$root" setpriv --reuid "$user" --regid "$user" --clear-groups \
+	--no-new-privs --inh-caps=-all --bounding-set "$bounding_set" "$@"
+"#;
+
+struct Unit(String);
+
+impl Unit {
+    fn read(name: &str) -> Self {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../packaging/systemd");
+        Self(fs::read_to_string(folder.join(format!("coreward-{name}.service"))).unwrap())
+    }
+
+    fn setting(&self, key: &str) -> Option<&str> {
+        self.0.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+    }
+}
+
+/// A unit's process; killed with this value, and its namespaces go with it.
+struct Started {
+    child: Child,
+    directory: tempfile::TempDir,
+}
+
+impl Started {
+    /// With `files` in /etc/coreward: name and content.
+    fn start(unit: &str, files: &[(&str, &str)]) -> Self {
+        let unit = Unit::read(unit);
+        assert_eq!(unit.setting("ProtectSystem"), Some("strict"));
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        for folder in ["overlay", "files"] {
+            fs::create_dir(path(folder)).unwrap();
+        }
+        for (name, content) in files {
+            fs::write(path("files").join(name), content).unwrap();
+        }
+        let capabilities = unit.setting("CapabilityBoundingSet").unwrap().split_whitespace();
+        let bounding_set = capabilities.fold("-all".to_owned(), |set, capability| {
+            set + ",+" + &capability.strip_prefix("CAP_").unwrap().to_lowercase()
+        });
+        let log = fs::File::create(path("log")).unwrap();
+        let mut command = Command::new("unshare");
+        // systemd's default: DefaultLimitNOFILE=1024:524288.
+        let open_files = unit.setting("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
+            // Nobody raises the limit of a container.
+            let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            limit.parse::<u64>().unwrap().min(most).to_string()
+        });
+        command.args(["--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", SCRIPT, "unit"]);
+        command.arg(path("overlay")).arg(coreward_command().unwrap()).arg(path("files"));
+        command.args([unit.setting("StateDirectory").unwrap_or(""), unit.setting("ReadWritePaths").unwrap_or("")]);
+        command.args([open_files.as_str(), unit.setting("User").map_or("0", |_| USER), &bounding_set]);
+        command.args(unit.setting("ExecStart").unwrap().split_whitespace());
+        let child = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
+        Self { child, directory }
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.directory.path().join("log")).unwrap()
+    }
+
+    /// Waits until its log says so, and it goes on for a while.
+    fn says(&mut self, expected: &str) {
+        let end = Instant::now() + LIMIT;
+        while !self.log().contains(expected) {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none() && Instant::now() < end, "no {expected:?} ({ended:?}): {}", self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        for complaint in ["Read-only file system", "Permission denied", "Operation not permitted", "stays as it is"] {
+            assert!(!self.log().contains(complaint), "{}", self.log());
+        }
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        // The first process of the namespace first: a change of user has taken from it that it dies with its parent. Errors mean
+        // that it has ended already.
+        let id = self.child.id();
+        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+        for child in children.split_whitespace().filter_map(|child| child.parse().ok()) {
+            let _ = kill(Pid::from_raw(child), Signal::SIGKILL);
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn every_unit_starts_with_what_it_leaves_its_daemon() {
+    if skip_without_privilege("every_unit_starts_with_what_it_leaves_its_daemon") {
+        return;
+    }
+    let pins = |daemon: &str| format!("/sys/fs/bpf/coreward-test-{}-{daemon}", std::process::id());
+    let controller = "listen = \"10.1.1.1:7400\"\n";
+    let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
+    Started::start("controller", &[("controller.toml", &alone)]).says("listening on 10.1.1.1:7400");
+    // As docs/high-availability.md has it: no token_directory, and here no etcd that answers.
+    let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
+    Started::start("controller", &[("controller.toml", &of_several)]).says("listening on 10.1.1.1:7400");
+    let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
+    Started::start("rack", &[("rack.toml", rack)]).says("listening on 10.1.1.1:7500");
+    let balancer = format!(
+        "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
+        pins("lb")
+    );
+    Started::start("lb", &[("lb.toml", &balancer)]).says("lb1 attached at eth0");
+    let agent = format!(
+        "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
+        pins("agent")
+    );
+    Started::start("agent", &[("agent.toml", &agent)]).says("programs attached at eth0");
+    for daemon in ["lb", "agent"] {
+        fs::remove_dir_all(pins(daemon)).unwrap();
+    }
+}
