@@ -12,6 +12,7 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::topology::{DEVICE, SERVICE, VIP, server_address};
 use coreward_testbed::{Testbed, TestbedOptions, counters, nginx, skip_without_privilege};
+use nix::unistd::{Pid, getpgid};
 
 fn options(instance: &str, servers: u16) -> TestbedOptions {
     TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
@@ -41,6 +42,9 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 
     let nginx = testbed.start_nginx(1)?;
     assert_eq!(nginx.workers().len(), 4);
+    // Else SIGHUP comes to all when a shell ends while one process of the testbed is stopped.
+    let pid = Pid::from_raw(nginx.pid() as i32);
+    assert_eq!(getpgid(Some(pid))?, pid);
     route_vip_to_server_1(&testbed)?;
     let large = curl(&testbed, nginx::LARGE_FILE, &[])?;
     assert_eq!(large.len(), nginx::LARGE_FILE_BYTES);
