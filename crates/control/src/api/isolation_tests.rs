@@ -1,11 +1,11 @@
 //! No request keeps another one or a table waiting: the worst of each kind that may be sent, at the largest size that is documented,
 //! before a fleet as large as there may be one. Measured as CPU time of what all others share, the API's thread and the
-//! controller's lock, so that a busy machine changes nothing.
+//! controller's lock: a busy machine changes nothing.
 
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use coreward_api::Role;
@@ -15,10 +15,11 @@ use coreward_api::tokens::{Tokens, token_file};
 use coreward_api::types::MAX_EXPLAINED;
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
+use nix::time::{ClockId, clock_gettime};
 use reqwest::{Client, Method};
 use serde_json::{Value, json};
 
-use super::PACKETS_BODY;
+use super::{PACKETS_BODY, look, router};
 use crate::config::ControllerConfig;
 use crate::controller::Controller;
 use crate::server::keeper::Keeper;
@@ -57,6 +58,39 @@ struct Site {
     shared: Arc<Shared>,
     client: Client,
     tokens: [String; 2],
+    api_thread: Arc<ApiThread>,
+}
+
+#[derive(Default)]
+struct ApiThread {
+    /// Nanoseconds of CPU time that it spent without a look at what else is due, at most.
+    longest: AtomicU64,
+    looks: AtomicU64,
+}
+
+impl ApiThread {
+    /// The longest time since the last call, with what ends now.
+    async fn longest(&self) -> Duration {
+        let looks = self.looks.load(Ordering::Relaxed);
+        while self.looks.load(Ordering::Relaxed) < looks + 2 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        Duration::from_nanos(self.longest.swap(0, Ordering::Relaxed))
+    }
+}
+
+/// Runs on the API's thread: a request that is due there waits as long as this future does.
+async fn watch_thread(api_thread: Arc<ApiThread>) {
+    let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
+    let mut before = cpu_time();
+    loop {
+        // Less than a poll that matters, and long enough that the thread rests.
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        let now = cpu_time();
+        api_thread.longest.fetch_max(now - before, Ordering::Relaxed);
+        api_thread.looks.fetch_add(1, Ordering::Relaxed);
+        before = now;
+    }
 }
 
 impl Site {
@@ -67,6 +101,24 @@ impl Site {
         let request = request.header("content-type", "application/json").body(body.clone());
         let answer = request.send().await.unwrap();
         (answer.status().as_u16(), answer.bytes().await.unwrap().len())
+    }
+
+    /// What the request was, and how long the API's thread and the controller's lock were kept from others at a time.
+    async fn measure(&self, request: &Request) -> (String, Duration, Duration) {
+        self.held();
+        self.api_thread.longest().await;
+        let (status, bytes) = self.request(request).await;
+        let (thread, held) = (self.api_thread.longest().await, self.held());
+        let (method, path, _, body) = request;
+        let beginning: String = body.chars().take(60).collect();
+        let seen = format!("{method} {path} {beginning}: {status}, {bytes} bytes, API {thread:?}, lock {held:?}");
+        assert!(status == 200 || status == 400 || status == 405, "{seen}");
+        (seen, thread, held)
+    }
+
+    /// The longest that somebody had the controller since the last call.
+    fn held(&self) -> Duration {
+        Duration::from_nanos(self.shared.held_longest.swap(0, Ordering::Relaxed))
     }
 }
 
@@ -90,10 +142,15 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
     let token = |role| std::fs::read_to_string(token_file(directory, role)).unwrap().trim().to_owned();
     let tokens = [Role::Viewer, Role::Operator].map(token);
     let client = Client::builder().no_proxy().build().unwrap();
-    let site = Site { address, shared: shared.clone(), client, tokens };
+    let api_thread = Arc::default();
+    let site = Site { address, shared: shared.clone(), client, tokens, api_thread };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
-        let hangup = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::hangup()).unwrap();
-        let _serving = super::serve(listener, Plain, Arc::new(office), drawn, hangup).unwrap();
+        let (router, api) = router(Arc::new(office), drawn).unwrap();
+        let watch = watch_thread(site.api_thread.clone());
+        let beside = async {
+            tokio::join!(look(api), watch);
+        };
+        let _serving = listener.serve(Plain, router, || (), beside).unwrap();
         let keep = async {
             while let Some(WantedChange { change, author, done }) = changes.recv().await {
                 let (back, outcome) = make(keeper, &shared, change, author).await.unwrap();
@@ -194,42 +251,35 @@ fn worst() -> Vec<Request> {
     requests
 }
 
-/// CPU time of this process' thread that moves the API's bytes.
-fn api_thread_time() -> Duration {
-    let threads = std::fs::read_dir("/proc/self/task").unwrap().map(|entry| entry.unwrap().path());
-    let named =
-        |path: &std::path::PathBuf| std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "api\n");
-    let nanoseconds = |path: std::path::PathBuf| {
-        let text = std::fs::read_to_string(path.join("schedstat")).unwrap();
-        text.split(' ').next().unwrap().parse::<u64>().unwrap()
-    };
-    Duration::from_nanos(threads.filter(named).map(nanoseconds).sum())
+/// A hypervisor that takes the processor away counts as CPU time; but what a request takes, it takes each time.
+const ATTEMPTS: u64 = 5;
+
+async fn keeps_nobody_waiting(site: &Site, request: impl Fn(u64) -> Request) {
+    let mut seen = String::new();
+    for attempt in 0..ATTEMPTS {
+        let (thread, held);
+        (seen, thread, held) = site.measure(&request(attempt)).await;
+        if thread < LONGEST && held < LONGEST {
+            return eprintln!("{seen}");
+        }
+    }
+    panic!("{ATTEMPTS} times at least {LONGEST:?}; the last: {seen}");
 }
 
 #[test]
 fn the_largest_request_keeps_nobody_waiting() {
     let directory = tempfile::tempdir().unwrap();
     with_site(directory.path(), async |site| {
-        let put = json!({ "name": "fleet.toml", "text": fleet(""), "generation": 0, "dry_run": false }).to_string();
-        let (status, _) = site.request(&(Method::PUT, "/v1/fleet".to_owned(), Role::Operator, put)).await;
-        assert_eq!(status, 200);
-        let held = || Duration::from_nanos(site.shared.held_longest.swap(0, Ordering::Relaxed));
-        let configuring = held();
-        assert!(configuring < LONGEST, "a new document: {configuring:?}");
+        keeps_nobody_waiting(site, |attempt| {
+            let text = fleet(&format!("# {attempt}\n"));
+            let put = json!({ "name": "fleet.toml", "text": text, "generation": attempt, "dry_run": false });
+            (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, put.to_string())
+        })
+        .await;
         // Policies take what they take; that is no request.
         site.shared.make_due_tables(Duration::from_secs(3600));
-        held();
         for request in worst() {
-            held();
-            let before = api_thread_time();
-            let (status, bytes) = site.request(&request).await;
-            let (thread, held) = (api_thread_time() - before, held());
-            let (method, path, _, body) = &request;
-            let beginning: String = body.chars().take(60).collect();
-            let what = format!("{method} {path} {beginning}: {status}, {bytes} bytes, API {thread:?}, lock {held:?}");
-            eprintln!("{what}");
-            assert!(status == 200 || status == 400 || status == 405, "{what}");
-            assert!(thread < LONGEST && held < LONGEST, "{what}");
+            keeps_nobody_waiting(site, |_| request.clone()).await;
         }
     });
 }
