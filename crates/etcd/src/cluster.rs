@@ -33,8 +33,8 @@ pub struct Cluster {
     /// Which one answered last.
     preferred: AtomicUsize,
     latencies: Mutex<Latencies>,
-    /// That were granted to this process and may go on.
-    leases: Mutex<BTreeSet<i64>>,
+    /// That were granted to this process and may go on. `None`: it has left.
+    leases: Mutex<Option<BTreeSet<i64>>>,
     /// Its own thread: however busy the controller is, its lease is kept alive. `None`: it is ending.
     runtime: Option<Runtime>,
 }
@@ -52,7 +52,8 @@ impl Cluster {
             .build()
             .map_err(|error| EtcdError::Refused(format!("no thread for it: {error}")))?;
         let clients = RwLock::new(thread.block_on(connect(endpoints, tls))?);
-        let (preferred, latencies, leases) = Default::default();
+        let (preferred, latencies) = Default::default();
+        let leases = Mutex::new(Some(BTreeSet::new()));
         Ok(Self { endpoints: endpoints.to_vec(), clients, preferred, latencies, leases, runtime: Some(thread) })
     }
 
@@ -82,24 +83,31 @@ impl Cluster {
         *self.latencies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn leases(&self) -> MutexGuard<'_, BTreeSet<i64>> {
+    fn leases(&self) -> MutexGuard<'_, Option<BTreeSet<i64>>> {
         self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers a lease that was granted to this process; whether it may use it: not when it has left meanwhile.
+    pub(crate) fn hold(&self, lease: i64) -> bool {
+        self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
 
     /// Ends a lease now.
     pub(crate) async fn revoke(&self, lease: i64, until: Moment) -> Result<(), EtcdError> {
         // Where etcd cannot be told it ends by itself.
-        self.leases().remove(&lease);
+        if let Some(held) = self.leases().as_mut() {
+            held.remove(&lease);
+        }
         self.call(until, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
     }
 
-    /// Ends what this process holds in etcd, so that others need not wait: whoever was about to lead when it was told to stop,
-    /// too. Returns whether it held anything.
+    /// Ends what this process holds in etcd, so that others need not wait; from now on it cannot lead. Returns whether it held
+    /// anything.
     ///
     /// # Errors
     /// When etcd cannot be told; then it ends by itself.
     pub async fn leave(&self) -> Result<bool, EtcdError> {
-        let held = self.leases().clone();
+        let held = self.leases().take().unwrap_or_default();
         let until = Moment::now() + PATIENCE;
         for lease in &held {
             self.revoke(*lease, until).await?;

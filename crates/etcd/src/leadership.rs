@@ -139,7 +139,10 @@ impl Candidate {
             cluster.call(began + PATIENCE, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
-        cluster.leases().insert(lease);
+        // A campaign goes on while its process leaves: the leader's key would outlive it by a lease.
+        if !cluster.hold(lease) {
+            return Err(EtcdError::Deposed("this process is ending".to_owned()));
+        }
         let attempt = self.take(cluster, lease, began, time).await;
         if !matches!(attempt, Ok(Attempt::Won(_))) {
             // The lease that was for nothing ends by itself; sooner is better.

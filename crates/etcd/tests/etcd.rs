@@ -186,15 +186,16 @@ fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
     eventually("etcd has started", || look(&cluster) == Ok(Seen::Nobody));
-    assert!(!cluster.block_on(cluster.leave()).unwrap(), "it holds nothing");
     // Nobody knows yet that it has won.
     let lease = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).unwrap());
     assert!(other.block_on(candidate("b", lease).lead_now(other.clone())).is_err());
     assert!(cluster.block_on(cluster.leave()).unwrap());
-    let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
-    // What was in vain is held no more, and who has resigned has nothing left.
+    // Its campaign goes on until the process has ended, and wins nothing.
     assert!(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).is_err());
+    assert_eq!(look(&other), Ok(Seen::Nobody));
+    let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
+    // Who has resigned has nothing left.
     other.block_on(second.resign()).unwrap();
     assert!(!other.block_on(other.leave()).unwrap());
 }
