@@ -1,30 +1,15 @@
 //! Where nobody takes what the program says: a disk that is full of logs, a reader who has gone.
 
+mod support;
+
 use std::fs::OpenOptions;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use support::{Daemon, coreward};
+
 const PATIENCE: Duration = Duration::from_secs(30);
-
-fn coreward() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_coreward"))
-}
-
-/// Ends with the test, however that ends.
-struct Daemon(Child);
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn signal(child: &Child, name: &str) {
-    let kill = Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap();
-    assert!(kill.success(), "it has ended");
-}
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let limit = Instant::now() + PATIENCE;
@@ -55,12 +40,12 @@ fn a_daemon_whose_log_finds_no_room_goes_on() {
     for round in 0..5 {
         let token = path("viewer.token");
         std::fs::remove_file(&token).unwrap();
-        signal(&controller.0, "HUP");
+        controller.signal("HUP");
         wait_until("it has read the files again", || token.exists() || controller.0.try_wait().unwrap().is_some());
         assert_eq!(controller.0.try_wait().unwrap(), None, "it has ended in round {round}");
         write_fleet(if round % 2 == 0 { "alpha = 5\n" } else { "alpha = 0.5\n" });
     }
-    signal(&controller.0, "TERM");
+    controller.signal("TERM");
     assert!(controller.0.wait().unwrap().success());
 }
 

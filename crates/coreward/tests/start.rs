@@ -1,30 +1,13 @@
 //! A controller that starts: what comes too early, and on a disk where nothing can be written.
 
+mod support;
+
 use std::fs::OpenOptions;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, Command, Output, Stdio};
+use std::process::{ChildStderr, Command, Output, Stdio};
 
-fn coreward() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_coreward"))
-}
-
-/// Ends with the test, however that ends.
-struct Daemon(Child);
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-impl Daemon {
-    fn signal(&self, name: &str) {
-        let kill = Command::new("kill").args(["-s", name, &self.0.id().to_string()]).status().unwrap();
-        assert!(kill.success(), "it has ended");
-    }
-}
+use support::{Daemon, coreward};
 
 /// The controller's file; `more`: further keys.
 fn write_controller(directory: &Path, more: &str) -> PathBuf {
