@@ -340,12 +340,14 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 							struct decision *decision)
 {
 	struct flow_table_entry entry = decide_by_bucket(state, packet, decision);
+	__u32 hint = FLOW_HINT;
 
 	if (decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER) {
 		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
 		if (decision->outcome != LB_COUNTER_FIRST)
 			return;
 		entry.before = entry.server_id;
+		hint = 0;
 	} else if (!found) {
 		return;
 	}
@@ -353,7 +355,7 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 		entry.before = stale;
 	entry.server_id = decision->server_id;
 	decision->before = entry.before;
-	insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
+	insert_flow(ctx, decision->service, packet, entry, hint);
 }
 
 /*

@@ -106,7 +106,8 @@ static __always_inline bool find_flow(__u32 service, const struct packet *packet
 		use = *(volatile __u64 *)&set->use[i];
 		if (flow_is_idle(use))
 			return false;
-		if ((__u32)use != now)
+		/* Not if another CPU has put another flow there meanwhile. */
+		if ((__u32)use != now && *(volatile __u64 *)&set->flow[i] == flow)
 			*(volatile __u64 *)&set->use[i] = (use >> FLOW_SERVICE_SHIFT << FLOW_SERVICE_SHIFT) | now;
 		entry->server_id = flow;
 		entry->before = flow >> FLOW_BEFORE_SHIFT;

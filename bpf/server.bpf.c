@@ -155,6 +155,8 @@ int server_egress(struct __sk_buff *skb)
 	struct bpf_sock *sk;
 	__u32 milliseconds, last_echo = 0, number, cookie;
 	struct time_part time;
+	/* A SYN-ACK of a SYN cookie has no socket either, but has come from no device. */
+	bool forwarded = !skb->sk && skb->ingress_ifindex;
 
 	if (locate_pulled(skb, &segment) != LOCATED_TCP)
 		return TC_ACT_UNSPEC;
@@ -183,12 +185,13 @@ int server_egress(struct __sk_buff *skb)
 		last_echo = socket->rx_opt.rcv_tsecr;
 		watch_connection(&segment, socket);
 	} else if (!plain_clock(milliseconds)) {
-		count(segment.syn && !sk ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK : SERVER_COUNTER_EGRESS_OTHER_CLOCK);
+		count(segment.syn && forwarded ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK
+					       : SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 		return TC_ACT_UNSPEC;
 	} else if (segment.syn) {
 		if (sk)
 			watch_handshake(sk);
-		else
+		else if (forwarded)
 			count(SERVER_COUNTER_EGRESS_FORWARDED);
 	}
 	count(SERVER_COUNTER_STAMPED);

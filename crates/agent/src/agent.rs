@@ -19,7 +19,8 @@ use coreward_model::load::CoreReadings;
 use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
-    AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, v1,
+    AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, StampedService,
+    v1,
 };
 
 use crate::chain::Chain;
@@ -207,8 +208,11 @@ impl Agent {
         }
         // What cannot be used stays as it is.
         let before = self.configuration.iter().flat_map(|before| &before.services);
-        let kept = before.filter(|service| refused.iter().any(|refused| refused.name == service.name));
-        configuration.services.extend(kept.cloned());
+        let is_refused = |service: &&StampedService| refused.iter().any(|refused| refused.name == service.name);
+        let is_free =
+            |service: &&StampedService| configuration.services.iter().all(|other| other.address != service.address);
+        let kept: Vec<StampedService> = before.filter(is_refused).filter(is_free).cloned().collect();
+        configuration.services.extend(kept);
         self.refused = refused.iter().map(|service| service.message(generation)).collect();
         if let Err(error) = self.try_configure(&configuration) {
             self.refuse_all(generation, format!("{error:#}"));
@@ -224,6 +228,7 @@ impl Agent {
 
     /// Nothing of a configuration can be used.
     pub fn refuse_all(&mut self, generation: u64, reason: String) {
+        self.refused.retain(|refused| !refused.service.is_empty());
         self.refused.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
     }
 

@@ -111,3 +111,27 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
         Ok(())
     })
 }
+
+#[test]
+fn handshakes_by_syn_cookies_are_of_no_other_namespace() -> anyhow::Result<()> {
+    if skip_without_privilege("handshakes_by_syn_cookies_are_of_no_other_namespace") {
+        return Ok(());
+    }
+    let testbed = testbed("tsyncookie")?;
+    let _nginx = testbed.start_nginx(1)?;
+    testbed.server(1)?.within(|| {
+        let mut agent = Agent::start(config(&testbed))?;
+        agent.configure(configuration(), &[]);
+        let mut always = Command::new("sysctl");
+        always.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
+        testbed.run(testbed.server(1)?, always)?;
+        wait_until("nginx answers", || Ok(get(&testbed, "/", 20_000).is_ok()))?;
+        let before = counter(&mut agent, "stamped");
+        for port in 20_001..20_009 {
+            get(&testbed, "/", port)?;
+        }
+        assert!(counter(&mut agent, "stamped") - before >= 2 * 8);
+        assert_eq!(counter(&mut agent, "egress_forwarded"), 0);
+        agent.detach()
+    })
+}

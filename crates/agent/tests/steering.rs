@@ -69,6 +69,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
         drop(agent);
         served_by(&testbed, 22_000, &[first[0], respawned, first[2], first[3]])?;
         let mut agent = Agent::start(config(&testbed))?;
+        assert_eq!(counter(&mut agent, "steered"), 96, "before it knows the service");
         agent.configure(configuration(), &[]);
         look_until_steered(&mut agent)?;
         served_by(&testbed, 23_000, &[first[0], respawned, first[2], first[3]])?;

@@ -37,6 +37,29 @@ pub(crate) struct Parsed<'a> {
     pub(crate) more: usize,
 }
 
+/// How much of a text is made values of at first, bytes; half as much again each time.
+const FIRST_PART: usize = 64 << 10;
+
+/// The values of a text, or of a part of it that has more errors than are shown: also an error of a value (a key that is there twice)
+/// costs a hundred times its size.
+fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
+    let mut size = FIRST_PART;
+    loop {
+        let part = text.get(..size).and_then(|part| Some(&part[..=part.rfind('\n')?]));
+        // What ends within a character or in its first line: the next size may do.
+        if size >= text.len() {
+            return DeTable::parse_recoverable(text);
+        }
+        if let Some(part) = part {
+            let (table, errors) = DeTable::parse_recoverable(part);
+            if errors.len() > SHOWN {
+                return (table, errors);
+            }
+        }
+        size += size / 2;
+    }
+}
+
 impl Source {
     /// # Errors
     /// When the file cannot be read, is larger than 8 MiB, or is no text.
@@ -111,7 +134,7 @@ impl Source {
             }
         });
         let end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
-        let (table, mut errors) = DeTable::parse_recoverable(&self.text[..end]);
+        let (table, mut errors) = first_values(&self.text[..end]);
         let found = errors.len().max(count);
         errors.truncate(SHOWN);
         Parsed { table, more: found - errors.len(), errors }

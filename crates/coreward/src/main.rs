@@ -287,8 +287,20 @@ fn main() -> ExitCode {
     }
 }
 
+impl Command {
+    /// Whether it runs until it is told to end, by rules of its own for signals and secrets.
+    fn is_daemon(&self) -> bool {
+        match self {
+            Self::Controller(_) | Self::Rack(_) => true,
+            Self::Lb(args) => args.command.is_none() && !args.detach,
+            Self::Agent(args) => args.command.is_none() && !args.detach,
+            _ => false,
+        }
+    }
+}
+
 fn run(command: Command) -> anyhow::Result<()> {
-    if matches!(command, Command::Controller(_) | Command::Lb(_) | Command::Agent(_) | Command::Rack(_)) {
+    if command.is_daemon() {
         coreward_daemon::hold_signals()?;
         coreward_config::refuse_others_secrets();
     }

@@ -11,6 +11,8 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
+use libbpf_rs::MapCore as _;
+use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use crate::mapped::Mapped;
@@ -30,6 +32,29 @@ pub struct Steer {
     workers: SocketArray,
     state: Mapped<intf::steer_state>,
     taken_over: bool,
+}
+
+/// What the steering of one service has counted, also where nobody steers it now.
+#[derive(Debug)]
+pub struct Counts(Mapped<intf::steer_state>);
+
+impl Counts {
+    /// Of the pins that [`Steer::load`] made.
+    ///
+    /// # Errors
+    /// When there are none, or of another version.
+    pub fn pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
+        let path = pin_directory.join("steer").join(name).join("state");
+        let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
+        let (found, expected) = (map.value_size() as usize, size_of::<intf::steer_state>());
+        anyhow::ensure!(found == expected, "{}: {found} bytes of another version, expected {expected}", path.display());
+        Ok(Self(Mapped::new(&map)?))
+    }
+
+    /// The counters in the order of [`COUNTER_NAMES`].
+    pub fn values(&self) -> [u64; COUNTERS] {
+        *self.0.read(offset_of!(intf::steer_state, counters))
+    }
 }
 
 impl Steer {

@@ -31,9 +31,13 @@ fn udp(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceMode) {
     (ServiceAddress { protocol, ..service(vip) }, ServiceMode::default_for(protocol))
 }
 
-fn drain(balancer: &mut Balancer, id: ServerId) {
+fn set_eligible(balancer: &mut Balancer, id: ServerId, eligible: bool) {
     let mac = Some(balancer.macs[&(0, id)]);
-    balancer.lb.set_server(balancer.services[0], id, Server { mac, eligible: false });
+    balancer.lb.set_server(balancer.services[0], id, Server { mac, eligible });
+}
+
+fn drain(balancer: &mut Balancer, id: ServerId) {
+    set_eligible(balancer, id, false);
 }
 
 /// Connections without timestamps, and new ones of the same ports: after a server began to drain, and after the table was
@@ -114,6 +118,32 @@ fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
     balancer.expect_sent(0, &frame(ACK), at, Identification::Before(Some(ids[0])), "flow");
 }
 
+/// Nothing else finds its server: where the bucket's one drains, or is masked while no controller makes tables.
+#[test]
+fn flood_forgets_no_connection_that_only_the_flow_table_knows() {
+    if !may_load_bpf("flood_forgets_no_connection_that_only_the_flow_table_knows") {
+        return;
+    }
+    const ENTRIES: u32 = 1 << 10;
+    let mut rng = seeded_rng(116, 0);
+    let options = Options { flow_table_entries: ENTRIES, ..Options::default() };
+    let mut balancer = Balancer::with(&[(service(WEB), ServiceMode::default())], options, &mut rng);
+    let ids = balancer.replace_servers(0, 6, &mut rng);
+    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    balancer.install(0, &table);
+    drain(&mut balancer, ids[0]);
+    let drains = |client: &(Ipv4Addr, u16)| table.choose_consistent(&FourTuple::ipv4(*client, WEB)) == Some(ids[0]);
+    let clients: Vec<_> = std::iter::repeat_with(|| client(&mut rng)).filter(drains).take(20).collect();
+    let frame = |client, flags| Tcp { flags, ..Tcp::new(client, WEB) }.frame();
+    let opened: Vec<_> = clients.iter().map(|client| balancer.destination(&frame(*client, SYN))).collect();
+    assert!(!opened.contains(&balancer.macs[&(0, ids[0])]));
+    for _ in 0..10 * ENTRIES {
+        balancer.run(&frame(client(&mut rng), ACK));
+    }
+    let after: Vec<_> = clients.iter().map(|client| balancer.destination(&frame(*client, ACK))).collect();
+    assert_eq!(after, opened);
+}
+
 #[test]
 fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
     if !may_load_bpf("udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains") {
@@ -137,6 +167,10 @@ fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
         }
     }
     assert!(before.contains(&down) && before.contains(&draining));
+    // It drains no more, and the table that has it comes later.
+    set_eligible(&mut balancer, ids[0], true);
+    assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
+    drain(&mut balancer, ids[0]);
     // They stay where they are when the server comes back.
     balancer.install(0, &random_table(Rule::RoundRobin, 3, 1, &ids[1..], &mut rng));
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);

@@ -99,7 +99,10 @@ impl Promises {
                 let Some(service) = self.services.get_mut(place) else { return };
                 match server {
                     Some(server) => {
-                        service.servers.insert(*id, server.eligible);
+                        // What was draining is up until a table says otherwise.
+                        if service.servers.insert(*id, server.eligible) == Some(false) && server.eligible {
+                            service.members.insert(*id);
+                        }
                         self.macs.insert(*id, server.mac);
                     }
                     None => drop(service.servers.remove(id)),

@@ -373,7 +373,7 @@ fn logged(outcome: anyhow::Result<()>) {
     }
 }
 
-/// The table that is in force now, if it can be.
+/// The table that is in force now; `None`: it cannot be used, which is told.
 fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let outcome = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
@@ -389,5 +389,5 @@ fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> 
             outcome.map(|()| v1::TableInForce::default())
         }
     };
-    outcome.inspect_err(|error| tracing::error!("the controller's table cannot be used: {error:#}")).ok()
+    outcome.ok()
 }

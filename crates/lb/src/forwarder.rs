@@ -127,7 +127,7 @@ impl Forwarder {
         self.confirmed = 0;
         self.number = None;
         self.lacks_configuration = false;
-        self.refusals.forget(false);
+        self.refusals.clear();
         self.health.begin_stream();
     }
 

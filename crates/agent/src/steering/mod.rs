@@ -18,7 +18,7 @@ use anyhow::Context as _;
 use coreward_dataplane::listeners::{self, Inode, Listener};
 use coreward_dataplane::reuseport;
 use coreward_dataplane::sockets::counts::listening;
-use coreward_dataplane::steer::{self, Steer as Program};
+use coreward_dataplane::steer::{self, Counts, Steer as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 
@@ -33,6 +33,8 @@ pub struct Steering {
     mode: Steer,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddrV4, Service>,
+    /// Of all services that are or were steered: a counter never goes back, whatever the configuration says.
+    counts: BTreeMap<SocketAddrV4, Counts>,
 }
 
 #[derive(Debug)]
@@ -72,7 +74,10 @@ struct Seen {
 impl Steering {
     /// Steers nothing yet. Pins are below `pin_directory`.
     pub fn new(mode: Steer, pin_directory: &Path) -> Self {
-        Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new() }
+        // What is of another version is refused with its service.
+        let counts = |address| Some((address, Counts::pinned(pin_directory, &pin_name(address)).ok()?));
+        let counts = pinned(pin_directory).filter_map(counts).collect();
+        Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counts }
     }
 
     /// Steers these services and no others. `rss_map`: of the server's programs.
@@ -88,7 +93,9 @@ impl Steering {
         self.services.retain(|address, _| wanted.contains(address));
         for address in wanted {
             if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
-                let program = Program::load(&self.pin_directory, &pin_name(address), rss_map)?;
+                let name = pin_name(address);
+                let program = Program::load(&self.pin_directory, &name, rss_map)?;
+                self.counts.insert(address, Counts::pinned(&self.pin_directory, &name)?);
                 entry.insert(Service { program, seen: None, incomplete: None });
             }
         }
@@ -118,10 +125,8 @@ impl Steering {
 
     /// Counters by name, of all services.
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
-        steer::COUNTER_NAMES
-            .iter()
-            .enumerate()
-            .map(|(index, name)| (*name, self.services.values().map(|service| service.program.counters()[index]).sum()))
+        let sum = |index: usize| self.counts.values().map(|counts| counts.values()[index]).sum();
+        steer::COUNTER_NAMES.iter().enumerate().map(move |(index, name)| (*name, sum(index)))
     }
 }
 
@@ -131,17 +136,15 @@ impl Steering {
 /// # Errors
 /// When /proc or the pins cannot be read.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
-    let directory = pin_directory.join("steer");
-    for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
-        if let Some(address) = entry.file_name().to_str().and_then(address_of_pin) {
-            // Sockets that are not there any more have taken the program with them.
-            for listener in listeners::waiting(&listeners::listening(address.into())?)?.iter().take(1) {
-                if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
-                    tracing::debug!("{address}: {error:#}");
-                }
+    for address in pinned(pin_directory) {
+        // Sockets that are not there any more have taken the program with them.
+        for listener in listeners::waiting(&listeners::listening(address.into())?)?.iter().take(1) {
+            if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
+                tracing::debug!("{address}: {error:#}");
             }
         }
     }
+    let directory = pin_directory.join("steer");
     match fs::remove_dir_all(&directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(error).context(directory.display().to_string())
@@ -226,6 +229,12 @@ fn ipv4(address: SocketAddr) -> Option<SocketAddrV4> {
         SocketAddr::V4(address) => Some(address),
         SocketAddr::V6(_) => None,
     }
+}
+
+/// The services that have pins.
+fn pinned(pin_directory: &Path) -> impl Iterator<Item = SocketAddrV4> {
+    let entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
+    entries.filter_map(|entry| address_of_pin(entry.file_name().to_str()?))
 }
 
 /// Of [`pin_name`].

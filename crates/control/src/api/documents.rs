@@ -93,7 +93,8 @@ pub async fn put_fleet(
         tracing::info!("{message}");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
-    answer(Size::Large, move || {
+    // No turn is waited for: whoever were refused one would take the document for not applied.
+    answer(Size::Small, move || {
         Ok(FleetApplied {
             generation: now_in_force,
             replaced_generation: generation,

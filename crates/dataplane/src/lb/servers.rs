@@ -79,7 +79,19 @@ impl LoadBalancer {
             tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
         }
         self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
+        if server.eligible && self.server(service, id).is_some_and(|before| !before.eligible) {
+            self.keep_in_table(service, id);
+        }
         self.set_member(service, id, CONFIGURED, flags);
+    }
+
+    /// A server that was draining is up: until the next table comes it counts as one of the table's, or its flows of UDP would leave it.
+    fn keep_in_table(&mut self, service: ServiceIndex, id: ServerId) {
+        let members = &mut self.service_mut(service).members;
+        if let Err(position) = members.binary_search(&id) {
+            members.insert(position, id);
+            self.set_in_table(service, &[id], true);
+        }
     }
 
     /// Marks a server as down by this load balancer's own checks, or takes that back. Flows of UDP then leave it; new connections

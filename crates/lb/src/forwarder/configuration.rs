@@ -12,6 +12,7 @@ use coreward_model::policy::TrafficWanted;
 use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
+use super::refusals::Subject;
 use super::{Forwarder, ipv4, monotonic};
 
 /// What MAC addresses are found by, and places in lists.
@@ -35,7 +36,8 @@ impl Forwarder {
         refused: &[RefusedService],
     ) -> anyhow::Result<()> {
         let generation = configuration.generation;
-        self.refusals.forget(true);
+        let services: BTreeSet<u32> = configuration.services.iter().map(|service| service.index.get().into()).collect();
+        self.refusals.keep_tables(|index| services.contains(&index));
         configuration.services.extend(self.kept(refused, &configuration.services));
         let outcome = self.configure(number, configuration);
         self.tell_refused(generation, refused, &outcome);
@@ -49,11 +51,10 @@ impl Forwarder {
     pub fn take_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
-            self.refusals.accept(&service.name, false);
+            self.refusals.accept(Subject::Service(service.index.get().into()));
         }
-        for (service, _) in change.gone.iter().filter_map(|index| self.services.get(index)) {
-            self.refusals.accept(&service.name, false);
-            self.refusals.accept(&service.name, true);
+        for index in &change.gone {
+            self.refusals.forget_service(index.get().into());
         }
         change.configuration.services.extend(self.kept(refused, &change.configuration.services));
         let outcome = self.change(change);
@@ -74,9 +75,11 @@ impl Forwarder {
     }
 
     fn tell_refused(&mut self, generation: u64, refused: &[RefusedService], outcome: &anyhow::Result<()>) {
-        refused.iter().for_each(|service| self.refusals.refuse(service.message(generation)));
+        for service in refused {
+            self.refusals.refuse(Subject::Service(service.index), service.message(generation));
+        }
         match outcome {
-            Ok(()) => self.refusals.accept("", false),
+            Ok(()) => self.refusals.accept(Subject::All),
             Err(error) => self.refuse_all(generation, error),
         }
     }
@@ -84,19 +87,21 @@ impl Forwarder {
     /// Nothing of a configuration can be used. `generation`: 0: not known.
     pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
-        self.refusals.refuse(RefusedUpdate { service, generation, reason: format!("{error:#}"), table });
+        let reason = format!("{error:#}");
+        self.refusals.refuse(Subject::All, RefusedUpdate { service, generation, reason, table });
     }
 
     /// What became of a table.
-    pub fn table_taken(&mut self, service: u32, generation: u64, outcome: &anyhow::Result<()>) {
-        let known = ServiceIndex::new(service).and_then(|index| self.services.get(&index));
-        let service = known.map_or_else(|| format!("index {service}"), |(service, _)| service.name.clone());
-        match outcome {
-            Ok(()) => self.refusals.accept(&service, true),
-            Err(error) => {
-                self.refusals.refuse(RefusedUpdate { service, generation, reason: format!("{error:#}"), table: true })
-            }
+    pub fn table_taken(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
+        let known = ServiceIndex::new(index).and_then(|index| self.services.get(&index));
+        let Err(error) = outcome else { return self.refusals.accept(Subject::Table(index)) };
+        // The controller knows that, and makes tables of the service for the others.
+        if known.is_none() && self.refusals.is_refused(index) {
+            return;
         }
+        let service = known.map_or_else(|| format!("index {index}"), |(service, _)| service.name.clone());
+        let reason = format!("{error:#}");
+        self.refusals.refuse(Subject::Table(index), RefusedUpdate { service, generation, reason, table: true });
     }
 
     /// Puts a configuration in force: keys, services, servers. Tables follow. `number`: what a change of it will name.

@@ -4,30 +4,57 @@ use std::collections::BTreeMap;
 
 use coreward_wire::v1::RefusedUpdate;
 
-/// By service (empty: all of an update), and whether it is a table.
+/// What an update is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Subject {
+    /// A configuration that cannot be used as a whole.
+    All,
+    /// The configuration of the service with this index.
+    Service(u32),
+    /// Its table.
+    Table(u32),
+}
+
+/// The newest one of each subject.
 #[derive(Debug, Default)]
-pub struct Refusals(BTreeMap<(String, bool), RefusedUpdate>);
+pub struct Refusals(BTreeMap<Subject, RefusedUpdate>);
 
 impl Refusals {
-    /// This cannot be used.
-    pub fn refuse(&mut self, refused: RefusedUpdate) {
-        let what = (refused.service.clone(), refused.table);
-        if self.0.get(&what) != Some(&refused) {
+    /// This cannot be used. Logged where it is another service or reason than before: tables come ten times a second.
+    pub fn refuse(&mut self, subject: Subject, refused: RefusedUpdate) {
+        let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
+        if !self.0.get(&subject).is_some_and(same) {
             let RefusedUpdate { service, generation, reason, table } = &refused;
             let what = if *table { "table" } else { "configuration" };
             tracing::error!("refused: {what} generation={generation} service={service:?}: {reason}");
         }
-        self.0.insert(what, refused);
+        self.0.insert(subject, refused);
     }
 
     /// The newest one of this can.
-    pub fn accept(&mut self, service: &str, table: bool) {
-        self.0.remove(&(service.to_owned(), table));
+    pub fn accept(&mut self, subject: Subject) {
+        self.0.remove(&subject);
     }
 
-    /// Another stream, or a whole configuration, begins anew; tables go on where `tables`.
-    pub fn forget(&mut self, tables: bool) {
-        self.0.retain(|(_, table), _| tables && *table);
+    /// The service with this index is gone.
+    pub fn forget_service(&mut self, index: u32) {
+        self.0.remove(&Subject::Service(index));
+        self.0.remove(&Subject::Table(index));
+    }
+
+    /// A whole configuration begins anew; tables of these services go on.
+    pub fn keep_tables(&mut self, is_service: impl Fn(u32) -> bool) {
+        self.0.retain(|subject, _| matches!(subject, Subject::Table(index) if is_service(*index)));
+    }
+
+    /// Another stream begins.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Whether the configuration of this service cannot be used.
+    pub fn is_refused(&self, index: u32) -> bool {
+        self.0.contains_key(&Subject::Service(index))
     }
 
     /// For the controller.
@@ -41,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_holds_until_the_next_of_its_kind() {
+    fn each_holds_until_the_next_of_its_subject() {
         let refused = |service: &str, generation, table| RefusedUpdate {
             service: service.into(),
             generation,
@@ -49,16 +76,21 @@ mod tests {
             table,
         };
         let mut refusals = Refusals::default();
-        refusals.refuse(refused("web", 3, false));
-        refusals.refuse(refused("web", 8, true));
-        refusals.refuse(refused("web", 9, true));
-        refusals.refuse(refused("dns", 3, false));
-        assert_eq!(refusals.list(), [refused("dns", 3, false), refused("web", 3, false), refused("web", 9, true)]);
-        refusals.accept("web", false);
+        refusals.refuse(Subject::Service(1), refused("web", 3, false));
+        refusals.refuse(Subject::Table(1), refused("web", 8, true));
+        refusals.refuse(Subject::Table(1), refused("web", 9, true));
+        refusals.refuse(Subject::Service(2), refused("dns", 3, false));
+        assert_eq!(refusals.list(), [refused("web", 3, false), refused("dns", 3, false), refused("web", 9, true)]);
+        refusals.accept(Subject::Service(1));
         assert_eq!(refusals.list(), [refused("dns", 3, false), refused("web", 9, true)]);
-        refusals.forget(true);
+        refusals.keep_tables(|index| index == 1);
         assert_eq!(refusals.list(), [refused("web", 9, true)]);
-        refusals.forget(false);
+        refusals.keep_tables(|_| false);
+        assert_eq!(refusals.list(), []);
+        refusals.refuse(Subject::Service(2), refused("dns", 3, false));
+        refusals.refuse(Subject::Table(2), refused("dns", 3, true));
+        assert!(refusals.is_refused(2) && !refusals.is_refused(1));
+        refusals.forget_service(2);
         assert_eq!(refusals.list(), []);
     }
 }

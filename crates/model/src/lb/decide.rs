@@ -374,13 +374,13 @@ impl LoadBalancer {
     /// A SYN that no entry of the flow table sends to a server that takes it. `stale`: the entry there is.
     fn first_without_cookie(&mut self, place: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
         let (choice, decision) = self.by_bucket(place, packet);
-        let (mut before, decision) = match (choice, stale) {
+        let (mut before, decision, kind) = match (choice, stale) {
             // The bucket finds it again.
             (Some(_), None) => return decision,
-            (Some(choice), Some(_)) => (choice.before, decision),
+            (Some(choice), Some(_)) => (choice.before, decision, Kind::Hint),
             (None, _) => {
                 let bucket = self.bucket(place, packet).map(|choice| choice.server);
-                (bucket, self.by_rule(place, packet, intf::LB_COUNTER_FIRST))
+                (bucket, self.by_rule(place, packet, intf::LB_COUNTER_FIRST), Kind::Needed)
             }
         };
         let Some(server) = decision.server else { return decision };
@@ -388,7 +388,7 @@ impl LoadBalancer {
             before = Some(stale.server);
         }
         let entry = FlowEntry { before, ..FlowEntry::of(server) };
-        self.remembering(place, packet, entry, Kind::Hint, decision.naming(entry.before_field()))
+        self.remembering(place, packet, entry, kind, decision.naming(entry.before_field()))
     }
 
     fn without_cookie(&mut self, place: usize, packet: &Packet, now_ns: u64) -> Decision {

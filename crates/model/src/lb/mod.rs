@@ -302,7 +302,11 @@ impl LoadBalancer {
     /// all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
         self.move_corrected(service, id, server);
-        self.service_mut(service).servers[usize::from(id.get())] = server;
+        let before = std::mem::replace(&mut self.service_mut(service).servers[usize::from(id.get())], server);
+        // It was draining, so it is up: nothing else is known until the next table comes.
+        if before.is_some_and(|before| !before.eligible) && server.is_some_and(|server| server.eligible) {
+            self.service_mut(service).members.insert(id);
+        }
         if server.is_none() {
             self.service_mut(service).down.remove(&id);
         }

@@ -1,0 +1,38 @@
+//! Commands that stand below a daemon's name are no daemons.
+
+mod support;
+
+use std::fs::Permissions;
+use std::net::TcpListener;
+use std::os::unix::fs::{PermissionsExt as _, chown};
+use std::process::Stdio;
+
+use support::{Daemon, coreward};
+
+#[test]
+fn root_forgets_a_load_balancer_with_the_controllers_own_token_and_can_interrupt_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let token = directory.path().join("operator.token");
+    std::fs::write(&token, "0".repeat(64)).unwrap();
+    std::fs::set_permissions(&token, Permissions::from_mode(0o600)).unwrap();
+    // The controller's user; without rights it is ours, and the rest is shown still.
+    let _ = chown(&token, Some(65_534), None);
+    // It takes the request, and does not answer.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let mut command = coreward();
+    command.args(["lb", "forget", "lb1", "--controller", &url, "--token-file"]).arg(&token);
+    let mut forget = Daemon(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    listener.set_nonblocking(true).unwrap();
+    let asked = loop {
+        match listener.accept() {
+            Ok((stream, _)) => break stream,
+            Err(_) => assert_eq!(forget.0.try_wait().unwrap(), None, "it has ended without a question"),
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    };
+    forget.signal("INT");
+    assert!(!forget.0.wait().unwrap().success());
+    // Until here the question was open: it was the signal that ended it.
+    drop(asked);
+}
