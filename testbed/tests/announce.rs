@@ -92,7 +92,7 @@ fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
     eventually(HEARD, "both announce the VIP", || next_hops(&site) == [1, 2]);
     // The testbed's own route, for all VIPs.
     ip(&site, site.testbed.chooser(), "route delete 10.200.0.0/24");
-    let client = site.streams(100.0, 20);
+    let client = site.streams(100.0);
     pause(1_000);
 
     // A stop in order: no packet comes any more when the process ends.

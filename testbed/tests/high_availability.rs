@@ -202,7 +202,7 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     }
     let mut site = Datacentre::start("ha");
     let ids = site.ids().unwrap();
-    let client = site.testbed.start_stream_client(&Streams::steady(100.0, 16), None).unwrap();
+    let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
     assert_eq!(site.apply(), 1);
     let drained = coreward(&site.testbed, 1..=3, &["drain", "s3"]).unwrap();
     assert!(drained.starts_with("s3 is drained"), "{drained}");

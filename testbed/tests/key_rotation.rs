@@ -16,7 +16,7 @@ fn keys_rotate_and_no_connection_breaks() {
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
     let mut site = Site::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
-    let streams = site.streams(150.0, 15);
+    let streams = site.streams(150.0);
     pause(2_000);
     let stamps =
         |site: &Site, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
