@@ -300,7 +300,7 @@ impl Fleet {
     pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.signal(Signal::SIGKILL)?;
-        daemon.wait(Duration::from_secs(5)).map(drop)
+        daemon.wait(Duration::from_secs(60)).map(drop)
     }
 
     /// Starts a killed daemon again.

@@ -9,7 +9,7 @@ fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
         return;
     }
     let options = Options {
-        seconds: 10,
+        seconds: 20,
         seed: 1,
         faults: Vec::new(),
         changes: 30,

@@ -16,7 +16,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 use support::{AT_EVERY_SERVER, eventually, pause};
 
-const LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(60);
 /// What the configuration below says: interval x fall + timeout.
 const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 500);
 
@@ -121,6 +121,22 @@ impl Site {
         servers
     }
 
+    fn log(&self, load_balancer: u16) -> String {
+        fs::read_to_string(self.testbed.directory().join(format!("lb{load_balancer}.log"))).unwrap()
+    }
+
+    /// How much both load balancers have logged so far.
+    fn log_lengths(&self) -> [usize; 2] {
+        [1, 2].map(|number| self.log(number).len())
+    }
+
+    /// Waits until both load balancers have logged these words, after so much.
+    fn wait_for_log(&self, after: [usize; 2], words: &str) {
+        eventually(LIMIT, words, || {
+            (1..).zip(after).all(|(number, after)| self.log(number).get(after..).is_some_and(|log| log.contains(words)))
+        });
+    }
+
     fn ip(&self, load_balancer: u16, arguments: &[&str]) {
         let mut command = Command::new("ip");
         command.args(arguments);
@@ -137,10 +153,11 @@ fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
     if skip_without_privilege("who_is_down_gets_no_new_connections_and_comes_back_slowly") {
         return;
     }
-    let mut site = Site::start("health", 2, CHECK);
+    // `joining` for so long that a look each half second finds it.
+    let mut site = Site::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     site.wait_until_checked();
     let mut connections = site.open(AT_EVERY_SERVER);
-    assert_eq!(site.servers(), [1, 2, 3]);
+    site.only_go_to(&[1, 2, 3]);
 
     // It answers, but not that it is well.
     site.set_well(1, false);
@@ -246,9 +263,10 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
         return;
     }
     // What a load balancer begins with; it raises it as far as it may.
-    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
     let mut site = Site::start("static", 2, CHECK);
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     site.wait_until_checked();
     let limits = fs::read_to_string(format!("/proc/{}/limits", site.fleet.daemon("lb1").unwrap().pid())).unwrap();
     let files: Vec<&str> =
@@ -265,6 +283,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     site.testbed.announce(&[1, 2]).unwrap();
 
     let mut connections = site.open(AT_EVERY_SERVER);
+    let before = site.log_lengths();
     site.fleet.kill("controller").unwrap();
     site.nginx[1] = None;
     let took = until_served_by(&site, &[1, 3]);
@@ -274,9 +293,14 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     connections.retain(|(_, server)| *server != 2);
     site.still_answered(&mut connections);
     // All are down: nobody is masked, as the load balancer may be at fault.
+    site.wait_for_log(before, "server s2 of service web0 gets no new connections from here");
+    let before = site.log_lengths();
     (1..=3).for_each(|number| site.set_well(number, false));
-    pause(2 * FOUND_WITHIN.as_millis() as u64);
-    assert!(served_by(&site).contains(&Some(1)));
+    site.wait_for_log(before, "server s2 of service web0 is masked no more");
+    eventually(LIMIT, "s1 and s3 get new connections", || {
+        let found = served_by(&site);
+        found.contains(&Some(1)) && found.contains(&Some(3))
+    });
     (1..=3).for_each(|number| site.set_well(number, true));
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     until_served_by(&site, &[1, 2, 3]);

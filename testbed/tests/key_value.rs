@@ -10,12 +10,18 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
 use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::key_value::handle::KeyValueServer;
 use coreward_testbed::skip_without_privilege;
 use coreward_testbed::topology::SERVICE;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use support::eventually;
 use support::load::{report, start_load, testbed};
+
+fn eventually_answered(server: &KeyValueServer, requests: u64) {
+    let answered = || server.counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
+    eventually(Duration::from_secs(40), "requests are answered", || answered() >= requests);
+}
 
 /// A client that asks one question after the other.
 struct Client {
@@ -163,8 +169,8 @@ fn what_a_dead_worker_had_is_lost_and_counted() -> anyhow::Result<()> {
     let testbed = testbed("tkvdead")?;
     // The master holds the socket: the kernel goes on giving the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
-    let load = start_load(&testbed, "--rate 500 --seconds 3 --warm-up 0 --timeout 1 --mix GET=0.5,PUT=0.5")?;
-    std::thread::sleep(Duration::from_millis(1_500));
+    let load = start_load(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
+    eventually_answered(&server, 2_000);
     kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
     let report = report(load)?;
     let count = |name: &str| report[name].as_u64().unwrap();
@@ -203,7 +209,7 @@ fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
     kill(Pid::from_raw(before.try_into()?), Signal::SIGKILL)?;
     other_than(Some(before));
     std::thread::sleep(Duration::from_millis(100));
-    let report = report(start_load(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --measure 100")?)?;
+    let report = report(start_load(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100")?)?;
     assert_eq!(report["lost"], 0, "{report}");
     let workers = report["workers"].as_array().unwrap();
     assert_eq!(workers.len(), 2, "{report}");
@@ -223,9 +229,9 @@ fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
         return Ok(());
     }
     let testbed = testbed("tkvctrlc")?;
-    let _server = testbed.start_key_value_server(1, &[])?;
-    let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0")?;
-    std::thread::sleep(Duration::from_millis(1_500));
+    let server = testbed.start_key_value_server(1, &[])?;
+    let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
+    eventually_answered(&server, 1_500);
     load.signal(Signal::SIGINT)?;
     let report = report(load)?;
     let seconds = report["seconds"].as_f64().unwrap();

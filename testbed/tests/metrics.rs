@@ -100,7 +100,9 @@ fn endpoints_serve_what_the_table_says() {
     site.fleet.kill("controller").unwrap();
     site.fleet.restart(&site.testbed, "controller").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
-    unbroken(site.streams(100.0, 3));
+    let client = site.streams(100.0);
+    eventually(LIMIT, "there is traffic", || site.counters("first") > 150);
+    unbroken(client);
 
     let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
     let server = site.testbed.server(1).unwrap();

@@ -25,7 +25,7 @@ fn the_flow_table_keeps_connections_while_servers_come_and_go() {
         return;
     }
     let mut site = site("nots", 1);
-    let client = site.streams(150.0, 9);
+    let client = site.streams(150.0);
     for (server, standing) in [
         (5, Some(Standing::Active)),
         (1, Some(Standing::Draining)),
@@ -46,7 +46,7 @@ fn a_load_balancer_without_the_flow_finds_its_server() {
         return;
     }
     let mut site = site("notslb", 2);
-    let client = site.streams(150.0, 9);
+    let client = site.streams(150.0);
     pause(2_000);
     // Of a bucket that changed hands once, the load balancer that takes over knows the server before.
     site.set(5, Some(Standing::Active));

@@ -13,6 +13,7 @@ use coreward_testbed::fleet::coreward_command;
 use coreward_testbed::load::LoadReport;
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Process, Testbed, skip_without_privilege};
+use support::eventually;
 use support::load::testbed;
 
 fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
@@ -79,8 +80,10 @@ fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
 
     // The server dies with the connections open: the kernel resets or ends them.
     let server = testbed.start_paced_server(1)?;
-    let load = start_load(&testbed, &log(50))?;
-    std::thread::sleep(Duration::from_millis(2_000));
+    let load = start_load(&testbed, &log(90))?;
+    // 100 requests of a millisecond, 10 on each connection.
+    let is_busy = || server.busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
+    eventually(Duration::from_secs(30), "requests are served", is_busy);
     drop(server);
     let ended = report(load)?;
     assert_eq!((ended.opened, ended.completed), (10, 0));

@@ -217,7 +217,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
 
     site.loads.set_idle(NOBODY);
     let mut kept = open(&site.testbed, 20);
-    let streams = Streams::steady(40.0, 30);
+    let streams = Streams::endless(40.0);
     let streams = site.testbed.start_stream_client_at(STREAM_SERVICE, 1..4, &streams, None).unwrap();
     pause(2_000);
     site.fleet.kill("rack1").unwrap();

@@ -111,7 +111,8 @@ fn a_server_with_a_new_mac_address_is_found_again() {
     let start = Instant::now();
     still_answered(&mut connections);
     site.open(3);
-    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+    // ARP takes seconds, and TCP sends again at growing intervals.
+    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
 
 #[test]

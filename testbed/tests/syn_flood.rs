@@ -90,9 +90,10 @@ fn flooded(instance: &str, consistency: Consistency) {
     let (done, client) = (AtomicBool::new(false), site.testbed.client().clone());
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| flood(&client, &done));
-        let streams = site.streams(100.0, 8);
+        let streams = site.streams(100.0);
         pause(3_000);
         site.set(1, Some(Standing::Draining));
+        pause(2_000);
         unbroken(streams);
         done.store(true, Ordering::Relaxed);
         let sent = flood.join().unwrap().unwrap();

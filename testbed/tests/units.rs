@@ -119,9 +119,29 @@ impl Started {
             assert!(ended.is_none() && Instant::now() < end, "no {expected:?} ({ended:?}): {}", self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
+        // What it is not allowed to do fails soon after that.
+        std::thread::sleep(Duration::from_millis(500));
+        let ended = self.child.try_wait().unwrap();
+        assert!(ended.is_none(), "it has ended ({ended:?}): {}", self.log());
         for complaint in ["Read-only file system", "Permission denied", "Operation not permitted", "stays as it is"] {
             assert!(!self.log().contains(complaint), "{}", self.log());
         }
+    }
+}
+
+/// Where a daemon pins; removed with this value, however the test ends.
+struct Pins(String);
+
+impl Pins {
+    fn of(daemon: &str) -> Self {
+        Self(format!("/sys/fs/bpf/coreward-test-{}-{daemon}", std::process::id()))
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        // Without pins there is no directory.
+        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -144,7 +164,7 @@ fn every_unit_starts_with_what_it_leaves_its_daemon() {
     if skip_without_privilege("every_unit_starts_with_what_it_leaves_its_daemon") {
         return;
     }
-    let pins = |daemon: &str| format!("/sys/fs/bpf/coreward-test-{}-{daemon}", std::process::id());
+    let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::of);
     let controller = "listen = \"10.1.1.1:7400\"\n";
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
     Started::start("controller", &[("controller.toml", &alone)]).says("listening on 10.1.1.1:7400");
@@ -155,15 +175,15 @@ fn every_unit_starts_with_what_it_leaves_its_daemon() {
     Started::start("rack", &[("rack.toml", rack)]).says("listening on 10.1.1.1:7500");
     let balancer = format!(
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
-        pins("lb")
+        lb_pins.0
     );
     Started::start("lb", &[("lb.toml", &balancer)]).says("lb1 attached at eth0");
     let agent = format!(
         "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
-        pins("agent")
+        agent_pins.0
     );
     Started::start("agent", &[("agent.toml", &agent)]).says("programs attached at eth0");
-    for daemon in ["lb", "agent"] {
-        fs::remove_dir_all(pins(daemon)).unwrap();
+    for pins in [lb_pins, agent_pins] {
+        fs::remove_dir_all(&pins.0).unwrap();
     }
 }

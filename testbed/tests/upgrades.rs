@@ -45,8 +45,8 @@ impl Site {
     }
 
     /// Connections from these of the client's addresses: a second run cannot bind the ports that the first one has used.
-    fn streams_from(&self, addresses: Range<u16>, seconds: u32) -> StreamClient {
-        let streams = Streams::steady(150.0, seconds);
+    fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
+        let streams = Streams::endless(150.0);
         self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()
     }
 
@@ -64,7 +64,7 @@ impl Site {
         }
         assert!(problem().is_some());
         self.fleet.restart(&self.testbed, daemon).unwrap();
-        eventually(Duration::from_secs(10), "the new version is at work", || problem().is_none());
+        eventually(Duration::from_secs(60), "the new version is at work", || problem().is_none());
     }
 }
 
@@ -74,7 +74,7 @@ fn the_same_layout_is_taken_over() {
         return;
     }
     let mut site = site("upsame", 1, Consistency::Stateless);
-    let client = site.streams(150.0, 8);
+    let client = site.streams(150.0);
     pause(1_000);
     for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agents()) {
         site.fleet.upgrade(&site.testbed, &daemon).unwrap();
@@ -91,7 +91,7 @@ fn another_layout_is_replaced_when_the_new_one_is_ready() {
     }
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         let mut site = site("uplayout", 1, consistency);
-        let client = site.streams(150.0, 8);
+        let client = site.streams(150.0);
         pause(1_500);
         site.exchange_layout("lb1");
         pause(500);
@@ -116,7 +116,7 @@ fn real_versions_are_exchanged_up_and_down() {
     site.testbed.announce(&[1, 2]).unwrap();
 
     println!("== up, one after the other");
-    let client = site.streams_from(0..2, 45);
+    let client = site.streams_from(0..2);
     for daemon in &daemons {
         pause(1_500);
         site.fleet.exchange(&site.testbed, daemon, None).unwrap();
@@ -127,7 +127,7 @@ fn real_versions_are_exchanged_up_and_down() {
     unbroken(client);
 
     println!("== down, one after the other");
-    let client = site.streams_from(2..4, 60);
+    let client = site.streams_from(2..4);
     for daemon in &daemons {
         pause(1_500);
         let taken_over = site.fleet.exchange(&site.testbed, daemon, Some(&old));

@@ -102,7 +102,8 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
         }
         let after =
             ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"].map(|name| counter(&mut agent, name));
-        assert_eq!(after[0] - before[0], 8, "handshakes");
+        // Each SYN that is sent again is one more.
+        assert!((8..16).contains(&(after[0] - before[0])), "handshakes: {before:?} {after:?}");
         // Each connection: a SYN-ACK, an answer, an end; and what the client sends after the handshake.
         assert!(after[1] - before[1] >= 3 * 8 && after[2] - before[2] >= 2 * 8, "{before:?} {after:?}");
         assert_eq!(after[3], before[3]);

@@ -58,6 +58,11 @@ pub fn refuse_others_secrets() {
 /// # Errors
 /// When it cannot be read, others than its owner can read it, or it is somebody else's ([`refuse_others_secrets`]), in words.
 pub fn read_secret(path: &Path) -> Result<String, String> {
+    read_secret_of(path, STRICT.load(Ordering::Relaxed))
+}
+
+/// The same; `strict`: whether secrets of other users are refused.
+pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String> {
     let shown = path.display();
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
     let file = std::fs::File::open(path).map_err(unreadable)?;
@@ -71,7 +76,7 @@ pub fn read_secret(path: &Path) -> Result<String, String> {
         return Err(format!("others can read or write {shown} (mode {mode:04o}): expected `chmod 600 {shown}`"));
     }
     let (owner, own) = (metadata.uid(), nix::unistd::geteuid().as_raw());
-    if STRICT.load(Ordering::Relaxed) && owner != own && owner != 0 {
+    if strict && owner != own && owner != 0 {
         return Err(format!(
             "{shown} belongs to user {owner}: expected user {own}, as which this runs, or root (chown)"
         ));

@@ -8,6 +8,7 @@ use std::time::Duration;
 use coreward_model::rss::RssKey;
 use serde_json::json;
 
+use crate::secret::read_secret_of;
 use crate::{
     Field, MILLISECOND, Mistakes, Name, Number, OldKey, Period, SECOND, Secret, Source, Spanned, schema, table,
     tagged_table,
@@ -233,7 +234,6 @@ fn devices_and_paths_from_the_root_on() {
     }
 }
 
-/// In the file's own folder; its content and that of the file around it are shown by nothing.
 /// Whoever owns a secret file knows it: a daemon takes its own and root's. (Only root can give one away.)
 #[test]
 fn a_daemon_refuses_another_users_secret() {
@@ -244,14 +244,14 @@ fn a_daemon_refuses_another_users_secret() {
     if std::os::unix::fs::chown(&path, Some(65_534), None).is_err() {
         return;
     }
-    assert_eq!(crate::read_secret(&path).unwrap(), "secret");
-    crate::refuse_others_secrets();
-    let refused = crate::read_secret(&path).unwrap_err();
+    assert_eq!(read_secret_of(&path, false).unwrap(), "secret");
+    let refused = read_secret_of(&path, true).unwrap_err();
     assert!(refused.contains("belongs to user 65534: expected user 0"), "{refused}");
     std::os::unix::fs::chown(&path, Some(0), None).unwrap();
-    assert_eq!(crate::read_secret(&path).unwrap(), "secret");
+    assert_eq!(read_secret_of(&path, true).unwrap(), "secret");
 }
 
+/// In the file's own folder; its content and that of the file around it are shown by nothing.
 #[test]
 fn secrets_are_their_owners() {
     let directory = tempfile::tempdir().unwrap();

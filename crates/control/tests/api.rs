@@ -203,6 +203,7 @@ async fn a_server_is_drained_until_somebody_ends_that() {
     }
     let client = site.client(Role::Operator);
     let (all, forced) = (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
+    let began = std::time::Instant::now();
     let first = client.drain("s1", &all).await.unwrap();
     let drained = first.drained.clone().unwrap();
     assert_eq!((first.state, drained.by, drained.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
@@ -230,7 +231,10 @@ async fn a_server_is_drained_until_somebody_ends_that() {
     let client = site.client(Role::Operator);
     let after = client.drain_status("s1").await.unwrap().drained.unwrap();
     assert_eq!(after.by, DrainedBy::Command);
-    assert!(after.since_unix_ms.unwrap().abs_diff(drained.since_unix_ms.unwrap()) <= 2_000, "{after:?}, {drained:?}");
+    // The clock on record stands still while no controller runs, and is saved once a second.
+    let allowed_ms = 1_000 + began.elapsed().as_millis() as u64;
+    let moved_ms = after.since_unix_ms.unwrap().abs_diff(drained.since_unix_ms.unwrap());
+    assert!(moved_ms <= allowed_ms, "{after:?}, {drained:?}");
     let status = client.status(false).await.unwrap();
     let states: Vec<_> = status.servers.iter().map(|server| (server.name.as_str(), server.state)).collect();
     assert!(

@@ -2,12 +2,17 @@
 
 mod support;
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{ChildStderr, Command, Output, Stdio};
+use std::process::{ChildStderr, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use support::{Daemon, coreward};
+
+/// For what a controller does at once: only a safety net.
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// The controller's file; `more`: further keys.
 fn write_controller(directory: &Path, more: &str) -> PathBuf {
@@ -41,6 +46,26 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
+/// Opens a pipe once the controller reads from it.
+fn open_for_reader(pipe: &Path) -> File {
+    let (opened, file) = mpsc::channel();
+    let pipe = pipe.to_owned();
+    // The opening itself waits without limit, also when the controller has ended.
+    std::thread::spawn(move || opened.send(OpenOptions::new().write(true).open(pipe)));
+    file.recv_timeout(LIMIT).expect("the controller does not read the pipe").unwrap()
+}
+
+fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
+    let end = Instant::now() + LIMIT;
+    loop {
+        if let Some(status) = controller.0.try_wait().unwrap() {
+            return status;
+        }
+        assert!(Instant::now() < end, "the controller does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// While it starts (its fleet is a pipe, and nobody has written into it yet) it is told to read its files again, and to end.
 #[test]
 fn signals_wait_until_they_can_be_handled() {
@@ -53,7 +78,7 @@ fn signals_wait_until_they_can_be_handled() {
     let mut controller = Daemon(command.spawn().unwrap());
     // Each opening waits for it to read: the first time as it starts, the second time because of SIGHUP.
     for round in 0..2 {
-        let mut file = OpenOptions::new().write(true).open(&fleet).unwrap();
+        let mut file = open_for_reader(&fleet);
         if round == 0 {
             controller.signal("HUP");
         }
@@ -63,15 +88,15 @@ fn signals_wait_until_they_can_be_handled() {
         file.write_all(b"alpha = 0.5\n").unwrap();
     }
     controller.signal("TERM");
-    let ended = controller.0.wait().unwrap();
+    let ended = wait_for_end(&mut controller);
     assert!(ended.success(), "{ended}");
 
     let mut controller = Daemon(command.spawn().unwrap());
-    let mut file = OpenOptions::new().write(true).open(&fleet).unwrap();
+    let mut file = open_for_reader(&fleet);
     controller.signal("TERM");
     file.write_all(b"alpha = 0.5\n").unwrap();
     drop(file);
-    let ended = controller.0.wait().unwrap();
+    let ended = wait_for_end(&mut controller);
     assert!(ended.success(), "{ended}");
 }
 

@@ -97,9 +97,9 @@ fn one_source_leaves_tokens_to_the_others() {
     let sent = junk.filter(|frame| reaches_all(&balancer, frame)).count();
     assert!((10..15).contains(&sent), "{sent} of one source");
     let genuine = (0..50).map(|_| reset((Ipv4Addr::from(rng.next_u32()), 4000)));
-    // Of 4,096 buckets one is the other source's.
+    // Of 4,096 buckets one is the other source's: two meet it once in 14,000 runs, three in 3,500,000.
     let accepted = genuine.filter(|frame| reaches_all(&balancer, frame)).count();
-    assert!(accepted >= 49, "{accepted} of 50");
+    assert!(accepted >= 48, "{accepted} of 50");
 }
 
 #[test]

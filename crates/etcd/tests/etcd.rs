@@ -148,7 +148,7 @@ fn whoever_was_deposed_can_write_nothing() {
 fn a_leader_without_etcd_ends_by_its_own_clock() {
     let mut etcd = Etcd::start();
     let cluster = etcd.cluster();
-    let lease = Duration::from_secs(5);
+    let lease = Duration::from_secs(15);
     let leadership = lead_for(&cluster, "a", lease);
     let mut store = open(&cluster, &leadership);
     std::thread::sleep(lease + Duration::from_secs(1));

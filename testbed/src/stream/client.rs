@@ -19,6 +19,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_sim::pcc::{Arrivals, Mix, Source, Wave};
 use hdrhistogram::Histogram;
+use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
@@ -26,6 +27,7 @@ use zerocopy::IntoBytes as _;
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::broken::{Broken, Failure};
 use crate::fleet::coreward_command;
+use crate::interrupt;
 use crate::load::{Latency, new_histogram};
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};
@@ -43,6 +45,8 @@ const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 50_000;
 /// Connections one after the other are not neighbours: coprime to the number of ports.
 const PORT_STEP: u64 = 7_919;
+/// How long a client goes on that nobody ends (s): two addresses have ports for so long at 150 connections per second.
+const ENDLESS_SECONDS: u32 = 600;
 
 /// Options of `coreward testbed stream-client`.
 #[derive(Debug, Clone, clap::Args)]
@@ -102,6 +106,11 @@ impl Streams {
     pub fn steady(per_second: f64, seconds: u32) -> Self {
         Self { low: per_second, high: per_second, warm_up_seconds: 0, seconds, ..Self::default() }
     }
+
+    /// The same until [`StreamClient::end`].
+    pub fn endless(per_second: f64) -> Self {
+        Self::steady(per_second, ENDLESS_SECONDS)
+    }
 }
 
 /// What became of a run; printed as JSON.
@@ -151,14 +160,19 @@ impl StreamSecond {
     }
 }
 
-/// Makes the connections and prints the report as one line of JSON.
+/// Makes the connections and prints the report as one line of JSON. SIGTERM and SIGINT end it early.
 ///
 /// # Errors
 /// When an address is not the client's, or the run needs more ports than its addresses have.
 pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
+    interrupt::catch()?;
     let mut client = Client::new(args)?;
-    while client.turn()? {}
+    while client.turn()? {
+        if interrupt::check().is_err() {
+            client.end_soon(now_ns());
+        }
+    }
     println!("{}", serde_json::to_string(&client.into_report())?);
     Ok(())
 }
@@ -218,6 +232,12 @@ impl<'a> Client<'a> {
 
     fn end_ns(&self) -> u64 {
         self.start_ns + self.report.seconds.len() as u64 * SECOND_NS
+    }
+
+    /// The second under way becomes the last one.
+    fn end_soon(&mut self, now_ns: u64) {
+        let under_way = now_ns.saturating_sub(self.start_ns) / SECOND_NS;
+        self.report.seconds.truncate(under_way as usize + 1);
     }
 
     fn second(&mut self, now_ns: u64) -> &mut StreamSecond {
@@ -413,6 +433,17 @@ impl Testbed {
 }
 
 impl StreamClient {
+    /// Asks it to end within a second (SIGTERM), and waits.
+    ///
+    /// # Errors
+    /// When it has ended before, failed or still runs after `limit`.
+    pub fn end(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
+        let ended = self.process.try_wait()?;
+        ensure!(ended.is_none(), "the stream client has ended before: {ended:?}");
+        self.process.signal(Signal::SIGTERM)?;
+        self.finish(limit)
+    }
+
     /// Waits for its end.
     ///
     /// # Errors
@@ -421,5 +452,24 @@ impl StreamClient {
         let status = self.process.wait(limit)?;
         ensure!(status.success(), "the stream client failed: {status}");
         Ok(serde_json::from_slice(&fs::read(&self.report)?)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn client_ends_with_the_second_in_which_it_is_asked_to() {
+        let streams = Streams::steady(1.0, 10);
+        let (vip, first_address, start_at) = (SERVICE, Ipv4Addr::LOCALHOST, Some(SECOND_NS));
+        let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams };
+        let mut client = Client::new(&args).unwrap();
+        assert_eq!(client.end_ns(), 11 * SECOND_NS);
+        client.end_soon(SECOND_NS + 2 * SECOND_NS + 1);
+        assert_eq!(client.end_ns(), 4 * SECOND_NS);
+        // Asked again, it does not go on for longer.
+        client.end_soon(SECOND_NS + 5 * SECOND_NS);
+        assert_eq!(client.end_ns(), 4 * SECOND_NS);
     }
 }

@@ -22,7 +22,7 @@ use coreward_wire::{AgentConfiguration, StampedService};
 use socket2::{Domain, Socket, Type};
 
 pub const CORES: u16 = 4;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
