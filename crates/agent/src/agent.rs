@@ -19,7 +19,8 @@ use coreward_model::load::CoreReadings;
 use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
-    AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, v1,
+    AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, limited_report,
+    v1,
 };
 
 use crate::chain::Chain;
@@ -409,7 +410,7 @@ impl Agent {
             configuration_generation: self.confirmed(),
             details,
         };
-        Some(report.into())
+        Some(limited_report(report.into()))
     }
 
     /// Dispatches as the file now says. What else has changed in it counts at the next start.

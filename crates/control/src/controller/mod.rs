@@ -393,6 +393,29 @@ impl Controller {
         Ok(())
     }
 
+    /// Time until the session's next message may be read; zero: now. An agent behind a rack waits there.
+    pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
+        if session.behind.is_some() {
+            return Duration::ZERO;
+        }
+        let interval = self.fleet.report_interval;
+        let agent = self.agents.named_mut(session.server());
+        agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
+    }
+
+    /// Counts that the session's stream is not read for a while: its agent is over its limit.
+    pub fn message_delayed(&mut self, session: &Session) {
+        let _ = self.count::<()>(Err(Refused::TooOften(session.server().to_owned())));
+    }
+
+    /// Counts a message that nobody asked for like a report.
+    pub fn message_unasked(&mut self, session: &Session, now: Now) {
+        let interval = self.fleet.report_interval;
+        if let Some(agent) = self.agents.named_mut(session.server()) {
+            agent.may_report(interval, now);
+        }
+    }
+
     fn count<T>(&mut self, outcome: Result<T, Refused>) -> Result<T, Refused> {
         outcome.inspect_err(|refused| *self.refused.entry(refused.reason()).or_default() += 1)
     }
