@@ -20,6 +20,7 @@ use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
     AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, StampedService,
+    limited_report,
     v1,
 };
 
@@ -414,7 +415,7 @@ impl Agent {
             configuration_generation: self.confirmed(),
             details,
         };
-        Some(report.into())
+        Some(limited_report(report.into()))
     }
 
     /// Dispatches as the file now says. What else has changed in it counts at the next start.

@@ -238,17 +238,19 @@ impl Forwarder {
         self.report_interval
     }
 
-    /// What was sent to servers; `None`: no policy wants to know.
+    /// What was sent to servers; `None`: no policy wants to know. Counts of servers are of all services, so all services are in it.
     pub fn traffic(&self) -> Option<TrafficMessage> {
-        let wanted = self.services.values().filter(|(service, _)| service.traffic != TrafficWanted::Nothing);
+        if self.services.values().all(|(service, _)| service.traffic == TrafficWanted::Nothing) {
+            return None;
+        }
         let mut message = TrafficMessage::default();
-        for (service, index) in wanted {
+        for (service, index) in self.services.values() {
             message.opened.insert(service.index, self.balancer.opened(*index));
             for server in &service.servers {
                 message.servers.entry(server.id).or_insert_with(|| self.balancer.traffic(server.id));
             }
         }
-        (!message.opened.is_empty()).then_some(message)
+        Some(message)
     }
 
     /// A neighbour's MAC address became known, changed or was lost.

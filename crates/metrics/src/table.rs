@@ -102,6 +102,13 @@ pub const METRICS: &[Metric] = &[
         "Reports that were refused, by reason",
     ),
     metric(
+        "coreward_servers_limited",
+        Gauge,
+        &[],
+        &[Controller],
+        "Servers that took more than twice their fair part of new connections, and are limited to that",
+    ),
+    metric(
         "coreward_handshakes_refused_total",
         Counter,
         &["reason"],

@@ -13,6 +13,7 @@ use coreward_tls::Role;
 use coreward_wire::rack::rack_messages;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::agent_update::Update;
 use coreward_wire::v1::control_server::Control;
 use coreward_wire::words::readable;
 use tokio::sync::mpsc;
@@ -45,6 +46,8 @@ struct Up {
     /// To the controller.
     messages: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, Answers>,
+    /// Questions that an agent has not answered, by its stream.
+    asked: HashMap<u64, u32>,
     reducer: Reducer,
     /// Reports that go up with the next summaries.
     handed_on: Vec<v1::FromAgent>,
@@ -86,8 +89,8 @@ impl Shared {
 
     /// There is a controller: agents are taken from now on.
     pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
-        let (answers, handed_on) = (HashMap::new(), Vec::new());
-        *self.up() = Some(Up { messages, answers, reducer, handed_on });
+        let (answers, asked, handed_on) = (HashMap::new(), HashMap::new(), Vec::new());
+        *self.up() = Some(Up { messages, answers, asked, reducer, handed_on });
     }
 
     /// There is none any more: the streams of all agents end, and they look elsewhere.
@@ -136,8 +139,7 @@ impl Shared {
     /// An agent's stream is over.
     fn end(&self, stream: u64) {
         if let Some(up) = self.up().as_mut() {
-            up.answers.remove(&stream);
-            up.reducer.end(stream);
+            up.forget(stream);
             up.handed_on.retain(|from| from.stream != stream);
         }
     }
@@ -150,6 +152,22 @@ impl Shared {
             let _ = answers.try_send(Err(refused));
         }
         false
+    }
+
+    /// Time until the stream's next message may be read; zero: now.
+    fn message_wait(&self, stream: u64) -> Duration {
+        let now = self.now();
+        self.up().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
+    }
+
+    /// Counts what is no report: an answer to a question is free, all else counts like a report.
+    fn other_message(&self, stream: u64, message: &Message) {
+        let (now, mut up) = (self.now(), self.up());
+        let Some(up) = up.as_mut() else { return };
+        match up.asked.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
+            Some(asked) if *asked > 0 => *asked -= 1,
+            _ => up.reducer.message_unasked(stream, now),
+        }
     }
 
     /// Whether the stream goes on: it does not when the controller has ended it.
@@ -174,16 +192,39 @@ impl Up {
         let v1::ToAgent { stream, update, code, message } = to_agent;
         let Some(answers) = self.answers.get(&stream) else { return };
         let ends = update.is_none();
+        if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
+            *self.asked.entry(stream).or_default() += 1;
+        }
         let told = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
         if ends || told.is_err() {
-            self.answers.remove(&stream);
-            self.reducer.end(stream);
+            self.forget(stream);
         }
+    }
+
+    fn forget(&mut self, stream: u64) {
+        self.answers.remove(&stream);
+        self.asked.remove(&stream);
+        self.reducer.end(stream);
     }
 }
 
 fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
+}
+
+/// Returns the next message; nothing is read or decoded while the agent is over its limit, so HTTP/2's flow control stops it.
+async fn next_message(
+    shared: &Shared,
+    stream: u64,
+    said: &mut Streaming<v1::AgentMessage>,
+) -> Result<Option<v1::AgentMessage>, Status> {
+    loop {
+        let wait = shared.message_wait(stream);
+        if wait.is_zero() {
+            return said.message().await;
+        }
+        tokio::time::sleep(wait).await;
+    }
 }
 
 /// Serves one agent until it, or the controller, goes.
@@ -198,7 +239,7 @@ async fn serve(
     let hand_on = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
     loop {
         let message = tokio::select! {
-            message = said.message() => message,
+            message = next_message(&shared, stream, &mut said) => message,
             () = up.closed() => break,
             () = tokio::time::sleep_until(deadline), if !has_spoken => break,
         };
@@ -208,7 +249,10 @@ async fn serve(
             Message::Report(report) => shared.report(stream, report),
             // The controller has only our word for who it is.
             Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &readable(&hello.server)) => false,
-            other => hand_on(from_agent(stream, other)).await,
+            other => {
+                shared.other_message(stream, &other);
+                hand_on(from_agent(stream, other)).await
+            }
         };
         if !goes_on {
             break;

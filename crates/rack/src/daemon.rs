@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use coreward_control::server::SizedControl;
 use coreward_control::server::security::Security;
 use coreward_daemon::Connection;
 use coreward_metrics::endpoint;
@@ -14,7 +15,6 @@ use coreward_metrics::table::Part;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
-use coreward_wire::v1::control_server::ControlServer;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -117,7 +117,7 @@ impl Rack {
             },
         )?;
         let service = coreward_control::server::builder()
-            .add_service(ControlServer::new(Service { shared: shared.clone(), security: self.security.clone() }))
+            .add_service(SizedControl::new(Service { shared: shared.clone(), security: self.security.clone() }))
             .serve_with_incoming(self.security.gate(&[Role::Agent], Limits::default()).admit(self.listener));
         tokio::select! {
             outcome = service => outcome.context("the rack's socket failed"),

@@ -100,6 +100,21 @@ impl Reducer {
         self.agents.len()
     }
 
+    /// Time until the stream's next message may be read; zero: now.
+    pub fn message_wait(&self, stream: u64, now: Now) -> Duration {
+        let reported = self.agents.get(&stream).zip(self.configuration.as_ref());
+        reported.map_or(Duration::ZERO, |(reported, configuration)| {
+            reported.agent.report_wait(configuration.report_interval, now)
+        })
+    }
+
+    /// Counts a message that nobody asked for like a report.
+    pub fn message_unasked(&mut self, stream: u64, now: Now) {
+        if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
+            reported.agent.may_report(configuration.report_interval, now);
+        }
+    }
+
     /// Takes a report. Gives it back where it is to be handed on to the controller, and says when it is of no use here.
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Refused>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };

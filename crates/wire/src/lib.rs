@@ -42,7 +42,7 @@ pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
 pub use refused::RefusedService;
-pub use report::{CountedConnections, Report, ReportDetails, ReportError};
+pub use report::{AGENT_MESSAGE_BYTES, CountedConnections, Report, ReportDetails, ReportError, limited_report};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};

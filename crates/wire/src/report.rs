@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
+use prost::Message as _;
 
 use crate::words::{known_counts, made_readable, readable_dispatched, readable_refused};
 use crate::{Context as _, ReportedRss, WireError, v1};
@@ -112,6 +113,8 @@ pub enum ReportError {
 
 /// Reports come every second at least, and live for some of them; behind a rack, for three of the minutes at which it hands them on.
 pub const LONGEST_LIFE_MS: u32 = 180_000;
+/// The largest message that a controller or a rack reads from an agent.
+pub const AGENT_MESSAGE_BYTES: usize = 256 << 10;
 /// Lists of a report: name, and how long each may be.
 pub(crate) const MOST_CORES: usize = 4096;
 const MOST_COUNTERS: usize = 256;
@@ -167,6 +170,21 @@ impl TryFrom<v1::Report> for Report {
             details,
         })
     }
+}
+
+/// Drops the lists that are for people from a report that no controller would read. (The tables of 4,096 workers are the largest part.)
+pub fn limited_report(mut report: v1::Report) -> v1::Report {
+    // What surrounds it in the message, and the warning.
+    const ENVELOPE_BYTES: usize = 256;
+    if report.encoded_len() > AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
+        report.dispatch.clear();
+        report.connections = None;
+        report.warnings.truncate(MOST_WARNINGS - 1);
+        report.warnings.push(format!(
+            "the report was larger than {AGENT_MESSAGE_BYTES} bytes: sent without workers and connections"
+        ));
+    }
+    report
 }
 
 impl From<Report> for v1::Report {
@@ -256,6 +274,29 @@ mod tests {
         assert_eq!(v1::Report::from(Report::try_from(short.clone()).unwrap()), short);
         let report = Report::try_from(message()).unwrap();
         assert_eq!(v1::Report::from(report), message());
+    }
+
+    #[test]
+    fn report_that_is_too_large_loses_what_is_for_people() {
+        assert_eq!(limited_report(message()), message());
+        let worker = v1::DispatchedWorker {
+            worker: u32::MAX,
+            pid: u32::MAX,
+            outstanding_work_ns: u64::MAX,
+            dispatched: u64::MAX,
+            completed: u64::MAX,
+            repaired: u64::MAX,
+            dropped: u64::MAX,
+            ..Default::default()
+        };
+        let service = v1::DispatchedService { workers: vec![worker; MOST_WORKERS], ..Default::default() };
+        let warnings = vec!["w".repeat(512); MOST_WARNINGS];
+        let busy = vec![u64::MAX; MOST_CORES];
+        let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy.clone(), ..message() };
+        assert!(report.encoded_len() > AGENT_MESSAGE_BYTES);
+        let report = limited_report(report);
+        assert!(report.encoded_len() < AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
+        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy, MOST_WARNINGS));
     }
 
     #[test]

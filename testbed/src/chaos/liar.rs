@@ -105,14 +105,15 @@ async fn speak(
     let message = |message| v1::AgentMessage { message: Some(message) };
     messages.send(message(Message::Hello(v1::AgentHello { server: name, version: "0.0.0".to_owned() }))).await?;
     let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
-    let mut sequence = 0;
+    let (mut sequence, is_idle) = (0, uniform_below(rng, 2) == 0);
     while !done.load(Ordering::Relaxed) {
         tokio::select! {
             update = updates.message() => if update?.is_none() { return Ok(()) },
             () = tokio::time::sleep(REPORT_INTERVAL) => {
                 sequence += 1;
                 // A controller that does not read gets no lies.
-                if messages.try_send(message(Message::Report(report(sequence, rng)))).is_ok() {
+                let report = if is_idle { idle_report(sequence) } else { report(sequence, rng) };
+                if messages.try_send(message(Message::Report(report))).is_ok() {
                     lies.reports.fetch_add(1, Ordering::Relaxed);
                 }
             }
@@ -121,19 +122,24 @@ async fn speak(
     Ok(())
 }
 
-/// A report with one lie in it.
-fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
+/// A report that nothing is wrong with, but that its cores are idle: it draws new connections.
+fn idle_report(sequence: u64) -> v1::Report {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
-    let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
-    let mut report = v1::Report {
+    v1::Report {
         sequence,
         sent_unix_ns: now,
         time_to_live_ms: 300,
         measured_ns: sequence * 1_000_000,
-        core_busy_ns: vec![busy_ns, 0],
+        core_busy_ns: vec![0; 2],
         rss_generation: 1,
         ..v1::Report::default()
-    };
+    }
+}
+
+/// A report with one lie in it.
+fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
+    let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
+    let mut report = v1::Report { core_busy_ns: vec![busy_ns, 0], ..idle_report(sequence) };
     let rss = |key: usize, queues: Vec<u32>| v1::Rss {
         source: "a lie".to_owned(),
         key: vec![0xaa; key],

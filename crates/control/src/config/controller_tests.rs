@@ -37,6 +37,25 @@ fn the_controllers_own_file() {
     );
 }
 
+#[test]
+fn reload_names_the_keys_that_need_a_restart() {
+    let old = controller(CONTROLLER).unwrap();
+    let keys = |text: &str| old.restart_keys(&controller(text).unwrap());
+    assert!(keys(CONTROLLER).is_empty());
+    let read_again = format!("{CONTROLLER}fleet = \"fleet.toml\"\ndenied_certificates = [\"{}\"]\n", "ab".repeat(32));
+    assert!(keys(&read_again).is_empty());
+    assert_eq!(keys(&CONTROLLER.replace("7400", "7410")), ["listen"]);
+    assert_eq!(keys(&CONTROLLER.replace("controller.redb", "other.redb")), ["store"]);
+    for (key, value) in [
+        ("api", "\"127.0.0.1:7999\""),
+        ("metrics", "\"127.0.0.1:7998\""),
+        ("token_directory", "\"/var/lib/other\""),
+        ("allow_plaintext", "true"),
+    ] {
+        assert_eq!(keys(&format!("{CONTROLLER}{key} = {value}\n")), [key]);
+    }
+}
+
 /// What is wrong in one place keeps nothing of another one back.
 #[test]
 fn every_mistake_is_named_at_once() {

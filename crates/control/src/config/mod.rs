@@ -94,6 +94,20 @@ impl StorePlace {
 }
 
 impl ControllerConfig {
+    /// Keys that have another value in `new`, and are read at the start only.
+    pub fn restart_keys(&self, new: &Self) -> Vec<&'static str> {
+        let keys = [
+            ("listen", self.listen != new.listen),
+            ("api", self.api != new.api),
+            ("store", self.store != new.store),
+            ("tls", self.tls != new.tls),
+            ("metrics", self.metrics != new.metrics),
+            ("token_directory", self.token_directory != new.token_directory),
+            ("allow_plaintext", self.allow_plaintext != new.allow_plaintext),
+        ];
+        keys.into_iter().filter(|(_, changed)| *changed).map(|(key, _)| key).collect()
+    }
+
     /// Who may come.
     pub fn door(&self) -> Door<'_> {
         let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;

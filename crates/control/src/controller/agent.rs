@@ -163,10 +163,15 @@ impl Agent {
         self.hellos.get_or_insert(HELLOS.from(now.monotonic)).take(HELLOS, now.monotonic)
     }
 
-    /// Whether it may report once more. Twice as often as it should: intervals change, and clocks differ.
+    /// Whether it may report once more.
     pub fn may_report(&mut self, interval: Duration, now: Now) -> bool {
-        let allowed = Allowed { every: interval / 2, at_once: REPORTS_AT_ONCE };
+        let allowed = reports_allowed(interval);
         self.reports.get_or_insert(allowed.from(now.monotonic)).take(allowed, now.monotonic)
+    }
+
+    /// Time until it may report again. Its stream is not read before.
+    pub fn report_wait(&self, interval: Duration, now: Now) -> Duration {
+        self.reports.map_or(Duration::ZERO, |reports| reports.wait(reports_allowed(interval), now.monotonic))
     }
 
     /// A new agent speaks for the server: it counts its reports anew.
@@ -213,6 +218,11 @@ impl Agent {
         });
         Ok(())
     }
+}
+
+/// Twice as often as an agent should report: intervals change, and clocks differ.
+fn reports_allowed(interval: Duration) -> Allowed {
+    Allowed { every: interval / 2, at_once: REPORTS_AT_ONCE }
 }
 
 impl KnownRss {

@@ -14,7 +14,7 @@ use super::Now;
 use super::health::Target;
 use super::rate::Rate;
 use super::refused::{HELLOS, MOST_LOAD_BALANCERS, Refused};
-use super::traffic::{Totals, Traffic};
+use super::traffic::{NewlyOpened, Totals, Traffic};
 
 /// A server that no load balancer can reach for so long gets no new connections. Shorter gaps are the data plane's: a
 /// first packet then goes to another member.
@@ -191,11 +191,12 @@ impl LoadBalancers {
         self.known.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
-    /// It says what it has sent to servers. `alpha`: weight of the newest rate.
-    pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) {
-        if let Some(balancer) = self.heard(session, now) {
-            balancer.traffic.take(message, alpha, now);
-        }
+    /// It says what it has sent to servers. `alpha`: weight of the newest rate. Returns what is new in it.
+    pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) -> NewlyOpened {
+        let Some(balancer) = self.heard(session, now) else { return NewlyOpened::default() };
+        let newly = balancer.traffic.newly_in(message);
+        balancer.traffic.take(message, alpha, now);
+        newly
     }
 
     /// What all of them have sent to the server, by load balancer.

@@ -47,6 +47,7 @@ impl Controller {
     /// What parts of the fleet say in messages that have it only for this.
     pub fn add_metrics(&self, page: &mut Page, now: Now) {
         self.add_acknowledgements(page, now);
+        page.add("coreward_servers_limited", &[], self.attraction.limited_count() as f64);
         page.add("coreward_reports_ahead_total", &[], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {

@@ -8,6 +8,7 @@
 //! * [`racks`]: who stands between agents and controller
 //! * [`on_change`]: which services' tables are due
 //! * [`in_force`]: which tables load balancers use, and how long that took
+//! * `attraction`: the part of new connections that a server may take
 //! * [`load_balancers`]: who gets the tables
 //! * [`rotation`]: whether the cookie keys may be rotated now
 //! * [`health`]: which servers are fit for new connections
@@ -20,6 +21,9 @@
 mod acknowledged;
 pub mod agent;
 mod agents;
+mod attraction;
+#[cfg(test)]
+mod attraction_tests;
 mod drains;
 #[cfg(test)]
 mod drains_tests;
@@ -69,6 +73,7 @@ use coreward_wire::{
 use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
 use agents::Agents;
+use attraction::Attraction;
 use health::Health;
 use in_force::InForce;
 use load_balancers::LoadBalancers;
@@ -168,6 +173,7 @@ pub struct Controller {
     due: VecDeque<ServiceIndex>,
     /// Which tables load balancers use.
     pub in_force: InForce,
+    attraction: Attraction,
 }
 
 impl Controller {
@@ -188,6 +194,7 @@ impl Controller {
             services_of: HashMap::new(),
             due: VecDeque::new(),
             in_force: InForce::default(),
+            attraction: Attraction::default(),
             fleet: fleet.clone(),
         };
         controller.configure(fleet);
@@ -322,7 +329,8 @@ impl Controller {
 
     /// A load balancer says what it has sent to servers.
     pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
-        self.load_balancers.traffic(session, message, self.fleet.alpha, now);
+        let newly = self.load_balancers.traffic(session, message, self.fleet.alpha, now);
+        self.attraction.add(&newly);
         self.traffic_changed(now);
     }
 
@@ -393,6 +401,29 @@ impl Controller {
         Ok(())
     }
 
+    /// Time until the session's next message may be read; zero: now. An agent behind a rack waits there.
+    pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
+        if session.behind.is_some() {
+            return Duration::ZERO;
+        }
+        let interval = self.fleet.report_interval;
+        let agent = self.agents.named_mut(session.server());
+        agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
+    }
+
+    /// Counts that the session's stream is not read for a while: its agent is over its limit.
+    pub fn message_delayed(&mut self, session: &Session) {
+        let _ = self.count::<()>(Err(Refused::TooOften(session.server().to_owned())));
+    }
+
+    /// Counts a message that nobody asked for like a report.
+    pub fn message_unasked(&mut self, session: &Session, now: Now) {
+        let interval = self.fleet.report_interval;
+        if let Some(agent) = self.agents.named_mut(session.server()) {
+            agent.may_report(interval, now);
+        }
+    }
+
     fn count<T>(&mut self, outcome: Result<T, Refused>) -> Result<T, Refused> {
         outcome.inspect_err(|refused| *self.refused.entry(refused.reason()).or_default() += 1)
     }
@@ -437,6 +468,7 @@ impl Controller {
         self.due.clear();
         self.racks.changes += 1;
         self.update_health(now);
+        self.update_attraction(now);
         for position in 0..self.services.len() {
             self.begin_interval(position);
             self.services[position].loads_are_new();

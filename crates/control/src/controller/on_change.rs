@@ -95,6 +95,7 @@ impl Controller {
     pub fn look_from(&mut self, first: usize, now: Now, interval_ended: bool) -> Option<usize> {
         if first == 0 {
             self.update_health(now);
+            self.update_attraction(now);
         }
         let (mut position, mut members) = (first, 0);
         while position < self.services.len() && members < MEMBERS_AT_ONCE {
@@ -161,7 +162,7 @@ impl Controller {
             let cores = reports.and_then(Agent::core_count);
             let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
             (id, self.condition(fleet, id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
-            (service.ramp(id, now).to_bits(), server.weight.get()).hash(&mut hasher);
+            (self.ramp(service, id, now).to_bits(), server.weight.get()).hash(&mut hasher);
             server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
         }
         hasher.finish()

@@ -107,7 +107,7 @@ impl Controller {
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
-            ramp: service.ramp(id, now),
+            ramp: self.ramp(service, id, now),
             capacity: server.capacity,
             traffic: self.load_balancers.rates(id),
             fresh: service.is_fresh(id),

@@ -37,6 +37,20 @@ impl Rate {
     }
 }
 
+impl Rate {
+    /// Time until it may be done again; zero: it may be done now. Nothing is counted.
+    pub fn wait(&self, allowed: Allowed, now: Duration) -> Duration {
+        let every = allowed.every.as_secs_f64();
+        let left = self.left + now.saturating_sub(self.at).as_secs_f64() / every;
+        // A nanosecond more: rounded down it would be waited for again.
+        if left >= 1.0 {
+            Duration::ZERO
+        } else {
+            Duration::from_secs_f64((1.0 - left) * every) + Duration::from_nanos(1)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -47,5 +61,16 @@ mod tests {
         let mut rate = allowed.from(Duration::ZERO);
         let mut taken = |ms: u64| (0..10).filter(|_| rate.take(allowed, Duration::from_millis(ms))).count();
         assert_eq!((taken(0), taken(49), taken(50), taken(150), taken(10_000)), (3, 0, 1, 2, 3));
+    }
+
+    #[test]
+    fn wait_ends_when_a_token_is_there() {
+        let allowed = Allowed { every: Duration::from_millis(50), at_once: 1 };
+        let mut rate = allowed.from(Duration::ZERO);
+        assert_eq!(rate.wait(allowed, Duration::ZERO), Duration::ZERO);
+        for now in [0, 3, 71].map(Duration::from_millis) {
+            let now = now + rate.wait(allowed, now);
+            assert!(rate.take(allowed, now), "{now:?}");
+        }
     }
 }

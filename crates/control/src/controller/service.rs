@@ -221,6 +221,11 @@ impl Service {
         self.policy.reads_loads()
     }
 
+    /// The fair part of each of its servers in its new connections, as far as its policy goes by capacity.
+    pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
+        pool.fair_shares(self.policy.goes_by_capacity())
+    }
+
     /// Whether its tables depend on what load balancers count.
     pub fn reads_traffic(&self) -> bool {
         self.policy.reads_traffic()

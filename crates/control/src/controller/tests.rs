@@ -96,7 +96,7 @@ fn client(port: u16) -> std::net::SocketAddr {
 }
 
 /// Core = bucket mod number of cores, on every server.
-fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
+pub(super) fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
     let rss = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }

@@ -34,7 +34,32 @@ pub struct Traffic {
     rates: ByServer<TrafficRates>,
 }
 
+/// Connections that were opened since a load balancer's message before.
+#[derive(Debug, Default)]
+pub struct NewlyOpened {
+    /// By service.
+    pub services: Vec<(ServiceIndex, u64)>,
+    /// By server, of all services together.
+    pub servers: Vec<(ServerId, u64)>,
+}
+
 impl Traffic {
+    /// What the message adds to the one before. What has just begun to be counted, or is counted anew, adds nothing.
+    pub fn newly_in(&self, message: &TrafficMessage) -> NewlyOpened {
+        let services = message
+            .opened
+            .iter()
+            .filter_map(|(service, total)| Some((*service, total.checked_sub(self.opened.get(service)?.total)?)));
+        let servers = message
+            .servers
+            .iter()
+            .filter_map(|(id, new)| Some((*id, new.opened.checked_sub(self.totals.get(id)?.opened)?)));
+        NewlyOpened {
+            services: services.filter(|(_, count)| *count > 0).collect(),
+            servers: servers.filter(|(_, count)| *count > 0).collect(),
+        }
+    }
+
     /// Takes in what it says. A count that went back is of maps that were made anew: its rate begins anew, too.
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();

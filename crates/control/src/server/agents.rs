@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use coreward_tls::Role;
 use coreward_wire::words::made_readable;
 use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::office::not_leading;
 use super::security::Visitor;
@@ -16,6 +17,9 @@ use super::shared::Shared;
 use super::{HELLO_TIMEOUT, refused_status};
 use crate::controller::Session;
 use crate::controller::racks::Behind;
+
+/// Before an agent is told that its hello is refused.
+const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
@@ -57,7 +61,7 @@ pub async fn serve(shared: Arc<Shared>, speaker: Speaker, mut messages: impl Mes
         Ok(session) => session,
         Err(status) => {
             tracing::warn!("{speaker} was refused: {}", status.message());
-            let _ = answers.send(Err(status)).await;
+            refuse(status, &answers).await;
             return;
         }
     };
@@ -75,6 +79,18 @@ pub async fn serve(shared: Arc<Shared>, speaker: Speaker, mut messages: impl Mes
             let _ = answers.send(Err(status)).await;
         }
     }
+}
+
+/// Ends the stream with this error. A connection has a limited number of streams, so a delay limits how often it can be refused; an
+/// agent that takes over from another, or looks for the leader, is not delayed.
+async fn refuse(status: Status, answers: &Answers) {
+    if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
+        tokio::select! {
+            () = tokio::time::sleep(REFUSAL_DELAY) => {}
+            () = answers.closed() => return tokio::time::sleep(REFUSAL_DELAY).await,
+        }
+    }
+    let _ = answers.send(Err(status)).await;
 }
 
 async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages) -> Result<Session, Status> {
@@ -107,10 +123,12 @@ async fn converse(
     let mut log = RefusalLog::default();
     loop {
         tokio::select! {
-            message = messages.next() => match message.transpose()?.and_then(|message| message.message) {
+            message = next_message(shared, session, messages, &mut log) => match message? {
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
-                    shared.sockets.answer(session.number(), SocketAnswer::try_from(answer)?);
+                    if !shared.sockets.answer(session.number(), SocketAnswer::try_from(answer)?) {
+                        shared.controller().message_unasked(session, shared.now());
+                    }
                 }
                 Some(v1::agent_message::Message::Hello(_)) => {
                     return Err(Status::invalid_argument("a second hello: expected reports"));
@@ -137,6 +155,30 @@ async fn converse(
     }
 }
 
+/// Returns the next message. While the agent is over its limit nothing is read or decoded: what it sends waits in its own connection,
+/// and HTTP/2's flow control stops it there.
+async fn next_message(
+    shared: &Shared,
+    session: &Session,
+    messages: &mut impl Messages,
+    log: &mut RefusalLog,
+) -> Result<Option<v1::agent_message::Message>, Status> {
+    loop {
+        let wait = shared.controller().message_wait(session, shared.now());
+        if wait.is_zero() {
+            break;
+        }
+        if !std::mem::replace(&mut log.is_delayed, true) {
+            shared.controller().message_delayed(session);
+            log.delayed(session);
+        }
+        tokio::time::sleep(wait).await;
+    }
+    let message = messages.next().await.transpose()?;
+    log.is_delayed = false;
+    Ok(message.and_then(|message| message.message))
+}
+
 /// A report that is of no use is counted and logged; only when the session itself is over the stream ends.
 fn take(shared: &Shared, session: &Session, report: v1::Report, log: &mut RefusalLog) -> Result<(), Status> {
     let report = Report::try_from(report);
@@ -157,6 +199,10 @@ fn take(shared: &Shared, session: &Session, report: v1::Report, log: &mut Refusa
 #[derive(Default)]
 struct RefusalLog {
     newest: Option<&'static str>,
+    /// Whether the stream is not read now.
+    is_delayed: bool,
+    /// Whether it ever was not.
+    was_delayed: bool,
 }
 
 impl RefusalLog {
@@ -165,5 +211,14 @@ impl RefusalLog {
             tracing::warn!("a report of {} was refused ({}): {refused}", session.server(), refused.reason());
         }
         self.newest = Some(refused.reason());
+    }
+
+    fn delayed(&mut self, session: &Session) {
+        if !std::mem::replace(&mut self.was_delayed, true) {
+            let server = session.server();
+            tracing::warn!(
+                "the agent of {server} sends more than twice per report interval: its stream is read at that rate"
+            );
+        }
     }
 }

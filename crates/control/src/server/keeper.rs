@@ -381,18 +381,8 @@ impl Keeper {
             note_document(&mut records, &self.records, ("reload", author), &changes);
         }
         self.save(&records)?;
-        for (key, changed) in [
-            ("listen", config.listen != self.config.listen),
-            ("api", config.api != self.config.api),
-            ("store", config.store != self.config.store),
-            ("tls", config.tls != self.config.tls),
-            ("metrics", config.metrics != self.config.metrics),
-            ("token_directory", config.token_directory != self.config.token_directory),
-            ("allow_plaintext", config.allow_plaintext != self.config.allow_plaintext),
-        ] {
-            if changed {
-                tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
-            }
+        for key in self.config.restart_keys(&config) {
+            tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
         }
         (self.config, self.fleet, self.records) = (config, fleet, records);
         Ok(self.fleet())

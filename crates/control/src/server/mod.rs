@@ -7,6 +7,7 @@
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
 //! * [`security`]: who is let in
+//! * [`message_size`]: how large a message of each kind of caller may be
 //! * [`agents`], [`racks`], [`load_balancers`], [`machines`]: one kind of caller each
 
 mod agents;
@@ -17,6 +18,7 @@ pub(crate) mod keeper;
 mod load_balancers;
 mod machines;
 mod making;
+mod message_size;
 pub mod office;
 mod racks;
 pub mod security;
@@ -38,7 +40,7 @@ use coreward_etcd::leadership::Leadership;
 use coreward_metrics::endpoint;
 use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
-use coreward_wire::v1::control_server::{Control, ControlServer};
+use coreward_wire::v1::control_server::Control;
 use coreward_wire::{TERM, v1};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -60,6 +62,7 @@ use agents::Speaker;
 use apart::Apart;
 use keeper::{Change, Keeper, NotForgotten};
 use making::make_tables;
+pub use message_size::SizedControl;
 use office::Office;
 use security::{Security, Visitor};
 use shared::{Made, Shared, WantedChange};
@@ -76,8 +79,6 @@ const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 const STREAMS: u32 = 32;
 /// Of HTTP/2; the least that there can be.
 const FRAME_BYTES: u32 = 16 << 10;
-/// A message to the controller: the counts of 16,384 servers are the largest.
-const MESSAGE_BYTES: usize = 4 << 20;
 /// Before a controller that has led stands for election again: others are first.
 const AFTER_LEADING: Duration = Duration::from_secs(1);
 /// What a part may send before it is told that some of it was read (HTTP/2): a rack's summaries of one interval.
@@ -476,8 +477,8 @@ struct Service {
     office: Arc<Office>,
 }
 
-fn service(service: Service) -> ControlServer<Service> {
-    ControlServer::new(service).max_decoding_message_size(MESSAGE_BYTES)
+fn service(service: Service) -> SizedControl<Service> {
+    SizedControl::new(service)
 }
 
 impl Service {

@@ -67,17 +67,19 @@ impl Sockets {
         }
     }
 
-    /// The agent has answered.
-    pub fn answer(&self, agent: u64, answer: SocketAnswer) {
+    /// The agent has answered; `false`: a question that is not open.
+    pub fn answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let question = (answer.asker, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
             let position = asked.open.iter().position(|open| *open == question);
             position.and_then(|position| asked.open.remove(position)).is_some()
         });
-        if !was_asked {
-            return tracing::debug!("an agent answers what it was not asked, or was asked long ago");
+        if was_asked {
+            self.reply(answer);
+        } else {
+            tracing::debug!("an agent answers what it was not asked, or was asked long ago");
         }
-        self.reply(answer);
+        was_asked
     }
 
     /// Sends an answer to the load balancer that asked, if it is there and reads.

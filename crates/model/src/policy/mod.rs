@@ -64,6 +64,11 @@ pub trait Policy: Send {
         true
     }
 
+    /// Whether a server of twice the capacity gets more: by its cores' loads, or by the number itself.
+    fn goes_by_capacity(&self) -> bool {
+        self.reads_loads()
+    }
+
     /// What it wants to hear from load balancers.
     fn traffic_wanted(&self) -> TrafficWanted {
         TrafficWanted::Nothing
@@ -132,9 +137,14 @@ pub fn fixed_names() -> Vec<&'static str> {
     REGISTRY.iter().filter(|(_, make)| make(0).is_fixed()).map(|(name, _)| *name).collect()
 }
 
-/// What the policy with that name wants to hear from load balancers; nothing where there is none.
+/// What the policy with that name wants to hear from load balancers, and what its servers' reports are checked against; nothing where
+/// there is none.
 pub fn traffic_wanted(name: &str) -> TrafficWanted {
-    named(name, 0).map(|policy| policy.traffic_wanted()).unwrap_or_default()
+    let wanted = |policy: Box<dyn Policy>| {
+        let checked = if policy.reads_loads() { TrafficWanted::Connections } else { TrafficWanted::Nothing };
+        policy.traffic_wanted().max(checked)
+    };
+    named(name, 0).map(wanted).unwrap_or_default()
 }
 
 /// The policy with that name.

@@ -43,6 +43,9 @@ pub struct TrafficRates {
     pub bytes: f64,
 }
 
+/// A server that reports more cores than this times the pool's median counts as this many, unless the operator states its capacity.
+pub const MOST_TIMES_THE_MEDIAN: u32 = 8;
+
 /// The pool of one service at the moment of a table.
 #[derive(Debug, Clone)]
 pub struct Pool {
@@ -254,16 +257,32 @@ impl Pool {
         self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.ramp)).collect()
     }
 
-    /// The capacity of each eligible server: what the operator says, or its number of cores; one of which nothing is known
+    /// The capacity of each eligible server: what the operator says, or its number of cores, of which at most
+    /// [`MOST_TIMES_THE_MEDIAN`] the pool's median count: nobody but the server itself says how many it has. One of which nothing is known
     /// counts as the mean of the others, and in a pool of such servers as 1.
     pub fn capacities(&self) -> Vec<f64> {
+        let mut counts: Vec<u32> = self.eligible().filter_map(PoolServer::core_count).collect();
+        counts.sort_unstable();
+        let median = counts.get(counts.len().saturating_sub(1) / 2).copied().unwrap_or(0);
+        let most = median.saturating_mul(MOST_TIMES_THE_MEDIAN);
         let of = |server: &PoolServer| {
-            let cores = || server.core_count().map(f64::from);
+            let cores = || server.core_count().map(|cores| f64::from(cores.min(most)));
             server.capacity.map(Capacity::get).or_else(cores)
         };
         let known: Vec<f64> = self.eligible().filter_map(of).collect();
         let mean = crate::statistics::mean(&known).map_or(1.0, f64::round).max(1.0);
         self.eligible().map(|server| of(server).unwrap_or(mean)).collect()
+    }
+
+    /// The fair part of each eligible server in new connections: by weight, and by capacity where `by_capacity`; 1 in all.
+    pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
+        let weights = self.eligible().map(|server| f64::from(server.weight.get()));
+        let parts: Vec<f64> = match by_capacity {
+            true => weights.zip(self.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
+            false => weights.collect(),
+        };
+        let sum = parts.iter().sum::<f64>().max(f64::MIN_POSITIVE);
+        self.eligible().zip(parts).map(|(server, part)| (server.id, part / sum)).collect()
     }
 
     /// Whether all servers take part in the bucket's connections, or which: one that has joined a short time ago in as many

@@ -27,6 +27,10 @@ impl Policy for WeightedRoundRobin {
         false
     }
 
+    fn goes_by_capacity(&self) -> bool {
+        true
+    }
+
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         weighted_turns(pool, buckets, generation, self.key.clone(), &shares(pool))
     }
@@ -64,6 +68,12 @@ mod tests {
             ..by_load.clone()
         };
         assert_eq!(shares(&Pool::new(vec![told], 1)), [3.75]);
+
+        // How many cores there are only the server itself says.
+        let lying = server(4, Some(vec![0.0; 4096]), None);
+        let pool =
+            Pool::new(vec![server(1, None, Some(4)), server(2, None, Some(4)), server(3, None, Some(4)), lying], 1);
+        assert_eq!(shares(&pool), [4.0, 4.0, 4.0, 32.0]);
 
         let pool = Pool::new(vec![by_load, server(2, None, Some(4))], 1);
         let table = WeightedRoundRobin::new(1).place(&pool, BucketCount::PUBLISHED, 1);

@@ -1,0 +1,167 @@
+//! What an agent that lies can attract, in virtual time: a load balancer that places connections by the controller's tables, servers
+//! whose load is what their connections bring, and one that always reports idle cores.
+
+use std::collections::VecDeque;
+
+use coreward_config::Source;
+use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{ServerTraffic, TrafficMessage};
+
+use super::tests::{plain_report, plain_rss};
+use super::*;
+use crate::config::FleetConfig;
+use crate::records::Records;
+
+const SERVERS: usize = 10;
+const CORES: usize = 4;
+/// New connections in 100 ms, all together, and how many intervals each lives.
+const PER_INTERVAL: u64 = 20;
+const LIFE: usize = 50;
+/// What a connection brings to its core: half of the cores' time, all together.
+const BUSY_NS: u64 = 2_000_000;
+const LIAR: usize = 0;
+
+fn at(interval: u64) -> Now {
+    let monotonic = Duration::from_millis(100 * interval);
+    let wall = Duration::from_secs(1_700_000_000) + monotonic;
+    Now { monotonic, wall, record: wall }
+}
+
+struct World {
+    controller: Controller,
+    sessions: Vec<Session>,
+    balancer: u64,
+    random: u32,
+    /// Cores of the connections that are open, by the interval in which they came.
+    open: VecDeque<Vec<(usize, usize)>>,
+    busy: Vec<[u64; CORES]>,
+    opened: Vec<u64>,
+    lies: bool,
+}
+
+impl World {
+    fn new(policy: &str, lies: bool) -> Self {
+        let mut text = String::new();
+        for n in 0..SERVERS {
+            text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
+        }
+        text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
+        let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
+        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let mut controller = Controller::new(Fleet::new(&config, &records));
+        let sessions = (0..SERVERS).map(|n| controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        let balancer = controller.load_balancer_hello("lb1", at(0)).unwrap();
+        Self {
+            controller,
+            sessions,
+            balancer,
+            random: 7,
+            open: VecDeque::new(),
+            busy: vec![[0; CORES]; SERVERS],
+            opened: vec![0; SERVERS],
+            lies,
+        }
+    }
+
+    fn report(&mut self, interval: u64) {
+        for (server, core) in self.open.iter().flatten() {
+            if !self.lies || *server != LIAR {
+                self.busy[*server][*core] += BUSY_NS;
+            }
+        }
+        for (n, session) in self.sessions.iter().enumerate() {
+            let rss = (interval == 0).then(|| plain_rss(128, CORES as u32));
+            let report = plain_report(interval + 1, at(interval), &self.busy[n]);
+            let report = Report { rss, rss_generation: 1, ..report };
+            self.controller.report(session, Ok(report), at(interval)).unwrap();
+        }
+    }
+
+    /// A report interval: reports, a table, connections, and what the load balancer counts of them.
+    fn step(&mut self, interval: u64) {
+        self.report(interval);
+        let table = self.controller.tick(at(interval)).remove(0).table;
+        let index = self.controller.fleet().services[0].index;
+        let mut assigned = vec![0u32; table.core_slots.len()];
+        let mut new = Vec::new();
+        for _ in 0..PER_INTERVAL {
+            self.random = self.random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let bucket = self.random >> 25;
+            let server = place(&table, bucket, &mut assigned);
+            self.opened[server] += 1;
+            new.push((server, bucket as usize % CORES));
+        }
+        self.open.push_back(new);
+        if self.open.len() > LIFE {
+            self.open.pop_front();
+        }
+        let counts = self.opened.iter().enumerate();
+        let servers = counts.map(|(id, opened)| {
+            ((id as u64).try_into().unwrap(), ServerTraffic { opened: *opened, ..Default::default() })
+        });
+        let servers = servers.collect();
+        let opened = [(index, self.opened.iter().sum())].into();
+        let message = TrafficMessage { servers, opened };
+        self.controller.load_balancer_traffic(self.balancer, &message, at(interval));
+    }
+
+    /// The liar's part of the connections of a minute, after a minute.
+    fn part_of_liar(&mut self) -> f64 {
+        (0..600).for_each(|interval| self.step(interval));
+        let before = self.opened.clone();
+        (600..1200).for_each(|interval| self.step(interval));
+        let sum: u64 = self.opened.iter().zip(&before).map(|(now, then)| now - then).sum();
+        (self.opened[LIAR] - before[LIAR]) as f64 / sum as f64
+    }
+}
+
+/// What the data plane does with a first packet of the bucket.
+fn place(table: &PlacementTable, bucket: u32, assigned: &mut [u32]) -> usize {
+    let candidates = table.candidates_of(0, bucket);
+    let chosen = match table.rule {
+        Rule::LeastAssigned => {
+            let cost = |slot: u16| assigned[usize::from(slot)].saturating_mul(table.assignment_cost);
+            let load = |candidate: &&coreward_model::placement::Candidate| candidate.load + cost(candidate.core_slot);
+            candidates.iter().min_by_key(load).unwrap()
+        }
+        _ => &candidates[0],
+    };
+    if let Some(count) = assigned.get_mut(usize::from(chosen.core_slot)) {
+        *count += 1;
+    }
+    usize::from(chosen.server.get())
+}
+
+#[test]
+fn lying_agent_attracts_at_most_twice_its_fair_part() {
+    for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
+        let mut world = World::new(policy, true);
+        let part = world.part_of_liar();
+        // A tenth is fair. Buckets are drawn: 128 of them give or take a few.
+        assert!(part < 0.26, "{policy}: {part}");
+        assert_eq!(world.controller.attraction.limited_count(), 1, "{policy}");
+    }
+}
+
+#[test]
+fn honest_servers_are_not_limited() {
+    for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
+        let mut world = World::new(policy, false);
+        for interval in 0..600 {
+            world.step(interval);
+            assert_eq!(world.controller.attraction.limited_count(), 0, "{policy}, interval {interval}");
+        }
+    }
+}
+
+#[test]
+fn liar_that_reports_its_load_again_is_limited_no_more() {
+    let mut world = World::new("crossrss", true);
+    (0..300).for_each(|interval| world.step(interval));
+    assert_eq!(world.controller.attraction.limited_count(), 1);
+    world.lies = false;
+    (300..900).for_each(|interval| world.step(interval));
+    assert_eq!(world.controller.attraction.limited_count(), 0);
+}

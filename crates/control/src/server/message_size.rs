@@ -1,0 +1,60 @@
+//! The largest message that each kind of caller may send: tonic has one limit for a service, and agents are many.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use coreward_wire::AGENT_MESSAGE_BYTES;
+use coreward_wire::v1::control_server::{Control, ControlServer, SERVICE_NAME};
+use http::Request;
+use tonic::server::NamedService;
+use tower_service::Service;
+
+/// Load balancers and racks: the traffic counts of 16,384 servers are the largest message.
+const MESSAGE_BYTES: usize = 4 << 20;
+/// Path of the agents' stream.
+const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
+
+/// A [`ControlServer`] that takes smaller messages from agents than from others. A larger message ends the stream before its body
+/// is read.
+pub struct SizedControl<T> {
+    agents: ControlServer<T>,
+    others: ControlServer<T>,
+}
+
+impl<T: Control> SizedControl<T> {
+    /// Serves these methods.
+    pub fn new(methods: T) -> Self {
+        let methods = Arc::new(methods);
+        let limited = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
+        Self { agents: limited(AGENT_MESSAGE_BYTES), others: limited(MESSAGE_BYTES) }
+    }
+}
+
+impl<T> Clone for SizedControl<T> {
+    fn clone(&self) -> Self {
+        Self { agents: self.agents.clone(), others: self.others.clone() }
+    }
+}
+
+impl<T> NamedService for SizedControl<T> {
+    const NAME: &'static str = SERVICE_NAME;
+}
+
+impl<T, B> Service<Request<B>> for SizedControl<T>
+where
+    ControlServer<T>: Service<Request<B>, Error = Infallible>,
+{
+    type Response = <ControlServer<T> as Service<Request<B>>>::Response;
+    type Error = Infallible;
+    type Future = <ControlServer<T> as Service<Request<B>>>::Future;
+
+    fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        // Both are always ready: they hold nothing but their methods.
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        if request.uri().path() == AGENT_PATH { self.agents.call(request) } else { self.others.call(request) }
+    }
+}

@@ -1,0 +1,128 @@
+//! An agent that sends more than it may, over real gRPC.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use coreward_control::controller::refused::REPORTS_AT_ONCE;
+use coreward_wire::v1;
+use coreward_wire::v1::agent_message::Message;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status, Streaming};
+
+use support::{Home, Running, in_time};
+
+const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
+/// Between reports, as the fleet's document says (support::Home).
+const REPORT_INTERVAL: Duration = Duration::from_millis(10);
+/// More than the windows of HTTP/2 hold (256 KiB, each report some 60 bytes).
+const REPORTS: u64 = 40_000;
+
+async fn agent(running: &Running, server: &str) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
+    let (sender, receiver) = mpsc::channel(4);
+    let hello = v1::AgentHello { server: server.into(), version: "test".into() };
+    sender.send(message(Message::Hello(hello))).await.unwrap();
+    let updates = running.client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    (sender, updates)
+}
+
+fn message(message: Message) -> v1::AgentMessage {
+    v1::AgentMessage { message: Some(message) }
+}
+
+fn report(sequence: u64) -> v1::AgentMessage {
+    message(Message::Report(v1::Report {
+        sequence,
+        sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
+        time_to_live_ms: 60_000,
+        measured_ns: sequence * 1_000_000,
+        core_busy_ns: vec![sequence; 2],
+        without_details: true,
+        ..Default::default()
+    }))
+}
+
+/// Reports that were decoded, whatever became of them.
+async fn decoded(running: &Running) -> u64 {
+    let status = running.status().await;
+    let of_reports = ["too_often", "out_of_order", "clock_stood_still", "impossible_load"];
+    status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
+}
+
+/// Sends as much as the connection takes, for ever. The controller's HTTP/2 ends a connection with many small frames that wait to be
+/// read; then another one follows.
+async fn flood(running: Arc<Running>) {
+    loop {
+        let (sender, _updates) = agent(&running, "s1").await;
+        let mut sequence = 0;
+        while sender.send(report(sequence)).await.is_ok() {
+            sequence += 1;
+            if sequence == REPORTS {
+                return;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn flooding_agent_is_read_at_its_limit() {
+    let home = Home::new(&["s1", "s2"], WEB);
+    let running = home.start().await;
+    let running = Arc::new(running);
+    let began = Instant::now();
+    let flood = tokio::spawn(flood(running.clone()));
+    let at_once = u64::from(REPORTS_AT_ONCE);
+    in_time("the reports that it may send at once", async { while decoded(&running).await < at_once {} }).await;
+    // Another agent's reports pass meanwhile.
+    let (other, _updates) = agent(&running, "s2").await;
+    for sequence in 1..=10 {
+        other.send(report(sequence)).await.unwrap();
+    }
+    let of_other = async || {
+        let status = running.status().await;
+        status.servers.iter().any(|server| server.name == "s2" && server.report_age_ms < 60_000)
+    };
+    in_time("the other agent's reports", async { while !of_other().await {} }).await;
+    for _ in 0..200 {
+        let decoded = decoded(&running).await;
+        // Twice per interval, those at once, the other agent's, and that it was over its limit, once.
+        let allowed = began.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
+        let counted = 2 * (u64::try_from(allowed).unwrap() + at_once) + 12;
+        assert!(decoded <= counted, "{decoded} decoded, at most {counted} expected");
+        assert!(!flood.is_finished(), "{REPORTS} reports were read on one stream");
+    }
+    let refused = running.status().await.refused_reports;
+    assert!(refused["too_often"] > 0, "a delay is counted");
+    flood.abort();
+}
+
+async fn end(mut updates: Streaming<v1::AgentUpdate>) -> Status {
+    loop {
+        match in_time("the end of the stream", updates.message()).await {
+            Ok(update) => assert!(update.is_some(), "the stream ended without an error"),
+            Err(status) => return status,
+        }
+    }
+}
+
+#[tokio::test]
+async fn message_larger_than_256_kib_ends_an_agents_stream() {
+    let home = Home::new(&["s1", "s2"], WEB);
+    let running = home.start().await;
+    for (server, bytes, code) in [("s1", 200 << 10, None), ("s2", 300 << 10, Some(Code::OutOfRange))] {
+        let (sender, updates) = agent(&running, server).await;
+        let warnings = vec!["w".repeat(bytes)];
+        let large = v1::Report { warnings, time_to_live_ms: 1, core_busy_ns: vec![1], ..Default::default() };
+        sender.send(message(Message::Report(large))).await.unwrap();
+        match code {
+            Some(code) => {
+                let status = end(updates).await;
+                assert_eq!(status.code(), code, "{status}");
+                assert!(status.message().contains("262144"), "{status}");
+            }
+            None => in_time("the report", async { while decoded(&running).await == 0 {} }).await,
+        }
+    }
+}
