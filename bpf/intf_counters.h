@@ -66,7 +66,9 @@ struct lb_counters {
 #define MAX_LB_COUNTER_ROWS 256
 /* In the place of a service's index: packets whose service is not known. */
 #define LB_COUNTERS_NO_SERVICE MAX_SERVICES
-#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 1)
+/* What services counted that are removed, and whose place another one has. Only user space writes it. */
+#define LB_COUNTERS_REMOVED (MAX_SERVICES + 1)
+#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 2)
 
 /* What server.bpf.c did. */
 enum server_counter {
