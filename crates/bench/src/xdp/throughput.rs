@@ -21,7 +21,7 @@ use super::workload::{Case, syn};
 use crate::namespace;
 use crate::report::{Cell, Report, Table};
 use generator::{Generator, LIVE_PACKETS, Traffic};
-use wire::{NapiThread, Wire, Work};
+use wire::{NapiThread, Wire, Work, prefer};
 
 /// How long to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -221,6 +221,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let beds = lanes.map(|(number, lane)| Bed::new(lane, number, cpus).context(lane.name));
     let beds: Vec<Bed> = beds.collect::<anyhow::Result<_>>()?;
     super::flood::pin_to(cpus[0])?;
+    prefer(nix::unistd::gettid())?;
     let mut turns: Vec<Vec<Turn>> = beds.iter().map(|_| Vec::new()).collect();
     // The first round warms up and does not count.
     for round in 0..=args.rounds as usize {
