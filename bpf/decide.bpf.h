@@ -425,6 +425,8 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
 		decide_other_balancer(number, decision);
 		return;
 	}
+	if (syn)
+		touch_flow_set(decision->service, packet);
 	decide_by_rule(state, packet, first ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
 	if (decision->outcome == LB_COUNTER_FIRST) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
