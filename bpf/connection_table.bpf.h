@@ -198,6 +198,8 @@ static __always_inline void fill_connection(struct connection *connection, const
 /* take_connection() found no free place; others took or freed places at each attempt. */
 #define CONNECTION_TABLE_FULL -1
 #define CONNECTION_CONTENDED -2
+/* may_take_connection() refused. */
+#define CONNECTION_SOURCE_LIMITED -3
 
 /* A free place in the connection's partition, filled; or one of the above. `packet`: the connection's first. */
 static __noinline int take_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,

@@ -280,6 +280,14 @@ static __always_inline bool may_take_connection(__u32 client_address)
 	return true;
 }
 
+/* Why a new connection has no entry. `taken`: what CONNECTION_TABLE_FULL and so on stand for. */
+static __always_inline enum lb_event without_entry(int taken)
+{
+	if (taken == CONNECTION_SOURCE_LIMITED)
+		return LB_EVENT_CONNECTION_SOURCE_LIMITED;
+	return taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL : LB_EVENT_CONNECTION_CONTENDED;
+}
+
 /* One writer per row (struct lb_counter_row). */
 static __always_inline void count_taken(struct xdp_md *ctx)
 {
@@ -315,11 +323,9 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 		return;
 	taken = may_take_connection(packet->client_address)
 			? take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx))
-			: CONNECTION_TABLE_FULL;
+			: CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
-		count_event(ctx, decision->service,
-			    taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL
-							   : LB_EVENT_CONNECTION_CONTENDED);
+		count_event(ctx, decision->service, without_entry(taken));
 		return;
 	}
 	count_taken(ctx);
@@ -421,6 +427,8 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
 		decide_other_balancer(number, decision);
 		return;
 	}
+	if (syn)
+		touch_flow_set(decision->service, packet);
 	decide_by_rule(state, packet, first ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
 	if (decision->outcome == LB_COUNTER_FIRST) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};

@@ -56,6 +56,18 @@ static __always_inline struct flow_set *flow_set_of(__u64 hash)
 	return bpf_map_lookup_elem(&flow_table, &set);
 }
 
+/* Loads a flow's set, which nothing waits for: what is decided until it is needed hides a part of the cache misses. */
+static __always_inline void touch_flow_set(__u32 service, const struct packet *packet)
+{
+	const struct flow_set *set = flow_set_of(connection_hash(service, packet->client_address, packet->ports));
+	__u64 word;
+
+	if (!set)
+		return;
+	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->flow[0]));
+	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->use[0]));
+}
+
 /* Odd, so that no entry in use is 0. */
 static __always_inline __u32 flow_tag(__u64 hash)
 {
@@ -133,21 +145,50 @@ static __always_inline __u32 service_of_use(__u64 use)
 
 _Static_assert(FLOW_SET_ENTRIES == 1 << FLOW_POSITION_BITS, "a position fits its bits");
 
-/* How soon an entry is replaced by a flow of `service` with `tag`: the highest rank first (essay, 2). */
-static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 position, __u32 tag, __u32 service)
+/* Whether all entries of a set are of `service`. */
+static __always_inline bool set_is_of(const struct flow_set *set, __u32 service)
+{
+	__u32 others = 0;
+
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++)
+		others |= service_of_use(*(volatile __u64 *)&set->use[i]) ^ service;
+	return !others;
+}
+
+/*
+ * How soon an entry is replaced by a flow of `service` with `tag`: the highest rank first (essay, 2). `alone`: all entries of the
+ * set are of that service, so that nothing is to be counted.
+ */
+static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 position, __u32 tag, __u32 service, bool alone)
 {
 	__u64 flow = *(volatile __u64 *)&set->flow[position];
 	__u64 use = *(volatile __u64 *)&set->use[position];
-	__u64 of = service_of_use(use), own = is_zero(of ^ service), count = own;
+	__u64 of = service_of_use(use), own = alone ? 1 : is_zero(of ^ service), count = own;
 	__u64 unused = is_zero(flow >> FLOW_TAG_SHIFT) | flow_is_idle(use);
 
-	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++)
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES && !alone; i++)
 		count += is_zero(service_of_use(*(volatile __u64 *)&set->use[i]) ^ of);
 	return is_zero(flow >> FLOW_TAG_SHIFT ^ tag) << FLOW_RANK_SAME_SHIFT | unused << FLOW_RANK_FREE_SHIFT |
 	       (use >> FLOW_HINT_SHIFT & 1) << FLOW_RANK_HINT_SHIFT | count << FLOW_RANK_COUNT_SHIFT |
 	       own << FLOW_RANK_OWN_SHIFT |
 	       is_zero((flow >> FLOW_BEFORE_SHIFT & 0xffff) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
 	       flow_age(use);
+}
+
+/* The highest rank in the set, its entry's position below it (the first of equals). */
+static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag, __u32 service, bool alone)
+{
+	__s64 highest = 0;
+
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++) {
+		__u64 of_entry = flow_rank(set, i, tag, service, alone);
+		__s64 rank = of_entry << FLOW_POSITION_BITS | (FLOW_SET_ENTRIES - 1 - i);
+		__s64 difference = rank - highest, lower = difference >> 63;
+
+		barrier_var(lower);
+		highest += difference & ~lower;
+	}
+	return highest;
 }
 
 #define FLOW_INSERT_ATTEMPTS 4
@@ -173,17 +214,11 @@ __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry,
 	      (__u64)(packet->protocol == IPPROTO_UDP) << FLOW_UDP_SHIFT | (__u64)service << FLOW_SERVICE_SHIFT |
 	      lb_state.clock;
 	for (int attempt = 0; attempt < FLOW_INSERT_ATTEMPTS; attempt++) {
-		__s64 highest = 0;
+		__s64 highest = set_is_of(set, service) ? highest_rank(set, tag, service, true)
+							: highest_rank(set, tag, service, false);
 		__u32 position;
 		__u64 old;
 
-		for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++) {
-			__s64 rank = flow_rank(set, i, tag, service) << FLOW_POSITION_BITS | (FLOW_SET_ENTRIES - 1 - i);
-			__s64 difference = rank - highest, lower = difference >> 63;
-
-			barrier_var(lower);
-			highest += difference & ~lower;
-		}
 		if (hint && !(highest >> (FLOW_RANK_HINT_SHIFT + FLOW_POSITION_BITS)))
 			return 0;
 		position = FLOW_SET_ENTRIES - 1 - (highest & (FLOW_SET_ENTRIES - 1));

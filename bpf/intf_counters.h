@@ -37,8 +37,9 @@ enum lb_counter {
 
 /* What else happened to a packet that was counted above. */
 enum lb_event {
-	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead; or its source prefix took too many */
+	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
 	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
+	LB_EVENT_CONNECTION_SOURCE_LIMITED, /* the same: the table is scarce, and the source prefix has taken its part */
 	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
 	LB_EVENT_FLOW_INSERTED,
 	LB_EVENT_COUNT,
@@ -65,7 +66,9 @@ struct lb_counters {
 #define MAX_LB_COUNTER_ROWS 256
 /* In the place of a service's index: packets whose service is not known. */
 #define LB_COUNTERS_NO_SERVICE MAX_SERVICES
-#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 1)
+/* What services counted that are removed, and whose place another one has. Only user space writes it. */
+#define LB_COUNTERS_REMOVED (MAX_SERVICES + 1)
+#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 2)
 
 /* What server.bpf.c did. */
 enum server_counter {

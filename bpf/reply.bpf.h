@@ -20,12 +20,29 @@
 #include "service_mode.bpf.h"
 #include "stats.bpf.h"
 
-/* TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). The key by the packet's own time, as on servers. */
+typedef __u64 __attribute__((may_alias)) switch_word;
+
+_Static_assert(__builtin_offsetof(struct lb_state, keys.current) % 8 == 0, "current and switch_ms are one word");
+
+/*
+ * Which of the fleet's keys stamps, by the packet's own time (ms), as on servers. `current` and
+ * `switch_ms` are read as one word: they change together, and one of each would name the wrong key for a moment.
+ */
+static __always_inline __u32 stamping_key(__u32 milliseconds)
+{
+	__u64 both = *(const volatile switch_word *)&lb_state.keys.current;
+	__u32 current = both, switch_ms = both >> 32;
+
+	if ((__s32)(milliseconds - switch_ms) < 0)
+		current = ~current;
+	return current & 1;
+}
+
+/* TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
 static __always_inline __u32 corrected_value(__u32 service, const struct packet *packet,
 					     const struct corrected_server *server, __u32 milliseconds)
 {
-	bool current = (__s32)(milliseconds - server->offset_ms - lb_state.keys.switch_ms) >= 0;
-	__u32 index = (current ? lb_state.keys.current : lb_state.keys.current ^ 1) & 1;
+	__u32 index = stamping_key(milliseconds - server->offset_ms);
 	__u32 time = (milliseconds + correction_time_mask(service, packet)) & CORRECTION_TIME_MASK;
 	__u32 id = hide(correction_hash(index, packet), server->server_id & CORRECTION_ID_MASK, CORRECTION_PERMUTATION,
 			correction_inverses);

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use coreward_bench::report::{self, Report};
-use coreward_bench::xdp::{self, flood};
+use coreward_bench::xdp::{self, flood, throughput};
 
 #[derive(Parser)]
 #[command(name = "coreward-bench", version, about = "Measures coreward on this machine")]
@@ -40,6 +40,8 @@ enum Command {
     Xdp(xdp::Args),
     /// What a SYN flood on one CPU costs established packets on another (needs root)
     Flood(flood::Args),
+    /// How much live traffic goes through the load balancer's XDP hook (needs root)
+    Throughput(throughput::Args),
     /// What it costs to choose a worker for a request (needs root)
     Dispatch(dispatch::Args),
     /// What the agent costs (needs root)
@@ -73,6 +75,7 @@ fn main() -> anyhow::Result<()> {
         }
         Command::Xdp(args) => arguments.show(&xdp::run(args)?),
         Command::Flood(args) => arguments.show(&flood::run(args)?),
+        Command::Throughput(args) => arguments.show(&throughput::run(args)?),
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Counting(args) => arguments.show(&counting::run(args)?),
@@ -86,6 +89,7 @@ fn main() -> anyhow::Result<()> {
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
             arguments.show(&flood::run(&flood::Args::default())?)?;
+            arguments.show(&throughput::run(&throughput::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&counting::run(&counting::Args::default())?)?;

@@ -4,6 +4,7 @@ mod balancer;
 mod established;
 pub mod flood;
 mod runner;
+pub mod throughput;
 mod turns;
 mod workload;
 

@@ -76,6 +76,25 @@ pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::R
     Ok((options.retval as i32, options.data_size_out as usize))
 }
 
+/// Runs an XDP program on `frames` frames that the kernel makes of `frame` and treats as live ones: it does what the program
+/// returns (`BPF_F_TEST_XDP_LIVE_FRAMES`). Frames are reused, with what the program and others have written into them.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
+    let mut options = libbpf_sys::bpf_test_run_opts {
+        sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
+        data_in: frame.as_ptr().cast(),
+        data_size_in: frame.len() as u32,
+        repeat: frames as i32,
+        flags: libbpf_sys::BPF_F_TEST_XDP_LIVE_FRAMES,
+        ..Default::default()
+    };
+    // SAFETY: pointer and size are those of a live buffer.
+    let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut options) };
+    if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
+}
+
 fn run_with(
     program: BorrowedFd<'_>,
     packet: &[u8],

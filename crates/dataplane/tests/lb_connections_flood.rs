@@ -67,4 +67,6 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         assert!(oldest.is_none_or(|oldest| oldest <= timers.half_open + BEAT * (SWEEP_BEATS + 1)), "{oldest:?}");
     }
     assert_eq!(refused, 0, "of {} genuine connections", 250 * GENUINE);
+    assert_eq!(balancer.events(0, "connection_table_full"), 0, "no partition was full");
+    assert!(balancer.events(0, "connection_source_limited") > 0);
 }

@@ -262,7 +262,12 @@ impl World {
         match change {
             Change::Keys(keys) => self.twin.set_keys(*keys),
             Change::Services(services) => {
+                let before: Vec<_> = (0..NO_SERVICE).map(|place| self.twin.address_of_service(place)).collect();
                 places = self.twin.set_services(services);
+                // A new service counts from zero.
+                for place in places.iter().filter(|place| before[**place] != self.twin.address_of_service(**place)) {
+                    self.counters[*place] = [0; COUNTER_WORDS];
+                }
                 for ((_, mode), place) in services.iter().zip(&places) {
                     if mode.timestamps == Timestamps::LoadBalancer {
                         self.twin.set_time_key(*place, TIME_KEY);

@@ -6,7 +6,7 @@ use std::net::SocketAddrV4;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex};
+use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
@@ -28,7 +28,7 @@ const CORES: u16 = 16;
 
 /// Room for all connections: of a set's eight entries half of one is used in the mean, and two million sets are all large enough in
 /// 150 runs of 151.
-const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
+pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
 
 /// Room for all connections: of a partition's 1024 entries 512 are taken in the mean, so that none is ever full.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
@@ -51,6 +51,8 @@ pub struct Setup {
     pub groups: usize,
     /// Of the connection table.
     pub entries: TableSize,
+    /// Of the flow table.
+    pub flow_entries: u32,
 }
 
 impl Setup {
@@ -65,7 +67,7 @@ impl Setup {
             Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
-        Ok(Self { rule, groups, entries: TableSize::try_from(entries)? })
+        Ok(Self { rule, groups, entries: TableSize::try_from(entries)?, flow_entries: FLOW_TABLE_ENTRIES })
     }
 }
 
@@ -94,7 +96,7 @@ impl Balancer {
     pub fn with(case: Case, setup: Setup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
-            flow_table_entries: FLOW_TABLE_ENTRIES,
+            flow_table_entries: setup.flow_entries,
             connection_table: setup.entries,
             ..Options::default()
         })?;
@@ -180,6 +182,14 @@ impl Balancer {
     pub fn places(&self) -> HashMap<SocketAddrV4, ConnectionIndex> {
         let lb = self.lb.borrow();
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
+    }
+
+    /// Attaches the program to a device, in the driver.
+    ///
+    /// # Errors
+    /// When the device has no native XDP, or another program.
+    pub fn attach(&self, interface: &str) -> anyhow::Result<()> {
+        self.lb.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
 
     /// The program, for runs beside the measured ones.

@@ -16,12 +16,13 @@ use coreward_model::placement::Rule;
 use nix::sched::sched_getaffinity;
 use nix::unistd::Pid;
 
-use super::balancer::{Balancer, Setup};
+use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
 use super::runner::{Feed, PACKETS, Runner};
 use super::turns::{Rounds, above, median_of, quartiles};
 use super::workload::{Case, XDP_TX};
 use crate::report::{Report, Table};
-use flooder::{Flooder, Order, Sent, pin_to};
+pub use flooder::pin_to;
+use flooder::{Flooder, Order, Sent};
 use memory::Memory;
 
 /// How long to measure.
@@ -116,22 +117,32 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure_all(args: &Args) -> anyhow::Result<Report> {
-    let allowed = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
-    let cpus: Vec<usize> =
-        (0..nix::sched::CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false)).collect();
-    ensure!(cpus.len() >= 2, "coreward-bench flood needs two CPUs, and this process may use {}", cpus.len());
+    let cpus = two_cpus("coreward-bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
     pin_to(cpus[0])?;
     let measured = Victim::ALL.map(|victim| measure(victim, args, &flooder).with_context(|| victim.to_string()));
     let measured = measured.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
-    Ok(report(&measured, args, [cpus[0], cpus[1]]))
+    Ok(report(&measured, args, cpus))
+}
+
+/// The first two CPUs that this process may use.
+///
+/// # Errors
+/// When there is only one.
+pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
+    let allowed = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
+    let mut cpus = (0..nix::sched::CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false));
+    match (cpus.next(), cpus.next()) {
+        (Some(first), Some(second)) => Ok([first, second]),
+        _ => anyhow::bail!("{command} needs two CPUs, and this process may use one"),
+    }
 }
 
 fn measure(victim: Victim, args: &Args, flooder: &Flooder) -> anyhow::Result<Measured> {
     let case = Case::Established(victim.consistency(), CONNECTIONS);
     // The rule that writes most memory for a first packet.
-    let setup =
-        Setup { rule: Rule::LeastAssigned, groups: 1, entries: TableSize::try_from(u64::from(victim.entries()))? };
+    let entries = TableSize::try_from(u64::from(victim.entries()))?;
+    let setup = Setup { rule: Rule::LeastAssigned, groups: 1, entries, flow_entries: FLOW_TABLE_ENTRIES };
     let balancer = Balancer::with(case, setup)?;
     let runner = Runner::new(&case.frame(), &balancer.packets()?, 0)?;
     let open: HashSet<ConnectionIndex> = balancer.places().into_values().collect();

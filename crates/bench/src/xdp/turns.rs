@@ -96,8 +96,13 @@ pub fn fastest_above(rounds: &[f64], others: &[f64]) -> f64 {
 
 /// Lower and upper quartile.
 pub fn quartiles(rounds: &[f64]) -> String {
+    quartiles_with(rounds, 1)
+}
+
+/// The same with so many digits after the point.
+pub fn quartiles_with(rounds: &[f64], digits: usize) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
-    format!("{low:.1} to {high:.1}")
+    format!("{low:.digits$} to {high:.digits$}")
 }
 
 /// The value below which `part` of the values lie (the nearest one).

@@ -37,6 +37,22 @@ impl LoadBalancer {
         (0..self.maps.counter_rows()).map(of_row).sum()
     }
 
+    /// Moves what a place's service has counted to the removed ones, so that the next service there starts at zero. No packet is
+    /// counted there any more.
+    pub(super) fn retire_counters(&self, service: ServiceIndex) {
+        let words = size_of::<intf::lb_counters>() / size_of::<u64>();
+        for row in 0..self.maps.counter_rows() {
+            let start = row * intf::LB_COUNTERS_PER_ROW as usize;
+            let [from, to] = [usize::from(service.0), intf::LB_COUNTERS_REMOVED as usize]
+                .map(|position| (start + position) * size_of::<intf::lb_counters>());
+            for offset in (0..words).map(|word| word * size_of::<u64>()) {
+                let count = self.maps.counters.load(from + offset);
+                self.maps.counters.store(from + offset, 0);
+                self.maps.counters.store(to + offset, self.maps.counters.load(to + offset) + count);
+            }
+        }
+    }
+
     /// What was done with packets of no service, or whose service could not be told.
     pub fn counters_without_service(&self) -> Counters {
         self.sum(&[intf::LB_COUNTERS_NO_SERVICE as usize])
@@ -46,7 +62,8 @@ impl LoadBalancer {
     /// has not been told yet which services there are.
     pub fn total_counters(&self) -> Counters {
         let places = 0..self.places.len();
-        self.sum(&places.chain([intf::LB_COUNTERS_NO_SERVICE as usize]).collect::<Vec<_>>())
+        let others = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];
+        self.sum(&places.chain(others).collect::<Vec<_>>())
     }
 
     fn sum(&self, positions: &[usize]) -> Counters {

@@ -234,7 +234,9 @@ impl LoadBalancer {
             self.maps.state.write(state_of(*index), &intf::service_state::default());
         }
         self.forget_flows(indexes);
-        self.forget_fragments(indexes)
+        self.forget_fragments(indexes)?;
+        indexes.iter().for_each(|index| self.retire_counters(*index));
+        Ok(())
     }
 
     /// Removes the fragmented datagrams of these places: a later fragment finds the place by the first one, not by the directory.

@@ -285,6 +285,7 @@ impl LoadBalancer {
         self.flows.forget(free);
         self.fragments.retain(|_, (place, _)| *place != free);
         self.correction.forget_service(free);
+        self.opened.remove(&free);
         free
     }
 
@@ -390,7 +391,12 @@ impl LoadBalancer {
         &self.traffic
     }
 
-    /// New connections of the services that had this place.
+    /// The service that has this place.
+    pub fn address_of_service(&self, place: usize) -> Option<ServiceAddress> {
+        self.services.get(place)?.as_ref().map(|service| service.address)
+    }
+
+    /// New connections of the service that has this place.
     pub fn opened(&self, service: usize) -> u64 {
         self.opened.get(&service).copied().unwrap_or_default()
     }

@@ -170,7 +170,7 @@ impl LoadBalancer {
         let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         if !self.stateful.may_take(packet.client.0) {
-            return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL);
+            return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
         let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
         let first = FirstPacket { hash, service: place as u16, client, bytes };

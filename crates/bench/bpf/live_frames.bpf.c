@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Live traffic for the load balancer's native XDP hook (crates/bench/src/xdp/throughput.rs).
+ *
+ * 1. generate() runs by BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES: the kernel takes frames from a page pool, and
+ *    this program redirects each of them into one end of a veth pair. The XDP program at the other end receives them as
+ *    from a NIC, in NAPI.
+ *
+ * 2. The kernel reuses the pages as they return, so a frame holds what its last use left. generate() writes all of it.
+ *
+ * 3. Established packets come from an array, in the order that user space has drawn. The client of a new connection is a
+ *    number that never repeats, so each SYN is of a connection that the load balancer has not seen.
+ *
+ * 4. swap_macs() is the floor. sink() receives what the program under test sends back.
+ */
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/ip.h>
+#include <linux/tcp.h>
+#include <bpf/bpf_helpers.h>
+
+#include "parse.bpf.h"
+
+#define FRAME_WORDS 10
+#define LIVE_PACKETS (1 << 17)
+
+enum live_form {
+	LIVE_ESTABLISHED,
+	LIVE_NEW,
+	LIVE_FORMS,
+};
+
+struct live_frame {
+	__u64 words[FRAME_WORDS];
+};
+
+struct live_packet {
+	__u32 client_address;
+	/* As at the start of the TCP header. */
+	__u32 ports;
+	/* TSecr. */
+	__u32 echo;
+	/* enum live_form. */
+	__u32 form;
+};
+
+struct live_packet live_packets[LIVE_PACKETS] SEC(".bss.packets");
+__u64 next_packet;
+
+/* By enum live_form; user space sets all constants before the program is loaded. */
+const volatile struct live_frame frames[LIVE_FORMS];
+/* Index of the device into which frames are redirected. */
+const volatile __u32 target;
+
+#define SOURCE_MASK ((1ull << 48) - 1)
+
+/* The number'th client: one to one in 48 bits, so that no address and port come twice. */
+static __always_inline __u64 new_client(__u64 number)
+{
+	__u64 client = (number * 0x9e3779b97f4a7c15ull) & SOURCE_MASK;
+
+	client ^= client >> 24;
+	client = (client * 0xbf58476d1ce4e5b9ull) & SOURCE_MASK;
+	return client ^ client >> 24;
+}
+
+SEC("xdp")
+int generate(struct xdp_md *ctx)
+{
+	__u64 number = next_packet++;
+	const struct live_packet *packet = &live_packets[number & (LIVE_PACKETS - 1)];
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	__u32 form = packet->form;
+
+	if (data + sizeof(struct live_frame) > data_end || form >= LIVE_FORMS)
+		return XDP_ABORTED;
+	for (int i = 0; i < FRAME_WORDS; i++)
+		PACKET_U64(data, i * sizeof(__u64)) = frames[form].words[i];
+	if (form == LIVE_NEW) {
+		__u64 client = new_client(number);
+
+		PACKET_U32(data, IP_AT(saddr)) = client;
+		PACKET_U16(data, USUAL_TCP) = client >> 32;
+	} else {
+		PACKET_U32(data, IP_AT(saddr)) = packet->client_address;
+		PACKET_U32(data, USUAL_TCP) = packet->ports;
+		PACKET_U32(data, USUAL_ECHO) = packet->echo;
+	}
+	return bpf_redirect(target, 0);
+}
+
+/* The floor: any forwarder exchanges the addresses at least. */
+SEC("xdp")
+int swap_macs(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct ethhdr *ethernet = data;
+	__u8 mac[ETH_ALEN];
+
+	if ((void *)(ethernet + 1) > data_end)
+		return XDP_PASS;
+	__builtin_memcpy(mac, ethernet->h_dest, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_dest, ethernet->h_source, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_source, mac, ETH_ALEN);
+	return XDP_TX;
+}
+
+SEC("xdp")
+int sink(struct xdp_md *ctx)
+{
+	(void)ctx;
+	return XDP_DROP;
+}
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";

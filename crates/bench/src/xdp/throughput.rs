@@ -1,0 +1,283 @@
+//! `coreward-bench throughput`: live frames through the load balancer's native XDP hook, beside a program that only swaps
+//! MAC addresses.
+
+mod generator;
+mod wire;
+
+use std::collections::HashSet;
+use std::time::Instant;
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::lb::Counters;
+use coreward_intf as intf;
+use coreward_model::connection_table::{ConnectionIndex, TableSize};
+use coreward_model::consistency::Consistency;
+use coreward_model::placement::Rule;
+
+use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES, Setup};
+use super::flood::two_cpus;
+use super::turns::{Rounds, median_of, quartiles_with};
+use super::workload::{Case, syn};
+use crate::namespace;
+use crate::report::{Cell, Report, Table};
+use generator::{Generator, LIVE_PACKETS, Traffic};
+use wire::{NapiThread, Wire, Work, prefer};
+
+/// How long to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Rounds; in each, all kinds of traffic and the floor, one after the other
+    #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Frames per kind of traffic and round
+    #[arg(long, default_value_t = Self::default().frames, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    frames: u32,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self { rounds: 15, frames: 1 << 20 }
+    }
+}
+
+/// Traffic of one service.
+#[derive(Debug, Clone, Copy)]
+struct Lane {
+    name: &'static str,
+    consistency: Consistency,
+    rule: Rule,
+    /// Of 16 packets so many are SYNs of new connections; the others are of open ones.
+    new_of_16: usize,
+    /// Least ratio to the floor.
+    goal: Option<f64>,
+}
+
+impl Lane {
+    const FLOOR: Lane =
+        Lane { name: "swap MACs", consistency: Consistency::None, rule: Rule::Table, new_of_16: 0, goal: None };
+
+    /// The floor first.
+    fn all() -> Vec<Lane> {
+        let established = Lane { goal: Some(0.95), consistency: Consistency::Stateless, ..Self::FLOOR };
+        let new = Lane { goal: Some(0.85), new_of_16: 16, ..established };
+        vec![
+            Self::FLOOR,
+            Lane { name: "established, stateless", ..established },
+            Lane { name: "established, stateful", consistency: Consistency::Stateful, goal: None, ..established },
+            Lane { name: "established, hash-table", consistency: Consistency::HashTable, goal: None, ..established },
+            Lane { name: "new, stateless, crossrss", ..new },
+            Lane { name: "new, stateless, crossrss-plus", rule: Rule::LeastAssigned, ..new },
+            Lane { name: "new, stateful", consistency: Consistency::Stateful, goal: Some(0.7), ..new },
+            Lane { name: "new, hash-table", consistency: Consistency::HashTable, goal: Some(0.4), ..new },
+            Lane { name: "mixed: 15 established, 1 new; stateless", new_of_16: 1, goal: None, ..established },
+            Lane {
+                name: "mixed: 15 established, 1 new; stateful",
+                consistency: Consistency::Stateful,
+                new_of_16: 1,
+                goal: None,
+                ..established
+            },
+        ]
+    }
+
+    fn is_floor(&self) -> bool {
+        self.name == Self::FLOOR.name
+    }
+
+    /// That of the open connections, which are there whatever is sent.
+    fn case(&self) -> Case {
+        Case::Established(self.consistency, LIVE_PACKETS)
+    }
+
+    fn setup(&self) -> anyhow::Result<Setup> {
+        let entries = match self.consistency {
+            Consistency::Stateful => CONNECTION_TABLE_ENTRIES,
+            _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
+        };
+        let flow_entries = match self.consistency {
+            Consistency::HashTable => intf::DEFAULT_FLOW_TABLE_ENTRIES,
+            _ => intf::FLOW_SET_ENTRIES,
+        };
+        Ok(Setup { rule: self.rule, groups: 1, entries: TableSize::try_from(entries)?, flow_entries })
+    }
+
+    /// Whether the `number`th packet is a SYN.
+    fn is_new(&self, number: usize) -> bool {
+        // Odd steps through the numbers below 16: each once, and no pattern that repeats within a batch.
+        (number * 7 + number / 16 * 5) % 16 < self.new_of_16
+    }
+}
+
+/// A load balancer, or the floor, behind a pair of devices of its own.
+struct Bed {
+    lane: Lane,
+    balancer: Option<Balancer>,
+    /// Entries of the connection table that are in use from the start.
+    open: HashSet<ConnectionIndex>,
+    generator: Generator,
+    tested: NapiThread,
+    sink: NapiThread,
+}
+
+/// What one turn showed.
+struct Turn {
+    /// CPU time per frame at the tested end, ns.
+    time: f64,
+    /// Millions of frames per second by the clock.
+    rate: f64,
+    /// The part of the time that the tested end's thread was running.
+    busy: f64,
+    /// The part of the frames that came back.
+    returned: f64,
+}
+
+impl Bed {
+    /// `cpus`: the generator's, and that of the tested end.
+    fn new(lane: Lane, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
+        let wire = Wire::new(number)?;
+        // The floor gets the frames of open connections.
+        let source = Balancer::with(lane.case(), lane.setup()?)?;
+        let balancer = (!lane.is_floor()).then_some(source);
+        Self::behind(wire, lane, balancer, cpus)
+    }
+
+    fn behind(wire: Wire, lane: Lane, balancer: Option<Balancer>, cpus: [usize; 2]) -> anyhow::Result<Self> {
+        let case = lane.case();
+        let packets = match &balancer {
+            Some(balancer) => balancer.packets()?,
+            None => vec![Default::default(); LIVE_PACKETS],
+        };
+        let (established, syn) = (case.frame(), syn());
+        let traffic =
+            Traffic { frames: [&established, &syn], packets: &packets, is_new: &|number| lane.is_new(number) };
+        let generator = Generator::new(&wire, &traffic, lane.is_floor())?;
+        let open = balancer.as_ref().map(|balancer| balancer.places().into_values().collect()).unwrap_or_default();
+        if let Some(balancer) = &balancer {
+            balancer.attach(&wire.tested_end)?;
+        }
+        Ok(Self {
+            lane,
+            open,
+            generator,
+            tested: NapiThread::start(&wire.tested_end, cpus[1])?,
+            sink: NapiThread::start(&wire.generator_end, cpus[0])?,
+            balancer,
+        })
+    }
+
+    fn take_turn(&self, frames: u32) -> anyhow::Result<Turn> {
+        let counters = self.balancer.as_ref().map(Balancer::counters);
+        let (tested, sink) = (self.tested.work_when_idle()?, self.sink.work_when_idle()?);
+        let start = Instant::now();
+        self.generator.send(frames)?;
+        let work = self.tested.work_when_idle()?.since(tested);
+        let elapsed = start.elapsed().as_secs_f64();
+        let returned = self.sink.work_when_idle()?.since(sink);
+        if let (Some(before), Some(balancer)) = (counters, &self.balancer) {
+            self.check(&work, &before, &balancer.counters())?;
+            if self.lane.consistency == Consistency::Stateful {
+                balancer.free_all_but(&self.open)?;
+            }
+        }
+        ensure!(work.frames > 0, "{}: no frame arrived", self.lane.name);
+        Ok(Turn {
+            time: work.time as f64 / work.frames as f64,
+            rate: work.frames as f64 / elapsed / 1e6,
+            busy: work.time as f64 / 1e9 / elapsed,
+            returned: returned.frames as f64 / work.frames as f64,
+        })
+    }
+
+    /// Each frame must have been forwarded, by the means of the lane's mode.
+    fn check(&self, work: &Work, before: &Counters, after: &Counters) -> anyhow::Result<()> {
+        let packets = |counter: usize| after.packets[counter] - before.packets[counter];
+        let (first, open) = (packets(intf::LB_COUNTER_FIRST as usize), packets(self.lane.case().counter()));
+        let name = self.lane.name;
+        ensure!(first + open == work.frames, "{name}: {first} new and {open} others of {} frames", work.frames);
+        ensure!(
+            (first > 0, open > 0) == (self.lane.new_of_16 > 0, self.lane.new_of_16 < 16),
+            "{name}: {first} new, {open} others"
+        );
+        let event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
+        let without_entry = after.events[event] - before.events[event];
+        ensure!(without_entry == 0, "{name}: {without_entry} new connections found no free entry");
+        Ok(())
+    }
+}
+
+/// Measures, in a thread with a network namespace of its own.
+///
+/// # Errors
+/// Without root, with fewer than two CPUs, or when a frame is not treated as it should be.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    let cpus = two_cpus("coreward-bench throughput")?;
+    namespace::enter_new()?;
+    let lanes = Lane::all().into_iter().enumerate();
+    let beds = lanes.map(|(number, lane)| Bed::new(lane, number, cpus).context(lane.name));
+    let beds: Vec<Bed> = beds.collect::<anyhow::Result<_>>()?;
+    super::flood::pin_to(cpus[0])?;
+    prefer(nix::unistd::gettid())?;
+    let mut turns: Vec<Vec<Turn>> = beds.iter().map(|_| Vec::new()).collect();
+    // The first round warms up and does not count.
+    for round in 0..=args.rounds as usize {
+        for step in 0..beds.len() {
+            let position = (round + step) % beds.len();
+            let turn = beds[position].take_turn(args.frames).with_context(|| beds[position].lane.name)?;
+            if round > 0 {
+                turns[position].push(turn);
+            }
+        }
+    }
+    let measured: Vec<(Lane, Vec<Turn>)> = beds.iter().map(|bed| bed.lane).zip(turns).collect();
+    Ok(report(&measured, args, cpus))
+}
+
+fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Report {
+    let mut table = Table::new(&[
+        "traffic",
+        "rate / floor",
+        "quartiles",
+        "goal",
+        "CPU time per frame, ns",
+        "above the floor, ns",
+        "millions of frames per second",
+        "busy, %",
+        "returned, %",
+    ]);
+    let rounds = |turns: &[Turn], of: fn(&Turn) -> f64| -> Rounds { turns.iter().map(of).collect() };
+    let floor = rounds(&measured[0].1, |turn| turn.time);
+    for (lane, turns) in measured {
+        let times = rounds(turns, |turn| turn.time);
+        let ratios: Rounds = floor.iter().zip(&times).map(|(floor, time)| floor / time).collect();
+        let above = super::above(&times, &floor);
+        table.row([
+            lane.name.into(),
+            Cell::Text(format!("{:.2}", median_of(&ratios))),
+            quartiles_with(&ratios, 2).into(),
+            Cell::Text(lane.goal.map_or_else(String::new, |goal| format!("{goal:.2}"))),
+            median_of(&times).into(),
+            median_of(&above).into(),
+            median_of(&rounds(turns, |turn| turn.rate)).into(),
+            (median_of(&rounds(turns, |turn| turn.busy)) * 100.0).into(),
+            (median_of(&rounds(turns, |turn| turn.returned)) * 100.0).into(),
+        ]);
+    }
+    let about = format!(
+        "Live frames (BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES) are redirected into one end of a veth pair by a \
+         thread on CPU {}. At the other end the program under test is attached as native XDP, as the daemon attaches it, \
+         and a NAPI thread on CPU {} runs it. What it sends back is dropped at the first end, by a NAPI thread on the \
+         generator's CPU. {} rounds of {} frames per kind of traffic, one after the other in each round; medians over the \
+         rounds. Rates are by the CPU time of the NAPI thread, which is the receive path and XDP_TX of veth and the \
+         program: so they are those of a CPU that does nothing else, also where the generator is the slower one. \
+         `swap MACs` is the floor: the ratio is the floor's CPU time per frame divided by the other's, round by round. \
+         {} connections are open; each SYN is of a client that was never seen before. A frame's memory was written on \
+         the other CPU; behind a NIC it is in the shared cache.",
+        cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKETS,
+    );
+    Report { name: "throughput", title: "Live frames", about, tables: vec![table] }
+}

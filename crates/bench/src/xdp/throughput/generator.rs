@@ -1,0 +1,104 @@
+//! Frames for one load balancer: `bpf/live_frames.bpf.c` from user space.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use anyhow::{Context as _, ensure};
+use coreward_dataplane::mapped::Mapped;
+use coreward_dataplane::test_run;
+use libbpf_rs::Link;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+
+use super::wire::Wire;
+use crate::xdp::runner::{Frame, Packet};
+
+#[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/live_frames.skel.rs"));
+}
+
+use skeleton::LiveFramesSkelBuilder;
+
+/// Packets in the memory that generate() reads.
+pub const LIVE_PACKETS: usize = 1 << 17;
+const FRAME_BYTES: usize = 80;
+
+/// `struct live_packet` of live_frames.bpf.c.
+#[derive(Debug, Clone, Copy, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
+#[repr(C)]
+struct LivePacket {
+    client_address: u32,
+    ports: u32,
+    echo: u32,
+    /// 0: of an open connection; 1: a SYN of a client that was never seen before.
+    form: u32,
+}
+
+/// The programs of live_frames.bpf.c at one pair of devices.
+pub struct Generator {
+    generate: OwnedFd,
+    _sink: Link,
+    /// At the tested end, if the floor is measured.
+    _floor: Option<Link>,
+}
+
+/// What a generator sends.
+pub struct Traffic<'a> {
+    /// A packet of an open connection, and a SYN.
+    pub frames: [&'a Frame; 2],
+    /// Of open connections, [`LIVE_PACKETS`] of them.
+    pub packets: &'a [Packet],
+    /// Which of them are SYNs instead.
+    pub is_new: &'a dyn Fn(usize) -> bool,
+}
+
+impl Generator {
+    /// Sends `traffic` into the wire, and receives what comes back. `is_floor`: swap_macs() is at the tested end.
+    ///
+    /// # Errors
+    /// Without the right to load BPF programs.
+    pub fn new(wire: &Wire, traffic: &Traffic<'_>, is_floor: bool) -> anyhow::Result<Self> {
+        ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
+        let mut storage = MaybeUninit::uninit();
+        let mut open = LiveFramesSkelBuilder::default().open(&mut storage).context("opening live_frames.bpf.o")?;
+        let constants = open.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
+        constants.target = wire.generator_index()?;
+        for (to, frame) in constants.frames.iter_mut().zip(traffic.frames) {
+            to.words = words(frame)?;
+        }
+        let loaded = open.load().context("loading live_frames.bpf.c")?;
+        let memory: Mapped<[LivePacket; LIVE_PACKETS]> = Mapped::new(loaded.maps.bss_packets.as_fd())?;
+        let live = |(number, packet): (usize, &Packet)| LivePacket {
+            client_address: packet.client_address,
+            ports: packet.ports,
+            echo: packet.echo,
+            form: (traffic.is_new)(number).into(),
+        };
+        let packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live).collect();
+        memory.write(0, packets.as_slice());
+        let [generator_end, tested_end] = [wire.generator_index()? as i32, wire.tested_index()? as i32];
+        let sink = loaded.progs.sink.attach_xdp(generator_end).context("the sink")?;
+        let floor = is_floor.then(|| loaded.progs.swap_macs.attach_xdp(tested_end));
+        Ok(Self {
+            generate: loaded.progs.generate.as_fd().try_clone_to_owned()?,
+            _sink: sink,
+            _floor: floor.transpose().context("the floor")?,
+        })
+    }
+
+    /// Sends so many frames as fast as this CPU can.
+    ///
+    /// # Errors
+    /// When the kernel does not offer live frames (before 5.18).
+    pub fn send(&self, frames: u32) -> anyhow::Result<()> {
+        test_run::run_live(self.generate.as_fd(), &[0; FRAME_BYTES], frames).context("sending live frames")
+    }
+}
+
+/// The frame, padded.
+fn words(frame: &Frame) -> anyhow::Result<[u64; FRAME_BYTES / 8]> {
+    let mut bytes = [0; FRAME_BYTES];
+    bytes.get_mut(..frame.bytes.len()).context("a frame too long")?.copy_from_slice(&frame.bytes);
+    let mut words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")));
+    Ok(std::array::from_fn(|_| words.next().expect("as many words")))
+}

@@ -1,0 +1,141 @@
+//! A veth pair: frames are redirected into one end, and the XDP program under test is attached to the other one.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
+
+use crate::namespace;
+use crate::xdp::workload::OWN_MAC;
+
+/// The pair. It goes with the network namespace.
+pub struct Wire {
+    /// Where frames are redirected, and where they come back.
+    pub generator_end: String,
+    /// Where the program under test is attached.
+    pub tested_end: String,
+}
+
+/// What a NAPI thread has done since its device exists.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// Frames that its device has received.
+    pub frames: u64,
+    /// CPU time of the thread, ns.
+    pub time: u64,
+}
+
+impl Work {
+    /// Since `before`.
+    pub fn since(self, before: Self) -> Self {
+        Self { frames: self.frames - before.frames, time: self.time - before.time }
+    }
+}
+
+impl Wire {
+    /// The `number`th pair in the calling thread's network namespace. The tested end has the MAC address that frames are
+    /// sent to.
+    ///
+    /// # Errors
+    /// Without root.
+    pub fn new(number: usize) -> anyhow::Result<Self> {
+        // NAPI threads of all namespaces are found by the device's name.
+        let name = |end| format!("b{}{end}{number}", std::process::id());
+        let wire = Self { generator_end: name('g'), tested_end: name('t') };
+        let Self { generator_end, tested_end } = &wire;
+        namespace::ip(&format!("link add {generator_end} type veth peer name {tested_end} address {OWN_MAC}"))?;
+        for end in [generator_end, tested_end] {
+            // Without IPv6 the kernel sends nothing of its own there.
+            namespace::ip(&format!("link set {end} addrgenmode none"))?;
+            namespace::ip(&format!("link set {end} up"))?;
+        }
+        Ok(wire)
+    }
+
+    /// Index of the generator's end.
+    pub fn generator_index(&self) -> anyhow::Result<u32> {
+        nix::net::if_::if_nametoindex(self.generator_end.as_str()).with_context(|| self.generator_end.clone())
+    }
+
+    /// Index of the tested end.
+    pub fn tested_index(&self) -> anyhow::Result<u32> {
+        nix::net::if_::if_nametoindex(self.tested_end.as_str()).with_context(|| self.tested_end.clone())
+    }
+}
+
+/// The thread that polls a device with an XDP program.
+pub struct NapiThread {
+    device: String,
+    process: Pid,
+}
+
+impl NapiThread {
+    /// Gives the device a NAPI thread, on that CPU only. veth polls by NAPI once it has an XDP program.
+    ///
+    /// # Errors
+    /// When the kernel has no threaded NAPI for the device, or the CPU does not exist.
+    pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
+        // /sys shows the network namespace in which it was mounted.
+        let script = format!("mount -t sysfs none /sys && echo 1 > /sys/class/net/{device}/threaded");
+        let status = Command::new("unshare").args(["--mount", "sh", "-c", &script]).status().context("unshare(1)")?;
+        ensure!(status.success(), "threaded NAPI for {device}: {status}");
+        let process = process_named(&format!("napi/{device}-"))?;
+        let mut only = CpuSet::new();
+        only.set(cpu)?;
+        sched_setaffinity(process, &only).with_context(|| format!("binding the NAPI thread to CPU {cpu}"))?;
+        prefer(process)?;
+        Ok(Self { device: device.to_owned(), process })
+    }
+
+    /// Waits until the thread sleeps, so that it has received all frames. Then what it has done.
+    ///
+    /// # Errors
+    /// When the thread or the device is gone.
+    pub fn work_when_idle(&self) -> anyhow::Result<Work> {
+        while self.state()? != "S" {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let path = format!("/proc/{}/schedstat", self.process);
+        let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+        let time = text.split_whitespace().next().and_then(|time| time.parse().ok());
+        Ok(Work { frames: received(&self.device)?, time: time.with_context(|| format!("{path}: {text:?}"))? })
+    }
+
+    fn state(&self) -> anyhow::Result<String> {
+        let path = format!("/proc/{}/stat", self.process);
+        let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+        let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
+        Ok(after_name.split_whitespace().next().unwrap_or_default().to_owned())
+    }
+}
+
+/// Gives a thread most of its CPU, whatever else the machine does.
+pub fn prefer(thread: Pid) -> anyhow::Result<()> {
+    let status = Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
+    let status = status.context("renice(1)")?;
+    ensure!(status.success(), "renice of thread {thread}: {status}");
+    Ok(())
+}
+
+fn process_named(prefix: &str) -> anyhow::Result<Pid> {
+    for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
+        let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        if name.starts_with(prefix) {
+            return Ok(Pid::from_raw(number));
+        }
+    }
+    anyhow::bail!("no thread named {prefix}...")
+}
+
+/// Frames that a device of the calling thread's network namespace has received.
+fn received(device: &str) -> anyhow::Result<u64> {
+    let text = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
+    let numbers = text.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
+    // Bytes, then packets.
+    let packets = numbers.and_then(|numbers| numbers.split_whitespace().nth(1)?.parse().ok());
+    packets.with_context(|| format!("/proc/thread-self/net/dev: no packets of {device}"))
+}
