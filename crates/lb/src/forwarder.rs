@@ -243,14 +243,13 @@ impl Forwarder {
         if self.services.values().all(|(service, _)| service.traffic == TrafficWanted::Nothing) {
             return None;
         }
-        let mut message = TrafficMessage::default();
-        for (service, index) in self.services.values() {
-            message.opened.insert(service.index, self.balancer.opened(*index));
-            for server in &service.servers {
-                message.servers.entry(server.id).or_insert_with(|| self.balancer.traffic(server.id));
-            }
-        }
-        Some(message)
+        let services = self.services.values();
+        let opened = services.clone().map(|(service, index)| (service.index, self.balancer.opened(*index))).collect();
+        let ids: BTreeSet<ServerId> =
+            services.flat_map(|(service, _)| service.servers.iter().map(|server| server.id)).collect();
+        let ids: Vec<ServerId> = ids.into_iter().collect();
+        let traffic = self.balancer.traffic_of(&ids);
+        Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened })
     }
 
     /// A neighbour's MAC address became known, changed or was lost.
