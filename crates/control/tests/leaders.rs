@@ -1,7 +1,8 @@
-//! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it.
+//! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it; and a leader without etcd.
 
 mod support;
 
+use std::net::SocketAddr;
 use std::process::Child;
 
 use coreward_api::Role;
@@ -9,8 +10,9 @@ use coreward_api::tokens::token_file;
 use coreward_api::types::{Health, HealthState};
 use coreward_api::{Problem, ProblemKind};
 use coreward_etcd::local::Member;
-use coreward_wire::{TERM, v1};
+use coreward_wire::{TERM, WITHOUT_ETCD, v1};
 use support::{Home, Running, in_time};
+use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
 
@@ -30,10 +32,53 @@ impl Etcd {
     }
 }
 
+impl Etcd {
+    fn delete(&self, key: &str) {
+        let mut command = std::process::Command::new("etcdctl");
+        command.args(["--endpoints", &self.member.endpoint(), "del", key]).env("ETCDCTL_API", "3");
+        assert!(command.status().unwrap().success());
+    }
+}
+
 impl Drop for Etcd {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
+    }
+}
+
+/// The only way of a controller to etcd, which can be closed.
+struct Way {
+    address: SocketAddr,
+    to: SocketAddr,
+    work: tokio::task::JoinHandle<()>,
+}
+
+impl Way {
+    async fn to(to: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        Self { address, to, work: tokio::spawn(hand_on(listener, to)) }
+    }
+
+    /// Ends all connections; nobody listens any more.
+    fn close(&mut self) {
+        self.work.abort();
+    }
+
+    async fn open(&mut self) {
+        let listener = TcpListener::bind(self.address).await.unwrap();
+        self.work = tokio::spawn(hand_on(listener, self.to));
+    }
+}
+
+async fn hand_on(listener: TcpListener, to: SocketAddr) {
+    let mut connections = tokio::task::JoinSet::new();
+    while let Ok((mut here, _)) = listener.accept().await {
+        connections.spawn(async move {
+            let mut there = TcpStream::connect(to).await?;
+            tokio::io::copy_bidirectional(&mut here, &mut there).await
+        });
     }
 }
 
@@ -45,8 +90,11 @@ struct Controller {
 
 impl Controller {
     async fn start(etcd: &Etcd, name: &str) -> Self {
+        Self::start_by(&etcd.member.endpoint(), name).await
+    }
+
+    async fn start_by(endpoint: &str, name: &str) -> Self {
         let home = Home::new(&[], "");
-        let endpoint = etcd.member.endpoint();
         let text = format!(
             "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\ntoken_directory = {:?}\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"5s\"\n\
              advertise_api = \"https://{name}.example:7401\"\n",
@@ -67,6 +115,14 @@ impl Controller {
         let answer = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
         let answer = in_time("an answer", answer).await.unwrap();
         (answer.status().as_u16(), answer.json().await.unwrap())
+    }
+
+    /// Why the cookie keys are not changed.
+    async fn rotate(&self) -> Problem {
+        let url = format!("http://{}/v1/keys/rotate", self.running.api);
+        let wanted = serde_json::json!({ "force": true });
+        let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&wanted);
+        in_time("an answer", request.send()).await.unwrap().json().await.unwrap()
     }
 
     /// Waits until this one leads; the term that a stream of a load balancer begins with.
@@ -119,8 +175,54 @@ async fn who_follows_names_the_leader_and_every_leader_has_a_later_term() {
     let url = format!("http://{}/v1/watch", second.running.api);
     let mut watch = reqwest::Client::new().get(url).bearer_auth(second.token()).send().await.unwrap();
     assert_eq!(watch.status(), 200);
-    drop(etcd);
+    etcd.delete("/coreward/leader");
+    // Its next write finds that.
+    let problem = second.rotate().await;
+    assert_eq!(problem.kind, ProblemKind::NotLeading, "{}", problem.detail);
     in_time("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
-    let (status, problem) = second.get::<Problem>("status").await;
-    assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading));
+}
+
+#[tokio::test]
+async fn a_leader_without_etcd_goes_on_until_another_one_was_elected_and_etcd_says_so() {
+    let etcd = Etcd::start();
+    let mut way = Way::to(etcd.member.client).await;
+    let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
+    let term = first.leads().await;
+    let (sender, receiver) = tokio::sync::mpsc::channel(1);
+    let hello = v1::LoadBalancerHello { name: "lb1".to_owned(), ..Default::default() };
+    let hello = v1::load_balancer_message::Message::Hello(hello);
+    sender.send(v1::LoadBalancerMessage { message: Some(hello) }).await.unwrap();
+    let mut client = first.running.client().await;
+    let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    // Once it is on record it has its configuration.
+    in_time("a configuration", stream.message()).await.unwrap().unwrap();
+    let second = Controller::start(&etcd, "c2").await;
+
+    // The first one alone does not reach etcd.
+    way.close();
+    loop {
+        let update = in_time("an update", stream.message()).await.unwrap().unwrap().update.unwrap();
+        if let v1::dataplane_update::Update::Leader(state) = update {
+            assert!(state.without_etcd);
+            break;
+        }
+    }
+    assert!(second.leads().await > term);
+    let reply = client.leader(v1::LeaderRequest {}).await.unwrap().into_inner();
+    assert_eq!((reply.term, reply.state.unwrap().without_etcd), (term, true));
+    let (_, health) = first.get::<Health>("health").await;
+    assert_eq!((health.state, health.without_etcd), (HealthState::Ready, true));
+    let problem = first.rotate().await;
+    assert_eq!(problem.kind, ProblemKind::NotStored);
+    let expected = "does not answer: nothing can be changed until it does; tables and health checks go on";
+    assert!(problem.detail.contains(expected), "{}", problem.detail);
+    // Whoever comes now is told so.
+    let (_sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
+    let begun = first.running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();
+    assert!(begun.metadata().contains_key(WITHOUT_ETCD));
+
+    way.open().await;
+    in_time("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
+    let (status, _) = first.get::<Problem>("status").await;
+    assert_eq!(status, 503);
 }
