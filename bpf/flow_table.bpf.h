@@ -3,7 +3,7 @@
  * The flow table: connections that carry no cookie, and their servers. crates/model/src/lb/flow.rs is the same in Rust.
  *
  * 1. The table is an array of sets of 8 entries (intf_connections.h). The keyed hash of a connection selects the set and is the
- *    tag: a look-up reads one cache line. Two flows of one set with equal tags (31 bits) share an entry: the second one is placed
+ *    tag: a look-up reads one cache line, and a second one for the age of what it finds. Two flows of one set with equal tags (31 bits) share an entry: the second one is placed
  *    at the first one's server, and stays there.
  *
  * 2. Eviction from a full set is fair between services: the service with the most entries in the set loses the one that was used
@@ -14,7 +14,8 @@
  *
  * 3. Entries: every flow of mode HASH_TABLE; connections without timestamps of servers that the load balancer stamps, once an
  *    answer has passed; and as hints other connections without timestamps. A hint needs no proof (the answers do not pass here):
- *    anybody can forge one, and it displaces nothing that is needed.
+ *    anybody can forge one, and it displaces nothing that is needed. A SYN that the bucket's server cannot take enters its choice
+ *    as needed: nothing else finds it.
  *
  * 4. Entries age: one that was unused for FLOW_IDLE_* counts as free. The clock is the daemon's.
  *

@@ -273,7 +273,7 @@ fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Repo
          and a NAPI thread on CPU {} runs it. What it sends back is dropped at the first end, by a NAPI thread on the \
          generator's CPU. {} rounds of {} frames per kind of traffic, one after the other in each round; medians over the \
          rounds. Rates are by the CPU time of the NAPI thread, which is the receive path and XDP_TX of veth and the \
-         program: so they are those of a CPU that does nothing else, also where the generator is the slower one. \
+         program; where the generator is the slower one it sleeps in between, and its wake-ups count. \
          `swap MACs` is the floor: the ratio is the floor's CPU time per frame divided by the other's, round by round. \
          {} connections are open; each SYN is of a client that was never seen before. A frame's memory was written on \
          the other CPU; behind a NIC it is in the shared cache.",
