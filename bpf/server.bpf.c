@@ -30,7 +30,7 @@
  *    exactly that; its echo is then restored to the TSval that it stood for. From then until the client echoes something
  *    newer, rcv_tsecr (the restored one) is not what the client has: the held entry says what it is.
  *    Normal traffic pays two compares for this. An entry can only matter when the last echo is older than the largest
- *    step, or when some connection was held so lately: if this connection's own hold is older than that and was the last
+ *    step, or when some connection of its group (hold_group()) was held so lately: if this connection's own hold is older than that and was the last
  *    thing echoed, then the last echo is old, too.
  *    Entries need no deletion: one that does not fit the last echo is ignored and overwritten. Losing one (LRU) costs a
  *    wrong round-trip sample, at worst a retransmission.

@@ -43,14 +43,20 @@ static __always_inline bool plain_clock(__u32 milliseconds)
 	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
 }
 
-/*
- * Whether anything was held so lately that an entry may matter though the last echo is of less than a largest step ago
- * (and that one may have been restored to a little after now). As signed numbers: another CPU may have held a packet of a
- * millisecond that is not yet over here.
- */
-static __always_inline bool held_lately(__u32 milliseconds)
+/* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is all that is asked, a collision costs a look-up. */
+static __always_inline __u32 hold_group(__u32 client_address, __u16 client_port)
 {
-	return (__s32)(milliseconds - state.last_hold_ms) <= (__s32)(LARGEST_STEP_MS + RESTORE_SLACK_MS);
+	return ((client_address ^ client_port) * 2654435769u) >> (32 - HOLD_GROUP_BITS);
+}
+
+/*
+ * Whether anything of the group was held so lately that an entry may matter though the last echo is of less than a largest
+ * step ago (and that one may have been restored to a little after now). As signed numbers: another CPU may have held a packet
+ * of a millisecond that is not yet over here.
+ */
+static __always_inline bool held_lately(__u32 group, __u32 milliseconds)
+{
+	return (__s32)(milliseconds - state.last_hold_ms[group]) <= (__s32)(LARGEST_STEP_MS + RESTORE_SLACK_MS);
 }
 
 /*
@@ -61,7 +67,7 @@ static __noinline void apply_hold_rule(const struct segment *segment, __u32 last
 {
 	struct flow_key flow = flow_of(segment->destination_address, segment->source_address, swapped(segment->ports));
 	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow), next = {};
-	__u32 milliseconds = time->original;
+	__u32 milliseconds = time->original, group = hold_group(segment->destination_address, segment->ports >> 16);
 	__u16 recent = last_echo;
 
 	if (held && held->confirmed && held->original == last_echo) {
@@ -70,7 +76,7 @@ static __noinline void apply_hold_rule(const struct segment *segment, __u32 last
 		/* Not echoed so far, or the echo is still on its way from ingress to TCP. */
 		time->sent = held->sent;
 		time->original = held->original;
-		state.last_hold_ms = milliseconds;
+		state.last_hold_ms[group] = milliseconds;
 		count(SERVER_COUNTER_HELD);
 		return;
 	}
@@ -83,7 +89,7 @@ static __noinline void apply_hold_rule(const struct segment *segment, __u32 last
 	next.original_before = last_echo;
 	bpf_map_update_elem(&held_timestamps, &flow, &next, BPF_ANY);
 	time->sent = next.sent;
-	state.last_hold_ms = milliseconds;
+	state.last_hold_ms[group] = milliseconds;
 	count(SERVER_COUNTER_HELD);
 }
 
@@ -92,10 +98,11 @@ static __always_inline struct time_part time_to_send(const struct segment *segme
 {
 	struct time_part time = {.sent = milliseconds, .original = milliseconds};
 	__u32 elapsed = milliseconds - last_echo;
+	__u32 group = hold_group(segment->destination_address, segment->ports >> 16);
 
 	/* Restored echoes are never further ahead than the slack: what is was forged, and changes nothing. */
 	if (last_echo && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
-	    (elapsed >= LARGEST_STEP_MS || held_lately(milliseconds)))
+	    (elapsed >= LARGEST_STEP_MS || held_lately(group, milliseconds)))
 		apply_hold_rule(segment, last_echo, &time);
 	return time;
 }
@@ -142,8 +149,8 @@ static __noinline __u32 restored_by_hold(const struct segment *segment, __u32 no
 /* The server's own TSval that an echo's time part stands for. Never 0, which the kernel reads as "no echo". */
 static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
-	__u32 now = clock_ms();
-	__u32 original = held_lately(now) ? restored_by_hold(segment, now, time) : restored_by_clock(time, now);
+	__u32 now = clock_ms(), group = hold_group(segment->source_address, segment->ports);
+	__u32 original = held_lately(group, now) ? restored_by_hold(segment, now, time) : restored_by_clock(time, now);
 
 	return original ? original : -1u;
 }

@@ -16,6 +16,7 @@ use std::fs;
 use std::mem::{MaybeUninit, offset_of};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
@@ -276,10 +277,17 @@ impl ServerPrograms {
     /// To be called every few days at least, with the server's own clock in ms: the hold rule tells by a 32-bit time
     /// whether anything was held lately.
     pub fn keep_last_hold_near(&mut self, now_ms: u32) {
-        let offset = offset_of!(intf::server_state, last_hold_ms);
-        let past = now_ms.wrapping_sub(self.state.load(offset) as u32);
-        if (LAST_HOLD_OLDEST_MS..1 << 31).contains(&past) {
-            self.state.store(offset, now_ms.wrapping_sub(LAST_HOLD_OLDEST_MS).into());
+        let first = offset_of!(intf::server_state, last_hold_ms);
+        for group in 0..intf::HOLD_GROUPS as usize {
+            let last = self.state.half(first + group * size_of::<u32>());
+            let seen = last.load(Ordering::Relaxed);
+            let past = now_ms.wrapping_sub(seen) as i32;
+            // Also what seems to come: nothing was ever held, and the clock is beyond 2^31 ms.
+            if !(-LAST_HOLD_AHEAD_MS..=LAST_HOLD_OLDEST_MS).contains(&past) {
+                let old = now_ms.wrapping_sub(LAST_HOLD_OLDEST_MS as u32);
+                // A packet that is held now is newer.
+                let _ = last.compare_exchange(seen, old, Ordering::Relaxed, Ordering::Relaxed);
+            }
         }
     }
 
@@ -375,7 +383,9 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
 }
 
 /// Nothing was held lately.
-const LAST_HOLD_OLDEST_MS: u32 = 1 << 29;
+const LAST_HOLD_OLDEST_MS: i32 = 1 << 29;
+/// Another CPU may have held what this one takes for the future.
+const LAST_HOLD_AHEAD_MS: i32 = 60_000;
 
 const KEYS: usize = offset_of!(intf::server_state, keys);
 const TIME_KEY: usize = offset_of!(intf::server_state, time_key);

@@ -39,7 +39,7 @@ struct Held {
 #[derive(Debug, Clone, Default)]
 pub struct HoldRule {
     held: Option<Held>,
-    /// The server's own TSval when anything was last held: for all connections, so that most look no further.
+    /// The server's own TSval when anything was last held: for a group of connections, so that most look no further.
     last_hold_ms: u32,
 }
 
