@@ -110,7 +110,7 @@ impl std::error::Error for Mistake {}
 pub struct Mistakes {
     /// At least one; the first ones where there are very many.
     pub list: Vec<Mistake>,
-    /// How many there are beside those.
+    /// How many more there are, at least.
     pub more: usize,
 }
 
@@ -122,7 +122,7 @@ impl fmt::Display for Mistakes {
         }
         match self.more {
             0 => Ok(()),
-            more => write!(f, "\nand {more} more"),
+            more => write!(f, "\nand at least {more} more"),
         }
     }
 }

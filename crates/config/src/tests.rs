@@ -163,7 +163,7 @@ fn very_many_mistakes_are_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
     let mistakes = read(&text).unwrap_err();
     assert_eq!((mistakes.list.len(), mistakes.more), (100, 150));
-    assert!(mistakes.to_string().ends_with("\nand 150 more"));
+    assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
 /// One for each byte, and a search through the text for each of them would take hours.
@@ -172,7 +172,7 @@ fn very_many_errors_of_syntax_are_counted() {
     let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.list.len(), 100);
     assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.place.unwrap().line as usize <= n + 1));
-    assert!(mistakes.more >= (1 << 20) - 100, "{}", mistakes.more);
+    assert!(mistakes.more > 10_000, "{}", mistakes.more);
     let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
     assert!(read(&value).unwrap_err().to_string().len() < 10_000);
 }

@@ -85,6 +85,6 @@ pub struct Check {
 pub struct Checked {
     /// In the order of its lines; empty: nothing.
     pub mistakes: Vec<DocumentMistake>,
-    /// How many there are beside those.
+    /// How many more there are, at least.
     pub more: u64,
 }
