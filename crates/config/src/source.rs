@@ -33,7 +33,7 @@ pub(crate) struct Parsed<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
     /// Errors of syntax; the first ones where there are very many.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// How many there are beside those.
+    /// How many more there are, at least.
     pub(crate) more: usize,
 }
 
