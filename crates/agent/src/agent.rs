@@ -20,8 +20,7 @@ use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
     AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, StampedService,
-    limited_report,
-    v1,
+    limited_report, v1,
 };
 
 use crate::chain::Chain;
