@@ -23,6 +23,8 @@ struct Service {
     servers: HashMap<ServerId, bool>,
     /// Who stands in the placement table: servers that are down do not.
     members: HashSet<ServerId>,
+    /// That drain no more and are not in the table yet: up, though the placement rule does not know them.
+    undrained: HashSet<ServerId>,
     /// UDP flows that were forwarded before.
     seen: HashSet<(Ipv4Addr, u16)>,
 }
@@ -68,11 +70,15 @@ impl Service {
     }
 
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.servers.get(&id) == Some(&true) && self.members.contains(&id)
+        self.servers.get(&id) == Some(&true) && self.counts_as_member(id)
+    }
+
+    fn counts_as_member(&self, id: ServerId) -> bool {
+        self.members.contains(&id) || self.undrained.contains(&id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {
-        self.servers.get(&id) == Some(&true) && !self.members.contains(&id)
+        self.servers.get(&id) == Some(&true) && !self.counts_as_member(id)
     }
 }
 
@@ -89,6 +95,7 @@ impl Promises {
                         other_balancer: None,
                         servers: HashMap::new(),
                         members: HashSet::new(),
+                        undrained: HashSet::new(),
                         seen: HashSet::new(),
                     });
                     service.other_balancer = mode.transfer.map(|transfer| transfer.other_balancer());
@@ -101,7 +108,7 @@ impl Promises {
                     Some(server) => {
                         // What was draining is up until a table says otherwise.
                         if service.servers.insert(*id, server.eligible) == Some(false) && server.eligible {
-                            service.members.insert(*id);
+                            service.undrained.insert(*id);
                         }
                         self.macs.insert(*id, server.mac);
                     }
@@ -111,6 +118,7 @@ impl Promises {
             Change::Table(place, table) => {
                 let Some(service) = self.services.get_mut(place) else { return };
                 service.members = table.members.iter().map(|member| member.server).collect();
+                service.undrained.clear();
             }
             Change::Owner(number, Owner::At(mac)) => drop(self.owners.insert(number.get(), *mac)),
             Change::Owner(number, _) => drop(self.owners.remove(&number.get())),
