@@ -168,12 +168,17 @@ impl Controller {
     pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
         let connected = self.racks.known.iter().filter(|(_, rack)| rack.session.is_some());
         let may_speak_for = self.fleet.servers_by_rack();
-        let of_rack = |(name, rack): (&String, &Rack)| RackStatus {
-            name: name.clone(),
-            version: rack.version.clone(),
-            age_ms: now.monotonic.saturating_sub(rack.heard).as_millis() as u32,
-            servers: rack.agents.values().map(|session| session.server().to_owned()).collect(),
-            may_speak_for: may_speak_for.of(name),
+        let of_rack = |(name, rack): (&String, &Rack)| {
+            let mut servers: Vec<String> = rack.agents.values().map(|session| session.server().to_owned()).collect();
+            // Not in the order in which their agents came.
+            servers.sort_unstable();
+            RackStatus {
+                name: name.clone(),
+                version: rack.version.clone(),
+                age_ms: now.monotonic.saturating_sub(rack.heard).as_millis() as u32,
+                servers,
+                may_speak_for: may_speak_for.of(name),
+            }
         };
         connected.map(of_rack).collect()
     }
