@@ -39,6 +39,7 @@ pub struct Audit {
 pub struct AuditQuery {
     /// Only those after the one with this id.
     #[serde(default)]
+    #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
     /// The newest ones, so many at most.
     #[serde(default)]
