@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack): find, take and update an
- * entry. model::connection_table::table is the same in Rust, line by line; tests/connection_table_loom.rs runs it against
- * user space's side in every order that the memory model allows.
+ * entry. model::connection_table::table is the same in Rust, line by line;
+ * tests/integration/connection_table_loom.rs runs it against user space's side in every order that the memory model allows.
  *
  * 1. Where an entry is. 2^k partitions of 1024 entries. A connection's own keyed hash (by a key that never
  *    changes while the table lives) names its partition by the low bits and gives its tag, the upper half. The place in

@@ -1,9 +1,9 @@
 //! What packets and user space do with the connection table.
 //!
 //! One code for three users: the data plane's user space frees by it, on the memory that it shares with the BPF program;
-//! the oracle of the load balancer's program does by it what packets do; and `tests/connection_table_loom.rs` runs both
-//! sides against each other in every order that the memory model allows. What packets do is line by line what
-//! `bpf/connection_table.bpf.h` does.
+//! the oracle of the load balancer's program does by it what packets do; and
+//! `tests/integration/connection_table_loom.rs` runs both sides against each other in every order that the memory model
+//! allows. What packets do is line by line what `bpf/connection_table.bpf.h` does.
 
 use std::mem::offset_of;
 use std::net::SocketAddrV4;

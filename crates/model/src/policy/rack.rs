@@ -11,7 +11,7 @@
 //! missing in all to a level, which is known when all are: [`LoadSpread`]. All that adds up to the last bit. Servers whose loads
 //! nobody knows, and those in their slow start, who take part in some buckets only, are left to the controller.
 //!
-//! `crates/model/tests/racks.rs` holds every policy's tables against those of the same pool without racks.
+//! `crates/model/tests/integration/racks.rs` holds every policy's tables against those of the same pool without racks.
 
 use std::collections::BTreeMap;
 

@@ -129,7 +129,7 @@ mod tests {
 
     use super::*;
 
-    const BESIDE: &str = include_str!("../../../tests/beside-live.toml");
+    const BESIDE: &str = include_str!("../../../tests/integration/beside-live.toml");
 
     #[derive(clap::Parser)]
     struct Cli {

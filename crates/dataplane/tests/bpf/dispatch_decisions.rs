@@ -1,0 +1,157 @@
+//! `bpf/dispatch.bpf.c` against `coreward_model::dispatch`, decision by decision: one request or one response at a time.
+
+use std::net::UdpSocket;
+use std::time::Duration;
+
+use coreward_dataplane::dispatch::{Policy, RequestId, RequestType};
+use coreward_intf as intf;
+use coreward_model::dispatch::{
+    ClassBoundedShortestQueue, ClassBounds, Dispatcher, Header, JoinLightestQueue, JoinShortestQueue, RoundRobinCore,
+    Weight,
+};
+use coreward_model::rss::seeded_rng;
+use rand::Rng as _;
+
+use crate::support::dispatch_bed::{Bed, Read, client, in_namespace, options};
+use crate::support::may_load_bpf;
+
+const REQUESTS: u32 = 3000;
+const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
+
+/// Sends requests and lets workers answer, in random order, and asks the model at every step. Responses come a little
+/// slower than requests until many are outstanding, then quicker. Request ids let workers answer in any order.
+fn agrees(bed: &Bed, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
+    let mut rng = seeded_rng(7, 1);
+    let mut under_way: Vec<(Read, Header)> = Vec::new();
+    for id in 0..REQUESTS {
+        let class = rng.next_u32() as u8 % 3;
+        let expected = Weight::new(TIMES[usize::from(class)]).ns();
+        let header = Header { service: class.min(1), expected, hash: 0, flow_hash: 0 };
+        let from = &clients[rng.next_u32() as usize % clients.len()];
+        bed.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
+        let read = bed.read_one();
+        assert_eq!(model.place(0, &header), Some(read.slot as u16), "request {id} of class {class}");
+        under_way.push((read, header));
+        let busy = under_way.len() > 40;
+        while !under_way.is_empty() && rng.next_u32() % 16 < if busy { 9 } else { 6 } {
+            let (read, header) = under_way.swap_remove(rng.next_u32() as usize % under_way.len());
+            bed.answer(&read);
+            model.completed(read.slot as u16, &header);
+        }
+    }
+    assert_eq!(bed.outstanding().iter().sum::<u32>() as usize, under_way.len());
+    for (read, _) in &under_way {
+        bed.answer(read);
+    }
+    let workers = bed.dispatch.books().workers();
+    assert!(workers.iter().all(|worker| worker.outstanding == 0 && worker.outstanding_work.is_zero()), "{workers:?}");
+    assert_eq!(workers.iter().map(|worker| worker.dispatched).sum::<u64>(), u64::from(REQUESTS));
+    assert!(workers.iter().all(|worker| worker.dispatched == worker.completed && worker.repaired == 0), "{workers:?}");
+    assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
+    assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);
+}
+
+fn bed(workers: usize, policy: Policy) -> Bed {
+    let mut options = options(policy);
+    options.request_id = Some(RequestId { offset: 0, response_offset: 0, bytes: 4 });
+    options.type_offset = 4;
+    let kind = |number: u8, class| RequestType {
+        value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
+        mask: [255, 255, 255, 255, 255, 0, 0, 0],
+        class,
+    };
+    // The third is what no type matches.
+    options.types = vec![kind(0, 0), kind(1, 1)];
+    options.other_class = 1;
+    let bed = Bed::new(workers, &options);
+    bed.dispatch.set_expected(&TIMES);
+    bed
+}
+
+fn clients() -> Vec<UdpSocket> {
+    (0..12).map(|_| client()).collect()
+}
+
+#[test]
+fn jsq_decides_as_the_model() {
+    if may_load_bpf("jsq_decides_as_the_model") {
+        for workers in [1, 3, 16, 64] {
+            in_namespace(|| {
+                let bed = bed(workers, Policy::ShortestQueue);
+                bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
+                agrees(&bed, &mut JoinShortestQueue::unbounded(workers as u16), &clients());
+            });
+        }
+    }
+}
+
+#[test]
+fn jlq_decides_as_the_model() {
+    if may_load_bpf("jlq_decides_as_the_model") {
+        for workers in [2, 5, 64] {
+            in_namespace(|| {
+                let bed = bed(workers, Policy::LightestQueue);
+                agrees(&bed, &mut JoinLightestQueue::new(workers as u16), &clients());
+            });
+        }
+    }
+}
+
+#[test]
+fn rr_decides_as_the_model() {
+    if may_load_bpf("rr_decides_as_the_model") {
+        in_namespace(|| agrees(&bed(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &clients()));
+    }
+}
+
+#[test]
+fn jbsrq_decides_as_the_model() {
+    if may_load_bpf("jbsrq_decides_as_the_model") {
+        for (workers, reserved, bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
+            in_namespace(|| {
+                let bed = bed(workers, Policy::RankedQueue);
+                let bounds = |workers| ClassBounds::reserving(workers, 2, reserved, bound, reserved_bound);
+                bed.dispatch.set_bounds(bounds);
+                let mut model = ClassBoundedShortestQueue::new(bounds(workers as u16));
+                agrees(&bed, &mut model, &clients());
+                assert_eq!(bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound());
+                assert!(model.over_bound() > 0);
+            });
+        }
+    }
+}
+
+#[test]
+fn random_is_by_flow_and_reaches_all() {
+    if may_load_bpf("random_is_by_flow_and_reaches_all") {
+        in_namespace(|| {
+            let bed = Bed::new(4, &options(Policy::Random));
+            let mut reached = [0; 4];
+            for _ in 0..200 {
+                let client = client();
+                let slots = [0, 1].map(|number: u8| {
+                    bed.send(&client, &[number]);
+                    bed.read_one().slot
+                });
+                assert_eq!(slots[0], slots[1]);
+                reached[slots[0] as usize] += 1;
+            }
+            assert!(reached.iter().all(|count| *count > 20), "{reached:?}");
+        });
+    }
+}
+
+#[test]
+fn what_exceeds_the_bound_is_counted() {
+    if may_load_bpf("what_exceeds_the_bound_is_counted") {
+        in_namespace(|| {
+            let bed = Bed::new(2, &options(Policy::ShortestQueue));
+            bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
+            let client = client();
+            (0..8u8).for_each(|number| bed.send(&client, &[number]));
+            assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
+            bed.send(&client, &[8]);
+            assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
+        });
+    }
+}

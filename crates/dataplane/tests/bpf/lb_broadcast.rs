@@ -1,0 +1,120 @@
+//! The broadcast fallback of `bpf/lb.bpf.c` (`BPF_PROG_TEST_RUN`): no sender, service or kind of packet starves another.
+
+use std::net::Ipv4Addr;
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate};
+use coreward_dataplane::mac::MacAddress;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::placement::Rule;
+use coreward_model::rss::seeded_rng;
+use rand::Rng as _;
+
+use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
+use crate::support::{ACK, RST, Tcp, ipv4_frame, may_load_bpf, usual_timestamp};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+
+fn balancer(services: u16, options: Options) -> Balancer {
+    let mut rng = seeded_rng(121, 0);
+    let services: Vec<_> = (0..services).map(|n| (service((VIP.0, VIP.1 + n)), ServiceMode::default())).collect();
+    let mut balancer = Balancer::with(&services, options, &mut rng);
+    let ids = balancer.replace_servers(0, 5, &mut rng);
+    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    balancer
+}
+
+/// An ICMP error of `router` about a packet to `client`, with the 8 bytes of it that RFC 792 asks for.
+fn icmp(router: Ipv4Addr, client: (Ipv4Addr, u16)) -> Vec<u8> {
+    let quoted = &Tcp::new(VIP, client).frame()[14..][..28];
+    let message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
+    ipv4_frame(1, [router, VIP.0], &[], [0x77, 0], &message)
+}
+
+fn reset(client: (Ipv4Addr, u16)) -> Vec<u8> {
+    Tcp { flags: RST, ..Tcp::new(client, VIP) }.frame()
+}
+
+/// A packet with a cookie that names no server, most likely: five servers have 5 of 32,768.
+fn unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), echo: u32) -> Vec<u8> {
+    Tcp { flags: ACK, options: usual_timestamp(1, echo), ..Tcp::new(client, vip) }.frame()
+}
+
+fn reaches_all(balancer: &Balancer, frame: &[u8]) -> bool {
+    let (verdict, packet) = balancer.run(frame);
+    verdict == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
+}
+
+/// How many of 100 genuine ICMP errors in a second, each of another router, are accepted beside 10,000 forged packets.
+fn accepted_beside(balancer: &Balancer, mut forged: impl FnMut() -> Vec<u8>) -> usize {
+    const INTERVAL: Duration = Duration::from_micros(100);
+    let (mut next, mut accepted) = (Instant::now(), 0);
+    for n in 0..10_000u32 {
+        // A machine that was away for a while does not catch up: that would be another rate.
+        while Instant::now() < next {}
+        next = (next + INTERVAL).max(Instant::now());
+        balancer.run(&forged());
+        if n % 100 == 0 {
+            let host = Ipv4Addr::from(0x0a01_0000 + n);
+            accepted += usize::from(reaches_all(balancer, &icmp(host, (host, 4000))));
+        }
+    }
+    accepted
+}
+
+#[test]
+fn genuine_icmp_errors_are_accepted_beside_forged_packets() {
+    if !may_load_bpf("genuine_icmp_errors_are_accepted_beside_forged_packets") {
+        return;
+    }
+    let mut rng = seeded_rng(122, 0);
+    let mut any = || (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
+    let balancer = || balancer(1, Options::default());
+    let (one, mut echo) = (Ipv4Addr::new(192, 0, 2, 1), seeded_rng(123, 0));
+    assert_eq!(accepted_beside(&balancer(), || unknown_cookie(any(), VIP, echo.next_u32())), 100, "unknown cookies");
+    assert_eq!(accepted_beside(&balancer(), || reset(any())), 100, "resets");
+    assert_eq!(accepted_beside(&balancer(), || icmp(any().0, any())), 100, "ICMP errors of any source");
+    // The bucket of the one source is one of 4,096, and each router draws one: two meet it once in 3,500 runs, three in 450,000.
+    let beside_one_source = accepted_beside(&balancer(), || icmp(one, any()));
+    assert!(beside_one_source >= 98, "{beside_one_source} beside ICMP errors of one source");
+}
+
+/// One packet a second: what is sent is the burst, and hardly more.
+fn rate(burst: u32) -> PacketRate {
+    PacketRate { per_second: 1, burst }
+}
+
+#[test]
+fn one_source_leaves_tokens_to_the_others() {
+    if !may_load_bpf("one_source_leaves_tokens_to_the_others") {
+        return;
+    }
+    let rates = BroadcastRates { by_source: rate(10), by_service: rate(100), of_all: rate(1000) };
+    let balancer = balancer(1, Options { broadcast: [rates; 4], ..Options::default() });
+    let mut rng = seeded_rng(124, 0);
+    let junk = (0..1000u16).map(|port| reset((Ipv4Addr::new(192, 0, 2, 1), port)));
+    let sent = junk.filter(|frame| reaches_all(&balancer, frame)).count();
+    assert!((10..15).contains(&sent), "{sent} of one source");
+    let genuine = (0..50).map(|_| reset((Ipv4Addr::from(rng.next_u32()), 4000)));
+    // Of 4,096 buckets one is the other source's: two meet it once in 14,000 runs, three in 3,500,000.
+    let accepted = genuine.filter(|frame| reaches_all(&balancer, frame)).count();
+    assert!(accepted >= 48, "{accepted} of 50");
+}
+
+#[test]
+fn all_services_together_are_bounded() {
+    if !may_load_bpf("all_services_together_are_bounded") {
+        return;
+    }
+    let rates = BroadcastRates { by_source: rate(100), by_service: rate(100), of_all: rate(300) };
+    let balancer = balancer(40, Options { broadcast: [rates; 4], ..Options::default() });
+    let mut rng = seeded_rng(125, 0);
+    let sent = (0..2000u16)
+        .filter(|n| {
+            let client = (Ipv4Addr::from(rng.next_u32()), 4000);
+            let vip = (VIP.0, VIP.1 + n % 40);
+            reaches_all(&balancer, &unknown_cookie(client, vip, rng.next_u32()))
+        })
+        .count();
+    assert!((300..310).contains(&sent), "{sent} of 40 services that might have 50 each");
+}

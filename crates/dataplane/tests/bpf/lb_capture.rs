@@ -1,0 +1,153 @@
+//! What `coreward capture` sees of a load balancer at work.
+
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::lb::capture::{self, Capture, Captured, Destination};
+use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
+use coreward_dataplane::mac::MacAddress;
+use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::placement::Rule;
+use coreward_model::rss::seeded_rng;
+use coreward_model::{FourTuple, ServiceAddress};
+
+use crate::support::balancer::{id, random_table, service};
+use crate::support::network::{Pair, PinDirectory, on_one_cpu};
+use crate::support::packet_socket::PacketSocket;
+use crate::support::{self, RST, SYN, Tcp, may_load_bpf, usual_timestamp};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const OTHER: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
+const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
+
+fn keys() -> FleetKeys {
+    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+}
+
+fn device_mac() -> [u8; 6] {
+    let mut addresses = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == "eth0");
+    addresses.find_map(|entry| entry.address?.as_link_addr()?.addr()).unwrap()
+}
+
+/// Everything captured until `count` packets are there (30 s at most).
+fn collect(capture: &mut Capture, count: usize) -> Vec<Captured> {
+    let mut captured = Vec::new();
+    let limit = Instant::now() + Duration::from_secs(30);
+    while captured.len() < count && Instant::now() < limit {
+        capture.poll(Duration::from_millis(50), &mut |packet| captured.push(packet)).unwrap();
+    }
+    captured
+}
+
+/// How long a wait is that a signal is to end.
+const LONG_WAIT: Duration = Duration::from_secs(30);
+
+/// Signals, as Ctrl-C sends one to `coreward capture`, come until it waits no more: one that comes before it waits ends nothing.
+fn interrupt(wait: impl FnOnce()) {
+    extern "C" fn nothing(_: libc::c_int) {}
+    let handler = nix::sys::signal::SigHandler::Handler(nothing);
+    // SAFETY: the handler does nothing.
+    unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGUSR1, handler) }.unwrap();
+    // SAFETY: takes nothing.
+    let waiting = unsafe { libc::pthread_self() };
+    let (began, is_over) = (Instant::now(), AtomicBool::new(false));
+    let took = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) && began.elapsed() < 2 * LONG_WAIT {
+                std::thread::sleep(Duration::from_millis(20));
+                // SAFETY: the thread lives longer than this one.
+                unsafe { libc::pthread_kill(waiting, libc::SIGUSR1) };
+            }
+        });
+        wait();
+        is_over.store(true, Ordering::Relaxed);
+        began.elapsed()
+    });
+    assert!(took < LONG_WAIT, "the wait was not interrupted");
+}
+
+#[test]
+fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
+    if !may_load_bpf("every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided") {
+        return;
+    }
+    // What is sent one after the other arrives so.
+    on_one_cpu();
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
+    let mut lb = LoadBalancer::load(options).unwrap();
+    pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let mac = pair.server.within(device_mac);
+    let stateless = |vip| (service(vip), ServiceMode::default());
+    let indexes = lb.set_services(&[stateless(VIP), stateless(OTHER)]).unwrap();
+    lb.set_service_name(indexes[0], "web");
+    lb.set_keys(&keys());
+    for index in &indexes {
+        lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.install_table(*index, &random_table(Rule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
+    }
+    let named: Vec<(ServiceAddress, String)> = capture::services(&pins.path()).unwrap();
+    assert_eq!(named, [(service(VIP), "web".to_owned()), (service(OTHER), String::new())]);
+
+    let options = capture::Options { pin_directory: pins.path(), service: service(VIP), capture_length: 200 };
+    let mut capture = Capture::start(options.clone()).unwrap();
+    let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
+    let established = Tcp { destination_mac: mac, options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
+    let mut malformed = established.frame();
+    malformed[14] = 0x41;
+    let frames = [
+        established.frame(),
+        Tcp { flags: SYN, options: usual_timestamp(1, 0), ..established.clone() }.frame(),
+        Tcp { flags: RST, options: vec![], ..established.clone() }.frame(),
+        malformed,
+        // Another service's: not seen.
+        Tcp { destination_mac: mac, ..Tcp::new(CLIENT, OTHER) }.frame(),
+    ];
+    let send = |frames: &[Vec<u8>]| {
+        pair.client.within(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
+    };
+    send(&frames);
+    let captured = collect(&mut capture, 4);
+    let seen: Vec<_> = captured.iter().map(|packet| (packet.outcome, packet.destination.clone())).collect();
+    let server = Destination::Server(SERVER_MAC, vec![id(7)]);
+    assert_eq!(
+        seen,
+        [
+            ("established", server.clone()),
+            ("first", server.clone()),
+            ("to_all", Destination::AllServers),
+            ("drop_malformed_ipv4", Destination::Dropped),
+        ]
+    );
+    for (packet, frame) in captured.iter().zip(&frames) {
+        assert_eq!(packet.arrived, frame[..frame.len().min(200)]);
+        assert_eq!(packet.length as usize, frame.len());
+    }
+    assert_eq!(captured[0].left[..6], SERVER_MAC.0);
+
+    interrupt(|| capture.poll(LONG_WAIT, &mut |_| {}).unwrap());
+
+    // Another variant of the program takes its place: the capture follows it.
+    let flows = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    lb.set_services(&[(service(VIP), flows)]).unwrap();
+    let (mut captured, limit) = (Vec::new(), Instant::now() + LONG_WAIT);
+    for port in CLIENT.1 + 1.. {
+        let begins = Tcp { destination_mac: mac, flags: SYN, ..Tcp::new((CLIENT.0, port), VIP) };
+        send(&[Tcp { options: usual_timestamp(1, 0), ..begins }.frame()]);
+        capture.poll(Duration::from_millis(50), &mut |packet| captured.push(packet)).unwrap();
+        if !captured.is_empty() || Instant::now() > limit {
+            break;
+        }
+    }
+    assert!(!captured.is_empty() && captured.iter().all(|packet| packet.outcome == "first"));
+    assert_eq!(capture.lost(), 0);
+
+    let unknown = capture::Options { service: service((VIP.0, 443)), ..options };
+    let error = Capture::start(unknown).err().map(|error| error.to_string());
+    assert_eq!(error.as_deref(), Some("no service 10.200.0.1:443/tcp: expected one of 10.200.0.1:80/tcp"));
+    drop(capture);
+    lb.detach().unwrap();
+}

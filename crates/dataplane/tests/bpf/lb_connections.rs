@@ -1,0 +1,409 @@
+//! The connection table of `bpf/lb.bpf.c` (`BPF_PROG_TEST_RUN`): entries taken, found, kept apart, freed, used again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
+use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
+use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_place, syn_echo};
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{self, Cookie};
+use coreward_model::placement::Rule;
+use coreward_model::rss::{seeded_rng, uniform_below};
+use rand::Rng as _;
+
+use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service};
+use crate::support::stateful::{
+    STATEFUL, VIP, balancer, client, echo_of, established, own, owner, packet, syn, syn_with_echo, tuple,
+};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, tcp_sum, timestamp, usual_timestamp};
+
+#[test]
+fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
+    if !may_load_bpf("a_first_packet_takes_an_entry_and_later_ones_find_it") {
+        return;
+    }
+    let mut rng = seeded_rng(101, 0);
+    let (mut balancer, ids) = balancer(4096, &mut rng);
+    balancer.lb.tick(Duration::from_millis(12_345));
+    let opened: Vec<_> = (0..500).map(|_| balancer.opened(client(&mut rng))).collect();
+    let servers: BTreeSet<_> = opened.iter().map(|opened| opened.server).collect();
+    assert_eq!(servers, ids.iter().copied().collect(), "the rule is obeyed");
+    for opened in &opened {
+        let entry = balancer.entry(opened.client).unwrap();
+        assert_eq!(entry.identity.server, opened.server);
+        assert_eq!(owner_and_place(opened.number), (own(), entry.index.place()));
+        let hash = balancer.hash(opened.client);
+        let size = TableSize::try_from(4096).unwrap();
+        assert_eq!((entry.index.partition(), entry.identity.tag), (hash.partition(size), hash.tag()));
+        assert_eq!((entry.packets, entry.bytes), (1, syn(opened.client).len() as u64));
+        assert_eq!((entry.opened, entry.last_seen, entry.closing), (Clock(123), Clock(123), false));
+    }
+    let indexes: BTreeSet<_> = opened.iter().map(|opened| balancer.entry(opened.client).unwrap().index).collect();
+    assert_eq!(indexes.len(), opened.len());
+
+    // Whatever the table says now, whatever the keys are, and whether or not the packet is usual.
+    balancer.lb.tick(Duration::from_secs(20));
+    let table = random_table(Rule::Table, 2, 1, &ids, &mut rng);
+    balancer.install(0, &table);
+    balancer.new_keys(&mut rng);
+    let odd = [&[1][..], &timestamp(1, 0), &[0]].concat();
+    for opened in &opened {
+        balancer.expect_by_index(opened);
+        let mut unusual = packet(&balancer.keys, opened.client, opened.number, ACK);
+        let echo = cookie::stamp(
+            &balancer.keys,
+            &support::TIME_KEY,
+            &tuple(opened.client),
+            Cookie::TableIndex(opened.number),
+            5,
+        );
+        unusual.options = odd.clone();
+        unusual.options[7..11].copy_from_slice(&echo.to_be_bytes());
+        let unusual = unusual.frame();
+        balancer.expect_sent_to(0, &unusual, opened.server, "connection");
+        let entry = balancer.entry(opened.client).unwrap();
+        let bytes = syn(opened.client).len() + unusual.len() + established(&balancer, opened.client, 0).len();
+        assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
+        assert_eq!((entry.opened, entry.last_seen), (Clock(123), Clock(200)));
+    }
+    // FIN and RST leave a mark; a SYN takes it away, if no later connection's SYN is remembered in its place.
+    let slots: Vec<_> = opened.iter().map(|opened| balancer.hash(opened.client).recent_slot()).collect();
+    for (position, (opened, flags)) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()).enumerate() {
+        let frame = packet(&balancer.keys, opened.client, opened.number, flags).frame();
+        balancer.expect_sent_to(0, &frame, opened.server, "connection");
+        assert!(balancer.entry(opened.client).unwrap().closing);
+        if !slots[position + 1..].contains(&slots[position]) {
+            assert_eq!(balancer.open(opened.client).1, Some(opened.number));
+            assert!(!balancer.entry(opened.client).unwrap().closing);
+        }
+    }
+    assert_eq!(balancer.events(0, "connection_unknown"), 0);
+}
+
+#[test]
+fn the_server_learns_the_place_wherever_the_option_stands() {
+    if !may_load_bpf("the_server_learns_the_place_wherever_the_option_stands") {
+        return;
+    }
+    let mut rng = seeded_rng(102, 0);
+    let (balancer, _) = balancer(65_536, &mut rng);
+    for round in 0..2000 {
+        let client = client(&mut rng);
+        // Up to 7 bytes of other options in front: even and odd places; longer ones, too.
+        let mut before = vec![1; round % 8];
+        if round % 3 == 0 {
+            before.splice(0..0, [254, 5, 1, 2, 3]);
+        }
+        let behind: &[u8] = if round % 2 == 0 { &[3, 3, 7] } else { &[] };
+        let ip_options = vec![1; 4 * (round / 8 % 11)];
+        // The client's echo should be 0; some are not.
+        let echo = if round % 5 == 0 { rng.next_u32() } else { 0 };
+        let with = |echo: u32| {
+            let options = [&before[..], &timestamp(rng.clone().next_u32(), echo), behind].concat();
+            let tcp = Tcp { flags: SYN, options, ip_options: ip_options.clone(), ..Tcp::new(client, VIP) };
+            tcp.frame_with(77, 0)
+        };
+        let (verdict, forwarded) = balancer.counted(&with(echo), Some(0), "first");
+        let entry = balancer.entry(client).expect("it got an entry");
+        let mut expected = with(syn_echo(own(), entry.index.place()));
+        expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
+        expected[6..12].copy_from_slice(&OWN_MAC.0);
+        assert_eq!(verdict, XDP_TX);
+        assert_eq!(tcp_sum(&forwarded), 0xffff, "round {round}: the checksum is wrong");
+        // 0 and 0xffff are the same sum.
+        assert_eq!(forwarded, expected, "round {round}");
+        rng.next_u32();
+    }
+}
+
+#[test]
+fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
+    if !may_load_bpf("a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections") {
+        return;
+    }
+    let mut rng = seeded_rng(103, 0);
+    let (mut balancer, _) = balancer(4096, &mut rng);
+    let first = balancer.opened(client(&mut rng));
+    // None of the others is remembered in its place (one of 16,384, by a key that is drawn).
+    let slot_of = |client| balancer.hash(client).recent_slot();
+    let others = std::iter::repeat_with(|| client(&mut rng)).filter(|other| slot_of(*other) != slot_of(first.client));
+    for other in others.take(50) {
+        balancer.opened(other);
+    }
+    balancer.lb.tick(Duration::from_secs(3));
+    assert_eq!(balancer.open(first.client), (first.server, Some(first.number)));
+    let entry = balancer.entry(first.client).unwrap();
+    assert_eq!((entry.packets, entry.last_seen), (1, Clock(30)), "it is still half-open");
+    assert_eq!(balancer.lb.connections_in_use(), 51);
+
+    let draining = Server { mac: Some(balancer.macs[&(0, first.server)]), eligible: false };
+    balancer.lb.set_server(balancer.services[0], first.server, draining);
+    let (server, number) = balancer.open(first.client);
+    assert_ne!(server, first.server);
+    assert!(number.is_some_and(|number| number != first.number));
+    assert_eq!(balancer.lb.connections_in_use(), 52);
+}
+
+#[test]
+fn a_cookie_of_another_connection_or_none_is_unknown() {
+    if !may_load_bpf("a_cookie_of_another_connection_or_none_is_unknown") {
+        return;
+    }
+    let mut rng = seeded_rng(104, 0);
+    let options = Options {
+        connection_table: TableSize::try_from(1024).unwrap(),
+        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 }); 4],
+        ..Options::default()
+    };
+    let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
+    let services = [(service(VIP), STATEFUL), (service(other_vip), STATEFUL)];
+    let mut balancer = Balancer::with(&services, options, &mut rng);
+    let ids = balancer.replace_servers(0, 4, &mut rng);
+    let table = random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng);
+    balancer.install(0, &table);
+    balancer.lb.set_owner(Some(own()));
+    let opened = balancer.opened(client(&mut rng));
+    let mut unknown = 0;
+    let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
+        balancer.expect_to_all_or(0, frame, Identification::Kept, "drop_unknown_cookie");
+        unknown += 1;
+        assert_eq!(balancer.events(0, "connection_unknown"), unknown);
+    };
+    // Somebody else's tuple with this place, this tuple with a free place; FIN, which is not for the hot path, too.
+    for _ in 0..200 {
+        expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
+    }
+    for place in (0..1024).filter(|place| *place != u32::from(opened.number) % 1024).step_by(7) {
+        let number = cookie_number(own(), place);
+        expect_unknown(&balancer, &established(&balancer, opened.client, number));
+        expect_unknown(&balancer, &packet(&balancer.keys, opened.client, number, ACK | FIN).frame());
+    }
+    let entry = balancer.entry(opened.client).unwrap();
+    assert_eq!((entry.packets, entry.closing), (1, false), "nothing of that was counted for it");
+    // At the other service it is another tuple, and another connection.
+    let echo =
+        cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(opened.client), Cookie::TableIndex(opened.number), 5);
+    let mut elsewhere = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(opened.client, VIP) };
+    elsewhere.destination.set_port(other_vip.1);
+    let (_, _) = balancer.run(&elsewhere.frame());
+    assert_eq!(balancer.entry(opened.client).unwrap().packets, 1);
+    balancer.expect_by_index(&opened);
+
+    // Its server is gone: nobody else has the connection. Unresolved: dropped.
+    let index = balancer.services[0];
+    balancer.lb.set_server(index, opened.server, Server { mac: None, eligible: true });
+    let frame = established(&balancer, opened.client, opened.number);
+    balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(index, opened.server);
+    balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    assert_eq!(balancer.events(0, "connection_unknown"), unknown);
+}
+
+#[test]
+fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() {
+    if !may_load_bpf("an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own") {
+        return;
+    }
+    let mut rng = seeded_rng(105, 0);
+    let mut broadcast = [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); 4];
+    broadcast[intf::BROADCAST_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
+    let options = Options { broadcast, ..Options::default() };
+    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
+    balancer.lb.set_owner(Some(own()));
+    let (alive, lost, never) = (owner(9), owner(0), owner(15));
+    let mac = MacAddress([2, 0, 0, 0, 9, 9]);
+    balancer.lb.set_owner_mac(alive, Some(mac));
+    balancer.lb.set_owner_mac(lost, None);
+    let frame = |balancer: &Balancer, of, rng: &mut _| established(balancer, client(rng), cookie_number(of, 77));
+    for flags in [ACK, ACK | FIN] {
+        for _ in 0..50 {
+            let number = cookie_number(alive, uniform_below(&mut rng, 1024));
+            let frame = packet(&balancer.keys, client(&mut rng), number, flags).frame();
+            balancer.expect_to(&frame, mac, "to_owner");
+        }
+    }
+    // It came from a load balancer: once is enough.
+    let mut passed_on = frame(&balancer, alive, &mut rng);
+    passed_on[6..12].copy_from_slice(&mac.0);
+    balancer.expect_to(&passed_on, MacAddress::BROADCAST, "to_all_owner_lost");
+
+    // 40 at once, of which one is gone; a token a second comes back.
+    let outcomes: Vec<i32> = (0..60).map(|_| balancer.run(&frame(&balancer, lost, &mut rng)).0).collect();
+    let sent = outcomes.iter().filter(|verdict| **verdict == XDP_TX).count();
+    assert!((39..=45).contains(&sent), "{sent} of 60 sent to all");
+    // A machine that stood still for a second has earned a token meanwhile: then it is spent first.
+    let expect_dropped = |balancer: &Balancer, of, name: &str, rng: &mut _| {
+        let mut spend = (0..5).map(|_| balancer.run(&frame(balancer, of, rng)).0);
+        assert!(spend.any(|verdict| verdict == XDP_DROP), "{name}: five of five are sent to all");
+        balancer.expect(&frame(balancer, of, rng), XDP_DROP, 0, name);
+    };
+    expect_dropped(&balancer, lost, "drop_to_all_rate_limited", &mut rng);
+    // A number that nobody ever had is no reason to bother everybody: the small bucket.
+    balancer.expect_to(&frame(&balancer, never, &mut rng), MacAddress::BROADCAST, "to_all");
+    expect_dropped(&balancer, never, "drop_unknown_cookie", &mut rng);
+    assert_eq!(balancer.events(0, "connection_unknown"), 0, "our own table was not asked");
+    balancer.lb.forget_owner(alive);
+    expect_dropped(&balancer, alive, "drop_unknown_cookie", &mut rng);
+}
+
+#[test]
+fn without_an_owner_number_connections_are_of_the_stateless_kind() {
+    if !may_load_bpf("without_an_owner_number_connections_are_of_the_stateless_kind") {
+        return;
+    }
+    let mut rng = seeded_rng(106, 0);
+    let (mut balancer, ids) = balancer(1024, &mut rng);
+    balancer.lb.tick(Duration::from_secs(9));
+    assert_eq!(balancer.lb.owner(), Some(own()));
+    balancer.lb.set_owner(None);
+    assert_eq!((balancer.lb.owner(), balancer.lb.clock()), (None, Clock(90)));
+    for _ in 0..20 {
+        let client = client(&mut rng);
+        let (server, number) = balancer.open(client);
+        assert_eq!(number, None);
+        // A client that writes there what only a load balancer may is not believed.
+        let forged = syn_with_echo(client, syn_echo(own(), 3)).frame();
+        let (_, forwarded) = balancer.counted(&forged, Some(0), "first");
+        assert_eq!((echo_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
+        let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
+        let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+        balancer.expect_sent_to(0, &frame, server, "established");
+    }
+    assert_eq!(balancer.lb.connections_in_use(), 0);
+    // A client without timestamps has no entry either.
+    balancer.lb.set_owner(Some(own()));
+    let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
+    balancer.counted(&plain, Some(0), "consistent");
+    assert_eq!(balancer.lb.connections_in_use(), 0);
+    assert!(ids.len() > 1);
+}
+
+#[test]
+fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
+    if !may_load_bpf("a_syn_flood_fills_the_table_and_leaves_established_connections_alone") {
+        return;
+    }
+    let mut rng = seeded_rng(107, 0);
+    let (mut balancer, _) = balancer(2048, &mut rng);
+    let real: Vec<_> = (0..700).map(|_| balancer.opened(client(&mut rng))).collect();
+    real.iter().for_each(|opened| balancer.expect_by_index(opened));
+    let before: BTreeMap<_, _> =
+        real.iter().map(|opened| (opened.client, balancer.entry(opened.client).unwrap().identity)).collect();
+
+    let mut refused = 0;
+    for _ in 0..5000 {
+        let (verdict, forwarded) = balancer.run(&syn(client(&mut rng)));
+        assert_eq!(verdict, XDP_TX);
+        refused += u64::from(echo_of(&forwarded) == 0);
+    }
+    assert_eq!(refused, 5000 - (2048 - 700));
+    assert_eq!(balancer.lb.connections_in_use(), 2048, "every partition is full");
+    assert_eq!(balancer.events(0, "connection_table_full"), refused);
+    for opened in &real {
+        assert_eq!(balancer.entry(opened.client).unwrap().identity, before[&opened.client]);
+        balancer.expect_by_index(opened);
+    }
+    // A real connection meanwhile is of the stateless kind, and works.
+    let late = client(&mut rng);
+    let (server, number) = balancer.open(late);
+    assert_eq!(number, None);
+    let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
+    let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(late, VIP) }.frame();
+    balancer.expect_sent_to(0, &frame, server, "established");
+
+    // Ten seconds later the flood's entries are free again, and nobody had to be asked.
+    balancer.lb.tick(Duration::from_millis(9_900));
+    assert_eq!(balancer.lb.due_connections(&Timers::default(), 2048), []);
+    balancer.lb.tick(Duration::from_secs(10));
+    let mut freed = 0;
+    for _ in 0..2 {
+        let due = balancer.lb.due_connections(&Timers::default(), 1024);
+        assert!(due.iter().all(|(connection, due)| *due == Due::HalfOpen && connection.packets == 1));
+        let connections: Vec<_> = due.into_iter().map(|(connection, _)| connection).collect();
+        freed += balancer.lb.free_connections(&connections).unwrap();
+    }
+    assert_eq!((freed, balancer.lb.connections_in_use()), (2048 - 700, 700));
+    real.iter().for_each(|opened| balancer.expect_by_index(opened));
+    balancer.opened(client(&mut rng));
+}
+
+#[test]
+fn an_entry_is_freed_once_and_only_as_it_was_seen() {
+    if !may_load_bpf("an_entry_is_freed_once_and_only_as_it_was_seen") {
+        return;
+    }
+    let mut rng = seeded_rng(108, 0);
+    let (mut balancer, _) = balancer(1024, &mut rng);
+    let opened: Vec<_> = (0..1024).map(|_| balancer.opened(client(&mut rng))).collect();
+    let (first, second) = (opened[0], opened[1]);
+    let seen = [first, second].map(|opened| balancer.entry(opened.client).unwrap());
+    // One of the two sends something after it was looked at.
+    balancer.expect_by_index(&second);
+    assert_eq!(balancer.lb.free_connections(&[seen[0], seen[1], seen[0]]).unwrap(), 1);
+    assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
+    balancer.expect_by_index(&second);
+    let frame = established(&balancer, first.client, first.number);
+    balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    assert_eq!(balancer.events(0, "connection_unknown"), 1);
+
+    // There is one free place, and the next connection gets it: another generation.
+    let next = balancer.opened(client(&mut rng));
+    let entry = balancer.entry(next.client).unwrap();
+    assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));
+    balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_by_index(&next);
+    assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
+    assert_eq!(balancer.entry(next.client).unwrap().packets, 2);
+}
+
+#[test]
+fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
+    if !may_load_bpf("entries_are_due_by_their_timers_or_when_their_server_is_gone") {
+        return;
+    }
+    let mut rng = seeded_rng(109, 0);
+    let (mut balancer, _) = balancer(4096, &mut rng);
+    balancer.lb.tick(Duration::ZERO);
+    let [half_open, closing, idle] = [(); 3].map(|()| balancer.opened(client(&mut rng)));
+    balancer.expect_by_index(&idle);
+    let fin = packet(&balancer.keys, closing.client, closing.number, ACK | FIN).frame();
+    balancer.expect_sent_to(0, &fin, closing.server, "connection");
+    let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, Due> {
+        balancer.lb.tick(Duration::from_secs(seconds));
+        let due = balancer.lb.due_connections(&Timers::default(), 4096);
+        due.iter().map(|(connection, due)| ((*connection.client.ip(), connection.client.port()), *due)).collect()
+    };
+    let set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, Due>>();
+    let (half_open, closing, idle_due) =
+        ((half_open.client, Due::HalfOpen), (closing.client, Due::Closing), (idle.client, Due::Idle));
+    assert_eq!(due(&mut balancer, 9), set(&[]));
+    assert_eq!(due(&mut balancer, 10), set(&[half_open]));
+    assert_eq!(due(&mut balancer, 60), set(&[half_open, closing]));
+    assert_eq!(due(&mut balancer, 300), set(&[half_open, closing, idle_due]));
+    balancer.expect_by_index(&idle);
+    assert_eq!(due(&mut balancer, 300), set(&[half_open, closing]));
+    balancer.lb.remove_server(balancer.services[0], idle.server);
+    assert_eq!(due(&mut balancer, 300)[&idle.client], Due::ServerGone);
+}
+
+#[test]
+fn a_service_that_goes_or_is_stateful_no_longer_leaves_no_entries() {
+    if !may_load_bpf("a_service_that_goes_or_is_stateful_no_longer_leaves_no_entries") {
+        return;
+    }
+    let mut rng = seeded_rng(110, 0);
+    for after in [vec![], vec![(service(VIP), ServiceMode::default())]] {
+        let (mut balancer, _) = balancer(1024, &mut rng);
+        for _ in 0..100 {
+            balancer.opened(client(&mut rng));
+        }
+        assert_eq!(balancer.lb.connections_in_use(), 100);
+        balancer.lb.set_services(&[(service(VIP), STATEFUL)]).unwrap();
+        assert_eq!(balancer.lb.connections_in_use(), 100);
+        balancer.lb.set_services(&after).unwrap();
+        assert_eq!(balancer.lb.connections_in_use(), 0);
+    }
+}

@@ -1,0 +1,71 @@
+//! A SYN flood of one source prefix at a stateful service (`BPF_PROG_TEST_RUN`), in virtual time.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use coreward_intf as intf;
+use coreward_model::connection_table::{Connection, ConnectionHash, Timers};
+use coreward_model::rss::seeded_rng;
+use rand::Rng as _;
+
+use crate::support::balancer::XDP_TX;
+use crate::support::may_load_bpf;
+use crate::support::stateful::{balancer, number_of, syn};
+
+const ENTRIES: u32 = 16_384;
+/// A tenth of a second, as the daemon's.
+const BEAT: Duration = Duration::from_millis(100);
+/// The whole table is looked through in so many.
+const SWEEP_BEATS: u32 = 10;
+/// The flood would fill the table in two seconds.
+const FLOOD: u32 = ENTRIES / 20;
+const GENUINE: u32 = 10;
+
+#[test]
+fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
+    if !may_load_bpf("flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time") {
+        return;
+    }
+    let mut rng = seeded_rng(131, 0);
+    let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
+    let (timers, prefix) = (Timers::default(), Ipv4Addr::new(192, 0, 2, 0));
+    let key = balancer.lb.connection_key();
+    let shard = |address: Ipv4Addr| {
+        let prefix = Ipv4Addr::from(u32::from(address) & 0xffff_ff00);
+        let hash = ConnectionHash::new(&key, 0, SocketAddrV4::new(prefix, 0));
+        hash.low() % intf::TAKES_SHARDS
+    };
+    let (mut now, mut refused) = (Duration::from_secs(1000), 0);
+    for beat in 0..250u32 {
+        now += BEAT;
+        balancer.lb.tick(now);
+        balancer.lb.guard_connection_table(&timers);
+        let told = |client| {
+            let (verdict, forwarded) = balancer.run(&syn(client));
+            assert_eq!(verdict, XDP_TX);
+            number_of(&forwarded)
+        };
+        for n in 0..FLOOD {
+            let number = beat * FLOOD + n;
+            told((Ipv4Addr::from(u32::from(prefix) + number % 256), (number / 256) as u16));
+        }
+        // Prefixes share counters by their hash: one in 4,096 is the flood's.
+        let other = std::iter::repeat_with(|| Ipv4Addr::from(0x0b00_0000 + (rng.next_u32() >> 8)))
+            .filter(|address| shard(*address) != shard(prefix));
+        for client in other.take(GENUINE as usize).map(|address| (address, 4000)) {
+            refused += u32::from(told(client).is_none());
+        }
+        let in_use = balancer.lb.connections_in_use();
+        assert_eq!(balancer.lb.occupancy(), in_use as u64, "the gauge is of now");
+        assert!(in_use < ENTRIES as usize * 6 / 10, "{in_use} entries in use after {beat} beats");
+        let due: Vec<Connection> =
+            balancer.lb.due_connections(&timers, ENTRIES / SWEEP_BEATS).into_iter().map(|(due, _)| due).collect();
+        balancer.lb.free_connections(&due).unwrap();
+        let clock = balancer.lb.clock();
+        let oldest = balancer.lb.connections(balancer.services[0]).map(|held| clock.since(held.last_seen)).max();
+        assert!(oldest.is_none_or(|oldest| oldest <= timers.half_open + BEAT * (SWEEP_BEATS + 1)), "{oldest:?}");
+    }
+    assert_eq!(refused, 0, "of {} genuine connections", 250 * GENUINE);
+    assert_eq!(balancer.events(0, "connection_table_full"), 0, "no partition was full");
+    assert!(balancer.events(0, "connection_source_limited") > 0);
+}

@@ -1,0 +1,203 @@
+//! The connection table while packets on several CPUs and user space use it at once, and from one process to the next.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+use std::os::fd::AsFd as _;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::lb::connections::Pinned;
+use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::test_run;
+use coreward_intf as intf;
+use coreward_model::connection_table::{Clock, Connection, TableSize};
+use coreward_model::rss::{seeded_rng, uniform_below};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+
+use crate::support::balancer::{OWN_MAC, XDP_TX, id, service};
+use crate::support::network::{Pair, PinDirectory};
+use crate::support::stateful::{STATEFUL, VIP, balancer, client, number_of, own, syn};
+use crate::support::{self, SYN, Tcp, may_load_bpf, timestamp};
+
+const ENTRIES: u64 = 4096;
+const THREADS: u32 = 4;
+
+/// Each thread's clients are its own, and none comes twice.
+fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
+    (Ipv4Addr::from(0x0a00_0000 | thread << 20 | number >> 8), 1024 + (number & 0xff) as u16)
+}
+
+#[test]
+fn packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice() {
+    if !may_load_bpf("packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice") {
+        return;
+    }
+    // At least; and on, until enough places were used again: how soon user space has its turn to free some, who knows.
+    const PER_THREAD: u32 = 20_000;
+    const ENOUGH: u64 = 2 * ENTRIES;
+    const TIME_LIMIT: Duration = Duration::from_secs(120);
+    let mut rng = seeded_rng(120, 0);
+    let (mut balancer, _) = balancer(ENTRIES, &mut rng);
+    let program = balancer.lb.program().try_clone_to_owned().unwrap();
+    let done = AtomicBool::new(false);
+    let (sent, with_entry, started) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
+    let go_on = |number: u32| {
+        number < PER_THREAD || (with_entry.load(Ordering::Relaxed) <= ENOUGH && started.elapsed() < TIME_LIMIT)
+    };
+    let mut freed: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
+    let taken: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
+        let senders: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let (program, go_on, sent, with_entry) = (program.as_fd(), &go_on, &sent, &with_entry);
+                scope.spawn(move || {
+                    let clients = (0..).take_while(|number| go_on(*number)).map(|number| client_of(thread, number));
+                    let taken = clients.filter(|client| {
+                        let outcome = test_run::run(program, &syn(*client), 1).unwrap();
+                        assert_eq!(outcome.verdict, XDP_TX);
+                        let has_entry = number_of(&outcome.packet).is_some();
+                        sent.fetch_add(1, Ordering::Relaxed);
+                        with_entry.fetch_add(u64::from(has_entry), Ordering::Relaxed);
+                        has_entry
+                    });
+                    taken.collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        let waiter = scope.spawn(|| {
+            let taken = senders.into_iter().flat_map(|sender| sender.join().unwrap()).collect();
+            done.store(true, Ordering::Relaxed);
+            taken
+        });
+        while !done.load(Ordering::Relaxed) {
+            // About a third of all entries, and each twice.
+            let index = balancer.services[0];
+            let some: Vec<Connection> =
+                balancer.lb.connections(index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
+            let before = balancer.lb.connections_in_use();
+            let twice: Vec<Connection> = some.iter().chain(&some).copied().collect();
+            // Nothing but SYNs came for them: all are as they were seen.
+            assert_eq!(balancer.lb.free_connections(&twice).unwrap(), some.len());
+            assert!(before <= ENTRIES as usize);
+            for connection in some {
+                *freed.entry((*connection.client.ip(), connection.client.port())).or_default() += 1;
+            }
+        }
+        waiter.join().unwrap()
+    });
+    // Every connection that got an entry has it still or had it once: no other one overwrote it.
+    let left: BTreeSet<_> = balancer
+        .lb
+        .connections(balancer.services[0])
+        .map(|connection| (*connection.client.ip(), connection.client.port()))
+        .collect();
+    assert!(freed.values().all(|times| *times == 1), "an entry was freed twice");
+    let gone: BTreeSet<_> = freed.keys().copied().collect();
+    assert!(left.is_disjoint(&gone));
+    assert_eq!(left.union(&gone).copied().collect::<BTreeSet<_>>(), taken);
+    assert_eq!(balancer.lb.connections_in_use(), left.len());
+    let sent = sent.into_inner();
+    assert!(taken.len() as u64 > ENOUGH, "{} of {sent} got an entry", taken.len());
+    let contended = balancer.events(0, "connection_contended");
+    let full = balancer.events(0, "connection_table_full");
+    // Threads share a row of counters here, so a count may be lost.
+    assert!(contended + full <= sent - taken.len() as u64);
+
+    // All places are still there: the table can be filled to the last one.
+    let mut more = BTreeSet::new();
+    for number in 0..20_000 {
+        let client = client_of(THREADS, number);
+        if balancer.open(client).1.is_some() {
+            more.insert(client);
+        }
+    }
+    assert_eq!((left.len() + more.len()) as u64, ENTRIES);
+    assert_eq!(balancer.lb.connections_in_use() as u64, ENTRIES);
+}
+
+fn options(pins: &PinDirectory, entries: u64) -> Options {
+    let connection_table = TableSize::try_from(entries).unwrap();
+    Options { pin_directory: Some(pins.path()), connection_table, ..Options::default() }
+}
+
+fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
+    Tcp { flags: SYN, options: timestamp(77, 0), destination_mac: OWN_MAC.0, ..Tcp::new(client, VIP) }.frame()
+}
+
+/// Opens a connection of a load balancer at a device; `None`: without an entry.
+fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
+    lb.set_own_mac(OWN_MAC);
+    let outcome = test_run::run(lb.program(), &syn_to_own_mac(client), 1).unwrap();
+    assert_eq!(outcome.verdict, XDP_TX);
+    number_of(&outcome.packet)
+}
+
+#[test]
+fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an_empty_table() {
+    if !may_load_bpf("the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an_empty_table") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let mut rng = seeded_rng(121, 0);
+    let start = |entries| -> anyhow::Result<LoadBalancer> {
+        let mut lb = LoadBalancer::load(options(&pins, entries))?;
+        pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;
+        Ok(lb)
+    };
+    let mut lb = start(2048).unwrap();
+    let index = lb.set_services(&[(service(VIP), STATEFUL)]).unwrap()[0];
+    let servers = [id(7), id(8)];
+    for server in servers {
+        lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), eligible: true });
+    }
+    let table = support::balancer::random_table(coreward_model::placement::Rule::Table, 1, 1, &servers, &mut rng);
+    lb.install_table(index, &table).unwrap();
+    lb.set_owner(Some(own()));
+    lb.tick(Duration::from_secs(60));
+    let key = lb.connection_key();
+    let clients: Vec<_> = (0..100).map(|_| client(&mut rng)).collect();
+    clients.iter().for_each(|client| assert!(open(&mut lb, *client).is_some()));
+    let before: Vec<Connection> = lb.connections(index).collect();
+    assert_eq!(before.len(), 100);
+    let size = lb.connection_table_size();
+    drop(lb);
+
+    // A process that dies between releasing an entry and pushing its place.
+    let entries = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
+    for connection in &before[..10] {
+        let zeros = vec![0; size_of::<intf::connection>()];
+        let position = connection.index.position(size);
+        entries.update(&position.to_ne_bytes(), &zeros, MapFlags::ANY).unwrap();
+    }
+    let mut lb = start(2048).unwrap();
+    assert!(lb.taken_over());
+    assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own()), Clock(600), true));
+    assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
+    // Whoever only looks sees the same.
+    let pinned = Pinned::open(&pins.path()).unwrap();
+    assert_eq!(pinned.connections(service(VIP)).collect::<Vec<_>>(), before[10..]);
+    assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);
+    assert_eq!((pinned.clock(), pinned.size().entries()), (Clock(600), 2048));
+    let more = (0..20_000).filter(|number| open(&mut lb, client_of(1, *number)).is_some()).count();
+    assert_eq!(more, 2048 - 90, "every place is free or in use");
+    drop(lb);
+
+    // In use: refused, and nothing has changed. Empty: replaced, in the program at the device, too.
+    let refused = format!("{:#}", start(4096).unwrap_err());
+    let expected = "has 2048 entries, not 4096, and 2048 of them are in use: give it the old size";
+    assert!(refused.contains(expected), "{refused}");
+    let mut lb = start(2048).unwrap();
+    let all: Vec<_> = lb.connections(index).collect();
+    assert_eq!(lb.free_connections(&all).unwrap(), 2048);
+    drop(lb);
+    for entries in [8192, 1024] {
+        let mut lb = start(entries).unwrap();
+        assert!(lb.taken_over());
+        assert_eq!(u64::from(lb.connection_table_size().entries()), entries);
+        let taken = (0..40_000).filter(|number| open(&mut lb, client_of(2, *number)).is_some()).count();
+        assert_eq!(taken as u64, entries);
+        let all: Vec<_> = lb.connections(index).collect();
+        assert_eq!(lb.free_connections(&all).unwrap() as u64, entries);
+    }
+    start(1024).unwrap().detach().unwrap();
+}

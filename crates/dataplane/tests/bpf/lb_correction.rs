@@ -1,0 +1,169 @@
+//! `timestamps = "lb"` between kernels' TCP: servers without any program of ours, whose answers pass the load balancer.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::lb::{ClockState, LoadBalancer, Options, Server, ServerClock, ServiceIndex, XdpMode};
+use coreward_intf as intf;
+use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::placement::Rule;
+use coreward_model::rss::seeded_rng;
+
+use crate::support::balancer::{id, random_table, service};
+use crate::support::may_load_bpf;
+use crate::support::network::{PinDirectory, Segment, VIP, mac_address, on_one_cpu};
+
+const PORT: u16 = 80;
+const PATIENCE: Duration = Duration::from_secs(30);
+const SERVERS: u8 = 3;
+
+fn keys(current: KeyIndex) -> FleetKeys {
+    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current }
+}
+
+struct Bed {
+    lb: LoadBalancer,
+    service: ServiceIndex,
+    listeners: Vec<TcpListener>,
+    segment: Segment,
+    _pins: PinDirectory,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let (segment, pins) = (Segment::new(SERVERS), PinDirectory::new());
+        let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
+        let mut lb = LoadBalancer::load(options).unwrap();
+        segment.load_balancer.within(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
+        let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
+        let index = lb.set_services(&[(service((VIP, PORT)), mode)]).unwrap()[0];
+        lb.set_keys(&keys(KeyIndex::First));
+        lb.set_time_key(index, CookieKey { k0: 77, k1: 88 });
+        let ids: Vec<_> = (0..SERVERS).map(|number| id(u64::from(number) + 5)).collect();
+        for (server, host) in ids.iter().zip(&segment.servers) {
+            let mac = host.within(|| mac_address("eth0"));
+            lb.set_server(index, *server, Server { mac: Some(mac), eligible: true });
+        }
+        // In turn, so that every server gets its share.
+        lb.install_table(index, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
+        let listen = || TcpListener::bind((VIP, PORT)).unwrap();
+        let listeners = segment.servers.iter().map(|host| host.within(listen)).collect();
+        Self { lb, service: index, listeners, segment, _pins: pins }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let address = SocketAddr::from((VIP, PORT));
+        let stream = self.segment.client.within(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// A new connection: the client's end, the server's, and which server it is.
+    fn connection(&self) -> (TcpStream, TcpStream, usize) {
+        let client = self.connect();
+        let end = Instant::now() + PATIENCE;
+        loop {
+            for (number, listener) in self.listeners.iter().enumerate() {
+                listener.set_nonblocking(true).unwrap();
+                if let Ok((server, _)) = listener.accept() {
+                    server.set_nonblocking(false).unwrap();
+                    server.set_read_timeout(Some(PATIENCE)).unwrap();
+                    return (client, server, number);
+                }
+            }
+            assert!(Instant::now() < end, "no server accepted the connection");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn count(&self, counter: intf::lb_counter) -> u64 {
+        self.lb.counters(self.service).packets[counter as usize]
+    }
+
+    fn clocks(&self) -> Vec<ServerClock> {
+        self.lb.server_clocks(self.service).unwrap().into_iter().map(|(_, clock)| clock).collect()
+    }
+}
+
+/// 200 kB there and back.
+fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
+    let sent: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
+    let send = |from: &mut TcpStream, to: &mut TcpStream| {
+        let mut received = vec![0; sent.len()];
+        std::thread::scope(|scope| {
+            scope.spawn(|| from.write_all(&sent).unwrap());
+            to.read_exact(&mut received).unwrap();
+        });
+        assert_eq!(sent, received);
+    };
+    send(client, server);
+    send(server, client);
+}
+
+#[test]
+fn servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are() {
+    if !may_load_bpf("servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are") {
+        return;
+    }
+    on_one_cpu();
+    let mut bed = Bed::new();
+    // Until the clocks are known, connections are plain: the flow table keeps them.
+    let mut plain: Vec<_> = (0..SERVERS).map(|_| bed.connection()).collect();
+    for (client, server, _) in &mut plain {
+        exchange(client, server);
+    }
+    assert_eq!(bed.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
+    while bed.clocks().iter().any(|clock| clock.state() != ClockState::Known) {
+        plain.push(bed.connection());
+        assert!(plain.len() < 400, "{:?}", bed.clocks());
+    }
+    let mut stamped: Vec<_> = (0..2 * SERVERS).map(|_| bed.connection()).collect();
+    let by_cookie = bed.count(intf::LB_COUNTER_ESTABLISHED);
+    for (client, server, _) in stamped.iter_mut().chain(&mut plain) {
+        exchange(client, server);
+    }
+    assert!(bed.count(intf::LB_COUNTER_REPLY_STAMPED) > 100);
+    assert!(bed.count(intf::LB_COUNTER_ESTABLISHED) > by_cookie + 100);
+
+    // New keys, and no server is left that takes new connections: both kinds go on.
+    for current in [KeyIndex::Second, KeyIndex::First] {
+        bed.lb.set_keys(&keys(current));
+        std::thread::sleep(Duration::from_millis(1100));
+        for (client, server, _) in stamped.iter_mut().chain(&mut plain) {
+            exchange(client, server);
+        }
+    }
+    // The client ends one, the server the other.
+    for (number, (mut client, mut server, _)) in stamped.into_iter().chain(plain).enumerate() {
+        let (closing, waiting) = if number % 2 == 0 { (client, &mut server) } else { (server, &mut client) };
+        drop(closing);
+        assert_eq!(waiting.read(&mut [0]).unwrap(), 0);
+    }
+    for host in bed.segment.servers.iter().chain([&bed.segment.client]) {
+        for counter in ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"] {
+            assert_eq!(host.kernel_counter(counter), 0, "{counter}");
+        }
+    }
+}
+
+#[test]
+fn a_server_whose_connections_have_clocks_of_their_own_is_never_stamped() {
+    if !may_load_bpf("a_server_whose_connections_have_clocks_of_their_own_is_never_stamped") {
+        return;
+    }
+    let bed = Bed::new();
+    for host in &bed.segment.servers {
+        host.set_sysctl("ipv4/tcp_timestamps", "1");
+    }
+    let mut connections: Vec<_> = (0..30).map(|_| bed.connection()).collect();
+    for (client, server, _) in &mut connections {
+        exchange(client, server);
+    }
+    assert_eq!(bed.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
+    for clock in bed.clocks() {
+        assert!(clock.state() == ClockState::Differs && clock.disagreed >= 5, "{clock:?}");
+        assert!(clock.problem().unwrap().contains("expected net.ipv4.tcp_timestamps = 2"), "{clock:?}");
+    }
+}

@@ -1,0 +1,261 @@
+//! The flow table of `bpf/lb.bpf.c` (`BPF_PROG_TEST_RUN`): where new connections and flows go that have an old entry, and
+//! whether a flood on one service moves the flows of another.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use coreward_dataplane::lb::{Options, Server};
+use coreward_dataplane::test_run;
+use coreward_intf as intf;
+use coreward_model::connection_table::ConnectionHash;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::placement::Rule;
+use coreward_model::rss::seeded_rng;
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+
+use crate::support::balancer::{Balancer, Identification, XDP_TX, random_table, service};
+use crate::support::{ACK, SYN, Tcp, Udp, may_load_bpf};
+
+const WEB: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const DNS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
+
+fn client(rng: &mut impl rand::Rng) -> (Ipv4Addr, u16) {
+    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+}
+
+fn udp(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceMode) {
+    let protocol = Protocol::Udp;
+    (ServiceAddress { protocol, ..service(vip) }, ServiceMode::default_for(protocol))
+}
+
+fn set_eligible(balancer: &mut Balancer, id: ServerId, eligible: bool) {
+    let mac = Some(balancer.macs[&(0, id)]);
+    balancer.lb.set_server(balancer.services[0], id, Server { mac, eligible });
+}
+
+fn drain(balancer: &mut Balancer, id: ServerId) {
+    set_eligible(balancer, id, false);
+}
+
+/// Connections without timestamps, and new ones of the same ports: after a server began to drain, and after the table was
+/// made without that one and one that is down.
+#[test]
+fn syn_leaves_a_server_that_takes_no_new_connections() {
+    if !may_load_bpf("syn_leaves_a_server_that_takes_no_new_connections") {
+        return;
+    }
+    let mut rng = seeded_rng(111, 0);
+    let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
+    let modes = [
+        ServiceMode::default(),
+        ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() },
+        ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
+        by_load_balancer,
+    ];
+    for (mode, new_table) in modes.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+        let mut balancer = Balancer::with(&[(service(WEB), mode)], Options::default(), &mut rng);
+        let ids = balancer.replace_servers(0, 6, &mut rng);
+        // Of as many buckets as are needed for each server to have some.
+        let table = std::iter::repeat_with(|| random_table(Rule::Table, 1, 1, &ids, &mut rng))
+            .find(|table| ids.iter().all(|id| table.consistent.contains(id)))
+            .unwrap();
+        balancer.install(0, &table);
+        let frames: Vec<_> = (0..400)
+            .map(|_| client(&mut rng))
+            .map(|client| [SYN, ACK].map(|flags| Tcp { flags, ..Tcp::new(client, WEB) }.frame()))
+            .collect();
+        let sent = |balancer: &Balancer, frame: &[u8]| balancer.destination(frame);
+        let before: Vec<_> = frames
+            .iter()
+            .map(|[syn, ack]| {
+                balancer.run(syn);
+                sent(&balancer, ack)
+            })
+            .collect();
+        drain(&mut balancer, ids[0]);
+        let mut refusing = vec![balancer.macs[&(0, ids[0])]];
+        if new_table {
+            balancer.install(0, &random_table(Rule::Table, 2, 1, &ids[2..], &mut rng));
+            refusing.push(balancer.macs[&(0, ids[1])]);
+        }
+        assert!(refusing.iter().all(|mac| before.contains(mac)));
+        for ([syn, ack], before) in frames.iter().zip(before) {
+            // Where the load balancer stamps, answers enter connections: there are none here.
+            let entered = mode != by_load_balancer;
+            assert!(!entered || sent(&balancer, ack) == before, "{mode:?}: what is established stays");
+            let opened = sent(&balancer, syn);
+            assert!(!refusing.contains(&opened), "{mode:?}");
+            assert!(!entered || sent(&balancer, ack) == opened, "{mode:?}: the new connection's packets follow");
+            assert_eq!(sent(&balancer, syn), opened, "{mode:?}: and so does the SYN sent again");
+        }
+    }
+}
+
+/// The server that may still have an older connection of the same ports is asked for what the new one does not know.
+#[test]
+fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
+    if !may_load_bpf("syn_that_leaves_a_draining_server_names_it_as_the_one_before") {
+        return;
+    }
+    let mut rng = seeded_rng(112, 0);
+    let mut balancer = Balancer::new(&[WEB], &mut rng);
+    let ids = balancer.replace_servers(0, 6, &mut rng);
+    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    balancer.install(0, &table);
+    let tuple = |client| FourTuple::ipv4(client, WEB);
+    let from = std::iter::repeat_with(|| client(&mut rng))
+        .find(|client| table.choose_consistent(&tuple(*client)) == Some(ids[0]))
+        .unwrap();
+    let frame = |flags| Tcp { flags, ..Tcp::new(from, WEB) }.frame();
+    balancer.run(&frame(ACK));
+    drain(&mut balancer, ids[0]);
+    let opened = balancer.destination(&frame(SYN));
+    let at = ids.iter().copied().find(|id| balancer.macs[&(0, *id)] == opened).unwrap();
+    assert_ne!(at, ids[0]);
+    balancer.expect_sent(0, &frame(ACK), at, Identification::Before(Some(ids[0])), "flow");
+}
+
+/// Nothing else finds its server: where the bucket's one drains, or is masked while no controller makes tables.
+#[test]
+fn flood_forgets_no_connection_that_only_the_flow_table_knows() {
+    if !may_load_bpf("flood_forgets_no_connection_that_only_the_flow_table_knows") {
+        return;
+    }
+    const ENTRIES: u32 = 1 << 10;
+    let mut rng = seeded_rng(116, 0);
+    let options = Options { flow_table_entries: ENTRIES, ..Options::default() };
+    let mut balancer = Balancer::with(&[(service(WEB), ServiceMode::default())], options, &mut rng);
+    let ids = balancer.replace_servers(0, 6, &mut rng);
+    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    balancer.install(0, &table);
+    drain(&mut balancer, ids[0]);
+    let drains = |client: &(Ipv4Addr, u16)| table.choose_consistent(&FourTuple::ipv4(*client, WEB)) == Some(ids[0]);
+    let clients: Vec<_> = std::iter::repeat_with(|| client(&mut rng)).filter(drains).take(20).collect();
+    let frame = |client, flags| Tcp { flags, ..Tcp::new(client, WEB) }.frame();
+    let opened: Vec<_> = clients.iter().map(|client| balancer.destination(&frame(*client, SYN))).collect();
+    assert!(!opened.contains(&balancer.macs[&(0, ids[0])]));
+    for _ in 0..10 * ENTRIES {
+        balancer.run(&frame(client(&mut rng), ACK));
+    }
+    let after: Vec<_> = clients.iter().map(|client| balancer.destination(&frame(*client, ACK))).collect();
+    assert_eq!(after, opened);
+}
+
+#[test]
+fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
+    if !may_load_bpf("udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains") {
+        return;
+    }
+    let mut rng = seeded_rng(113, 0);
+    let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
+    let ids = balancer.replace_servers(0, 5, &mut rng);
+    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    let frames: Vec<_> = (0..200).map(|_| Udp::new(client(&mut rng), DNS).frame()).collect();
+    let before: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
+    let (draining, down) = (balancer.macs[&(0, ids[0])], balancer.macs[&(0, ids[1])]);
+    drain(&mut balancer, ids[0]);
+    balancer.install(0, &random_table(Rule::RoundRobin, 2, 1, &ids[2..], &mut rng));
+    let after: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
+    for (before, after) in before.iter().zip(&after) {
+        if *before == down {
+            assert!(*after != down && *after != draining);
+        } else {
+            assert_eq!(before, after);
+        }
+    }
+    assert!(before.contains(&down) && before.contains(&draining));
+    // It drains no more, and the table that has it comes later.
+    set_eligible(&mut balancer, ids[0], true);
+    assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
+    drain(&mut balancer, ids[0]);
+    // They stay where they are when the server comes back.
+    balancer.install(0, &random_table(Rule::RoundRobin, 3, 1, &ids[1..], &mut rng));
+    assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
+    // Nobody is up, as far as is known: a server that may be is better than none.
+    let mut nobody = random_table(Rule::RoundRobin, 4, 1, &ids[1..], &mut rng);
+    nobody.members.clear();
+    nobody.consistent.clear();
+    nobody.consistent_before.clear();
+    balancer.install(0, &nobody);
+    assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
+}
+
+#[test]
+fn udp_flow_ages() {
+    if !may_load_bpf("udp_flow_ages") {
+        return;
+    }
+    let mut rng = seeded_rng(114, 0);
+    let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
+    let ids = balancer.replace_servers(0, 5, &mut rng);
+    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    let frame = Udp::new(client(&mut rng), DNS).frame();
+    let idle = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP));
+    let mut now = Duration::from_secs(1000);
+    balancer.lb.tick(now);
+    balancer.counted(&frame, Some(0), "first");
+    for _ in 0..3 {
+        now += idle;
+        balancer.lb.tick(now);
+        balancer.counted(&frame, Some(0), "flow");
+    }
+    balancer.lb.tick(now + idle + Duration::from_millis(100));
+    balancer.counted(&frame, Some(0), "first");
+}
+
+/// A flood that would fill the table ten times, on one service after the other, and 1,000 flows of a third one.
+#[test]
+fn flood_on_one_service_moves_no_udp_flow_of_another() {
+    if !may_load_bpf("flood_on_one_service_moves_no_udp_flow_of_another") {
+        return;
+    }
+    const ENTRIES: u32 = 1 << 15;
+    let mut rng = seeded_rng(115, 0);
+    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
+    let hash_table = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let flooded: [(Ipv4Addr, u16); 4] = [80, 81, 82, 5353].map(|port| (WEB.0, port));
+    let services = [
+        udp(DNS),
+        (service(flooded[0]), ServiceMode::default()),
+        (service(flooded[1]), off),
+        (service(flooded[2]), hash_table),
+        udp(flooded[3]),
+    ];
+    let options = Options { flow_table_entries: ENTRIES, ..Options::default() };
+    let mut balancer = Balancer::with(&services, options, &mut rng);
+    for position in 0..services.len() {
+        let ids = balancer.replace_servers(position, 5, &mut rng);
+        balancer.install(position, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    }
+    // Three services compete for a set of eight entries: each keeps two whatever the others send.
+    let (key, dns) = (balancer.lb.connection_key(), balancer.services[0].get());
+    let mut sets: HashMap<u64, u32> = HashMap::new();
+    let mut has_room = |client: (Ipv4Addr, u16)| {
+        let hash = ConnectionHash::new(&key, dns, SocketAddrV4::new(client.0, client.1));
+        let in_set =
+            sets.entry((u64::from(hash.low()) * u64::from(ENTRIES / intf::FLOW_SET_ENTRIES)) >> 32).or_default();
+        *in_set += 1;
+        *in_set <= 2
+    };
+    let clients: Vec<_> =
+        std::iter::repeat_with(|| client(&mut rng)).filter(|client| has_room(*client)).take(1000).collect();
+    let flows: Vec<_> = clients.into_iter().map(|client| Udp::new(client, DNS).frame()).collect();
+    let before: Vec<_> = flows.iter().map(|frame| balancer.destination(frame)).collect();
+    let mut out = vec![0; 2048];
+    for (vip, (address, _)) in flooded.iter().zip(&services[1..]) {
+        for _ in 0..ENTRIES * 10 / 4 {
+            let frame = match address.protocol {
+                Protocol::Udp => Udp::new(client(&mut rng), *vip).frame(),
+                Protocol::Tcp if *vip == flooded[2] => Tcp { flags: SYN, ..Tcp::new(client(&mut rng), *vip) }.frame(),
+                Protocol::Tcp => Tcp { flags: ACK, ..Tcp::new(client(&mut rng), *vip) }.frame(),
+            };
+            let (verdict, _) = test_run::run_into(balancer.lb.program(), &frame, &mut out).unwrap();
+            assert_eq!(verdict, XDP_TX);
+        }
+        let after = flows.iter().map(|frame| balancer.destination(frame));
+        let moved = after.zip(&before).filter(|(after, before)| after != *before).count();
+        assert_eq!(moved, 0, "flows moved by a flood on {vip:?}");
+    }
+}

@@ -1,0 +1,305 @@
+//! The load balancer's life at a device: attached, taken over while packets pass, refused, detached.
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::lb::{Attachment, COUNTERS, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::test_run;
+use coreward_intf as intf;
+use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::rss::seeded_rng;
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use libbpf_rs::{MapCore as _, MapHandle, MapType};
+
+use crate::support::balancer::{id, random_table, service};
+use crate::support::network::{Pair, PinDirectory};
+use crate::support::{self, Tcp, Udp, may_load_bpf, usual_timestamp};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
+
+fn options(pins: &PinDirectory) -> Options {
+    Options { pin_directory: Some(pins.path()), ..Options::default() }
+}
+
+fn server() -> ServerId {
+    id(7)
+}
+
+fn keys() -> FleetKeys {
+    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+}
+
+fn one_server_table(generation: u64, rule: Rule) -> PlacementTable {
+    random_table(rule, generation, 1, &[server()], &mut seeded_rng(generation, 0))
+}
+
+/// Fills a load balancer with one service and one server.
+fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
+    let index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
+    lb.set_keys(&keys());
+    lb.set_server(index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
+    lb.install_table(index, &one_server_table(1, Rule::Table)).unwrap();
+    index
+}
+
+/// A packet of an established connection, to the MAC address of the load balancer's device.
+fn established(destination_mac: [u8; 6]) -> Vec<u8> {
+    let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
+    Tcp { destination_mac, options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) }.frame()
+}
+
+fn device_mac() -> [u8; 6] {
+    let addresses = nix::ifaddrs::getifaddrs().unwrap();
+    let mac = addresses
+        .filter(|entry| entry.interface_name == "eth0")
+        .find_map(|entry| entry.address?.as_link_addr()?.addr());
+    mac.unwrap()
+}
+
+fn forwarded(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
+    lb.counters(index).packets[intf::LB_COUNTER_ESTABLISHED as usize]
+}
+
+/// The same, of whichever services.
+fn in_all(lb: &LoadBalancer) -> u64 {
+    lb.total_counters().packets[intf::LB_COUNTER_ESTABLISHED as usize]
+}
+
+#[test]
+fn a_new_process_takes_over_while_packets_pass() {
+    if !may_load_bpf("a_new_process_takes_over_while_packets_pass") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let mac = pair.server.within(device_mac);
+    let start = || {
+        let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+        let attachment = pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        assert_eq!(attachment, Attachment::Native);
+        lb
+    };
+    let mut lb = start();
+    assert!(!lb.taken_over());
+    let mut index = fill(&mut lb);
+
+    let (done, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    // A limit of its own, should an assertion below fail.
+    let limit = Instant::now() + Duration::from_secs(60);
+    let (lb, index) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            pair.client.within(|| {
+                let wire = support::packet_socket::PacketSocket::open("eth0");
+                let frame = established(mac);
+                while !done.load(Ordering::Relaxed) && Instant::now() < limit {
+                    wire.send(&frame);
+                    sent.fetch_add(1, Ordering::Relaxed);
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            });
+        });
+        // So many packets pass, however slow the machine is.
+        let pass = |packets: u64| {
+            let until = sent.load(Ordering::Relaxed) + packets;
+            while sent.load(Ordering::Relaxed) < until && Instant::now() < limit {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        for round in 0..10u64 {
+            pass(100);
+            // Dropped as a killed process would: nothing is told to the kernel.
+            let counted = in_all(&lb);
+            drop(lb);
+            pass(40);
+            lb = start();
+            assert!(lb.taken_over());
+            assert!(in_all(&lb) >= counted && counted > 0, "round {round}: counts go on before services are told");
+            assert_eq!(lb.services().collect::<Vec<_>>(), [(service(VIP), index)]);
+            let kept = Server { mac: Some(SERVER_MAC), eligible: true };
+            assert_eq!(lb.servers(index), [(server(), kept)]);
+            assert_eq!(lb.table_generation(index), Some(round + 1));
+            // The rule in use is found again, and changed: the program is replaced at the device once more.
+            let rule = Rule::ALL[(round + 1) as usize % Rule::ALL.len()];
+            index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
+            lb.install_table(index, &one_server_table(round + 2, rule)).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        (lb, index)
+    });
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while forwarded(&lb, index) < sent.load(Ordering::Relaxed) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(forwarded(&lb, index), sent.load(Ordering::Relaxed), "packets forwarded of those sent");
+    assert!(sent.load(Ordering::Relaxed) > 500);
+
+    lb.detach().unwrap();
+    assert!(!pins.path().join("lb").exists());
+    let shown =
+        pair.server.within(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
+    assert!(!String::from_utf8(shown.stdout).unwrap().contains("xdp"));
+}
+
+/// Modes, and what is remembered of connections that carry no cookie, outlive the process; so does the table's size.
+#[test]
+fn modes_and_flows_are_taken_over() {
+    if !may_load_bpf("modes_and_flows_are_taken_over") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let start = |flow_table_entries| {
+        let mut lb = LoadBalancer::load(Options { flow_table_entries, ..options(&pins) }).unwrap();
+        pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        lb.set_own_mac(MacAddress([0; 6]));
+        lb
+    };
+    let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
+    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
+    let services = [(service(VIP), off), (udp, ServiceMode::default_for(Protocol::Udp))];
+    let frames = [Tcp::new(CLIENT, VIP).frame(), Udp::new(CLIENT, VIP).frame()];
+    let outcomes = |lb: &LoadBalancer, indexes: &[ServiceIndex]| {
+        let counts = || indexes.iter().map(|index| lb.counters(*index).packets).collect::<Vec<_>>();
+        let before = counts();
+        for frame in &frames {
+            assert_eq!(test_run::run(lb.program(), frame, 1).unwrap().verdict, 3);
+        }
+        let grown = |(before, after): (&[u64; COUNTERS], &[u64; COUNTERS])| {
+            let position = (0..COUNTERS).find(|counter| after[*counter] > before[*counter]).unwrap();
+            intf::LB_COUNTER_NAMES[position]
+        };
+        before.iter().zip(&counts()).map(grown).collect::<Vec<_>>()
+    };
+
+    let mut lb = start(1 << 14);
+    let indexes = lb.set_services(&services).unwrap();
+    for index in &indexes {
+        lb.set_server(*index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.install_table(*index, &one_server_table(1, Rule::Table)).unwrap();
+    }
+    assert_eq!(outcomes(&lb, &indexes), ["consistent", "first"]);
+    drop(lb);
+    // Before anybody has told the new process which services there are.
+    let mut lb = start(1 << 15);
+    assert!(lb.taken_over());
+    assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
+    assert_eq!(lb.set_services(&services).unwrap(), indexes);
+    assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
+    let table = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
+    assert_eq!(table.max_entries() * intf::FLOW_SET_ENTRIES, 1 << 14);
+    lb.detach().unwrap();
+}
+
+#[test]
+fn what_cannot_be_attached_is_refused_with_a_reason() {
+    if !may_load_bpf("what_cannot_be_attached_is_refused_with_a_reason") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let within = |lb: &mut LoadBalancer, interface: &str, mode| pair.server.within(|| lb.attach(interface, mode));
+    let refused = |lb: &mut LoadBalancer, interface, mode| format!("{:#}", within(lb, interface, mode).unwrap_err());
+
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert_eq!(refused(&mut lb, "eth7", XdpMode::Auto), "interface \"eth7\" does not exist");
+    // Loopback has no native XDP.
+    assert!(refused(&mut lb, "lo", XdpMode::Native).starts_with("Native XDP at interface \"lo\": "));
+    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
+    drop(lb);
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert!(lb.taken_over());
+    let elsewhere = refused(&mut lb, "eth0", XdpMode::Auto);
+    assert!(elsewhere.contains("is at the interface of index 1, not at \"eth0\""), "{elsewhere}");
+    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
+
+    let other = PinDirectory::new();
+    let mut second = LoadBalancer::load(options(&other)).unwrap();
+    let busy = refused(&mut second, "lo", XdpMode::Auto);
+    let whose =
+        format!("interface \"lo\" has the program of a load balancer that is pinned in {}:", pins.path().display());
+    assert!(busy.starts_with(&whose), "{busy}");
+    drop(second);
+    lb.detach().unwrap();
+
+    let no_bpffs = std::env::temp_dir().join(format!("coreward-no-bpffs-{}", std::process::id()));
+    let nowhere = Options { pin_directory: Some(no_bpffs.clone()), ..Options::default() };
+    let error = LoadBalancer::load(nowhere).unwrap_err().to_string();
+    assert!(error.ends_with("expected a directory on a BPF file system (`mount -t bpf bpf /sys/fs/bpf`)"), "{error}");
+    std::fs::remove_dir_all(no_bpffs).unwrap();
+}
+
+#[test]
+fn what_another_version_pinned_forwards_until_this_one_is_ready() {
+    if !may_load_bpf("what_another_version_pinned_forwards_until_this_one_is_ready") {
+        return;
+    }
+    let (pair, pins) = (Pair::new(), PinDirectory::new());
+    let attach = |lb: &mut LoadBalancer| pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    attach(&mut lb);
+    drop(lb);
+    let state = pins.path().join("lb").join("state");
+    let program = || coreward_dataplane::lb::pinned_program(&pins.path()).unwrap().unwrap();
+    let problem = || coreward_dataplane::lb::pinned_problem(&pins.path());
+
+    write_layout_version(&state, 99);
+    let (at_work, found) = (program(), problem().unwrap());
+    assert!(found.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)), "{found}");
+    // Ended before it was ready: nothing has changed.
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    attach(&mut lb);
+    assert!(lb.is_beside() && !lb.taken_over());
+    drop(lb);
+    assert_eq!((program(), problem()), (at_work, Some(found)));
+    // And once more, to its end.
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    let attachment = attach(&mut lb);
+    lb.switch_over().unwrap();
+    assert!(!lb.is_beside());
+    assert_ne!(program(), at_work);
+    assert_eq!(problem(), None);
+    drop(lb);
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert!(lb.taken_over());
+    assert_eq!(attach(&mut lb), attachment);
+    drop(lb);
+
+    // A map of another size under the name of ours is another version's, too, and so is one that we do not know.
+    let servers = pins.path().join("lb").join("servers");
+    std::fs::remove_file(&servers).unwrap();
+    let create = libbpf_rs::libbpf_sys::bpf_map_create_opts {
+        sz: size_of::<libbpf_rs::libbpf_sys::bpf_map_create_opts>() as _,
+        ..Default::default()
+    };
+    let mut other = MapHandle::create(MapType::Array, Some("other"), 4, 64, 1, &create).unwrap();
+    other.pin(&servers).unwrap();
+    other.pin(pins.path().join("lb").join("unknown")).unwrap();
+    let size = problem().unwrap();
+    assert!(size.contains("(type, key size, value size, entries) is (Array, 4, 64, 1)"), "{size}");
+    let mut lb = LoadBalancer::load(options(&pins)).unwrap();
+    attach(&mut lb);
+    lb.switch_over().unwrap();
+    assert_eq!(problem(), None);
+    lb.detach().unwrap();
+
+    // Maps that nothing forwards by are left-overs of a start that was cut short: made anew.
+    let lb = LoadBalancer::load(options(&pins)).unwrap();
+    drop(lb);
+    assert!(state.exists());
+    let lb = LoadBalancer::load(options(&pins)).unwrap();
+    assert!(!lb.taken_over() && !lb.is_beside());
+    lb.detach().unwrap();
+}
+
+fn write_layout_version(state: &Path, version: u64) {
+    use std::os::fd::AsFd as _;
+    let map = libbpf_rs::MapHandle::from_pinned_path(state).unwrap();
+    let mapped: coreward_dataplane::mapped::Mapped<intf::lb_state> =
+        coreward_dataplane::mapped::Mapped::new(map.as_fd()).unwrap();
+    mapped.store(std::mem::offset_of!(intf::lb_state, layout_version), version);
+}

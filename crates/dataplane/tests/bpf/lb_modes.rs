@@ -1,0 +1,347 @@
+//! `bpf/lb.bpf.c` under each mode of consistency (`BPF_PROG_TEST_RUN`): what finds the server, what is remembered, what
+//! is counted.
+
+use std::net::Ipv4Addr;
+
+use coreward_dataplane::lb::{Options, Server};
+use coreward_intf as intf;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::cookie::{self, Cookie};
+use coreward_model::lb::ServerTraffic;
+use coreward_model::placement::{PlacementState, PlacementTable, Rule};
+use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+
+use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, before, random_table, service};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, usual_timestamp};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+
+fn mode(consistency: Consistency) -> ServiceMode {
+    ServiceMode { consistency, ..ServiceMode::default() }
+}
+
+/// One service of that mode with some servers and a table.
+fn balancer(mode: ServiceMode, rule: Rule, rng: &mut impl rand::Rng) -> (Balancer, Vec<ServerId>, PlacementTable) {
+    let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), rng);
+    let ids = balancer.replace_servers(0, 9, rng);
+    let table = random_table(rule, 1, 2, &ids, rng);
+    balancer.install(0, &table);
+    (balancer, ids, table)
+}
+
+fn client(rng: &mut impl rand::Rng) -> (Ipv4Addr, u16) {
+    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+}
+
+fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
+    FourTuple::ipv4(client, VIP)
+}
+
+/// A packet of a connection, with timestamps at the usual place or at another one, or without.
+fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
+    let options = match options {
+        0 => vec![],
+        1 => usual_timestamp(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
+        _ => [&[2, 4, 5, 0xb4][..], &usual_timestamp(7, 99)].concat(),
+    };
+    Tcp { flags, options, ..Tcp::new(client, VIP) }.frame()
+}
+
+#[test]
+fn without_consistency_every_packet_goes_by_the_rule() {
+    if !may_load_bpf("without_consistency_every_packet_goes_by_the_rule") {
+        return;
+    }
+    let mut rng = seeded_rng(41, 0);
+    let (mut balancer, ids, mut table) = balancer(mode(Consistency::None), Rule::Table, &mut rng);
+    for generation in 2..8 {
+        let mut state = PlacementState::for_table(&table);
+        for _ in 0..100 {
+            let client = client(&mut rng);
+            for (flags, name) in [(SYN, "first"), (ACK, "placed"), (ACK | FIN, "placed"), (RST, "placed")] {
+                let frame = packet(client, flags, uniform_below(&mut rng, 3));
+                let chosen = table.choose(&mut state, &tuple(client)).unwrap();
+                balancer.expect_sent_to(0, &frame, chosen, name);
+            }
+        }
+        table = random_table(Rule::PowerOfTwo, generation, 1, &ids, &mut rng);
+        balancer.install(0, &table);
+    }
+    assert_eq!(balancer.events(0, "flow_inserted"), 0);
+}
+
+#[test]
+fn the_hash_table_remembers_what_the_rule_chose() {
+    if !may_load_bpf("the_hash_table_remembers_what_the_rule_chose") {
+        return;
+    }
+    let mut rng = seeded_rng(42, 0);
+    let (mut balancer, ids, table) = balancer(mode(Consistency::HashTable), Rule::Table, &mut rng);
+    let mut state = PlacementState::for_table(&table);
+    let mut connections = Vec::new();
+    for _ in 0..100 {
+        let client = client(&mut rng);
+        let chosen = table.choose(&mut state, &tuple(client)).unwrap();
+        // Not a first packet, and unknown: by the rule, and not remembered.
+        balancer.expect_sent_to(0, &packet(client, ACK, uniform_below(&mut rng, 3)), chosen, "placed");
+        balancer.expect_sent_to(0, &packet(client, SYN, uniform_below(&mut rng, 3)), chosen, "first");
+        connections.push((client, chosen));
+    }
+    assert_eq!(balancer.events(0, "flow_inserted"), 100);
+    let other = random_table(Rule::RoundRobin, 2, 1, &ids[1..], &mut rng);
+    balancer.install(0, &other);
+    for (client, chosen) in &connections {
+        for flags in [ACK, ACK | FIN, RST] {
+            balancer.expect_sent_to(0, &packet(*client, flags, uniform_below(&mut rng, 3)), *chosen, "flow");
+        }
+    }
+    // A server without a MAC address keeps its connections; one that is taken out loses them to the rule.
+    let (client, chosen) = connections[0];
+    balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
+    balancer.expect(&packet(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(balancer.services[0], chosen);
+    let (verdict, _) = balancer.counted(&packet(client, ACK, 1), Some(0), "placed");
+    assert_eq!(verdict, XDP_TX);
+}
+
+#[test]
+fn beamer_goes_by_the_bucket_and_names_the_server_before() {
+    if !may_load_bpf("beamer_goes_by_the_bucket_and_names_the_server_before") {
+        return;
+    }
+    let mut rng = seeded_rng(43, 0);
+    let (balancer, _, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
+    let mut named = 0;
+    for _ in 0..200 {
+        let client = client(&mut rng);
+        let before = before(&table, &tuple(client));
+        named += usize::from(before.is_some());
+        let chosen = table.choose_consistent(&tuple(client)).unwrap();
+        for flags in [SYN, ACK, ACK | FIN, RST] {
+            let frame = packet(client, flags, uniform_below(&mut rng, 3));
+            balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "consistent");
+        }
+    }
+    assert!((50..180).contains(&named), "{named} of 200 with a server before");
+    assert_eq!(balancer.events(0, "flow_inserted"), 0);
+}
+
+#[test]
+fn with_timestamps_off_a_connection_goes_as_one_without_them() {
+    if !may_load_bpf("with_timestamps_off_a_connection_goes_as_one_without_them") {
+        return;
+    }
+    let mut rng = seeded_rng(44, 0);
+    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
+    let (mut balancer, ids, table) = balancer(off, Rule::Table, &mut rng);
+    let mut connections = Vec::new();
+    for _ in 0..100 {
+        let client = client(&mut rng);
+        let chosen = table.choose_consistent(&tuple(client)).unwrap();
+        let before = before(&table, &tuple(client));
+        for (flags, name) in [(SYN, "consistent"), (ACK, "consistent"), (ACK, "flow")] {
+            let frame = packet(client, flags, uniform_below(&mut rng, 3));
+            balancer.expect_sent(0, &frame, chosen, Identification::Before(before), name);
+        }
+        // A cookie means nothing.
+        let other = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
+        let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
+        let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow");
+        connections.push((client, chosen, before));
+    }
+    // Another pool: what is in the table stays where it is, and so does whom it was before.
+    let next = random_table(Rule::Table, 2, 1, &ids[3..], &mut rng);
+    balancer.install(0, &next);
+    for (client, chosen, before) in connections {
+        let frame = packet(client, ACK | FIN, 1);
+        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow");
+    }
+    // A reset of a connection that is not in the table: whose it is nobody here can say.
+    let nobody = Identification::Before(None);
+    for options in 0..3 {
+        let reset = packet(client(&mut rng), RST, options);
+        balancer.expect_to_all_or(0, &reset, nobody, "drop_to_all_rate_limited");
+    }
+}
+
+#[test]
+fn a_flow_whose_server_was_taken_out_goes_by_the_bucket_again() {
+    if !may_load_bpf("a_flow_whose_server_was_taken_out_goes_by_the_bucket_again") {
+        return;
+    }
+    let mut rng = seeded_rng(45, 0);
+    let (mut balancer, ids, table) = balancer(ServiceMode::default(), Rule::Table, &mut rng);
+    let from = std::iter::repeat_with(|| client(&mut rng))
+        .find(|client| table.choose_consistent(&tuple(*client)) == Some(ids[0]))
+        .unwrap();
+    let frame = packet(from, ACK, 0);
+    let of = |table: &PlacementTable| Identification::Before(before(table, &tuple(from)));
+    balancer.expect_sent(0, &frame, ids[0], of(&table), "consistent");
+    balancer.expect_sent(0, &frame, ids[0], of(&table), "flow");
+    balancer.lb.set_server(balancer.services[0], ids[0], Server { mac: None, eligible: false });
+    balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(balancer.services[0], ids[0]);
+    balancer.expect(&frame, XDP_DROP, 0, "drop_no_eligible_server");
+    let next = random_table(Rule::Table, 2, 1, &ids[1..], &mut rng);
+    balancer.install(0, &next);
+    let chosen = next.choose_consistent(&tuple(from)).unwrap();
+    balancer.expect_sent(0, &frame, chosen, of(&next), "consistent");
+    balancer.expect_sent(0, &frame, chosen, of(&next), "flow");
+}
+
+#[test]
+fn the_flow_table_is_bounded_and_forgets_services_that_go() {
+    if !may_load_bpf("the_flow_table_is_bounded_and_forgets_services_that_go") {
+        return;
+    }
+    let mut rng = seeded_rng(46, 0);
+    let other = (Ipv4Addr::new(10, 200, 0, 1), 443);
+    let services = [VIP, other].map(|vip| (service(vip), mode(Consistency::HashTable)));
+    let options = Options { flow_table_entries: 4096, ..Options::default() };
+    let mut balancer = Balancer::with(&services, options, &mut rng);
+    let fill = |balancer: &mut Balancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
+        for position in 0..2 {
+            let ids = balancer.replace_servers(position, 2, rng);
+            balancer.install(position, &random_table(Rule::Table, 1, 1, &ids, rng));
+        }
+    };
+    fill(&mut balancer, &mut rng);
+    let clients: Vec<_> = (0..20_000).map(|_| client(&mut rng)).collect();
+    let known = |balancer: &Balancer, position: usize| {
+        let flow = intf::LB_COUNTER_FLOW as usize;
+        let counted = || balancer.lb.counters(balancer.services[position]).packets[flow];
+        let before = counted();
+        for client in &clients {
+            balancer.run(&Tcp::new(*client, [VIP, other][position]).frame());
+        }
+        counted() - before
+    };
+    for client in &clients {
+        balancer.run(&Tcp { flags: SYN, ..Tcp::new(*client, VIP) }.frame());
+    }
+    let remembered = known(&balancer, 0);
+    assert!((1..=4096).contains(&remembered), "{remembered} of 20,000 remembered");
+
+    // The place of a service that goes is taken by another one, for whose packets the old flows mean nothing.
+    balancer.services = balancer.lb.set_services(&services[1..]).unwrap();
+    balancer.services = balancer.lb.set_services(&services).unwrap();
+    fill(&mut balancer, &mut rng);
+    assert_eq!(known(&balancer, 0), 0);
+
+    for entries in [0, coreward_dataplane::lb::MAX_FLOW_TABLE_ENTRIES + 1] {
+        let options = Options { flow_table_entries: entries, ..Options::default() };
+        let error = coreward_dataplane::lb::LoadBalancer::load(options).unwrap_err().to_string();
+        assert_eq!(error, format!("a flow table of {entries} entries: expected 1 to 16777216"));
+    }
+}
+
+#[test]
+fn traffic_is_counted_by_server() {
+    if !may_load_bpf("traffic_is_counted_by_server") {
+        return;
+    }
+    let mut rng = seeded_rng(47, 0);
+    let (mut balancer, ids, table) = balancer(ServiceMode::default(), Rule::Table, &mut rng);
+    let from = client(&mut rng);
+    let server = table.choose(&mut PlacementState::for_table(&table), &tuple(from)).unwrap();
+    let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(from), Cookie::Server(server), 5);
+    let with_cookie = |flags| Tcp { flags, options: usual_timestamp(1, echo), ..Tcp::new(from, VIP) }.frame();
+    let frames = [packet(from, SYN, 1), with_cookie(ACK), with_cookie(ACK | FIN), with_cookie(RST)];
+    for frame in &frames {
+        balancer.destination(frame);
+    }
+    let counted = balancer.lb.traffic(server);
+    assert_eq!(counted, ServerTraffic { opened: 1, closed: 2, packets: 0, bytes: 0 });
+    balancer.lb.count_traffic(true).unwrap();
+    for frame in &frames {
+        balancer.destination(frame);
+    }
+    let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
+    let counted = balancer.lb.traffic(server);
+    assert_eq!(counted, ServerTraffic { opened: 2, closed: 4, packets: 4, bytes });
+    // What goes to all, or nowhere, is no server's.
+    balancer.run(&packet(client(&mut rng), RST, 0));
+    balancer.lb.set_server(balancer.services[0], server, Server { mac: None, eligible: true });
+    balancer.expect(&with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
+    let all: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(*id).packets).collect();
+    assert_eq!(all.iter().sum::<u64>(), 4, "{all:?}");
+    balancer.lb.count_traffic(false).unwrap();
+    assert_eq!(balancer.lb.traffic(server).packets, 4);
+}
+
+/// Services of every mode side by side: the program that knows them all treats each as the one that knows it alone.
+#[test]
+fn modes_live_side_by_side_and_change() {
+    if !may_load_bpf("modes_live_side_by_side_and_change") {
+        return;
+    }
+    let mut rng = seeded_rng(48, 0);
+    let vip = |position: usize| (VIP.0, 80 + position as u16);
+    let mut modes: Vec<ServiceMode> = Consistency::ALL.into_iter().map(mode).collect();
+    modes.push(ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() });
+    let services = |modes: &[ServiceMode]| -> Vec<(ServiceAddress, ServiceMode)> {
+        modes.iter().enumerate().map(|(position, mode)| (service(vip(position)), *mode)).collect()
+    };
+    let mut balancer = Balancer::with(&services(&modes), Options::default(), &mut rng);
+    let mut tables = Vec::new();
+    for position in 0..modes.len() {
+        let ids = balancer.replace_servers(position, 5, &mut rng);
+        tables.push(random_table(Rule::Table, 1, 1, &ids, &mut rng));
+        balancer.install(position, &tables[position]);
+    }
+    for round in 0..modes.len() {
+        for (position, mode) in modes.iter().enumerate() {
+            for _ in 0..20 {
+                let client = client(&mut rng);
+                let tuple = FourTuple::ipv4(client, vip(position));
+                let table = &tables[position];
+                let by_rule = table.choose(&mut PlacementState::for_table(table), &tuple).unwrap();
+                let by_bucket = table.choose_consistent(&tuple).unwrap();
+                let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple, Cookie::Server(by_rule), 5);
+                let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, vip(position)) };
+                let ack = Tcp { flags: ACK, options: usual_timestamp(2, echo), ..syn.clone() };
+                let before = Identification::Before(before(table, &tuple));
+                let kept = Identification::Kept;
+                let (server, identification, names) = match (mode.timestamps, mode.consistency) {
+                    (Timestamps::Off, _) => (by_bucket, before, ["consistent", "consistent", "flow"]),
+                    (_, Consistency::Beamer) => (by_bucket, before, ["consistent"; 3]),
+                    (_, Consistency::None) => (by_rule, kept, ["first", "placed", "placed"]),
+                    (_, Consistency::HashTable) => (by_rule, kept, ["first", "flow", "flow"]),
+                    _ => (by_rule, kept, ["first", "established", "established"]),
+                };
+                for (frame, name) in [&syn, &ack, &ack].into_iter().zip(names) {
+                    balancer.expect_sent(position, &frame.frame(), server, identification, name);
+                }
+            }
+        }
+        // Each service gets the next one's mode; places, servers and tables stay.
+        modes.rotate_left(1);
+        let places = balancer.lb.set_services(&services(&modes)).unwrap();
+        assert_eq!(places, balancer.services, "round {round}");
+    }
+}
+
+#[test]
+fn modes_that_cannot_be_are_refused_and_change_nothing() {
+    if !may_load_bpf("modes_that_cannot_be_are_refused_and_change_nothing") {
+        return;
+    }
+    let mut rng = seeded_rng(49, 0);
+    let (mut balancer, _, _) = balancer(mode(Consistency::Beamer), Rule::Table, &mut rng);
+    let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
+    let mut refused = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
+    assert_eq!(
+        refused((udp, mode(Consistency::Beamer))),
+        "service 10.200.0.1:80/udp: consistency \"beamer\" needs TCP: expected \"hash-table\" or \"none\""
+    );
+    let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..mode(Consistency::Beamer) };
+    assert_eq!(
+        refused((service(VIP), by_load_balancer)),
+        "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
+    );
+    let (verdict, _) = balancer.counted(&packet(client(&mut rng), ACK, 1), Some(0), "consistent");
+    assert_eq!(verdict, XDP_TX);
+}

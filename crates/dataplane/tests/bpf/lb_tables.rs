@@ -1,0 +1,120 @@
+//! Tables that are switched while packets pass: every decision belongs to one of the two tables, never to a mixture.
+
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::test_run;
+use coreward_model::placement::{
+    BucketCount, Candidate, Core, Member, PlacementState, PlacementTable, Rule, rendezvous,
+};
+use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
+use coreward_model::{FourTuple, ServerId};
+use rand::Rng as _;
+
+use crate::support::balancer::{Balancer, XDP_TX};
+use crate::support::{SYN, Tcp, may_load_bpf, usual_timestamp};
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const SWITCHES: u64 = 1_000;
+const DECISIONS_PER_TABLE: u64 = 30;
+const AT_MOST: Duration = Duration::from_secs(240);
+
+/// A table of rule `Table` in which each bucket of each group has a server of its own, drawn from `servers`.
+fn table(
+    generation: u64,
+    buckets: u64,
+    groups: usize,
+    servers: &[ServerId],
+    rng: &mut impl rand::Rng,
+) -> PlacementTable {
+    let bucket_count = BucketCount::new(buckets).unwrap();
+    let mut candidate = |_| {
+        let slot = uniform_below(rng, servers.len() as u32);
+        Candidate { server: servers[slot as usize], load: uniform_below(rng, 1000), core_slot: slot as u16 }
+    };
+    let candidates = (0..groups as u64 * buckets).map(&mut candidate).collect();
+    PlacementTable {
+        generation,
+        rule: Rule::Table,
+        bucket_count,
+        groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
+        candidates_per_bucket: 1,
+        candidates,
+        assignment_cost: 0,
+        core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
+        members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
+        consistent: rendezvous(servers, bucket_count),
+        consistent_before: Vec::new(),
+        core_slot_ages: Vec::new(),
+    }
+}
+
+#[test]
+fn every_decision_belongs_to_one_table_while_tables_are_switched() {
+    if !may_load_bpf("every_decision_belongs_to_one_table_while_tables_are_switched") {
+        return;
+    }
+    let mut rng = seeded_rng(31, 0);
+    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let ids = balancer.replace_servers(0, 2000, &mut rng);
+    // They differ in everything: keys, groups, buckets, servers. A mixture would name some third server.
+    let tables = [table(1, 128, 1, &ids[..1000], &mut rng), table(2, 2048, 3, &ids[1000..], &mut rng)];
+    let packets: Vec<(Vec<u8>, [ServerId; 2])> = (0..512)
+        .map(|_| {
+            let client = (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
+            let frame = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+            let chosen = |table: &PlacementTable| {
+                table.choose(&mut PlacementState::for_table(table), &FourTuple::ipv4(client, VIP)).unwrap()
+            };
+            (frame, [chosen(&tables[0]), chosen(&tables[1])])
+        })
+        .collect();
+    balancer.install(0, &tables[0]);
+    let program = balancer.lb.program().try_clone_to_owned().unwrap();
+    let server_of: HashMap<MacAddress, ServerId> =
+        balancer.macs.iter().map(|((_, server), mac)| (*mac, *server)).collect();
+
+    let (done, decided) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let packets_pass = scope.spawn(|| {
+            let mut strays = Vec::new();
+            while !done.load(Ordering::Relaxed) && start.elapsed() < 2 * AT_MOST {
+                for (frame, expected) in &packets {
+                    let outcome = test_run::run(std::os::fd::AsFd::as_fd(&program), frame, 1).unwrap();
+                    let mac = MacAddress(outcome.packet[..6].try_into().unwrap());
+                    let server = server_of.get(&mac).filter(|_| outcome.verdict == XDP_TX);
+                    match expected.iter().position(|expected| Some(expected) == server) {
+                        Some(table) => _ = decided[table].fetch_add(1, Ordering::Relaxed),
+                        None => strays.push((outcome.verdict, mac, *expected)),
+                    }
+                }
+            }
+            strays
+        });
+        let decisions = || decided.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
+        let mut switches = 0;
+        while switches < SWITCHES && start.elapsed() < AT_MOST {
+            switches += 1;
+            // Nobody waits while tables are exchanged, and one is made faster than the other: each stands as long as some
+            // packets take.
+            let stands_until = decisions() + DECISIONS_PER_TABLE;
+            while decisions() < stands_until && start.elapsed() < AT_MOST {
+                std::thread::yield_now();
+            }
+            let generation = switches + 2;
+            let next = PlacementTable { generation, ..tables[(switches % 2) as usize].clone() };
+            balancer.install(0, &next);
+        }
+        done.store(true, Ordering::Relaxed);
+        let strays = packets_pass.join().unwrap();
+        assert!(strays.is_empty(), "{} decisions of neither table, first {:?}", strays.len(), strays[0]);
+        assert_eq!(switches, SWITCHES, "in {AT_MOST:?}");
+    });
+    let decided = decided.map(|count| count.load(Ordering::Relaxed));
+    println!("{SWITCHES} switches, decisions by table {decided:?}");
+    assert!(decided.iter().all(|count| *count > 10 * SWITCHES), "{decided:?}");
+}

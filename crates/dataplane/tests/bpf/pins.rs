@@ -1,0 +1,92 @@
+//! Pin directories: one process changes what is pinned there, who looks on leaves nothing, and what is at a device is known
+//! wherever it is pinned.
+
+use coreward_dataplane::lb::connections::Pinned;
+use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
+use coreward_dataplane::pins::{Claim, remove_if_empty};
+use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+
+use crate::support::may_load_bpf;
+use crate::support::network::{Pair, PinDirectory};
+use crate::support::server_bed::{Bed, attach};
+
+#[test]
+fn a_directory_is_one_processs_at_a_time() {
+    if !may_load_bpf("a_directory_is_one_processs_at_a_time") {
+        return;
+    }
+    let pins = PinDirectory::new();
+    let claim = Claim::new(&pins.path()).unwrap();
+    let refused = Claim::new(&pins.path()).unwrap_err().to_string();
+    assert!(
+        refused.contains("another process works with what is pinned there: expected it stopped first"),
+        "{refused}"
+    );
+    drop(claim);
+    let claim = Claim::new(&pins.path().join("made")).unwrap();
+    drop(claim);
+    remove_if_empty(&pins.path()).unwrap();
+    assert!(pins.path().join("made").exists());
+    remove_if_empty(&pins.path().join("made")).unwrap();
+    assert!(!pins.path().join("made").exists());
+
+    let refused = Claim::new(&std::env::temp_dir()).unwrap_err().to_string();
+    assert!(refused.contains("expected a directory on a BPF file system"), "{refused}");
+}
+
+#[test]
+fn who_looks_on_leaves_nothing() {
+    if !may_load_bpf("who_looks_on_leaves_nothing") {
+        return;
+    }
+    let pins = PinDirectory::new();
+    for refused in [Pinned::open(&pins.path()).unwrap_err(), capture::services(&pins.path()).unwrap_err()] {
+        assert!(refused.to_string().starts_with("no load balancer has pinned anything in "), "{refused}");
+    }
+    assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
+}
+
+/// An agent whose `pin_directory` has changed finds the programs of before at its device: both would stamp every packet, and no
+/// connection would come about.
+#[test]
+fn programs_that_are_pinned_elsewhere_are_not_stamped_over() {
+    if !may_load_bpf("programs_that_are_pinned_elsewhere_are_not_stamped_over") {
+        return;
+    }
+    let (bed, elsewhere) = (Bed::new(), PinDirectory::new());
+    let options = ServerOptions {
+        interface_index: bed.pair.server_interface(),
+        pin_directory: elsewhere.path(),
+        sample_every_syn: false,
+    };
+    let attach_elsewhere = || bed.pair.server.within(|| ServerPrograms::attach(options.clone()));
+    let refused = attach_elsewhere().unwrap_err().to_string();
+    let named = format!("what is pinned in {} is at the interface of index ", bed.pins.path().display());
+    assert!(refused.starts_with(&named), "{refused}");
+    assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+
+    // In its own directory the next process takes over, and once they are off, any other one will do.
+    drop(attach(&bed.pair, &bed.pins));
+    bed.pair.server.within(|| bed.programs.remove()).unwrap();
+    let moved = bed.pair.server.within(|| ServerPrograms::attach(options.clone())).unwrap();
+    bed.pair.server.within(|| moved.remove()).unwrap();
+}
+
+#[test]
+fn a_load_balancer_that_is_pinned_elsewhere_is_named() {
+    if !may_load_bpf("a_load_balancer_that_is_pinned_elsewhere_is_named") {
+        return;
+    }
+    let (pair, pins, elsewhere) = (Pair::new(), PinDirectory::new(), PinDirectory::new());
+    let attach = |pins: &PinDirectory| {
+        let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
+        pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;
+        anyhow::Ok(lb)
+    };
+    let lb = attach(&pins).unwrap();
+    let refused = attach(&elsewhere).unwrap_err().to_string();
+    let named = format!("has the program of a load balancer that is pinned in {}: expected", pins.path().display());
+    assert!(refused.contains(&named), "{refused}");
+    lb.detach().unwrap();
+    attach(&elsewhere).unwrap().detach().unwrap();
+}

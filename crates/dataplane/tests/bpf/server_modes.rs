@@ -1,0 +1,379 @@
+//! `bpf/server.bpf.c` and services that are not plainly stateless: indexes, packets handed on, packets to all, stalls.
+
+use std::io::{Read as _, Write as _};
+use std::net::Ipv4Addr;
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::sockets::open_sockets;
+use coreward_dataplane::tc::Direction;
+use coreward_dataplane::test_run;
+use coreward_intf as intf;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::cookie::{self, Cookie};
+use coreward_model::{FourTuple, ServerId};
+
+use crate::support::hand_client::{HandClient, send_to_all, set_identification, syn_echo};
+use crate::support::network::{CLIENT, VIP};
+use crate::support::server_bed::{Bed, PATIENCE, PORT, flags, id, keys};
+use crate::support::{
+    self, ACK, RST, SYN, Tcp, may_load_bpf, now_ms, ones_complement_sum, timestamp_offset, usual_timestamp, word,
+};
+
+const INDEX: u16 = 0x2abc;
+const STATEFUL: ServiceMode = mode(Consistency::Stateful, Timestamps::Server);
+const BEAMER: ServiceMode = mode(Consistency::Beamer, Timestamps::Server);
+
+const fn mode(consistency: Consistency, timestamps: Timestamps) -> ServiceMode {
+    ServiceMode { consistency, timestamps, transfer: None }
+}
+
+fn cookies_of(client: &HandClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
+    let tuple = FourTuple::ipv4(client.address(), (VIP, PORT));
+    let value = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).expect("a timestamp"));
+    frames.iter().map(|frame| cookie::recognise(&keys(), &tuple, value(frame))).collect()
+}
+
+fn cookie_of(client: &HandClient<'_>, frame: &[u8]) -> Cookie {
+    cookies_of(client, &[frame.to_vec()])[0]
+}
+
+fn unchanged(_: &mut Vec<u8>) {}
+
+#[test]
+fn the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it() {
+    if !may_load_bpf("the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it") {
+        return;
+    }
+    for syn_cookies in ["1", "2"] {
+        let bed = Bed::with(STATEFUL);
+        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+        let listener = bed.listen();
+        let mut client = HandClient::new(&bed, 4001, true);
+        let answer = client.open(syn_echo(INDEX));
+        assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), 1);
+        assert_eq!(cookie_of(&client, &answer), Cookie::TableIndex(INDEX));
+        let echoed = word(&answer, timestamp_offset(&answer).unwrap() + 4);
+        assert_eq!(echoed, 1, "the client's own TSval");
+        client.acknowledge();
+        let (mut server, _) = listener.accept().unwrap();
+        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        for _ in 0..3 {
+            let answers = client.talk(b"request", unchanged);
+            assert!(!answers.is_empty());
+            assert!(cookies_of(&client, &answers).iter().all(|cookie| *cookie == Cookie::TableIndex(INDEX)));
+            server.read_exact(&mut [0; 7]).unwrap();
+        }
+        assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN), 0);
+        assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+        bed.assert_nobody_noticed();
+    }
+}
+
+#[test]
+fn without_an_index_the_servers_id_is_stamped() {
+    if !may_load_bpf("without_an_index_the_servers_id_is_stamped") {
+        return;
+    }
+    let bed = Bed::with(STATEFUL);
+    let listener = bed.listen();
+    // A connection that had one, whose 4-tuple is used again: what was known of it is forgotten.
+    let mut first = HandClient::new(&bed, 4002, true);
+    first.open(syn_echo(INDEX));
+    let reset = first.frame(RST | ACK, first.recent, b"");
+    first.send(&reset);
+    first.overheard();
+    let mut client = HandClient::new(&bed, 4002, true);
+    let answer = client.open(0);
+    assert_eq!(cookie_of(&client, &answer), Cookie::Server(id()));
+    client.acknowledge();
+    let _server = listener.accept().unwrap();
+    let answers = client.talk(b"request", unchanged);
+    assert!(cookies_of(&client, &answers).iter().all(|cookie| *cookie == Cookie::Server(id())), "{answers:02x?}");
+    assert!(bed.counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
+    // A cookie of kind "index" that no SYN brought changes nothing: only the kernel of the client's own server sees it.
+    bed.assert_nobody_noticed();
+}
+
+#[test]
+fn when_the_connection_table_is_lost_connections_go_on_with_the_servers_id() {
+    if !may_load_bpf("when_the_connection_table_is_lost_connections_go_on_with_the_servers_id") {
+        return;
+    }
+    let bed = Bed::with(STATEFUL);
+    let listener = bed.listen();
+    let mut client = HandClient::new(&bed, 4003, true);
+    client.open(syn_echo(INDEX));
+    client.acknowledge();
+    let (mut server, _) = listener.accept().unwrap();
+    let with_index = client.talk(b"request", unchanged);
+    assert_eq!(cookie_of(&client, &with_index[0]), Cookie::TableIndex(INDEX));
+    // One round trip by way of all servers; what the client has echoed until then is still restored.
+    let after = client.talk(b"request", |frame| send_to_all(frame));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_ACCEPTED), 1);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
+    assert_eq!(cookie_of(&client, after.last().unwrap()), Cookie::Server(id()));
+    let step = client.recent.wrapping_sub(word(&with_index[0], timestamp_offset(&with_index[0]).unwrap()));
+    assert!(step < 1 << 31, "TSval does not step back");
+    let later = client.talk(b"request", unchanged);
+    assert_eq!(cookie_of(&client, &later[0]), Cookie::Server(id()));
+    server.set_read_timeout(Some(PATIENCE)).unwrap();
+    server.read_exact(&mut [0; 21]).unwrap();
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
+    bed.assert_nobody_noticed();
+}
+
+#[test]
+fn a_flood_of_syns_costs_indexes_and_no_connection() {
+    if !may_load_bpf("a_flood_of_syns_costs_indexes_and_no_connection") {
+        return;
+    }
+    let bed = Bed::with(STATEFUL);
+    let listener = bed.listen();
+    let (mut established, mut half_open) = (HandClient::new(&bed, 4004, true), HandClient::new(&bed, 4005, true));
+    established.open(syn_echo(INDEX));
+    established.acknowledge();
+    let _first = listener.accept().unwrap();
+    assert!(!established.talk(b"request", unchanged).is_empty());
+    let answer = half_open.open(syn_echo(INDEX + 1));
+    assert_eq!(cookie_of(&half_open, &answer), Cookie::TableIndex(INDEX + 1));
+
+    // Twice as many as there is room for, from as many clients; each is answered.
+    for n in 0..2 * intf::MAX_HALF_OPEN_INDEXES {
+        let mut syn = Tcp::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
+        syn.flags = SYN;
+        syn.payload.clear();
+        syn.options = usual_timestamp(1, syn_echo(7));
+        test_run::run(bed.programs.program(Direction::Ingress), &syn.frame(), 1).unwrap();
+        let mut answer = Tcp::new((VIP, PORT), (*syn.source.ip(), 5));
+        answer.flags = SYN | ACK;
+        answer.payload.clear();
+        answer.options = usual_timestamp(now_ms(), 1);
+        test_run::run(bed.programs.program(Direction::Egress), &answer.frame(), 1).unwrap();
+    }
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
+    // Which of them are still known is the kernel's choice (LRU); this one is not.
+    let mut forgets = half_open.frame(SYN, 0, b"");
+    // Test runs arrive at the loopback device.
+    forgets[..6].fill(0);
+    test_run::run(bed.programs.program(Direction::Ingress), &forgets, 1).unwrap();
+    // SYN-ACKs that were sent again meanwhile.
+    half_open.receive();
+    half_open.acknowledge();
+    let _second = listener.accept().unwrap();
+    let answers = half_open.talk(b"request", unchanged);
+    assert_eq!(cookie_of(&half_open, &answers[0]), Cookie::Server(id()));
+    let answers = established.talk(b"request", unchanged);
+    assert_eq!(cookie_of(&established, &answers[0]), Cookie::TableIndex(INDEX));
+    bed.assert_nobody_noticed();
+}
+
+const BEFORE: u16 = 0x0abc;
+const MAC_BEFORE: MacAddress = MacAddress([2, 0, 0, 0, 0xab, 0xcd]);
+
+fn before() -> ServerId {
+    ServerId::try_from(u64::from(BEFORE)).unwrap()
+}
+
+/// Sends `frame` with that server before, and says whether it came back, on its way there.
+fn handed_on(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
+    let mut frame = frame.to_vec();
+    set_identification(&mut frame, identification);
+    client.overheard();
+    client.send(&frame);
+    let overheard = client.overheard();
+    let Some(found) = overheard.iter().find(|seen| seen[..6] == MAC_BEFORE.0) else { return false };
+    let mut expected = frame.clone();
+    expected[6..12].copy_from_slice(&frame[..6]);
+    expected[..6].copy_from_slice(&MAC_BEFORE.0);
+    set_identification(&mut expected, intf::NO_SERVER as u16);
+    assert_eq!(found[..expected.len()], expected[..]);
+    assert_eq!(ones_complement_sum(&found[14..34]), 0xffff);
+    true
+}
+
+/// Sends `frame` with that server before, and says whether anything came back for the client, as an RST.
+fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
+    let mut frame = frame.to_vec();
+    set_identification(&mut frame, identification);
+    client.overheard();
+    client.send(&frame);
+    client.overheard().iter().any(|seen| seen[26..30] == frame[30..34] && seen[30..34] == frame[26..30])
+}
+
+#[test]
+fn what_is_not_here_is_handed_to_the_server_before() {
+    if !may_load_bpf("what_is_not_here_is_handed_to_the_server_before") {
+        return;
+    }
+    let mut bed = Bed::new();
+    bed.programs.set_server_mac(before(), Some(MAC_BEFORE));
+    let bed = bed;
+    let listener = bed.listen();
+    let mut client = HandClient::new(&bed, 4006, false);
+    let (stray, syn) = (client.frame(ACK, 0, b"stray"), client.frame(SYN, 0, b""));
+    assert!(handed_on(&mut client, &stray, BEFORE));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_CHAINED), 1);
+    for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
+        assert!(!handed_on(&mut client, &stray, identification), "{identification:#x}");
+    }
+    // What may be another's connection is not refused while that one cannot be found: it will be sent again.
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
+    assert!(!answered(&mut client, &stray, BEFORE + 1));
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
+    assert!(answered(&mut client, &stray, intf::NO_SERVER as u16), "nobody's connection is refused");
+    assert!(!handed_on(&mut client, &syn, BEFORE), "a connection begins here");
+    // With timestamps the cookie has said that the packet is for this server.
+    let mut with_timestamps = HandClient::new(&bed, 4007, true);
+    let frame = with_timestamps.frame(ACK, 5, b"stray");
+    assert!(!handed_on(&mut with_timestamps, &frame, BEFORE));
+
+    // What is here stays: from the end of the handshake on, answered with a SYN cookie or not.
+    for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
+        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+        let mut client = HandClient::new(&bed, port, false);
+        client.open(0);
+        let ack = client.frame(ACK, 0, b"");
+        assert!(!handed_on(&mut client, &ack, BEFORE), "SYN cookies {syn_cookies}");
+        let (mut server, _) = listener.accept().unwrap();
+        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        client.talk(b"request", |frame| set_identification(frame, BEFORE));
+        server.read_exact(&mut [0; 7]).unwrap();
+    }
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_CHAINED), 1);
+}
+
+#[test]
+fn services_whose_packets_all_carry_the_server_before_hand_on_those_with_timestamps_too() {
+    if !may_load_bpf("services_whose_packets_all_carry_the_server_before_hand_on_those_with_timestamps_too") {
+        return;
+    }
+    let off = mode(Consistency::Stateless, Timestamps::Off);
+    for (mode, chained) in
+        [(BEAMER, true), (off, true), (ServiceMode { consistency: Consistency::HashTable, ..off }, false)]
+    {
+        let mut bed = Bed::with(mode);
+        bed.programs.set_server_mac(before(), Some(MAC_BEFORE));
+        let bed = bed;
+        let listener = bed.listen();
+        let mut client = HandClient::new(&bed, 4008, true);
+        let stray = client.frame(ACK, 5, b"stray");
+        assert_eq!(handed_on(&mut client, &stray, BEFORE), chained, "{mode:?}");
+        // Nothing is stamped, nothing restored.
+        let (mut at_client, mut at_server) = bed.connection(&listener);
+        support::server_bed::send_and_receive(&mut at_client, &mut at_server, b"request");
+        support::server_bed::send_and_receive(&mut at_server, &mut at_client, b"answer");
+        for counter in [intf::SERVER_COUNTER_STAMPED, intf::SERVER_COUNTER_RESTORED] {
+            assert_eq!(bed.counter(counter), 0, "{mode:?}");
+        }
+        bed.assert_nobody_noticed();
+    }
+}
+
+/// "Fragmentation needed" about a packet from the VIP, to all servers.
+fn icmp_error(client: &HandClient<'_>, quoted_source: (Ipv4Addr, u16), quoted_destination: (Ipv4Addr, u16)) -> Vec<u8> {
+    let quoted = Tcp::new(quoted_source, quoted_destination).frame();
+    let mut frame = client.frame(ACK, 0, b"");
+    frame.truncate(34);
+    frame[16..18].copy_from_slice(&56u16.to_be_bytes());
+    frame[23] = 1;
+    frame.extend([3, 4, 0, 0, 0, 0, 2, 0]);
+    frame.extend(&quoted[14..42]);
+    let checksum = !ones_complement_sum(&frame[34..]);
+    frame[36..38].copy_from_slice(&checksum.to_be_bytes());
+    set_identification(&mut frame, 1);
+    send_to_all(&mut frame);
+    frame
+}
+
+#[test]
+fn icmp_errors_to_all_are_taken_where_the_connection_is() {
+    if !may_load_bpf("icmp_errors_to_all_are_taken_where_the_connection_is") {
+        return;
+    }
+    let bed = Bed::new();
+    let listener = bed.listen();
+    let (stream, _server) = bed.connection(&listener);
+    let port = stream.local_addr().unwrap().port();
+    let mut client = HandClient::new(&bed, 4009, true);
+    let counted = || {
+        let counter = |counter| bed.counter(counter);
+        (counter(intf::SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED), counter(intf::SERVER_COUNTER_ICMP_TO_ALL_IGNORED))
+    };
+    let cases = [
+        ((VIP, PORT), (CLIENT, port), (1, 0)),
+        ((VIP, PORT), (CLIENT, port ^ 1), (1, 1)),
+        // None of ours: the kernel's business.
+        ((VIP, PORT + 1), (CLIENT, port), (1, 1)),
+    ];
+    for (source, destination, expected) in cases {
+        let frame = icmp_error(&client, source, destination);
+        client.send(&frame);
+        client.overheard();
+        assert_eq!(counted(), expected, "{source:?} {destination:?}");
+    }
+    let mut to_one = icmp_error(&client, (VIP, PORT), (CLIENT, port));
+    to_one[..6].copy_from_slice(&client.frame(ACK, 0, b"")[..6]);
+    client.send(&to_one);
+    client.overheard();
+    assert_eq!(counted(), (1, 1), "not sent to all");
+    // An error for which it finds no socket is one too: that of the other port.
+    for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
+        assert_eq!(bed.pair.server.kernel_counter(kernel), expected, "{kernel}");
+    }
+}
+
+#[test]
+fn handshakes_and_connections_that_stall_are_counted_once() {
+    if !may_load_bpf("handshakes_and_connections_that_stall_are_counted_once") {
+        return;
+    }
+    let bed = Bed::new();
+    let listener = bed.listen();
+    // The SYN-ACK is never answered: sent after 0, 1, 3, 7 s. What is sent is never acknowledged: 0.2, 0.6, 1.4, 3 s.
+    let (mut silent, mut deaf) = (HandClient::new(&bed, 4012, true), HandClient::new(&bed, 4013, true));
+    silent.open(0);
+    deaf.open(0);
+    deaf.acknowledge();
+    let (mut server, _) = listener.accept().unwrap();
+    server.write_all(b"answer").unwrap();
+    let new_syn_acks = || silent.settled().iter().filter(|frame| flags(frame) == SYN | ACK).count();
+    let (mut syn_acks, end) = (1, Instant::now() + PATIENCE);
+    while syn_acks < 4 {
+        std::thread::sleep(Duration::from_millis(20));
+        let stalled = bed.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
+        // What was counted was sent, and is seen: the fourth, and none before.
+        syn_acks += new_syn_acks();
+        assert!(stalled == 0 || syn_acks == 4, "counted after {syn_acks} SYN-ACKs");
+        assert!(Instant::now() < end, "{syn_acks} SYN-ACKs");
+    }
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED), 1);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_CONNECTION_STALLED), 1);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_HANDSHAKE), 3, "two SYN-ACKs, and one again");
+}
+
+#[test]
+fn the_kernel_says_which_connections_have_a_socket() {
+    if !may_load_bpf("the_kernel_says_which_connections_have_a_socket") {
+        return;
+    }
+    let bed = Bed::new();
+    let listener = bed.listen();
+    let open: Vec<_> = (0..100).map(|_| bed.connection(&listener)).collect();
+    let mut half_open = HandClient::new(&bed, 4014, true);
+    half_open.open(0);
+    let mut asked = vec![(FourTuple::ipv4(half_open.address(), (VIP, PORT)), true)];
+    for (client, _) in &open {
+        let port = client.local_addr().unwrap().port();
+        asked.push((FourTuple::ipv4((CLIENT, port), (VIP, PORT)), true));
+        // The listening socket does not count.
+        asked.push((FourTuple::ipv4((Ipv4Addr::new(10, 9, 9, 9), port), (VIP, PORT)), false));
+        asked.push((FourTuple::ipv4((CLIENT, port), (VIP, PORT + 1)), false));
+    }
+    let tuples: Vec<FourTuple> = asked.iter().map(|(tuple, _)| *tuple).collect();
+    let found = bed.pair.server.within(|| open_sockets(&tuples).unwrap());
+    for ((tuple, expected), found) in asked.iter().zip(found) {
+        assert_eq!(found, *expected, "{tuple:?}");
+    }
+    assert_eq!(bed.pair.server.within(|| open_sockets(&[]).unwrap()), [] as [bool; 0]);
+}

@@ -1,0 +1,323 @@
+//! `bpf/server.bpf.c` against `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
+
+use std::net::Ipv4Addr;
+
+use coreward_dataplane::server::ServerPrograms;
+use coreward_dataplane::tc::Direction;
+use coreward_dataplane::test_run;
+use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use rand::Rng as _;
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+use crate::support::{
+    self, ACK, RST, SYN, Tcp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset, usual_timestamp, word,
+};
+
+/// linux/pkt_cls.h
+const TC_ACT_UNSPEC: i32 = -1;
+const TC_ACT_SHOT: i32 = 2;
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+
+struct Server {
+    programs: ServerPrograms,
+    keys: FleetKeys,
+    /// From when on the current one stamps.
+    switch_ms: u32,
+    id: ServerId,
+}
+
+impl Server {
+    fn new(rng: &mut Xoshiro256PlusPlus) -> Self {
+        let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let keys = [key(), key()];
+        let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let mut server = Self {
+            programs: ServerPrograms::load_only(false).unwrap(),
+            keys: FleetKeys { keys, current },
+            switch_ms: now_ms() - 500,
+            id: ServerId::try_from(u64::from(rng.next_u32() & intf::COOKIE_ID_MASK)).unwrap(),
+        };
+        server.programs.set_keys(&server.keys, server.switch_ms);
+        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
+        server
+    }
+
+    /// What leaves with the server's own TSval `milliseconds`.
+    fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
+        let keys = self.keys.at(milliseconds, self.switch_ms);
+        cookie::stamp(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
+    }
+
+    fn run(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>) {
+        let outcome = test_run::run(self.programs.program(direction), frame, 1).unwrap();
+        (outcome.verdict, outcome.packet)
+    }
+
+    /// Runs `frame` and says by how much each counter grew, by name.
+    fn counted(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>, Vec<&'static str>) {
+        let before = self.programs.counters();
+        let (verdict, packet) = self.run(direction, frame);
+        let after = self.programs.counters();
+        let mut grown = vec![];
+        for ((after, before), name) in after.into_iter().zip(before).zip(intf::SERVER_COUNTER_NAMES) {
+            grown.extend(std::iter::repeat_n(name, (after - before) as usize));
+        }
+        (verdict, packet, grown)
+    }
+}
+
+fn client(rng: &mut Xoshiro256PlusPlus) -> (Ipv4Addr, u16) {
+    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+}
+
+/// What a frame must be after `new` was put at `offset`: the rest unchanged, the checksum right.
+fn with_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
+    let mut expected = frame.to_vec();
+    expected[offset..offset + 4].copy_from_slice(&new.to_be_bytes());
+    let checksum = support::tcp_offset(frame) + 16;
+    expected[checksum..checksum + 2].fill(0);
+    let sum = !tcp_sum(&expected);
+    expected[checksum..checksum + 2].copy_from_slice(&sum.to_be_bytes());
+    expected
+}
+
+/// Options in front of the timestamp that bring it to any offset, odd ones included.
+fn options(rng: &mut Xoshiro256PlusPlus, timestamp: Vec<u8>) -> Vec<u8> {
+    let mut options = vec![];
+    while options.len() < 26 && uniform_below(rng, 4) > 0 {
+        match uniform_below(rng, 4) {
+            0 => options.push(1),
+            1 => options.extend([2, 4, 5, 0xb4]),
+            2 => options.extend([4, 2]),
+            _ => options.extend([253, 3, 7]),
+        }
+    }
+    options.extend(timestamp);
+    options
+}
+
+#[test]
+fn what_leaves_is_stamped_as_the_model_says() {
+    if !may_load_bpf("what_leaves_is_stamped_as_the_model_says") {
+        return;
+    }
+    let mut rng = seeded_rng(1, 0);
+    let server = Server::new(&mut rng);
+    let mut late = 0;
+    for _ in 0..3000 {
+        let client = client(&mut rng);
+        let milliseconds = now_ms() - uniform_below(&mut rng, 900);
+        let mut packet = Tcp::new(VIP, client);
+        packet.flags = [ACK, SYN | ACK, RST | ACK][uniform_below(&mut rng, 3) as usize];
+        let echo = rng.next_u32();
+        packet.options = options(&mut rng, timestamp(milliseconds, echo));
+        packet.ip_options = vec![1; uniform_below(&mut rng, 41) as usize];
+        let frame = packet.frame();
+        let at = timestamp_offset(&frame).unwrap();
+        let tuple = FourTuple::ipv4(client, VIP);
+        let expected = server.stamp(&tuple, Cookie::Server(server.id), milliseconds);
+        let (verdict, stamped) = server.run(Direction::Egress, &frame);
+        assert_eq!(verdict, TC_ACT_UNSPEC);
+        if now_ms() - milliseconds > 950 {
+            // The machine stood still: it may have been of another clock by then.
+            late += 1;
+            continue;
+        }
+        assert_eq!(stamped, with_word(&frame, at, expected), "{packet:?}");
+    }
+    assert!(late < 300, "{late} of 3000 were run late");
+    assert!(server.programs.counter(intf::SERVER_COUNTER_STAMPED) >= 3000 - late);
+}
+
+#[test]
+fn what_the_client_echoes_is_restored() {
+    if !may_load_bpf("what_the_client_echoes_is_restored") {
+        return;
+    }
+    let mut rng = seeded_rng(2, 0);
+    let server = Server::new(&mut rng);
+    for _ in 0..3000 {
+        let client = client(&mut rng);
+        let tuple = FourTuple::ipv4(client, VIP);
+        // An echo may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
+        let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let keys = FleetKeys { current, ..server.keys };
+        let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
+        let echo = cookie::stamp(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
+        let mut packet = Tcp::new(client, VIP);
+        let value = rng.next_u32();
+        packet.options = options(&mut rng, timestamp(value, echo));
+        packet.ip_options = vec![1; uniform_below(&mut rng, 41) as usize];
+        let frame = packet.frame();
+        let at = timestamp_offset(&frame).unwrap() + 4;
+        let (verdict, restored) = server.run(Direction::Ingress, &frame);
+        assert_eq!(verdict, TC_ACT_UNSPEC);
+        assert_eq!(restored, with_word(&frame, at, original), "{packet:?}");
+    }
+    assert_eq!(server.programs.counter(intf::SERVER_COUNTER_RESTORED), 3000);
+}
+
+#[test]
+fn zero_is_never_sent() {
+    if !may_load_bpf("zero_is_never_sent") {
+        return;
+    }
+    let mut rng = seeded_rng(3, 0);
+    let mut server = Server::new(&mut rng);
+    server.keys.current = KeyIndex::First;
+    server.switch_ms = now_ms() - 1000;
+    server.programs.set_keys(&server.keys, server.switch_ms);
+    // A client for whose tuple a server's id is hidden as 0, and so is a time of this second.
+    let (client, milliseconds) = loop {
+        let client = client(&mut rng);
+        let tuple = FourTuple::ipv4(client, VIP);
+        let time_mask = cookie::time_mask(&server.programs.time_key(), &tuple);
+        let now = now_ms();
+        let behind = (now as u16).wrapping_sub(time_mask.wrapping_neg());
+        if let (Cookie::Server(id), true) = (cookie::recognise(&server.keys, &tuple, 0), behind < 500) {
+            server.id = id;
+            break (client, now - u32::from(behind));
+        }
+    };
+    let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+    server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
+    let mut packet = Tcp::new(VIP, client);
+    packet.options = usual_timestamp(milliseconds, 0);
+    let frame = packet.frame();
+    let (_, stamped) = server.run(Direction::Egress, &frame);
+    assert_eq!(word(&stamped, timestamp_offset(&frame).unwrap()), 1 << 16);
+}
+
+#[test]
+fn what_is_not_ours_is_left_alone() {
+    if !may_load_bpf("what_is_not_ours_is_left_alone") {
+        return;
+    }
+    let mut rng = seeded_rng(4, 0);
+    let server = Server::new(&mut rng);
+    let passes = |direction, packet: &Tcp, counted: &[&str]| {
+        let frame = packet.frame();
+        assert_eq!(server.counted(direction, &frame), (TC_ACT_UNSPEC, frame, counted.to_vec()), "{packet:?}");
+    };
+    let egress = |change: fn(&mut Tcp)| {
+        let mut packet = Tcp::new(VIP, CLIENT);
+        packet.options = usual_timestamp(now_ms(), 1);
+        change(&mut packet);
+        packet
+    };
+    passes(Direction::Egress, &egress(|p| p.source.set_port(81)), &[]);
+    passes(Direction::Egress, &egress(|p| p.source.set_ip(Ipv4Addr::new(10, 200, 0, 2))), &[]);
+    passes(Direction::Egress, &egress(|p| p.options.clear()), &["egress_without_timestamp"]);
+    // A random offset per connection, or microseconds: not the clock by which echoes are restored.
+    passes(
+        Direction::Egress,
+        &egress(|p| p.options = usual_timestamp(now_ms().wrapping_add(5000), 1)),
+        &["egress_other_clock"],
+    );
+
+    let tuple = FourTuple::ipv4(CLIENT, VIP);
+    let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
+    let stamp = |cookie| server.stamp(&tuple, cookie, now_ms());
+    let ingress = |echo, flags| {
+        let mut packet = Tcp::new(CLIENT, VIP);
+        packet.options = usual_timestamp(1, echo);
+        packet.flags = flags;
+        packet
+    };
+    let other_cookie = ["ingress_other_cookie", "ingress_established"];
+    passes(Direction::Ingress, &ingress(stamp(Cookie::Server(other_id)), ACK), &other_cookie);
+    passes(Direction::Ingress, &ingress(stamp(Cookie::TableIndex(server.id.get())), ACK), &other_cookie);
+    passes(Direction::Ingress, &ingress(0, ACK), &["ingress_without_echo", "ingress_established"]);
+    // Test runs record no receive queue, so nothing can be compared.
+    passes(Direction::Ingress, &ingress(0, SYN), &["ingress_without_echo", "rss_unpredicted"]);
+    let mut other_host = ingress(stamp(Cookie::Server(server.id)), ACK);
+    other_host.destination_mac = [2, 0, 0, 0, 0, 1];
+    passes(Direction::Ingress, &other_host, &[]);
+}
+
+#[test]
+fn what_was_sent_to_all_is_dropped_where_no_socket_is() {
+    if !may_load_bpf("what_was_sent_to_all_is_dropped_where_no_socket_is") {
+        return;
+    }
+    let server = Server::new(&mut seeded_rng(5, 0));
+    let mut packet = Tcp::new(CLIENT, VIP);
+    packet.destination_mac = [0xff; 6];
+    packet.flags = RST;
+    let (verdict, _, counted) = server.counted(Direction::Ingress, &packet.frame());
+    assert_eq!((verdict, counted), (TC_ACT_SHOT, vec!["to_all_ignored"]));
+}
+
+/// Cuts and flips that keep the packet TCP for the service, so that the program looks into it.
+fn damage(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
+    let tcp = support::tcp_offset(frame);
+    for _ in 0..=uniform_below(rng, 3) {
+        match uniform_below(rng, 3) {
+            0 => frame.truncate(14 + uniform_below(rng, frame.len() as u32 - 13) as usize),
+            1 if frame.len() > tcp + 12 => frame[tcp + 12] = rng.next_u32() as u8,
+            _ => {
+                let at = uniform_below(rng, 60) as usize + tcp + 12;
+                if at < frame.len() {
+                    frame[at] = rng.next_u32() as u8;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn malformed_packets_pass_whole_or_are_dropped() {
+    if !may_load_bpf("malformed_packets_pass_whole_or_are_dropped") {
+        return;
+    }
+    let mut rng = seeded_rng(6, 0);
+    let server = Server::new(&mut rng);
+    let (mut dropped, mut rewritten, mut passed) = (0, 0, 0);
+    for round in 0..6000 {
+        let direction = if round % 2 == 0 { Direction::Egress } else { Direction::Ingress };
+        let tuple = FourTuple::ipv4(CLIENT, VIP);
+        let echo = server.stamp(&tuple, Cookie::Server(server.id), now_ms());
+        let mut packet = match direction {
+            Direction::Egress => Tcp::new(VIP, CLIENT),
+            Direction::Ingress => Tcp::new(CLIENT, VIP),
+        };
+        packet.options = options(&mut rng, timestamp(now_ms(), echo));
+        packet.ip_options = vec![1; uniform_below(&mut rng, 41) as usize];
+        let mut frame = packet.frame();
+        damage(&mut rng, &mut frame);
+        let Ok(outcome) = test_run::run(server.programs.program(direction), &frame, 1) else {
+            assert!(frame.len() < 40, "the kernel refuses to run {frame:02x?}");
+            continue;
+        };
+        match outcome.verdict {
+            TC_ACT_SHOT => dropped += 1,
+            TC_ACT_UNSPEC if outcome.packet == frame => passed += 1,
+            TC_ACT_UNSPEC => {
+                // Then a timestamp was found where it stands, and nothing but it and the checksum has changed.
+                rewritten += 1;
+                let at = timestamp_offset(&frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
+                let checksum = support::tcp_offset(&frame) + 16;
+                for (index, (before, after)) in frame.iter().zip(&outcome.packet).enumerate() {
+                    let may_change = (at..at + 4).contains(&index) || (checksum..checksum + 2).contains(&index);
+                    assert!(before == after || may_change, "byte {index} of {frame:02x?}");
+                }
+                assert_eq!(tcp_sum(&frame), tcp_sum(&outcome.packet), "the checksum is as right or wrong as before");
+            }
+            other => panic!("verdict {other} for {frame:02x?}"),
+        }
+    }
+    assert!(dropped > 100 && rewritten > 100 && passed > 100, "{dropped} dropped, {rewritten}, {passed} passed");
+    // A frame that lost its timestamp may name another server in its IP identification, whose MAC address nobody knows here.
+    let reasons = [intf::SERVER_COUNTER_DROP_MALFORMED_TCP, intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED];
+    let counted = reasons.map(|reason| server.programs.counter(reason));
+    assert!(counted.iter().all(|packets| *packets > 100), "{counted:?}");
+    assert_eq!(counted.iter().sum::<u64>(), dropped, "every drop has its reason");
+}

@@ -1,0 +1,230 @@
+//! Packets for tests, made and checked by code that shares nothing with the BPF programs.
+
+pub mod balancer;
+pub mod dispatch_bed;
+pub mod hand_client;
+pub mod network;
+pub mod packet_socket;
+pub mod server_bed;
+pub mod stateful;
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+use coreward_model::cookie::CookieKey;
+
+pub const FIN: u8 = 0x01;
+pub const SYN: u8 = 0x02;
+pub const RST: u8 = 0x04;
+pub const ACK: u8 = 0x10;
+
+const ETHERNET: usize = 14;
+
+pub use coreward_dataplane::test_run::may_load_bpf;
+
+/// A server's time key, for tests in which no server is.
+pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
+
+/// The kernel's TSval clock (CLOCK_MONOTONIC in ms).
+pub fn now_ms() -> u32 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
+    (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
+}
+
+/// A TCP packet to be.
+#[derive(Debug, Clone)]
+pub struct Tcp {
+    pub destination_mac: [u8; 6],
+    pub source: SocketAddrV4,
+    pub destination: SocketAddrV4,
+    pub ip_options: Vec<u8>,
+    pub flags: u8,
+    /// As they stand in the header; padded with zeros (end of options) to a multiple of four.
+    pub options: Vec<u8>,
+    pub payload: Vec<u8>,
+}
+
+impl Tcp {
+    pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
+        Self {
+            // What eth_type_trans() takes for the loopback device's own: test runs count as received there.
+            destination_mac: [0; 6],
+            source: SocketAddrV4::new(source.0, source.1),
+            destination: SocketAddrV4::new(destination.0, destination.1),
+            ip_options: vec![],
+            flags: ACK,
+            options: vec![],
+            payload: b"payload".to_vec(),
+        }
+    }
+
+    /// The frame, with right lengths and checksums.
+    pub fn frame(&self) -> Vec<u8> {
+        self.frame_with(0x0102_0304, 0x0506_0708)
+    }
+
+    /// The frame with the given sequence and acknowledgement numbers.
+    pub fn frame_with(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
+        let padded = |bytes: &[u8]| {
+            let mut bytes = bytes.to_vec();
+            bytes.resize(bytes.len().next_multiple_of(4), 0);
+            bytes
+        };
+        let (ip_options, options) = (padded(&self.ip_options), padded(&self.options));
+        let (ip_header, tcp_header) = (20 + ip_options.len(), 20 + options.len());
+        let total = ip_header + tcp_header + self.payload.len();
+
+        let mut frame = [&self.destination_mac[..], &[2, 0, 0, 0, 0, 9], &[8, 0]].concat();
+        frame.extend([0x40 | (ip_header / 4) as u8, 0]);
+        frame.extend((total as u16).to_be_bytes());
+        frame.extend([0x12, 0x34, 0x40, 0, 64, 6, 0, 0]);
+        frame.extend(self.source.ip().octets());
+        frame.extend(self.destination.ip().octets());
+        frame.extend(&ip_options);
+        let checksum = !ones_complement_sum(&frame[ETHERNET..]);
+        frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+
+        let tcp = frame.len();
+        frame.extend(self.source.port().to_be_bytes());
+        frame.extend(self.destination.port().to_be_bytes());
+        frame.extend(sequence.to_be_bytes());
+        frame.extend(acknowledgement.to_be_bytes());
+        frame.extend([((tcp_header / 4) as u8) << 4, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
+        frame.extend(&options);
+        frame.extend(&self.payload);
+        let checksum = !tcp_sum(&frame);
+        frame[tcp + 16..tcp + 18].copy_from_slice(&checksum.to_be_bytes());
+        frame
+    }
+}
+
+/// A UDP datagram to be, or a fragment of one.
+#[derive(Debug, Clone)]
+pub struct Udp {
+    pub source: SocketAddrV4,
+    pub destination: SocketAddrV4,
+    pub ip_options: Vec<u8>,
+    pub identification: u16,
+    /// In IP's field: offset in units of 8 bytes, and flags.
+    pub fragment: u16,
+    pub payload: Vec<u8>,
+}
+
+/// More fragments follow.
+pub const MORE: u16 = 0x2000;
+
+impl Udp {
+    pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
+        Self {
+            source: SocketAddrV4::new(source.0, source.1),
+            destination: SocketAddrV4::new(destination.0, destination.1),
+            ip_options: vec![],
+            identification: 0x1234,
+            fragment: 0,
+            payload: b"datagram".to_vec(),
+        }
+    }
+
+    /// The frame. A later fragment (offset not 0) has no UDP header; a first one says that as many bytes again follow.
+    pub fn frame(&self) -> Vec<u8> {
+        let later = self.fragment & 0x1fff != 0;
+        let whole = 8 + self.payload.len() * if self.fragment & MORE != 0 { 2 } else { 1 };
+        let mut transport = Vec::new();
+        if !later {
+            transport.extend(self.source.port().to_be_bytes());
+            transport.extend(self.destination.port().to_be_bytes());
+            // No checksum: nobody here looks at it.
+            transport.extend([(whole >> 8) as u8, whole as u8, 0, 0]);
+        }
+        transport.extend(&self.payload);
+        let addresses = [*self.source.ip(), *self.destination.ip()];
+        ipv4_frame(17, addresses, &self.ip_options, [self.identification, self.fragment], &transport)
+    }
+}
+
+/// An IPv4 packet in a frame to the MAC address that [`Tcp`] is sent to.
+pub fn ipv4_frame(
+    protocol: u8,
+    addresses: [Ipv4Addr; 2],
+    options: &[u8],
+    identification_and_fragment: [u16; 2],
+    transport: &[u8],
+) -> Vec<u8> {
+    assert_eq!(options.len() % 4, 0);
+    let header = 20 + options.len();
+    let mut frame = [&[0; 6][..], &[2, 0, 0, 0, 0, 9], &[8, 0]].concat();
+    frame.extend([0x40 | (header / 4) as u8, 0]);
+    frame.extend(((header + transport.len()) as u16).to_be_bytes());
+    frame.extend(identification_and_fragment.map(u16::to_be_bytes).concat());
+    frame.extend([64, protocol, 0, 0]);
+    frame.extend(addresses.map(|address| address.octets()).concat());
+    frame.extend(options);
+    let checksum = !ones_complement_sum(&frame[ETHERNET..]);
+    frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+    frame.extend(transport);
+    frame
+}
+
+/// A timestamp option.
+pub fn timestamp(value: u32, echo: u32) -> Vec<u8> {
+    [&[8, 10][..], &value.to_be_bytes(), &echo.to_be_bytes()].concat()
+}
+
+/// NOP NOP TIMESTAMP, as nearly every packet has it.
+pub fn usual_timestamp(value: u32, echo: u32) -> Vec<u8> {
+    [&[1, 1][..], &timestamp(value, echo)].concat()
+}
+
+/// Sum of 16-bit words with end-around carry (RFC 1071).
+pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
+    let mut sum = 0u32;
+    for pair in bytes.chunks(2) {
+        sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
+    }
+    while sum >> 16 != 0 {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+/// Sum over pseudo-header, TCP header and payload: 0xffff when the checksum is right.
+pub fn tcp_sum(frame: &[u8]) -> u16 {
+    let tcp = tcp_offset(frame);
+    let length = (frame.len() - tcp) as u16;
+    let pseudo_header = [&frame[ETHERNET + 12..ETHERNET + 20], &[0, 6], &length.to_be_bytes()].concat();
+    ones_complement_sum(&[&pseudo_header, &frame[tcp..]].concat())
+}
+
+/// Where the TCP header begins.
+pub fn tcp_offset(frame: &[u8]) -> usize {
+    ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4
+}
+
+/// Where TSval stands in the frame: RFC 9293, Sect. 3.1, read once more and differently.
+pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
+    let tcp = tcp_offset(frame);
+    let header = usize::from(frame.get(tcp + 12)? >> 4) * 4;
+    let options = frame.get(tcp + 20..tcp + header)?;
+    let mut at = 0;
+    while let Some(kind) = options.get(at) {
+        match kind {
+            0 => return None,
+            1 => at += 1,
+            _ => {
+                let length = usize::from(*options.get(at + 1)?);
+                if length < 2 || at + length > options.len() {
+                    return None;
+                }
+                if (*kind, length) == (8, 10) {
+                    return Some(tcp + 20 + at + 2);
+                }
+                at += length;
+            }
+        }
+    }
+    None
+}
+
+/// The 32-bit word at `offset`.
+pub fn word(frame: &[u8], offset: usize) -> u32 {
+    u32::from_be_bytes(frame[offset..offset + 4].try_into().unwrap())
+}

@@ -1,0 +1,3 @@
+//! Tests that load BPF programs as root, in one executable.
+
+mod processes;

@@ -1,0 +1,304 @@
+//! `coreward dispatch` at a server of several processes, as it is: found, dispatched, killed, stopped, detached under load.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_dataplane::dispatch::{self, LOOK_INTERVAL, Patience, Policy, WorkerCounts};
+use coreward_dataplane::test_run::may_load_bpf;
+use coreward_dispatch::{config, service, status};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use socket2::{Domain, Protocol, Socket, Type};
+
+const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
+/// Longer than a machine that has other things to do keeps a worker waiting: nobody is given up or barred for that.
+const PATIENCE: Patience =
+    Patience { response_timeout: Duration::from_secs(2), stall_after: Duration::from_millis(1500) };
+/// For what comes by itself.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Set in the processes that are workers.
+const WORKER: &str = "COREWARD_TEST_WORKER";
+
+/// What a request asks for, in its first byte; four bytes of request id follow.
+const ECHO: u8 = 0;
+const THREE_DATAGRAMS: u8 = 1;
+const NO_RESPONSE: u8 = 2;
+
+/// Not a test but a worker, when it is started as one: a stock server's loop, without epoll.
+#[test]
+#[ignore = "started by the other tests"]
+fn worker_process() {
+    if std::env::var_os(WORKER).is_none() {
+        return;
+    }
+    let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP)).unwrap();
+    socket.set_reuse_port(true).unwrap();
+    socket.bind(&SERVICE.into()).unwrap();
+    let socket = UdpSocket::from(socket);
+    let mut request = [0; 64];
+    loop {
+        let (length, client) = socket.recv_from(&mut request).unwrap();
+        std::thread::sleep(Duration::from_micros(200));
+        let datagrams = match request[0] {
+            NO_RESPONSE => 0,
+            THREE_DATAGRAMS => 3,
+            _ => 1,
+        };
+        (0..datagrams).for_each(|_| drop(socket.send_to(&request[..length], client)));
+    }
+}
+
+/// Killed when dropped.
+struct Worker(Child);
+
+impl Worker {
+    fn start() -> Self {
+        // The test's name is its path without the executable's.
+        let (_, module) = module_path!().split_once("::").unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", &format!("{module}::worker_process")]);
+        command.env(WORKER, "1").stdout(Stdio::null());
+        Self(command.spawn().unwrap())
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+fn in_namespace(test: impl FnOnce() + Send) {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).unwrap();
+            assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
+            test();
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+/// A service with its workers, its dispatch and its clients, all driven from one thread.
+struct Site {
+    workers: Vec<Worker>,
+    service: Option<service::Service>,
+    config: config::Service,
+    directory: PathBuf,
+    clients: Vec<UdpSocket>,
+    /// By request id: how many datagrams answered it.
+    answered: BTreeMap<u32, u32>,
+    sent: u32,
+    looked: Instant,
+}
+
+impl Site {
+    fn start(policy: Policy, workers: usize) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let mut config = config::Service::new(SERVICE, policy);
+        config.patience = PATIENCE;
+        config.options.request_id = Some(dispatch::RequestId { offset: 1, response_offset: 1, bytes: 4 });
+        let client = |_| {
+            let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            socket.connect(SERVICE).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            socket
+        };
+        let mut site = Self {
+            workers: (0..workers).map(|_| Worker::start()).collect(),
+            service: None,
+            config,
+            directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{number}", std::process::id()).into(),
+            clients: (0..32).map(client).collect(),
+            answered: BTreeMap::new(),
+            sent: 0,
+            looked: Instant::now(),
+        };
+        site.attach();
+        site.until("all workers are found", |site| site.eligible() == workers);
+        site
+    }
+
+    fn attach(&mut self) {
+        let cgroup = dispatch::cgroup_root().unwrap();
+        self.service = Some(service::Service::start(&self.config, &self.directory, &cgroup).unwrap());
+    }
+
+    fn detach(&mut self) {
+        self.service = None;
+        service::detach(&self.pins()).unwrap();
+    }
+
+    fn pins(&self) -> PathBuf {
+        service::pins(&self.directory, SERVICE)
+    }
+
+    fn counts(&self) -> Vec<WorkerCounts> {
+        dispatch::pinned_books(&self.pins()).unwrap().workers()
+    }
+
+    fn eligible(&self) -> usize {
+        self.counts().iter().filter(|worker| worker.eligible).count()
+    }
+
+    /// One request; responses that are there are read, and the service is looked after when it is time.
+    fn step(&mut self, kind: u8) {
+        let id = self.sent;
+        self.sent += 1;
+        let client = &self.clients[id as usize % self.clients.len()];
+        // A socket that nobody has open any more is answered by ICMP, which shows at the next call.
+        if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
+            client.send(&[&[kind][..], &id.to_le_bytes()].concat()).unwrap();
+        }
+        self.rest(Duration::from_micros(300));
+    }
+
+    fn rest(&mut self, time: Duration) {
+        std::thread::sleep(time);
+        let mut response = [0; 64];
+        for client in &self.clients {
+            while let Ok(length) = client.recv(&mut response) {
+                assert_eq!(length, 5);
+                *self.answered.entry(u32::from_le_bytes(response[1..5].try_into().unwrap())).or_default() += 1;
+            }
+        }
+        if self.looked.elapsed() >= LOOK_INTERVAL {
+            self.looked = Instant::now();
+            self.service.iter_mut().for_each(service::Service::look);
+        }
+    }
+
+    fn until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
+        let end = Instant::now() + LIMIT;
+        while !holds(self) {
+            assert!(Instant::now() < end, "{what}: not within {LIMIT:?}; {:?}", self.counts());
+            self.rest(Duration::from_millis(5));
+        }
+    }
+
+    /// Nothing is outstanding any more, and what was dispatched is completed or was given up.
+    fn settled(&mut self) -> Vec<WorkerCounts> {
+        self.until("nothing is outstanding", |site| site.counts().iter().all(|worker| worker.outstanding == 0));
+        let counts = self.counts();
+        for worker in &counts {
+            assert_eq!(worker.dispatched, worker.completed + worker.repaired, "{counts:?}");
+        }
+        counts
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        // Also after a failure, which is not to be hidden by another one.
+        let _ = service::detach(&self.pins());
+        let _ = std::fs::remove_dir(&self.directory);
+    }
+}
+
+fn total(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
+    counts.iter().map(field).sum()
+}
+
+#[test]
+fn counts_are_exact_with_responses_of_all_kinds() {
+    if may_load_bpf("counts_are_exact_with_responses_of_all_kinds") {
+        for policy in Policy::all() {
+            in_namespace(|| {
+                let mut site = Site::start(policy, 3);
+                for number in 0..600 {
+                    site.step(match number % 10 {
+                        3 => THREE_DATAGRAMS,
+                        7 => NO_RESPONSE,
+                        _ => ECHO,
+                    });
+                }
+                let counts = site.settled();
+                assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
+                assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
+                assert_eq!(site.answered.len(), 540);
+                assert_eq!(site.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
+                let services = status::pinned(&[site.pins()]).unwrap();
+                let status = status::json(&services);
+                assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
+                assert_eq!(status["services"][0]["policy"], policy.name());
+                assert_eq!(status["services"][0]["workers"].as_array().unwrap().len(), 3);
+                assert_eq!(status["services"][0]["counters"]["unmatched"], 120);
+                let text = status::text(&services);
+                assert!(text.starts_with(&format!("127.0.0.1:5300: {}\n", policy.name())), "{text}");
+            });
+        }
+    }
+}
+
+#[test]
+fn workers_die_stop_go_on_and_come_back_under_load() {
+    if may_load_bpf("workers_die_stop_go_on_and_come_back_under_load") {
+        in_namespace(|| {
+            let mut site = Site::start(Policy::ShortestQueue, 4);
+            (0..200).for_each(|_| site.step(ECHO));
+            let killed = site.workers.remove(0);
+            let pid = killed.0.id();
+            // Nothing is sent until it is gone: it can only have fewer then.
+            let had = site.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
+            drop(killed);
+            (0..300).for_each(|_| site.step(ECHO));
+            site.workers[0].signal(Signal::SIGSTOP);
+            // It is found out when it has got one more request than it had, and some time has passed.
+            let end = Instant::now() + LIMIT;
+            while site.eligible() > 2 {
+                assert!(Instant::now() < end, "{:?}", site.counts());
+                site.step(ECHO);
+            }
+            (0..300).for_each(|_| site.step(ECHO));
+            assert_eq!(site.eligible(), 2, "{:?}", site.counts());
+            let stopped =
+                site.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
+            assert!(!stopped.eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
+            site.workers[0].signal(Signal::SIGCONT);
+            site.workers.push(Worker::start());
+            let all_back = |site: &Site| site.eligible() == 4;
+            site.until("all workers are back", all_back);
+            (0..300).for_each(|_| site.step(ECHO));
+            let counts = site.settled();
+            assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
+            // What the killed one had: the one that it served and those in its queue, as nobody else's is lost.
+            let all = site.sent as usize;
+            site.until("all others are answered", |site| site.answered.len() + had as usize >= all);
+            let lost = all - site.answered.len();
+            assert!(lost as u64 <= total(&counts, |worker| worker.repaired), "{lost} lost, {counts:?}");
+        });
+    }
+}
+
+#[test]
+fn detached_and_attached_under_load_no_request_is_lost() {
+    if may_load_bpf("detached_and_attached_under_load_no_request_is_lost") {
+        in_namespace(|| {
+            let mut site = Site::start(Policy::ShortestQueue, 3);
+            for _ in 0..5 {
+                (0..60).for_each(|_| site.step(ECHO));
+                site.detach();
+                (0..60).for_each(|_| site.step(ECHO));
+                site.attach();
+                site.until("all workers are found", |site| site.eligible() == 3);
+                // A new version takes over while requests are in flight.
+                (0..60).for_each(|_| site.step(ECHO));
+                site.attach();
+            }
+            let counts = site.settled();
+            assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
+            site.until("all responses are there", |site| site.answered.len() == site.sent as usize);
+        });
+    }
+}

@@ -1,0 +1,3 @@
+//! Tests that need neither root nor a network namespace, in one executable.
+
+mod etcd;

@@ -1,0 +1,5 @@
+//! Tests of the BPF program and of its reference model, in one executable; most load the program as root.
+
+mod consistency;
+mod cookies;
+mod lb_fuzz;

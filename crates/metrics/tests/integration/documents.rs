@@ -1,0 +1,70 @@
+//! docs/metrics.md and the dashboard against the table of metrics.
+
+use std::collections::BTreeSet;
+
+use coreward_metrics::table::{Kind, METRICS};
+use serde_json::Value;
+
+#[test]
+fn the_documented_metrics_are_those_there_are() {
+    let text = include_str!("../../../../docs/metrics.md");
+    let section = text.split("## All metrics").nth(1).unwrap();
+    let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
+    let expected: Vec<String> = METRICS
+        .iter()
+        .map(|metric| {
+            let parts: Vec<&str> = metric.parts.iter().map(|part| part.name()).collect();
+            let (labels, parts) = (metric.labels.join(", "), parts.join(", "));
+            format!("| `{}` | {} | {labels} | {parts} | {} |", metric.name, metric.kind.name(), metric.help)
+        })
+        .collect();
+    for (found, expected) in rows.iter().zip(&expected) {
+        assert_eq!(found, expected);
+    }
+    assert_eq!(rows.len(), expected.len());
+}
+
+/// All words that may be names of metrics.
+fn names(expression: &str) -> BTreeSet<&str> {
+    let words = expression.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
+    words.filter(|word| word.starts_with("coreward_")).collect()
+}
+
+fn queries(value: &Value, found: &mut Vec<String>) {
+    match value {
+        Value::Object(members) => {
+            for (name, member) in members {
+                match member.as_str() {
+                    Some(text) if name == "expr" || name == "query" => found.push(text.to_owned()),
+                    _ => queries(member, found),
+                }
+            }
+        }
+        Value::Array(members) => members.iter().for_each(|member| queries(member, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_query_of_the_dashboard_names_a_metric_and_its_labels() {
+    let dashboard: Value = serde_json::from_str(include_str!("../../../../contrib/grafana/coreward.json")).unwrap();
+    let mut found = Vec::new();
+    queries(&dashboard, &mut found);
+    let expressions: Vec<&String> = found.iter().filter(|query| query.contains("coreward_")).collect();
+    assert!(expressions.len() > 15, "{expressions:?}");
+    for expression in expressions {
+        for name in names(expression) {
+            let metric = METRICS.iter().find(|metric| {
+                let suffix = name.strip_prefix(metric.name);
+                let histogram = metric.kind == Kind::Histogram;
+                suffix.is_some_and(|suffix| if histogram { suffix == "_bucket" } else { suffix.is_empty() })
+            });
+            assert!(metric.is_some(), "{name} in {expression}");
+        }
+        let metrics: Vec<_> = METRICS.iter().filter(|metric| expression.contains(metric.name)).collect();
+        let grouped = expression.split("by (").skip(1).filter_map(|rest| rest.split(')').next());
+        for label in grouped.flat_map(|labels| labels.split(", ")).filter(|label| !["le", "instance"].contains(label)) {
+            assert!(metrics.iter().any(|metric| metric.labels.contains(&label)), "{label} in {expression}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! What an interrupted `coreward figure` leaves behind, and how it goes on.
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use clap::Parser as _;
+use coreward_sim::figure::library::Embedded;
+use coreward_sim::figure::live::LiveFigure;
+
+/// Tells the child below what to do.
+const ARGUMENTS: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
+
+#[derive(clap::Parser)]
+struct Cli {
+    #[command(flatten)]
+    figure: coreward_sim::figure::cli::FigureArgs,
+}
+
+/// A measurement that ends only when it is told to.
+const ENDLESS: LiveFigure = LiveFigure {
+    figure: Embedded {
+        name: "endless-live",
+        text: "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[live]\n\
+               minutes = 1\n[[series]]\nlabel = \"a\"\n[[panel]]\ntitle = \"p\"\nmeasure = \"packet-ns\"\ndraw = \"bars\"\n\
+               y = { label = \"ns\" }\n",
+    },
+    measure: |_, _| {
+        println!("measuring");
+        let began = Instant::now();
+        while !TOLD.load(Ordering::Relaxed) {
+            anyhow::ensure!(began.elapsed() < Duration::from_secs(60), "nobody told me");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        println!("tidied up");
+        anyhow::bail!("told to end")
+    },
+    interrupt: Some(|| TOLD.store(true, Ordering::Relaxed)),
+};
+static TOLD: AtomicBool = AtomicBool::new(false);
+
+/// Not a test: `coreward figure` as a process of its own, for the tests to send signals to.
+#[test]
+#[ignore = "is started by the other tests of this file"]
+fn as_a_process() {
+    let arguments = std::env::var(ARGUMENTS).expect("the tests of this file set it");
+    let cli = Cli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
+    coreward_sim::figure::cli::run(cli.figure, &[ENDLESS]).unwrap();
+}
+
+fn figure(arguments: &[&str]) -> Child {
+    // The test's name is its path without the executable's.
+    let (_, module) = module_path!().split_once("::").unwrap();
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", &format!("{module}::as_a_process"), "--nocapture"])
+        .env(ARGUMENTS, arguments.join("\n"))
+        .env("RAYON_NUM_THREADS", "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn scenario(directory: &Path, name: &str, requests: u64) -> String {
+    let text = format!(
+        "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[rpc]\ncores = 4\n\
+         service = \"exp\"\nlatency = 0\nload = 0.5\nrequests = {requests}\npolicy = \"jsq\"\n[[series]]\nlabel = \"JSQ\"\n\
+         [[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\ndraw = \"bars\"\ny = {{ label = \"mean\" }}\n"
+    );
+    let path = directory.join(format!("{name}.toml"));
+    std::fs::write(&path, text).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn whole_files_and_a_word_are_left() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("out");
+    let quick = scenario(directory.path(), "quick", 1_000);
+    // Hours: it cannot end before the signal.
+    let slow = scenario(directory.path(), "slow", 100_000_000_000);
+    let out_text = out.to_str().unwrap();
+    let mut child = figure(&["--scenario", &quick, "--scenario", &slow, "--out", out_text]);
+    let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(stdout.any(|line| line.unwrap() == "quick: t"), "the first figure was never reported");
+    terminate(&child);
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{stderr}");
+    assert!(stderr.contains("Finished, with whole files: quick. Not finished: slow."), "{stderr}");
+    assert_eq!(names(&out), ["index.html", "quick.csv", "quick.json", "quick.svg"]);
+    assert!(std::fs::read_to_string(out.join("index.html")).unwrap().ends_with("</html>\n"));
+
+    // What is there is taken over, what is not is made; a changed scenario is made again.
+    let slow = scenario(directory.path(), "slow", 1_000);
+    let stderr = finished(figure(&["--scenario", &quick, "--scenario", &slow, "--out", out_text, "--resume"]));
+    assert!(stderr.contains("quick: taken over") && !stderr.contains("slow: taken over"), "{stderr}");
+    assert!(names(&out).contains(&"slow.svg".to_owned()));
+    let page = std::fs::read_to_string(out.join("index.html")).unwrap();
+    assert!(page.contains("id=\"quick\"") && page.contains("id=\"slow\""));
+    let quick = scenario(directory.path(), "quick", 2_000);
+    let stderr = finished(figure(&["--scenario", &quick, "--out", out_text, "--resume"]));
+    assert!(!stderr.contains("taken over"), "{stderr}");
+}
+
+#[test]
+fn a_measurement_tidies_up_before_the_process_ends() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("out");
+    let mut child = figure(&["endless-live", "--out", out.to_str().unwrap()]);
+    let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(stdout.any(|line| line.unwrap() == "measuring"), "it never began");
+    terminate(&child);
+    assert!(stdout.any(|line| line.unwrap() == "tidied up"), "it ended without tidying up");
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("Not finished: endless-live."), "{stderr}");
+    assert!(names(&out).is_empty());
+}
+
+fn terminate(child: &Child) {
+    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+}
+
+/// What a figure that ends well says on the side.
+fn finished(child: Child) -> String {
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{stderr}");
+    stderr
+}
