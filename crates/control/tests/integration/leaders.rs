@@ -1,7 +1,5 @@
 //! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it; and a leader without etcd.
 
-mod support;
-
 use std::net::SocketAddr;
 use std::process::Child;
 
@@ -11,10 +9,11 @@ use coreward_api::types::{Health, HealthState};
 use coreward_api::{Problem, ProblemKind};
 use coreward_etcd::local::Member;
 use coreward_wire::{TERM, WITHOUT_ETCD, v1};
-use support::{Home, Running, in_time};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
+
+use crate::support::{Home, Running, in_time};
 
 /// One member; it ends with this.
 struct Etcd {

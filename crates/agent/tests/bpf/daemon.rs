@@ -1,7 +1,5 @@
 //! The daemon against a controller that writes down what it hears.
 
-mod support;
-
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -19,10 +17,11 @@ use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::control_server::{Control, ControlServer};
 use coreward_wire::{AgentConfiguration, Report, ServerBefore, SocketAnswer, SocketQuery, v1};
-use support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
+
+use crate::support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
 
 type Heard = Arc<Mutex<Vec<v1::AgentMessage>>>;
 

@@ -1,7 +1,5 @@
 //! nginx in a network namespace of its own behind a bridge and nftables' DNAT, as Docker and kube-proxy make them.
 
-mod support;
-
 use std::fs;
 use std::net::Ipv4Addr;
 use std::process::{Command, Stdio};
@@ -9,7 +7,8 @@ use std::process::{Command, Stdio};
 use coreward_agent::agent::Agent;
 use coreward_testbed::process::Process;
 use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
-use support::{config, configuration, counter, get, testbed, wait_until};
+
+use crate::support::{config, configuration, counter, get, testbed, wait_until};
 
 const CONTAINER: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const PORT: u16 = 8080;

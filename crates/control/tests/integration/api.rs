@@ -1,7 +1,5 @@
 //! The HTTP API over loopback, before a controller in this process.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
@@ -11,7 +9,8 @@ use coreward_api::types::{Check, DrainServer, DrainedBy, NewFleet, ServerState};
 use coreward_api::{Problem, ProblemKind, Role};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
-use support::{Home, Running, in_time};
+
+use crate::support::{Home, Running, in_time};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 

@@ -1,7 +1,5 @@
 //! Steering of a stock nginx that was started before the agent, on a testbed's server.
 
-mod support;
-
 use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, Rss};
@@ -10,7 +8,8 @@ use coreward_testbed::rss_emulation::{move_established, read_registers, write_re
 use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use support::{CORES, config, configuration, counter, get, testbed, wait_until};
+
+use crate::support::{CORES, config, configuration, counter, get, testbed, wait_until};
 
 /// Requests from 32 of the 1,000 ports from `first_port` on, 8 that arrive at each queue: `workers[queue]` must answer.
 fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {

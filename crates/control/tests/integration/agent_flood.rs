@@ -1,7 +1,5 @@
 //! An agent that sends more than it may, over real gRPC.
 
-mod support;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -12,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-use support::{Home, Running, in_time};
+use crate::support::{Home, Running, in_time};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 /// Between reports, as the fleet's document says (support::Home).

@@ -1,7 +1,5 @@
 //! `coreward apply` and `coreward fleet` against a controller, by its API.
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -10,7 +8,7 @@ use coreward_control::show::Format;
 use coreward_control::show::fleet::{self, Wanted};
 use proptest::prelude::*;
 
-use support::{Home, Running};
+use crate::support::{Home, Running};
 
 /// A home whose controller's file names no fleet.
 fn home() -> Home {

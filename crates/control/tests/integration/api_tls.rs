@@ -1,7 +1,5 @@
 //! The HTTP API beyond its own host: TLS, with a token or with a certificate.
 
-mod support;
-
 use std::path::{Path, PathBuf};
 
 use coreward_api::client::{Client, ControllerUrl, Proof};
@@ -11,7 +9,8 @@ use coreward_api::{Problem, ProblemKind};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::verify::Host;
 use coreward_tls::{Files, Identity, Role};
-use support::{Home, Running, in_time};
+
+use crate::support::{Home, Running, in_time};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 

@@ -1,8 +1,5 @@
 //! A testbed with one server, whose agent is made here instead of by a command.
 
-// Each test program uses a part.
-#![allow(dead_code)]
-
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::process::Command;

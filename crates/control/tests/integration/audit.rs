@@ -1,13 +1,12 @@
 //! Who changed what, what cannot be used where, and changes that come at once: a controller in this process.
 
-mod support;
-
 use coreward_api::types::{AuditQuery, DrainServer, NewFleet, ServerState};
 use coreward_api::{Problem, ProblemKind};
 use coreward_wire::v1::{self, load_balancer_message::Message};
-use support::{Home, Running, in_time};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+
+use crate::support::{Home, Running, in_time};
 
 /// Without a file: the fleet is applied.
 fn home() -> Home {

@@ -1,13 +1,11 @@
 //! Commands that stand below a daemon's name are no daemons.
 
-mod support;
-
 use std::fs::Permissions;
 use std::net::TcpListener;
 use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::process::Stdio;
 
-use support::{Daemon, coreward};
+use crate::support::{Daemon, coreward};
 
 #[test]
 fn root_forgets_a_load_balancer_with_the_controllers_own_token_and_can_interrupt_it() {

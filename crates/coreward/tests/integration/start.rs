@@ -1,7 +1,5 @@
 //! A controller that starts: what comes too early, and on a disk where nothing can be written.
 
-mod support;
-
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
@@ -9,7 +7,7 @@ use std::process::{ChildStderr, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use support::{Daemon, coreward};
+use crate::support::{Daemon, coreward};
 
 /// For what a controller does at once: only a safety net.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -141,7 +139,7 @@ fn it_starts_while_its_disk_is_full_and_recovers_by_itself() {
 /// `systemctl reload` does this first, and fails with it: nothing is read again then.
 #[test]
 fn a_reload_fails_where_the_fleet_is_wrong() {
-    let unit = include_str!("../../../packaging/systemd/coreward-controller.service");
+    let unit = include_str!("../../../../packaging/systemd/coreward-controller.service");
     let mut reloads = unit.lines().filter_map(|line| line.strip_prefix("ExecReload="));
     let first = reloads.next().unwrap().strip_prefix("/usr/bin/coreward ").unwrap();
     assert_eq!(reloads.next(), Some("/bin/kill -HUP $MAINPID"));

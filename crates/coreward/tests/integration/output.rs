@@ -1,13 +1,11 @@
 //! Where nobody takes what the program says: a disk that is full of logs, a reader who has gone.
 
-mod support;
-
 use std::fs::OpenOptions;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use support::{Daemon, coreward};
+use crate::support::{Daemon, coreward};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
