@@ -1,0 +1,221 @@
+//! The dashboard in a real browser (Chromium, driven by WebDriver), with a fleet at work behind it: who has no token sees
+//! nothing, who has one sees every service, server and core, and what changes is seen without a reload.
+//!
+//! `COREWARD_SCREENSHOT=FILE` has the page's picture written there (`make screenshot`).
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use coreward_model::arrivals::Workload;
+use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, coreward_command};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
+use fantoccini::elements::Element;
+use fantoccini::wd::Capabilities;
+use fantoccini::{Client, ClientBuilder, Locator};
+use hyper_util::client::legacy::connect::HttpConnector;
+use serde_json::{Value, json};
+
+/// Within the controller's namespace.
+const DRIVER_PORT: u16 = 9515;
+const DASHBOARD: &str = "http://127.0.0.1:7401/";
+const PATIENCE: Duration = Duration::from_secs(30);
+const SERVERS: u16 = 6;
+const CORES: u16 = 4;
+/// What is looked at lasts so long at most (s).
+const TRAFFIC: u64 = 90;
+/// For the picture: until lines and heat map have something to show.
+const POSE: Duration = Duration::from_secs(45);
+
+/// The browser's driver, and with it every process of the browser: a process namespace of their own ends with the first.
+fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
+    command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
+    // Whatever it writes is in the testbed's directory, and gone with it.
+    command.env("HOME", testbed.directory()).env("TMPDIR", testbed.directory());
+    command.stdout(std::process::Stdio::null());
+    testbed.spawn(testbed.controller(), command)
+}
+
+async fn connect() -> anyhow::Result<Client> {
+    let options = json!({
+        "goog:chromeOptions": {
+            // Root has no sandbox; /dev/shm is small in containers.
+            "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1400,1500", "--hide-scrollbars"],
+        },
+        "goog:loggingPrefs": {"browser": "ALL"},
+    });
+    let Value::Object(options) = options else { unreachable!("an object") };
+    let capabilities: Capabilities = options.into_iter().collect();
+    let end = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        let client = ClientBuilder::new(HttpConnector::new())
+            .capabilities(capabilities.clone())
+            .connect(&format!("http://127.0.0.1:{DRIVER_PORT}"))
+            .await;
+        match client {
+            Ok(client) => return Ok(client),
+            Err(error) if tokio::time::Instant::now() > end => return Err(error).context("no browser"),
+            Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
+/// Until the script gives true.
+async fn until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
+    let end = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        if client.execute(&format!("return {script};"), Vec::new()).await? == Value::Bool(true) {
+            return Ok(());
+        }
+        ensure!(
+            tokio::time::Instant::now() < end,
+            "not within {PATIENCE:?}: {what}; the page: {}",
+            page(client).await?
+        );
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+async fn page(client: &Client) -> anyhow::Result<String> {
+    Ok(client.find(Locator::Css("body")).await?.text().await?)
+}
+
+async fn by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
+    client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
+}
+
+/// Logs in as a person would.
+async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
+    by_id(client, "token").await?.send_keys(token).await?;
+    client.find(Locator::Css("#login button")).await?.click().await?;
+    Ok(())
+}
+
+/// Every error that the browser has written down.
+async fn complaints(client: &Client) -> anyhow::Result<Vec<String>> {
+    #[derive(Debug)]
+    struct BrowserLog;
+    impl fantoccini::wd::WebDriverCompatibleCommand for BrowserLog {
+        fn endpoint(&self, base: &url::Url, session: Option<&str>) -> Result<url::Url, url::ParseError> {
+            base.join(&format!("session/{}/se/log", session.unwrap_or_default()))
+        }
+        fn method_and_body(&self, _: &url::Url) -> (http::Method, Option<String>) {
+            (http::Method::POST, Some(r#"{"type": "browser"}"#.to_owned()))
+        }
+    }
+    let lines = client.issue_cmd(BrowserLog).await?;
+    let lines = lines.as_array().context("a log")?;
+    Ok(lines.iter().filter(|line| line["level"] == "SEVERE").map(|line| line["message"].to_string()).collect())
+}
+
+async fn look(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
+    let client = connect().await?;
+    client.goto(DASHBOARD).await?;
+    until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
+    ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
+    log_in(&client, "not-the-token-not-the-token-not-the").await?;
+    until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('no valid token')").await?;
+    // A 401 is written down by the browser: wanted here, and twice.
+    let expected = complaints(&client).await?;
+    ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
+
+    log_in(&client, &token).await?;
+    until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
+    let cores = usize::from(SERVERS * CORES);
+    let under = format!(
+        "document.getElementById('under').textContent.startsWith('{SERVERS} servers, {cores} cores; loads of {SERVERS}')"
+    );
+    until(&client, "the loads of every core", &under).await?;
+    for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
+        until(&client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
+    }
+    let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
+    let names = client.execute(&format!("return {names};"), Vec::new()).await?;
+    ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
+    let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVERS} of {SERVERS}'");
+    until(&client, "reports of every server", &reporting).await?;
+    // Loads are drawn: the newest column has a colour per core, and not all the same.
+    let colours = "(() => { const map = document.getElementById('heat'); \
+        const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
+        const seen = new Set(); for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
+        return seen.size > 3; })()";
+    until(&client, "colours of different loads", colours).await?;
+    let flow = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
+    until(&client, "new connections", flow).await?;
+
+    if let Ok(picture) = std::env::var("COREWARD_SCREENSHOT") {
+        tokio::time::sleep(POSE).await;
+        drain()?;
+        tokio::time::sleep(Duration::from_secs(8)).await;
+        fs::write(&picture, client.screenshot().await?).context(picture)?;
+    } else {
+        drain()?;
+    }
+    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
+        row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
+    until(&client, "the server that drains", draining).await?;
+    // Agents look for that server's MAC address for a moment, and say so.
+    until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')").await?;
+    until(&client, "what happens is told", "document.getElementById('events').textContent.includes('draining')")
+        .await?;
+    // Nothing comes from anywhere else.
+    let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin))].join();";
+    let origins = client.execute(origins, Vec::new()).await?;
+    ensure!(origins == DASHBOARD.trim_end_matches('/'), "{origins}");
+    // A viewer's cookie, which no script can read.
+    ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
+
+    by_id(&client, "logout").await?.click().await?;
+    until(
+        &client,
+        "the form again",
+        "document.getElementById('page').hidden && !document.getElementById('login').hidden",
+    )
+    .await?;
+    let complaints = complaints(&client).await?;
+    ensure!(complaints.iter().all(|line| line.contains("401")), "{complaints:?}");
+    client.close().await?;
+    Ok(())
+}
+
+#[test]
+fn a_browser_shows_every_core_and_what_changes() {
+    if skip_without_privilege("a_browser_shows_every_core_and_what_changes") {
+        return;
+    }
+    let options =
+        TestbedOptions { instance: "tdash".to_owned(), servers: SERVERS, cores: CORES, ..TestbedOptions::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _servers: Vec<_> = (1..=SERVERS).map(|number| testbed.start_paced_server(number).unwrap()).collect();
+    let options = FleetOptions {
+        policy: "crossrss-plus".to_owned(),
+        load: LoadSource::PacedServer,
+        steer: false,
+        ..FleetOptions::default()
+    };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    let workload =
+        Workload { duration_us: TRAFFIC * 1_000_000, cores: (SERVERS * CORES).into(), ..Workload::default() };
+    let log: PathBuf = testbed.directory().join("arrivals.txt");
+    fs::write(&log, workload.generate(1).to_string()).unwrap();
+    let mut load = Command::new(coreward_command().unwrap());
+    load.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(&log);
+    load.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
+    let _load = testbed.spawn(testbed.client(), load).unwrap();
+    let _driver = start_driver(&testbed).unwrap();
+    let token = fs::read_to_string(testbed.directory().join("viewer.token")).unwrap().trim().to_owned();
+    let pool = fleet.pool().clone();
+    let fleet = std::sync::Mutex::new(&mut fleet);
+    let drain = || {
+        let mut pool = pool.clone();
+        pool.insert(2, Standing::Draining);
+        fleet.lock().unwrap().set_pool(&testbed, pool)
+    };
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
+    testbed.controller().within(|| runtime()?.block_on(look(token, &drain))).unwrap();
+}

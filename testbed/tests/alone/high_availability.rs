@@ -1,0 +1,258 @@
+//! Several controllers on etcd: leaders are killed, stopped and wake up, etcd loses its own leader. Every change that was
+//! acknowledged is in force afterwards, and no connection breaks.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use coreward_etcd::local::Member;
+use coreward_testbed::fleet::{
+    Fleet, FleetOptions, LoadSource, api_address_of, asking_of, controller_address_of, coreward_command,
+};
+use coreward_testbed::process::Process;
+use coreward_testbed::stream::client::Streams;
+use coreward_testbed::stream::server::StreamServers;
+use coreward_testbed::topology::CONTROLLER_ADDRESS;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::signal::Signal;
+
+use crate::support::{eventually, pause, unbroken};
+
+/// Until another controller leads: a multiple of the lease, for slow machines.
+const TAKEN_OVER: Duration = Duration::from_secs(90);
+
+/// The fields are dropped in this order: the testbed last.
+struct Datacentre {
+    fleet: Fleet,
+    /// Controllers 2 and 3; the first one is the fleet's.
+    others: Vec<Option<Process>>,
+    etcd: Vec<Option<Process>>,
+    members: Vec<Member>,
+    _servers: StreamServers,
+    testbed: Testbed,
+    document: String,
+    changes: u32,
+}
+
+fn store(members: &[Member]) -> String {
+    let endpoints: Vec<String> = members.iter().map(Member::endpoint).collect();
+    format!("[etcd]\nendpoints = {endpoints:?}\nlease = \"5s\"\n")
+}
+
+fn start_controller(testbed: &Testbed, members: &[Member], number: u16) -> Process {
+    let file = testbed.directory().join(format!("controller{number}.toml"));
+    let (listen, api, tokens) = (controller_address_of(number), api_address_of(number), testbed.directory());
+    fs::write(
+        &file,
+        format!("listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n{}", store(members)),
+    )
+    .unwrap();
+    let log = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
+    let mut command = Command::new(coreward_command().unwrap());
+    command.arg("controller").arg("--config").arg(file);
+    command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    testbed.spawn(testbed.controller(), command).unwrap()
+}
+
+fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Process {
+    let command = members[position].command(members, &testbed.directory());
+    testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
+}
+
+/// `coreward ARGUMENTS`, of this controller; one that stands still is given up after 10 s.
+fn of_one(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
+    let command = asking_of(testbed, [controller], arguments)?;
+    let mut hurried = Command::new("timeout");
+    hurried.arg("10").arg(command.get_program()).args(command.get_args());
+    hurried.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    testbed.run(testbed.controller(), hurried).map(drop)
+}
+
+/// `coreward ARGUMENTS`, of whichever of these controllers leads.
+fn coreward(
+    testbed: &Testbed,
+    controllers: impl IntoIterator<Item = u16>,
+    arguments: &[&str],
+) -> anyhow::Result<String> {
+    let command = asking_of(testbed, controllers, arguments)?;
+    Ok(String::from_utf8(testbed.run(testbed.controller(), command)?.stdout)?)
+}
+
+fn document(servers: u16) -> String {
+    let mut text = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
+    for number in 1..=servers {
+        text += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
+    }
+    text
+}
+
+impl Datacentre {
+    fn start(instance: &str) -> Self {
+        let options = TestbedOptions {
+            instance: instance.to_owned(),
+            servers: 3,
+            load_balancers: 2,
+            cores: 1,
+            ..TestbedOptions::default()
+        };
+        let testbed = Testbed::create(options).unwrap();
+        let servers = testbed.start_stream_servers().unwrap();
+        let members = Member::several(3, CONTROLLER_ADDRESS.into(), 2379);
+        let etcd = (0..3).map(|position| Some(start_member(&testbed, &members, position))).collect();
+        let document = document(3);
+        // The first document is there before load balancers and agents come.
+        let mut first = start_controller(&testbed, &members, 1);
+        let file = testbed.directory().join("applied.toml");
+        fs::write(&file, &document).unwrap();
+        let applied = || coreward(&testbed, [1], &["apply", "--yes", &file.display().to_string()]);
+        eventually(TAKEN_OVER, "the first document is in force", || applied().is_ok());
+        first.terminate(TAKEN_OVER).unwrap();
+        let options = FleetOptions {
+            load: LoadSource::PacedServer,
+            steer: false,
+            shared_store: Some(store(&members)),
+            other_controllers: [2, 3].map(controller_address_of).into(),
+            ..FleetOptions::default()
+        };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        let others = [2, 3].map(|number| Some(start_controller(&testbed, &members, number))).into();
+        Self { fleet, others, etcd, members, _servers: servers, testbed, document, changes: 1 }
+    }
+
+    /// Another document, tried until a controller has acknowledged it. Returns which one.
+    fn apply(&mut self) -> u16 {
+        self.changes += 1;
+        let weight = format!("weight = {}\nname = \"s1\"", self.changes);
+        let document = document(3).replacen("name = \"s1\"", &weight, 1);
+        let file: PathBuf = self.testbed.directory().join("applied.toml");
+        fs::write(&file, &document).unwrap();
+        let end = Instant::now() + TAKEN_OVER;
+        let mut refusals = Vec::new();
+        while Instant::now() < end {
+            for number in 1..=3 {
+                match of_one(&self.testbed, number, &["apply", "--yes", &file.display().to_string()]) {
+                    Ok(()) => {
+                        self.document = document;
+                        return number;
+                    }
+                    Err(error) => refusals.push(error.to_string()),
+                }
+            }
+            pause(100);
+        }
+        panic!("nobody took a change within {TAKEN_OVER:?}: {refusals:#?}");
+    }
+
+    fn signal(&mut self, number: u16, signal: Signal) {
+        let process = match number {
+            1 => self.fleet.daemon("controller").unwrap(),
+            _ => self.others[usize::from(number) - 2].as_mut().expect("it runs"),
+        };
+        process.signal(signal).unwrap();
+    }
+
+    /// Kills a controller (SIGKILL).
+    fn kill(&mut self, number: u16) {
+        match number {
+            1 => self.fleet.kill("controller").unwrap(),
+            _ => drop(self.others[usize::from(number) - 2].take().expect("it runs")),
+        }
+    }
+
+    /// Starts a controller that was killed.
+    fn restart(&mut self, number: u16) {
+        match number {
+            1 => self.fleet.restart(&self.testbed, "controller").unwrap(),
+            _ => self.others[usize::from(number) - 2] = Some(start_controller(&self.testbed, &self.members, number)),
+        }
+    }
+
+    fn ids(&self) -> Option<Vec<(String, u64)>> {
+        let status = self.status()?;
+        let servers = status["servers"].as_array()?.iter();
+        servers.map(|server| Some((server["name"].as_str()?.to_owned(), server["id"].as_u64()?))).collect()
+    }
+
+    fn status(&self) -> Option<serde_json::Value> {
+        let text = coreward(&self.testbed, 1..=3, &["status", "--format", "json"]).ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
+    /// Servers that `coreward drain` keeps out.
+    fn drained(&self) -> Vec<String> {
+        let status = self.status().expect("a controller leads");
+        let servers = status["servers"].as_array().unwrap().iter();
+        let drained = servers.filter(|server| server["state_reason"] == "`coreward drain` says so");
+        drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    fn everybody_is_back(&self) -> bool {
+        self.status().is_some_and(|status| {
+            let reporting = |server: &&serde_json::Value| server["reports"] == "fresh";
+            let connected = |balancer: &&serde_json::Value| balancer["connected"] == true;
+            status["servers"].as_array().unwrap().iter().filter(reporting).count() == 3
+                && status["load_balancers"].as_array().unwrap().iter().filter(connected).count() == 2
+        })
+    }
+
+    /// Position of the member that leads etcd.
+    fn etcd_leader(&self) -> usize {
+        let endpoints: Vec<String> = self.members.iter().map(Member::endpoint).collect();
+        let mut command = Command::new("etcdctl");
+        command.args(["--endpoints", &endpoints.join(","), "endpoint", "status", "--write-out", "json"]);
+        command.env("ETCDCTL_API", "3");
+        let output = self.testbed.run(self.testbed.controller(), command).unwrap();
+        let states: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let leads = |state: &serde_json::Value| state["Status"]["leader"] == state["Status"]["header"]["member_id"];
+        let leader = states.as_array().unwrap().iter().find(|state| leads(state)).expect("one of three leads");
+        endpoints.iter().position(|endpoint| leader["Endpoint"] == endpoint.as_str()).unwrap()
+    }
+}
+
+#[test]
+fn leaders_come_and_go_and_what_was_acknowledged_stays() {
+    if skip_without_privilege("leaders_come_and_go_and_what_was_acknowledged_stays") {
+        return;
+    }
+    let mut site = Datacentre::start("ha");
+    let ids = site.ids().unwrap();
+    let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
+    let first = site.apply();
+    let drained = coreward(&site.testbed, 1..=3, &["drain", "s3"]).unwrap();
+    assert!(drained.starts_with("s3 is drained"), "{drained}");
+
+    // The leader dies.
+    site.kill(first);
+    let second = site.apply();
+    assert_ne!(second, first);
+    assert_eq!(site.drained(), ["s3"], "the drain is on record");
+    site.restart(first);
+
+    // The leader is stopped for longer than its lease, and wakes up when another one leads.
+    site.signal(second, Signal::SIGSTOP);
+    let third = site.apply();
+    assert_ne!(third, second);
+    site.signal(second, Signal::SIGCONT);
+    for _ in 0..20 {
+        let woken = coreward(&site.testbed, [second], &["fleet", "show"]);
+        assert!(woken.is_err(), "controller {second} leads no more");
+        pause(20);
+    }
+
+    // etcd loses its own leader.
+    let member = site.etcd_leader();
+    let mut killed = site.etcd[member].take().unwrap();
+    killed.signal(Signal::SIGKILL).unwrap();
+    killed.wait(TAKEN_OVER).unwrap();
+    site.apply();
+    site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
+
+    eventually(TAKEN_OVER, "agents and load balancers are back", || site.everybody_is_back());
+    let shown = coreward(&site.testbed, 1..=3, &["fleet", "show"]).unwrap();
+    // After a line that says which generation it is.
+    assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
+    assert_eq!(site.ids().unwrap(), ids);
+    assert_eq!(site.drained(), ["s3"]);
+    unbroken(client);
+}

@@ -1,0 +1,15 @@
+//! End-to-end tests that need the machine for themselves or last long, in one executable.
+
+mod chaos;
+mod conformity;
+mod dashboard;
+mod demo;
+mod dispatch_figures;
+mod dispatch_soak;
+mod high_availability;
+mod key_value_latency;
+mod stock_server;
+mod syn_flood;
+
+#[path = "../support/mod.rs"]
+mod support;

@@ -1,0 +1,121 @@
+//! A flood of SYNs from addresses that do not answer, with SYN cookies at the servers: connections of real clients begin
+//! and last all the while.
+
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use coreward_model::consistency::Consistency;
+use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Namespace, TestbedOptions, counters, skip_without_privilege};
+
+use crate::support::{Site, pause, unbroken};
+
+/// Addresses behind the router where nobody is: 10.2.128.0/17.
+const NOBODY: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
+const SYNS_PER_BURST: u32 = 40;
+const BURST_INTERVAL: Duration = Duration::from_millis(2);
+
+/// The Internet checksum (RFC 1071).
+fn checksum(bytes: &[u8]) -> u16 {
+    let words = bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)])));
+    let sum: u32 = words.sum();
+    let folded = (sum & 0xffff) + (sum >> 16);
+    !((folded & 0xffff) + (folded >> 16)) as u16
+}
+
+/// A SYN to the service as Linux sends it: MSS, SACK permitted, timestamps, window scale.
+fn syn(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
+    let mut tcp = Vec::new();
+    tcp.extend(port.to_be_bytes());
+    tcp.extend(SERVICE.port().to_be_bytes());
+    tcp.extend(sequence.to_be_bytes());
+    tcp.extend([0; 4]);
+    tcp.extend([10 << 4, 2, 0xfa, 0xf0, 0, 0, 0, 0]);
+    tcp.extend([2, 4, 5, 0xb4, 4, 2, 8, 10]);
+    tcp.extend(sequence.to_be_bytes());
+    tcp.extend([0, 0, 0, 0, 1, 3, 3, 7]);
+    let addresses = [source.octets(), SERVICE.ip().octets()].concat();
+    let pseudo = [&addresses[..], &[0, libc::IPPROTO_TCP as u8, 0, tcp.len() as u8], &tcp].concat();
+    let sum = checksum(&pseudo);
+    tcp[16..18].copy_from_slice(&sum.to_be_bytes());
+    let mut ip = vec![0x45, 0, 0, 20 + tcp.len() as u8, 0, 0, 0x40, 0, 64, libc::IPPROTO_TCP as u8, 0, 0];
+    ip.extend(&addresses);
+    let sum = checksum(&ip);
+    ip[10..12].copy_from_slice(&sum.to_be_bytes());
+    [ip, tcp].concat()
+}
+
+/// Sends SYNs until `done`; how many it sent.
+fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
+    client.within(|| {
+        // SAFETY: takes integers, returns a new descriptor or -1.
+        let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW) };
+        anyhow::ensure!(raw >= 0, "a raw socket: {}", std::io::Error::last_os_error());
+        // SAFETY: just made, owned by nobody else.
+        let socket = unsafe { OwnedFd::from_raw_fd(raw) };
+        let to = nix::sys::socket::SockaddrIn::from(SERVICE);
+        let mut rng = seeded_rng(1, 99);
+        let mut sent = 0;
+        while !done.load(Ordering::Relaxed) {
+            for _ in 0..SYNS_PER_BURST {
+                let source = Ipv4Addr::from_bits(NOBODY.1 + uniform_below(&mut rng, 1 << 15));
+                let port = 1024 + uniform_below(&mut rng, 60_000) as u16;
+                let packet = syn(source, port, uniform_below(&mut rng, u32::MAX));
+                let flags = nix::sys::socket::MsgFlags::empty();
+                sent += u64::from(nix::sys::socket::sendto(socket.as_raw_fd(), &packet, &to, flags).is_ok());
+            }
+            std::thread::sleep(BURST_INTERVAL);
+        }
+        Ok(sent)
+    })
+}
+
+fn flooded(instance: &str, consistency: Consistency) {
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 3,
+        router_mtu: Some(1500),
+        ..TestbedOptions::default()
+    };
+    let mut site = Site::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
+    // The router would ask for each of these addresses by ARP.
+    let mut ip = std::process::Command::new("ip");
+    ip.args(["route", "add", "blackhole", NOBODY.0]);
+    site.testbed.run(site.testbed.router().unwrap(), ip).unwrap();
+    let (done, client) = (AtomicBool::new(false), site.testbed.client().clone());
+    std::thread::scope(|scope| {
+        let flood = scope.spawn(|| flood(&client, &done));
+        let streams = site.streams(100.0);
+        pause(3_000);
+        site.set(1, Some(Standing::Draining));
+        pause(2_000);
+        unbroken(streams);
+        done.store(true, Ordering::Relaxed);
+        let sent = flood.join().unwrap().unwrap();
+        println!("{sent} SYNs");
+        assert!(sent > 20_000, "{sent} SYNs are no flood");
+    });
+    let read = |number| counters::read(site.testbed.server(number).unwrap()).unwrap();
+    let of_servers: Vec<_> = [2, 3].map(read).into();
+    for name in ["TcpExtSyncookiesSent", "TcpExtSyncookiesRecv"] {
+        assert!(counters::total(&of_servers, name) > 0, "{name}: the flood did not fill the servers' queues");
+    }
+}
+
+#[test]
+fn connections_begin_and_last_in_a_flood_of_syns() {
+    if !skip_without_privilege("connections_begin_and_last_in_a_flood_of_syns") {
+        flooded("flood", Consistency::Stateless);
+    }
+}
+
+#[test]
+fn with_a_connection_table_they_do_so_too() {
+    if !skip_without_privilege("with_a_connection_table_they_do_so_too") {
+        flooded("floodfull", Consistency::Stateful);
+    }
+}

@@ -1,0 +1,219 @@
+//! A live pool behind another load balancer is taken over and given back: docs/adopting.md, step by step, with stock nginx and
+//! connections that live through all of it.
+
+use std::net::SocketAddrV4;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::http::{Answerer, Connection};
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::other_balancer::{self, Kind};
+use coreward_testbed::topology::{SERVICE, server_address};
+use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
+
+use crate::support::{eventually, eventually_in_force, pause};
+
+const SERVERS: u16 = 3;
+const LIMIT: Duration = Duration::from_secs(10);
+
+struct Site {
+    _nginx: Vec<Nginx>,
+    testbed: Testbed,
+}
+
+impl Site {
+    /// Servers at work, and another load balancer in front of them; no agent yet.
+    fn behind(kind: Kind, instance: &str) -> (other_balancer::OtherBalancer, Self) {
+        let options =
+            TestbedOptions { instance: instance.to_owned(), servers: SERVERS, cores: 1, ..TestbedOptions::default() };
+        let testbed = Testbed::create(options).unwrap();
+        let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+        let other = testbed.start_other_balancer(kind).unwrap();
+        testbed.announce_other().unwrap();
+        (other, Self { _nginx: nginx, testbed })
+    }
+
+    /// Connections to the service that have been asked once; every fourth without TCP timestamps.
+    fn connect(&self, count: usize) -> Kept {
+        let kept = self.testbed.client().within(|| {
+            (0..count)
+                .map(|index| {
+                    let timestamps = if index % 4 == 0 { "0" } else { "1" };
+                    std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", timestamps)?;
+                    let mut connection = Connection::open(None)?;
+                    let who = connection.who()?;
+                    Ok((connection, who))
+                })
+                .collect()
+        });
+        Kept(kept.unwrap())
+    }
+
+    /// wrk with keep-alive, from now on for so long.
+    fn wrk(&self, seconds: u32) -> Process {
+        let mut wrk = Command::new("wrk");
+        wrk.args(["-t1", "-c8", &format!("-d{seconds}"), "--timeout", "5s", &format!("http://{SERVICE}/who")]);
+        wrk.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        self.testbed.spawn(self.testbed.client(), wrk).unwrap()
+    }
+
+    fn fleet(&self, more: &str) -> Fleet {
+        let options = FleetOptions { policy: "rr".to_owned(), more: more.to_owned(), ..FleetOptions::default() };
+        Fleet::start(&self.testbed, options).unwrap()
+    }
+
+    fn counter(&self, fleet: &Fleet, name: &str) -> u64 {
+        let status = fleet.status(&self.testbed).unwrap();
+        status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
+    }
+
+    /// net.ipv4.tcp_timestamps of every server.
+    fn tcp_timestamps(&self) -> Vec<String> {
+        let read = |number| {
+            let server = self.testbed.server(number).unwrap();
+            server
+                .within(|| Ok(std::fs::read_to_string("/proc/sys/net/ipv4/tcp_timestamps")?))
+                .unwrap()
+                .trim()
+                .to_owned()
+        };
+        self.testbed.server_numbers().into_iter().map(read).collect()
+    }
+
+    /// Changes the fleet's file, and waits until it is in force everywhere.
+    fn set(&self, fleet: &mut Fleet, more: &str) {
+        let before = fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
+        fleet.set_more(&self.testbed, more).unwrap();
+        eventually(LIMIT, "the controller reads the fleet's file", || {
+            fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap() > before
+        });
+        eventually_in_force(fleet, &self.testbed);
+    }
+
+    /// `coreward DAEMON --config ... --detach` on a host.
+    fn detach(&self, host: &coreward_testbed::Namespace, daemon: &str, file: &str) {
+        let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+        command.arg(daemon).arg("--config").arg(self.testbed.directory().join(format!("{file}.toml"))).arg("--detach");
+        self.testbed.run(host, command).unwrap();
+    }
+}
+
+/// Connections, each with the worker that answered first.
+struct Kept(Vec<(Connection, Answerer)>);
+
+impl Kept {
+    /// How many are not answered any more, or by another worker.
+    fn broken(&mut self) -> usize {
+        let broken =
+            |(connection, before): &mut (Connection, Answerer)| connection.who().map_or(true, |now| now != *before);
+        self.0.iter_mut().map(broken).filter(|broken| *broken).count()
+    }
+
+    fn servers(&self) -> std::collections::BTreeSet<u16> {
+        self.0.iter().map(|(_, who)| who.server).collect()
+    }
+}
+
+/// What wrk counted as errors; and that it was answered.
+fn wrk_errors(mut wrk: Process) -> Vec<String> {
+    use std::io::Read as _;
+    assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());
+    let mut text = String::new();
+    wrk.child().stdout.take().unwrap().read_to_string(&mut text).unwrap();
+    let requests = text.lines().find_map(|line| line.trim().split_once(" requests in")?.0.parse::<u64>().ok());
+    assert!(requests.is_some_and(|requests| requests > 1_000), "{text}");
+    text.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
+}
+
+const ADOPT: &str = "adopt_from = \"10.1.0.5\"\n";
+const HAND_OVER: &str = "hand_over_to = \"10.1.0.5\"\n";
+
+#[test]
+fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
+    if skip_without_privilege("a_live_pool_is_taken_over_from_a_director_and_given_back") {
+        return;
+    }
+    let (director, site) = Site::behind(Kind::Director, "adoptdr");
+    let wrk = site.wrk(9);
+    let mut oldest = site.connect(40);
+    assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize]);
+
+    // Agents first, and the load balancer, to which no packet goes yet.
+    let mut fleet = site.fleet(ADOPT);
+    assert_eq!(oldest.broken(), 0, "when the agents came");
+    let mut older = site.connect(40);
+
+    site.testbed.announce(&[1]).unwrap();
+    assert_eq!((oldest.broken(), older.broken()), (0, 0), "when the VIP moved");
+    let mut ours = site.connect(40);
+    assert_eq!(ours.servers().len(), usize::from(SERVERS));
+    eventually(LIMIT, "connections of before pass the director", || {
+        site.counter(&fleet, "to_other_balancer") > 0 && site.counter(&fleet, "established") > 0
+    });
+    pause(500);
+    assert_eq!((oldest.broken(), older.broken(), ours.broken()), (0, 0, 0));
+    assert_eq!(wrk_errors(wrk), Vec::<String>::new());
+
+    // Those of before the agents end; what came through the director since then has cookies and no need of it.
+    drop(oldest);
+    older.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
+    site.set(&mut fleet, "");
+    drop(director);
+    assert_eq!((older.broken(), ours.broken()), (0, 0), "when the director was gone");
+
+    // And back, with a director that knows nothing.
+    let wrk = site.wrk(9);
+    let _director = site.testbed.start_other_balancer(Kind::Director).unwrap();
+    site.set(&mut fleet, HAND_OVER);
+    assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize], "new connections are not stamped");
+    let mut newer = site.connect(40);
+    pause(500);
+    assert_eq!((older.broken(), ours.broken(), newer.broken()), (0, 0, 0), "while it was handed over");
+    assert_eq!(wrk_errors(wrk), Vec::<String>::new());
+    // All of the service's old connections have ended.
+    drop((older, ours));
+    site.testbed.announce_other().unwrap();
+    assert_eq!(newer.broken(), 0, "when the VIP moved back");
+    let mut newest = site.connect(40);
+    drop(fleet);
+    site.detach(site.testbed.load_balancer(1).unwrap(), "lb", "lb1");
+    for number in site.testbed.server_numbers() {
+        site.detach(site.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
+    }
+    assert_eq!((newer.broken(), newest.broken()), (0, 0), "when nothing of coreward was left");
+    assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize]);
+}
+
+#[test]
+fn a_vip_is_taken_over_from_haproxy_and_given_back() {
+    if skip_without_privilege("a_vip_is_taken_over_from_haproxy_and_given_back") {
+        return;
+    }
+    let (_haproxy, site) = Site::behind(Kind::Proxy, "adoptproxy");
+    let mut theirs = site.connect(40);
+    // What plain DNS is: clients connect to servers' own addresses.
+    let own = SocketAddrV4::new(server_address(1), SERVICE.port());
+    let mut direct = Kept(
+        site.testbed
+            .client()
+            .within(|| {
+                let mut connection = Connection::open_to(own, None)?;
+                let who = connection.who()?;
+                Ok(vec![(connection, who)])
+            })
+            .unwrap(),
+    );
+    let mut fleet = site.fleet(ADOPT);
+    site.testbed.announce(&[1]).unwrap();
+    assert_eq!((theirs.broken(), direct.broken()), (0, 0), "when the VIP moved");
+    let mut ours = site.connect(40);
+    assert_eq!(ours.servers().len(), usize::from(SERVERS));
+    site.set(&mut fleet, HAND_OVER);
+    let mut theirs_again = site.connect(40);
+    pause(500);
+    assert_eq!((theirs.broken(), ours.broken(), theirs_again.broken()), (0, 0, 0), "while it was handed over");
+    drop(ours);
+    site.testbed.announce_other().unwrap();
+    assert_eq!((theirs.broken(), theirs_again.broken(), direct.broken()), (0, 0, 0), "when the VIP moved back");
+}

@@ -1,0 +1,126 @@
+//! Load balancers that announce their VIPs by BGP (BIRD), and a router that spreads connections over them (ECMP): they are
+//! stopped, killed, cut off and taken down, and no connection breaks.
+
+use std::fs::{self, File};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use coreward_testbed::fleet::{FleetOptions, coreward_command};
+use coreward_testbed::topology::{DEVICE, VIP, load_balancer_address};
+use coreward_testbed::{Namespace, Process, TestbedOptions, skip_without_privilege};
+
+use crate::support::{Site, eventually, pause, unbroken};
+
+/// For the load balancer to look (once a second), BGP to connect or BFD to notice, and the router to change its route.
+const HEARD: Duration = Duration::from_secs(60);
+/// 500 ms without a word, and a neighbour is gone.
+const BFD: &str =
+    "protocol bfd { interface \"*\" { min rx interval 100 ms; min tx interval 100 ms; multiplier 5; }; }\n";
+const SESSION: &str = "hold time 6; connect retry time 1; connect delay time 1; error wait time 1, 1; bfd on;";
+const ROUTER: &str = "10.1.0.3";
+
+fn router_file() -> String {
+    format!(
+        "router id {ROUTER};\nprotocol device {{ }}\n{BFD}\
+         protocol kernel {{ merge paths on; ipv4 {{ import none; export all; }}; }}\n\
+         protocol bgp lb {{\n  local {ROUTER} as 65000;\n  neighbor range 10.1.2.0/24 as 65001;\n  dynamic name \"lb\";\n  \
+         {SESSION}\n  ipv4 {{ import all; export none; }};\n}}\n"
+    )
+}
+
+/// The same as in docs/high-availability.md, but for the times.
+fn load_balancer_file(number: u16) -> String {
+    let address = load_balancer_address(number);
+    format!(
+        "router id {address};\nprotocol device {{ }}\n{BFD}ipv4 table vips;\n\
+         protocol kernel coreward {{ kernel table 7400; learn; ipv4 {{ table vips; import all; export none; }}; }}\n\
+         protocol bgp router1 {{\n  local {address} as 65001;\n  neighbor {ROUTER} as 65000;\n  {SESSION}\n  \
+         ipv4 {{ table vips; import none; export all; next hop self; }};\n}}\n"
+    )
+}
+
+fn start_bird(site: &Site, namespace: &Namespace, name: &str, text: &str) -> Process {
+    let file = |extension: &str| site.testbed.directory().join(format!("bird-{name}.{extension}"));
+    fs::write(file("conf"), text).unwrap();
+    let log = File::create(file("log")).unwrap();
+    let mut command = Command::new("/usr/sbin/bird");
+    command.arg("-f").arg("-c").arg(file("conf")).arg("-s").arg(file("ctl"));
+    command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    let bird = site.testbed.spawn(namespace, command);
+    bird.expect("BIRD cannot be started: `scripts/install run` installs it")
+}
+
+fn ip(site: &Site, namespace: &Namespace, arguments: &str) -> String {
+    let mut command = Command::new("ip");
+    command.args(arguments.split_whitespace());
+    String::from_utf8(site.testbed.run(namespace, command).unwrap().stdout).unwrap()
+}
+
+/// The load balancers that the router sends connections for the VIP to.
+fn next_hops(site: &Site) -> Vec<u16> {
+    let route = ip(site, site.testbed.chooser(), &format!("route show {VIP}/32"));
+    let is_hop = |number: &u16| {
+        let hop = format!("via {} ", load_balancer_address(*number));
+        route.contains(&hop)
+    };
+    (1..=2).filter(is_hop).collect()
+}
+
+#[test]
+fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
+    if skip_without_privilege("announced_load_balancers_come_and_go_and_no_connection_breaks") {
+        return;
+    }
+    let options = TestbedOptions {
+        instance: "announce".to_owned(),
+        servers: 3,
+        load_balancers: 2,
+        router_mtu: Some(1500),
+        ..TestbedOptions::default()
+    };
+    // A multiple of what BIRD and the router take to withdraw: when it is over, their routes are looked at.
+    let more = "[announce]\ndrain = \"10s\"\n".to_owned();
+    let mut site = Site::start(
+        options,
+        FleetOptions { policy: "rr".to_owned(), more_of_load_balancers: more, ..FleetOptions::default() },
+    );
+    let mut birds = vec![start_bird(&site, site.testbed.chooser(), "router", &router_file())];
+    for number in [1, 2] {
+        let namespace = site.testbed.load_balancer(number).unwrap();
+        birds.push(start_bird(&site, namespace, &format!("lb{number}"), &load_balancer_file(number)));
+    }
+    eventually(HEARD, "both announce the VIP", || next_hops(&site) == [1, 2]);
+    // The testbed's own route, for all VIPs.
+    ip(&site, site.testbed.chooser(), "route delete 10.200.0.0/24");
+    let client = site.streams(100.0);
+    pause(1_000);
+
+    // A stop in order: no packet comes any more when the process ends.
+    site.fleet.daemon("lb2").unwrap().terminate(HEARD).unwrap();
+    assert_eq!(next_hops(&site), [1]);
+    site.fleet.restart(&site.testbed, "lb2").unwrap();
+    eventually(HEARD, "it announces the VIP again", || next_hops(&site) == [1, 2]);
+
+    // The daemon dies: the data plane goes on, and so does what was announced.
+    site.fleet.kill("lb1").unwrap();
+    pause(1_500);
+    assert_eq!(next_hops(&site), [1, 2]);
+    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+
+    // The link fails.
+    let second = site.testbed.load_balancer(2).unwrap();
+    ip(&site, second, &format!("link set {DEVICE} down"));
+    eventually(HEARD, "the router has noticed", || next_hops(&site) == [1]);
+    ip(&site, second, &format!("link set {DEVICE} up"));
+    eventually(HEARD, "it announces the VIP again", || next_hops(&site) == [1, 2]);
+
+    // It is taken out of service: the VIP first, then the program.
+    site.fleet.kill("lb1").unwrap();
+    let mut detach = Command::new(coreward_command().unwrap());
+    detach.args(["lb", "--detach", "--config"]).arg(site.testbed.directory().join("lb1.toml"));
+    site.testbed.run(site.testbed.load_balancer(1).unwrap(), detach).unwrap();
+    assert_eq!(next_hops(&site), [2]);
+    eventually(HEARD, "it forwards connections", || site.counter("lb2", "established") > 0);
+    unbroken(client);
+}

@@ -1,0 +1,160 @@
+//! Every part with a certificate: all works as without. Whose certificate does not do is refused, in words on both sides,
+//! while packets go on; with the right one it is back by itself. And no daemon keeps rights that it does not need, though all
+//! were started by root.
+
+use std::path::Path;
+use std::time::Duration;
+
+use coreward_daemon::confine::Daemon;
+use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
+use coreward_testbed::http::Connection;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::certificate::unix_now;
+use coreward_tls::{Identity, Name, Role};
+
+use crate::support::eventually;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn name(name: &str) -> Name {
+    name.parse().unwrap()
+}
+
+fn ask(testbed: &Testbed) {
+    let ask = || {
+        for _ in 0..10 {
+            Connection::open(None).unwrap().who().unwrap();
+        }
+        Ok(())
+    };
+    testbed.client().within(ask).unwrap();
+}
+
+/// What a daemon has said from `from` on.
+fn log(testbed: &Testbed, daemon: &str, from: usize) -> String {
+    let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
+    text.get(from..).unwrap_or_default().to_owned()
+}
+
+fn copy(from: &Path, to: &Path) {
+    for file in ["ca.crt", "own.crt", "own.key"] {
+        std::fs::copy(from.join(file), to.join(file)).unwrap();
+    }
+}
+
+/// A field of /proc/PID/status.
+fn status(pid: u32, field: &str) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
+}
+
+fn kept(daemon: Daemon) -> String {
+    let set = daemon.keeps().iter().fold(0u64, |set, capability| set | capability.bitmask());
+    format!("{set:016x}")
+}
+
+#[test]
+fn parts_know_each_other_and_nobody_else_is_let_in() {
+    if skip_without_privilege("parts_know_each_other_and_nobody_else_is_let_in") {
+        return;
+    }
+    let options = TestbedOptions { instance: "tls".to_owned(), servers: 1, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx = testbed.start_nginx(1).unwrap();
+    let mut fleet = Fleet::start(&testbed, FleetOptions { tls: true, ..Default::default() }).unwrap();
+    ask(&testbed);
+
+    for (name, daemon) in [("controller", Daemon::Controller), ("lb1", Daemon::Lb), ("agent-s1", Daemon::Agent)] {
+        let pid = fleet.daemon(name).unwrap().pid();
+        for set in ["CapEff:", "CapPrm:", "CapBnd:"] {
+            assert_eq!(status(pid, set), kept(daemon), "{name} {set}");
+        }
+        assert_eq!(status(pid, "NoNewPrivs:"), "1", "{name}");
+    }
+
+    // Who signs, whose it is, from when: what the agent's own files are to be.
+    let foreign = certificates(&testbed).join("foreign");
+    let foreign = Authority::init(&foreign, &name("testbed"), 30 * DAY).unwrap();
+    let now = unix_now();
+    let (good, expired) = (Validity::from_now(DAY), Validity { not_before: now - 2 * DAY, not_after: now - DAY });
+    let ours = |role, who: &str, fleet: &str, validity| issue(&testbed, role, who, &name(fleet), validity).unwrap();
+    let signed_elsewhere = || {
+        let directory = certificates(&testbed).join("elsewhere");
+        let identity = Identity { fleet: name("testbed"), role: Role::Agent, name: name("s1") };
+        foreign.issue(&identity, &[], good).unwrap().write(&directory, &foreign).unwrap();
+        std::fs::copy(certificates(&testbed).join("ca.crt"), directory.join("ca.crt")).unwrap();
+        directory
+    };
+    let cases = [
+        (
+            ours(Role::Viewer, "s1", "testbed", good),
+            "(wrong_role): its certificate is for viewer s1: expected agent or lb",
+            "the peer refuses our certificate: wrong fleet, role or name",
+        ),
+        (
+            ours(Role::Agent, "s2", "testbed", good),
+            "(wrong_name): the certificate is for agent s2, not for agent s1: expected its own name",
+            "refuses this daemon: the certificate is for agent s2, not for agent s1",
+        ),
+        (
+            ours(Role::Lb, "lb2", "testbed", good),
+            "(wrong_role): the certificate is for lb lb2: expected agent",
+            "refuses this daemon: the certificate is for lb lb2: expected agent",
+        ),
+        (
+            ours(Role::Controller, "c2", "testbed", good),
+            "(wrong_role): its certificate is for controller c2: expected agent or lb",
+            "the peer refuses our certificate: wrong fleet, role or name",
+        ),
+        (
+            ours(Role::Agent, "other", "other", good),
+            "(refused_by_peer): the peer refuses our certificate",
+            "its certificate is for controller controller of fleet testbed: expected fleet other",
+        ),
+        (
+            signed_elsewhere(),
+            "(unknown_authority): its certificate is signed by nobody in `ca`",
+            "the peer refuses our certificate: its signer is not in the peer's `ca`",
+        ),
+        (
+            ours(Role::Agent, "old", "testbed", expired),
+            "(expired): its certificate has expired",
+            "the peer refuses our certificate: it has expired there",
+        ),
+    ];
+    let own = bundle(&testbed, Role::Agent, "s1");
+    for (wrong, controller_says, agent_says) in cases {
+        fleet.kill("agent-s1").unwrap();
+        let (controller, agent) = (log(&testbed, "controller", 0).len(), log(&testbed, "agent-s1", 0).len());
+        copy(&wrong, &own);
+        fleet.restart(&testbed, "agent-s1").unwrap();
+        eventually(LIMIT, controller_says, || log(&testbed, "controller", controller).contains(controller_says));
+        eventually(LIMIT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
+    }
+    ask(&testbed);
+    // Whom the right certificate is written for comes back: first one of its own name that has expired, then a good one,
+    // without a restart.
+    fleet.kill("agent-s1").unwrap();
+    let before = log(&testbed, "agent-s1", 0).len();
+    ours(Role::Agent, "s1", "testbed", expired);
+    fleet.restart(&testbed, "agent-s1").unwrap();
+    // Who starts while its files are written finds a key that is not the certificate's, and ends (a unit starts it again).
+    let expired = "the peer refuses our certificate: it has expired there";
+    eventually(LIMIT, expired, || log(&testbed, "agent-s1", before).contains(expired));
+    ours(Role::Agent, "s1", "testbed", good);
+    eventually(LIMIT, "the agent is back", || log(&testbed, "agent-s1", before).contains("connected to controller"));
+    fleet.wait_until_ready(&testbed).unwrap();
+
+    // An agent's certificate opens no stream of a load balancer, which is told all keys.
+    fleet.kill("lb1").unwrap();
+    let controller = log(&testbed, "controller", 0).len();
+    copy(&own, &bundle(&testbed, Role::Lb, "lb1"));
+    fleet.restart(&testbed, "lb1").unwrap();
+    let words = "agent s1 at ";
+    eventually(LIMIT, words, || {
+        let said = log(&testbed, "controller", controller);
+        said.contains(words) && said.contains("(wrong_role): the certificate is for agent s1: expected lb")
+    });
+    ask(&testbed);
+}

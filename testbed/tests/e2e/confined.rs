@@ -1,0 +1,95 @@
+//! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
+
+use std::time::Duration;
+
+use coreward_daemon::confine::Daemon;
+use coreward_testbed::fleet::{Fleet, FleetOptions, Standing, unit_capabilities};
+use coreward_testbed::http::Connection;
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+
+use crate::support::{eventually, eventually_in_force};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn capability(name: &str) -> caps::Capability {
+    name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
+}
+
+fn effective(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();
+    u64::from_str_radix(line.trim(), 16).unwrap()
+}
+
+fn ask(testbed: &Testbed, times: usize) {
+    let ask = || {
+        for _ in 0..times {
+            Connection::open(None).unwrap().who().unwrap();
+        }
+        Ok(())
+    };
+    testbed.client().within(ask).unwrap();
+}
+
+#[test]
+fn daemons_need_no_more_than_their_units_leave_them() {
+    if skip_without_privilege("daemons_need_no_more_than_their_units_leave_them") {
+        return;
+    }
+    let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx: Vec<_> = testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
+    let _key_value = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
+    let dispatch = format!(
+        "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE}\"\n",
+        testbed.pin_directory().join("dispatch").display()
+    );
+    let options = FleetOptions { confined: true, agents_more: dispatch, ..Default::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    ask(&testbed, 20);
+
+    let daemons = [
+        ("controller", "controller", Daemon::Controller),
+        ("lb1", "lb", Daemon::Lb),
+        ("agent-s1", "agent", Daemon::Agent),
+    ];
+    for (name, unit, daemon) in daemons {
+        let kept = daemon.keeps().iter().fold(0, |set, capability| set | capability.bitmask());
+        assert_eq!(effective(fleet.daemon(name).unwrap().pid()), kept, "{name}");
+        let left = unit_capabilities(unit).unwrap().into_iter().fold(0, |set, name| set | capability(name).bitmask());
+        assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
+    }
+    // Workers' sockets are found and steered to, those of the UDP service dispatched to; nothing is complained of.
+    let server = |fleet: &Fleet| {
+        let status = fleet.status(&testbed).unwrap();
+        status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
+    };
+    eventually(LIMIT, "the agent dispatches to both workers", || {
+        let workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
+        workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
+    });
+    let complaints = |fleet: &Fleet| -> Vec<String> {
+        let warnings: Vec<String> = serde_json::from_value(server(fleet)["warnings"].clone()).unwrap();
+        // As ever on a small machine.
+        warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
+    };
+    eventually(LIMIT, "the agent complains of nothing", || complaints(&fleet).is_empty());
+    // Those of above may have come before the agent had found the workers.
+    eventually(LIMIT, "connections were steered", || {
+        ask(&testbed, 2);
+        server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
+    });
+    // Who may have to hand packets on to a server that drains finds it by ARP.
+    let mut pool = fleet.pool().clone();
+    pool.insert(2, Standing::Draining);
+    fleet.set_pool(&testbed, pool).unwrap();
+    eventually_in_force(&fleet, &testbed);
+    eventually(LIMIT, "the agent has found the other server", || complaints(&fleet).is_empty());
+    // What is pinned is taken over, and taken off.
+    for name in ["lb1", "agent-s1"] {
+        fleet.upgrade(&testbed, name).unwrap();
+    }
+    fleet.wait_until_ready(&testbed).unwrap();
+    ask(&testbed, 20);
+}

@@ -1,0 +1,70 @@
+//! Which connections leave a load balancer's connection table: those that are gone, and never one that is only silent.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use coreward_model::consistency::Consistency;
+use coreward_testbed::fleet::FleetOptions;
+use coreward_testbed::stream::{PACKET_BYTES, Request, content};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use zerocopy::IntoBytes as _;
+
+use crate::support::{Site, eventually, pause};
+
+/// More than the load balancer takes to look through its table and ask, several times over.
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn site() -> Site {
+    let options = TestbedOptions { instance: "silent".to_owned(), servers: 2, ..TestbedOptions::default() };
+    let fleet = FleetOptions {
+        consistency: Consistency::Stateful,
+        policy: "rr".to_owned(),
+        more_of_load_balancers: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
+        ..FleetOptions::default()
+    };
+    Site::start(options, fleet)
+}
+
+fn connect(site: &Site) -> TcpStream {
+    site.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
+}
+
+/// How many connections `coreward connections` counts.
+fn connections(site: &Site) -> usize {
+    let directory = site.testbed.load_balancer_pin_directory(1);
+    let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
+    command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);
+    let shown = site.testbed.run(site.testbed.load_balancer(1).unwrap(), command).unwrap().stdout;
+    let shown = String::from_utf8(shown).unwrap();
+    let count = shown.split_once(": ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
+    count.unwrap_or_else(|| panic!("no count in {shown}"))
+}
+
+#[test]
+fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
+    if skip_without_privilege("a_silent_connection_stays_and_those_that_are_gone_are_freed") {
+        return;
+    }
+    let site = site();
+    let mut silent = connect(&site);
+    let closed: Vec<TcpStream> = (0..5).map(|_| connect(&site)).collect();
+    eventually(LIMIT, "six connections", || connections(&site) == 6);
+    drop(closed);
+    eventually(LIMIT, "the closed ones are freed", || connections(&site) == 1);
+    // Idle for longer than `idle`, several times: its server was asked, and has it.
+    pause(5_000);
+    assert_eq!(connections(&site), 1);
+    let by_table = site.counter("lb1", "connection");
+    // More than is read: who closes first has the socket's TIME-WAIT, and a server's would keep the entry for a minute.
+    let request = Request { seed: 7.into(), packets: 4_000.into(), duration_us: 4_000_000.into() };
+    silent.set_read_timeout(Some(LIMIT)).unwrap();
+    silent.write_all(request.as_bytes()).unwrap();
+    let mut answer = vec![0; 4 * PACKET_BYTES];
+    silent.read_exact(&mut answer).unwrap();
+    assert!((0..).zip(&answer).all(|(position, byte)| content(7, position) == *byte));
+    eventually(LIMIT, "its packets go by the table", || site.counter("lb1", "connection") > by_table);
+    drop(silent);
+    eventually(LIMIT, "nothing is left", || connections(&site) == 0);
+}

@@ -1,0 +1,294 @@
+//! Several controllers, everything by TLS: to etcd with client certificates, to people by https. What is on record, drains among
+//! it, outlives a leader that is killed, and goes from one store to the other and back.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use coreward_etcd::local::{ClientTls, Member};
+use coreward_testbed::fleet::{certificates, controller_address_of, coreward_command};
+use coreward_testbed::process::Process;
+use coreward_testbed::topology::CONTROLLER_ADDRESS;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::{Files, Identity, Role, read_certificates};
+use nix::sys::signal::Signal;
+
+use crate::support::eventually;
+
+/// Until another controller leads: a multiple of the lease, for slow machines.
+const TAKEN_OVER: Duration = Duration::from_secs(90);
+/// For a process to end, which may write to etcd first: only a safety net.
+const ENDED: Duration = Duration::from_secs(60);
+const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
+                        [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n";
+
+/// The fields are dropped in this order: the testbed last.
+struct Site {
+    _etcd: Process,
+    member: Member,
+    operator: Files,
+    testbed: Testbed,
+}
+
+fn authority(directory: &Path) -> Authority {
+    Authority::init(directory, &"testbed".parse().unwrap(), 30 * DAY).unwrap()
+}
+
+fn issue(authority: &Authority, directory: &Path, role: Role, name: &str, address: Option<&str>) -> Files {
+    let identity = Identity { fleet: "testbed".parse().unwrap(), role, name: name.parse().unwrap() };
+    let addresses: Vec<String> = address.into_iter().map(str::to_owned).collect();
+    let bundle = directory.join(format!("{role}-{name}"));
+    authority.issue(&identity, &addresses, Validity::from_now(DAY)).unwrap().write(&bundle, authority).unwrap();
+    let file = |name: &str| bundle.join(name);
+    Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+}
+
+fn table(Files { ca, certificate, key }: &Files) -> String {
+    format!("ca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
+}
+
+fn api_of(number: u16) -> String {
+    format!("https://{CONTROLLER_ADDRESS}:{}", 7410 + number)
+}
+
+impl Site {
+    fn start() -> Self {
+        let options = TestbedOptions { instance: "ctltls".to_owned(), servers: 1, ..Default::default() };
+        let testbed = Testbed::create(options).unwrap();
+        let directory = certificates(&testbed);
+        let authority = authority(&directory);
+        let address = CONTROLLER_ADDRESS.to_string();
+        let of_etcd = issue(&authority, &directory, Role::Controller, "etcd1", Some(&address));
+        for name in ["c1", "c2", "c3"] {
+            issue(&authority, &directory, Role::Controller, name, Some(&address));
+        }
+        let operator = issue(&authority, &directory, Role::Operator, "ann", None);
+        let [member] = &Member::several(1, CONTROLLER_ADDRESS.into(), 2379)[..] else { unreachable!("one") };
+        let Files { ca, certificate, key } = of_etcd;
+        let tls = ClientTls { ca, certificate, key };
+        let command = member.secure_command(std::slice::from_ref(member), &testbed.directory(), &tls);
+        let etcd = testbed.spawn(testbed.controller(), command);
+        let etcd = etcd.expect("etcd cannot be started: `scripts/install run` installs it");
+        Self { _etcd: etcd, member: member.clone(), operator, testbed }
+    }
+
+    fn files(&self, role: Role, name: &str) -> Files {
+        let file = |file: &str| certificates(&self.testbed).join(format!("{role}-{name}")).join(file);
+        Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    }
+
+    fn write(&self, name: &str, number: u16, more: &str) -> PathBuf {
+        let file = self.testbed.directory().join(format!("{name}.toml"));
+        let own = table(&self.files(Role::Controller, &format!("c{number}")));
+        let (listen, api) = (controller_address_of(number), api_of(number).replace("https://", ""));
+        fs::write(&file, format!("listen = \"{listen}\"\napi = \"{api}\"\n{more}\n[tls]\n{own}")).unwrap();
+        file
+    }
+
+    /// The file of a controller with a store of its own.
+    fn write_alone(&self) -> PathBuf {
+        let store = self.testbed.directory().join("alone.redb");
+        self.write("alone", 1, &format!("store = {store:?}\n"))
+    }
+
+    /// The file of one of several, which shows `own` to etcd.
+    fn write_together(&self, name: &str, number: u16, own: &Files) -> PathBuf {
+        let endpoint = self.member.secure_endpoint();
+        let tokens = self.testbed.directory();
+        let more = format!(
+            "token_directory = {tokens:?}\n[etcd]\nendpoints = [\"{endpoint}\"]\nlease = \"4s\"\n[etcd.tls]\n{}",
+            table(own)
+        );
+        self.write(name, number, &more)
+    }
+
+    fn start_controller(&self, file: &Path) -> Process {
+        let log = File::options().create(true).append(true).open(file.with_extension("log")).unwrap();
+        let mut command = Command::new(coreward_command().unwrap());
+        command.arg("controller").arg("--config").arg(file);
+        command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        self.testbed.spawn(self.testbed.controller(), command).unwrap()
+    }
+
+    fn run(&self, arguments: &[&str]) -> Result<String, String> {
+        let mut command = Command::new(coreward_command().unwrap());
+        command.args(arguments);
+        let output = self.testbed.run(self.testbed.controller(), command);
+        output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
+    }
+
+    /// What `coreward doctor` says of a machine that is not fit.
+    fn doctor(&self, file: &Path) -> String {
+        let mut command = Command::new("sh");
+        command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_command().unwrap()).arg(file);
+        String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
+    }
+
+    /// `coreward ARGUMENTS` of these controllers, by https, with an operator's certificate.
+    fn ask(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
+        let urls: Vec<String> = controllers.iter().map(|number| api_of(*number)).collect();
+        let Files { ca, certificate, key } = &self.operator;
+        let [ca, certificate, key] = [ca, certificate, key].map(|file| file.to_str().unwrap());
+        let urls = urls.join(",");
+        let contact = ["--controller", &urls, "--ca", ca, "--certificate", certificate, "--key", key];
+        self.run(&[arguments, &contact].concat())
+    }
+
+    fn apply(&self, controllers: &[u16], document: &str) -> Result<String, String> {
+        let file = self.testbed.directory().join("applied.toml");
+        fs::write(&file, document).unwrap();
+        self.ask(controllers, &["apply", "--yes", file.to_str().unwrap()])
+    }
+
+    /// Servers that `coreward drain` keeps out, by name; `None`: nobody leads.
+    fn drained(&self, controllers: &[u16]) -> Option<Vec<String>> {
+        let text = self.ask(controllers, &["status", "--format", "json"]).ok()?;
+        let status: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let servers = status["servers"].as_array().unwrap().iter();
+        let drained = servers.filter(|server| server["state_reason"] == "`coreward drain` says so");
+        let mut names: Vec<String> = drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect();
+        // They stand in the order of their ids, which are drawn.
+        names.sort();
+        Some(names)
+    }
+
+    /// Which of these leads, by asking each alone; and the answers of the others. `None`: not exactly one does.
+    fn leader(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
+        let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
+        for number in controllers {
+            match self.ask(&[*number], &["fleet", "show"]) {
+                Ok(_) => leaders.push(*number),
+                Err(error) => refusals.push(error),
+            }
+        }
+        if let [leader] = leaders[..] { Some((leader, refusals)) } else { None }
+    }
+}
+
+#[test]
+fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
+    if skip_without_privilege("commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store") {
+        return;
+    }
+    let site = Site::start();
+    let all = [1, 2, 3];
+    let alone = site.write_alone();
+    let files = all.map(|number| {
+        let own = site.files(Role::Controller, &format!("c{number}"));
+        site.write_together(&format!("c{number}"), number, &own)
+    });
+    let [alone_text, first_text] = [&alone, &files[0]].map(|path| path.to_str().unwrap());
+
+    // One controller, and from there to several.
+    let mut single = site.start_controller(&alone);
+    eventually(TAKEN_OVER, "the document is in force", || site.apply(&[1], DOCUMENT).is_ok());
+    site.ask(&[1], &["drain", "s1", "--force"]).unwrap();
+    assert_eq!(site.drained(&[1]).unwrap(), ["s1"]);
+    assert!(single.terminate(ENDED).unwrap().success());
+    let copied = site.run(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
+    assert!(copied.contains("2 servers, 1 services"), "{copied}");
+
+    let mut controllers: Vec<Option<Process>> = files.iter().map(|file| Some(site.start_controller(file))).collect();
+    eventually(TAKEN_OVER, "the drain came along", || site.drained(&all) == Some(vec!["s1".to_owned()]));
+    eventually(TAKEN_OVER, "s2 is drained", || site.ask(&all, &["drain", "s2", "--force"]).is_ok());
+
+    // The others name the one that leads, and where its API is.
+    let mut leader = 0;
+    eventually(TAKEN_OVER, "the others name the leader", || {
+        let Some((found, refusals)) = site.leader(&all) else { return false };
+        leader = found;
+        let named = format!("{} (API: {}) does", controller_address_of(leader), api_of(leader));
+        refusals.iter().all(|refusal| refusal.contains(&named))
+    });
+
+    // A certificate that is denied where nobody leads is refused there, too.
+    let follower = all.into_iter().find(|number| *number != leader).unwrap();
+    let (file, controller) = (&files[usize::from(follower) - 1], &controllers[usize::from(follower) - 1]);
+    let text = fs::read_to_string(file).unwrap();
+    let lost = read_certificates(&site.operator.certificate).unwrap()[0].fingerprint;
+    let told = |text: &str| {
+        fs::write(file, text).unwrap();
+        controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
+    };
+    let refused = || site.ask(&[follower], &["status"]).unwrap_err().contains("on the deny list");
+    told(&format!("denied_certificates = [\"{lost}\"]\n{text}"));
+    eventually(TAKEN_OVER, "it is refused", refused);
+    told(&text);
+    eventually(TAKEN_OVER, "it is refused no more", || !refused());
+
+    // It dies without a word.
+    let mut killed = controllers[usize::from(leader) - 1].take().unwrap();
+    killed.signal(Signal::SIGKILL).unwrap();
+    killed.wait(ENDED).unwrap();
+    let weighed = DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
+    eventually(TAKEN_OVER, "the next one takes a change", || site.apply(&all, &weighed).is_ok());
+    // `None` while nobody leads; what a leader answers is compared.
+    let mut drained = None;
+    eventually(TAKEN_OVER, "a leader answers", || {
+        drained = site.drained(&all);
+        drained.is_some()
+    });
+    assert_eq!(drained.unwrap(), ["s1", "s2"]);
+    eventually(TAKEN_OVER, "s2 is undrained", || site.ask(&all, &["undrain", "s2"]).is_ok());
+    let rest: Vec<u16> = all.into_iter().filter(|number| *number != leader).collect();
+    eventually(TAKEN_OVER, "one of the others leads", || site.leader(&rest).is_some());
+
+    // And back to one.
+    let in_use = site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
+    assert!(in_use.contains("a controller uses this store"), "{in_use}");
+    for controller in controllers.iter_mut().flatten() {
+        assert!(controller.terminate(ENDED).unwrap().success());
+    }
+    site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
+    let _single = site.start_controller(&alone);
+    eventually(TAKEN_OVER, "the drain is there still", || site.drained(&[1]) == Some(vec!["s1".to_owned()]));
+    let shown = site.ask(&[1], &["fleet", "show"]).unwrap();
+    assert!(shown.trim().ends_with(weighed.trim()), "{shown}");
+
+    // A tunnel, or a host that the certificate does not know.
+    let named = ["--controller-name", "c1"];
+    site.ask(&[1], &[&["fleet", "show"][..], &named].concat()).unwrap();
+    let refused = site.ask(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
+    let expected = format!("its certificate is for controller c1 at {CONTROLLER_ADDRESS}: expected one for c2");
+    assert!(refused.contains(&expected), "{refused}");
+}
+
+#[test]
+fn a_controller_that_etcd_does_not_let_in_says_why() {
+    if skip_without_privilege("a_controller_that_etcd_does_not_let_in_says_why") {
+        return;
+    }
+    let site = Site::start();
+    let elsewhere = certificates(&site.testbed).join("elsewhere");
+    let foreign = issue(&authority(&elsewhere), &elsewhere, Role::Controller, "c1", None);
+    let own = site.files(Role::Controller, "c1");
+    let not_ours = Files { ca: own.ca.clone(), ..foreign.clone() };
+    let not_theirs = Files { ca: foreign.ca.clone(), ..own.clone() };
+    let endpoint = site.member.secure_endpoint();
+    for (name, files, expected) in [
+        ("foreign", not_ours, "etcd refuses our certificate, or that we show none"),
+        ("misled", not_theirs, "its certificate is signed by nobody in `ca`"),
+    ] {
+        let file = site.write_together(name, 1, &files);
+        let mut controller = site.start_controller(&file);
+        let log = || fs::read_to_string(file.with_extension("log")).unwrap();
+        let says = || {
+            let log = log();
+            log.contains("who leads is not known") && log.contains(&endpoint) && log.contains(expected)
+        };
+        eventually(TAKEN_OVER, expected, says);
+        assert!(controller.terminate(ENDED).unwrap().success(), "{}", log());
+        let doctor = site.doctor(&file);
+        assert!(doctor.contains(expected), "{doctor}");
+    }
+    // Nobody else has made it lead meanwhile, and it does when its certificate is exchanged for one that etcd takes.
+    let file = site.write_together("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
+    let _controller = site.start_controller(&file);
+    let log = || fs::read_to_string(file.with_extension("log")).unwrap();
+    eventually(TAKEN_OVER, "it is refused", || log().contains("etcd refuses our certificate"));
+    fs::copy(&own.certificate, &foreign.certificate).unwrap();
+    fs::copy(&own.key, &foreign.key).unwrap();
+    eventually(TAKEN_OVER, "it leads", || site.ask(&[1], &["fleet", "show"]).is_ok());
+}

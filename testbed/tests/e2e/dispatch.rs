@@ -1,0 +1,99 @@
+//! `coreward dispatch` in the agent: a key-value server's requests, from the agent's file to `coreward status`.
+
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Testbed, skip_without_privilege};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::support::eventually;
+use crate::support::load::{report, start_load, testbed};
+
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// `[dispatch]` of the agent's file.
+fn dispatch(testbed: &Testbed, policy: &str) -> String {
+    let pins = testbed.pin_directory().join("dispatch");
+    let service = format!("listen = \"{SERVICE}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
+    format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
+}
+
+/// What the server's agent says of its dispatch, as `coreward status` has it.
+fn dispatched(fleet: &Fleet, testbed: &Testbed) -> Value {
+    fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
+}
+
+fn sum(dispatched: &Value, count: &str) -> u64 {
+    let workers = dispatched[0]["workers"].as_array().unwrap();
+    workers.iter().map(|worker| worker[count].as_u64().unwrap()).sum()
+}
+
+fn eligible(dispatched: &Value) -> usize {
+    let workers = dispatched[0]["workers"].as_array().into_iter().flatten();
+    workers.filter(|worker| worker["eligible"] == true).count()
+}
+
+#[test]
+fn the_agent_dispatches_as_its_file_says() -> anyhow::Result<()> {
+    if skip_without_privilege("the_agent_dispatches_as_its_file_says") {
+        return Ok(());
+    }
+    let testbed = testbed("tdispatch")?;
+    let server = testbed.start_key_value_server(1, &["--workers", "4", "--paced", "--service-us", "GET=300"])?;
+    let more = dispatch(&testbed, "jsq");
+    let mut fleet = Fleet::start(&testbed, FleetOptions { agents_more: more, ..FleetOptions::default() })?;
+    // The load goes past the load balancer.
+    eventually(LIMIT, "four workers get requests", || eligible(&dispatched(&fleet, &testbed)) == 4);
+    let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0")?)?;
+    assert_eq!(load["lost"], 0, "{load}");
+    eventually(LIMIT, "the agent has said that all are answered", || {
+        sum(&dispatched(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
+    });
+    let told = dispatched(&fleet, &testbed);
+    assert_eq!((&told[0]["listen"], &told[0]["policy"]), (&SERVICE.to_string().into(), &"jsq".into()));
+    assert_eq!((sum(&told, "outstanding"), sum(&told, "repaired"), sum(&told, "queued")), (0, 0, 0), "{told}");
+    assert_eq!(sum(&told, "dispatched"), sum(&told, "completed"));
+    let pids: Vec<_> = server.worker_pids();
+    let workers = told[0]["workers"].as_array().unwrap();
+    assert!(workers.iter().all(|worker| pids.contains(&(worker["pid"].as_u64().unwrap() as u32))), "{told} {pids:?}");
+    let text = asking(&testbed, &["status"])?;
+    let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
+    assert!(text.contains(&format!("dispatch of {SERVICE} at s1: jsq\n")), "{text}");
+
+    changes_and_ends(&testbed, &mut fleet)
+}
+
+/// SIGHUP, a new process, and the end.
+fn changes_and_ends(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
+    let file = testbed.directory().join("agent-s1.toml");
+    let before = std::fs::read_to_string(&file)?;
+    let completed = sum(&dispatched(fleet, testbed), "completed");
+    std::fs::write(&file, before.replace("\"jsq\"", "\"rr\""))?;
+    fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
+    eventually(LIMIT, "the policy has changed", || dispatched(fleet, testbed)[0]["policy"] == "rr");
+    assert_eq!(sum(&dispatched(fleet, testbed), "completed"), completed, "the books go on");
+    // What makes no sense changes nothing.
+    std::fs::write(&file, before.replace("\"jsq\"", "\"jsk\""))?;
+    fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
+    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0")?)?;
+    assert_eq!(load["lost"], 0, "{load}");
+    let expected = completed + load["requests"].as_u64().unwrap();
+    eventually(LIMIT, "they are counted", || sum(&dispatched(fleet, testbed), "completed") == expected);
+    assert_eq!(dispatched(fleet, testbed)[0]["policy"], "rr");
+
+    // Another process of the agent takes the books over (its file is written anew).
+    fleet.upgrade(testbed, "agent-s1")?;
+    eventually(LIMIT, "the new agent dispatches", || dispatched(fleet, testbed)[0]["policy"] == "jsq");
+    assert_eq!((eligible(&dispatched(fleet, testbed)), sum(&dispatched(fleet, testbed), "completed")), (4, expected));
+
+    // Without [dispatch] the kernel picks, and nothing stays behind.
+    std::fs::write(&file, before.split("[dispatch]").next().unwrap())?;
+    fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
+    eventually(LIMIT, "nothing is dispatched", || dispatched(fleet, testbed).as_array().is_some_and(Vec::is_empty));
+    assert!(!testbed.pin_directory().join("dispatch").exists());
+    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0")?)?;
+    assert_eq!(load["lost"], 0, "{load}");
+    Ok(())
+}

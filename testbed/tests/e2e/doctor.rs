@@ -1,0 +1,415 @@
+//! `coreward doctor` finds what is wrong: each misconfiguration of docs/doctor.md is made for real, one after the other, must
+//! be named, and nothing else with it; `--fix` mends what is marked so.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, controller_address};
+use coreward_testbed::rss_emulation::attach_xdp_pass;
+use coreward_testbed::topology::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
+use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, skip_without_privilege};
+use libbpf_rs::{MapHandle, MapType, libbpf_sys};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::support::eventually;
+
+/// Enters namespaces of its own for mounts: the /sys of the network namespace, the testbed's BPF file system, and an empty
+/// directory for sysctl's drop-in files, of which none is the host's. `$1`: a directory to mount at.
+const ENTER: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
+                     if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
+const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
+/// The report, then a line with the exit code, then the drop-in file, if there is one.
+const RUN: &str =
+    "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
+
+/// How doctor is run.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    Plain,
+    WithoutBpfFileSystem,
+    FewFiles,
+    WithoutRights,
+}
+
+/// What doctor said.
+#[derive(Debug, Clone)]
+struct Said {
+    /// Checks that say warning or fault.
+    found: BTreeMap<String, String>,
+    fixed: Vec<String>,
+    fit: bool,
+    drop_in: String,
+}
+
+struct Site {
+    testbed: Testbed,
+    mount_point: PathBuf,
+    nginx: Option<Process>,
+    /// What was not as expected: all of it is told at the end.
+    wrong: RefCell<Vec<String>>,
+}
+
+impl Site {
+    fn doctor(&self, host: &Namespace, config: &Path, how: How, more: &[&str]) -> Said {
+        let limits = match how {
+            How::FewFiles => "ulimit -n 256; ",
+            _ => "",
+        };
+        let mounts = if how == How::WithoutBpfFileSystem { "" } else { BPF_FILE_SYSTEM };
+        let mut command = Command::new("unshare");
+        command.args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            &format!("{ENTER}{mounts}{limits}{RUN}"),
+            "sh",
+        ]);
+        command.arg(&self.mount_point);
+        if how == How::WithoutRights {
+            command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
+        }
+        command.arg(coreward_testbed::fleet::coreward_command().unwrap());
+        command.args(["doctor", "--format", "json", "--config"]).arg(config).args(more);
+        command.stderr(Stdio::null());
+        let output = self.testbed.run(host, command).unwrap().stdout;
+        let output = String::from_utf8(output).unwrap();
+        let (report, rest) = output.split_once("\nexit ").unwrap_or_else(|| panic!("{output}"));
+        let (code, drop_in) = rest.split_once('\n').unwrap();
+        let report: Value = serde_json::from_str(report).unwrap_or_else(|error| panic!("{error}: {report}"));
+        let findings = report["findings"].as_array().unwrap().iter();
+        let words = |value: &Value| value.as_str().unwrap().to_owned();
+        let said = Said {
+            found: findings
+                .filter(|finding| finding["severity"] == "warning" || finding["severity"] == "fault")
+                .map(|finding| {
+                    (words(&finding["check"]), format!("{}: {}", words(&finding["severity"]), words(&finding["found"])))
+                })
+                .collect(),
+            fixed: report["fixed"].as_array().unwrap().iter().map(words).collect(),
+            fit: code == "0",
+            drop_in: drop_in.to_owned(),
+        };
+        let faults = said.found.values().any(|found| found.starts_with("fault"));
+        assert_eq!(said.fit, !faults, "the exit code is {code}: {said:?}");
+        said
+    }
+
+    fn shell(&self, host: &Namespace, script: &str) {
+        let mut command = Command::new("sh");
+        command.args(["-ec", script]);
+        self.testbed.run(host, command).unwrap();
+    }
+
+    fn expect(&self, holds: bool, otherwise: impl FnOnce() -> String) {
+        if !holds {
+            self.wrong.borrow_mut().push(otherwise());
+        }
+    }
+
+    fn server(&self) -> &Namespace {
+        self.testbed.server(1).unwrap()
+    }
+
+    /// In /sys of the host's own network namespace.
+    fn shell_with_sys(&self, host: &Namespace, script: &str) {
+        let mut command = Command::new("unshare");
+        let script = format!("mount -t sysfs sysfs /sys; {script}");
+        command.args(["--mount", "--propagation", "private", "sh", "-ec", &script]);
+        self.testbed.run(host, command).unwrap();
+    }
+
+    /// Two workers on both services' ports; `pinned` to a CPU each, `reuseport` with a socket each.
+    fn serve(&mut self, pinned: bool, reuseport: bool) {
+        self.stop_serving();
+        let directory = self.testbed.directory().join("doctor-nginx");
+        fs::create_dir_all(&directory).unwrap();
+        let place = directory.display();
+        let affinity = if pinned { "worker_cpu_affinity auto;" } else { "" };
+        let reuseport = if reuseport { "reuseport" } else { "" };
+        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .map(|kind| format!("{kind}_temp_path {place}/{kind};\n"))
+            .concat();
+        let text = format!(
+            "user root; daemon off; worker_processes 2; {affinity} pid {place}/pid; error_log {place}/error.log; events {{}}\n\
+             http {{ access_log off; {temporary} server {{ listen {VIP}:80 {reuseport}; listen {VIP}:81 {reuseport}; }} }}\n"
+        );
+        let configuration = directory.join("nginx.conf");
+        fs::write(&configuration, text).unwrap();
+        let mut command = Command::new("nginx");
+        command.arg("-c").arg(&configuration).arg("-e").arg(directory.join("error.log"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let nginx = self.testbed.spawn(self.server(), command).unwrap();
+        let children = format!("/proc/{0}/task/{0}/children", nginx.pid());
+        eventually(Duration::from_secs(30), "nginx has two workers", || {
+            fs::read_to_string(&children).unwrap_or_default().split_whitespace().count() == 2
+        });
+        self.nginx = Some(nginx);
+    }
+
+    fn stop_serving(&mut self) {
+        if let Some(mut nginx) = self.nginx.take() {
+            // Killing the master would leave the workers running.
+            nginx.terminate(Duration::from_secs(30)).unwrap();
+        }
+    }
+}
+
+/// A host, the file that it is looked at with, and what doctor says while all is well.
+struct Patient {
+    host: Namespace,
+    config: PathBuf,
+    well: Said,
+}
+
+impl Patient {
+    fn new(site: &Site, host: &Namespace, config: PathBuf) -> Self {
+        let well = site.doctor(host, &config, How::Plain, &[]);
+        assert!(well.fit, "{}: {well:?}", config.display());
+        Self { host: host.clone(), config, well }
+    }
+
+    /// Exactly `check` is found beside what there was, and not before or after.
+    fn has(&self, site: &Site, what: &str, check: &str, how: How, more: &[&str]) {
+        let said = site.doctor(&self.host, &self.config, how, more);
+        let new: Vec<&String> = said.found.keys().filter(|name| !self.well.found.contains_key(*name)).collect();
+        site.expect(new == [check], || format!("{what}: expected {check} alone: {said:?}; before: {:?}", self.well));
+        println!("{what}: {check}, {:?}", said.found.get(check));
+    }
+
+    /// Another file, as this one but for what is replaced.
+    fn with(&self, replace: &[(&str, &str)], more: &str) -> Self {
+        let mut text = fs::read_to_string(&self.config).unwrap();
+        for (from, to) in replace {
+            assert!(text.contains(from), "{from}: {text}");
+            text = text.replace(from, to);
+        }
+        let config = self.config.with_extension("other.toml");
+        fs::write(&config, format!("{more}{text}")).unwrap();
+        Self { host: self.host.clone(), config, well: self.well.clone() }
+    }
+
+    fn is_well(&self, site: &Site, after: &str) {
+        let said = site.doctor(&self.host, &self.config, How::Plain, &[]);
+        let names = |said: &Said| said.found.keys().cloned().collect::<Vec<_>>();
+        site.expect(names(&said) == names(&self.well), || format!("after {after}: {said:?}"));
+    }
+
+    /// Injected by a shell script, found, undone.
+    fn catches(&self, site: &Site, check: &str, inject: &str, undo: &str) {
+        site.shell(&self.host, inject);
+        self.has(site, inject, check, How::Plain, &[]);
+        site.shell(&self.host, undo);
+        self.is_well(site, inject);
+    }
+
+    /// The same, and mended by `--fix`, which says so.
+    fn mends(&self, site: &Site, check: &str, inject: &str, how: How) -> Said {
+        self.has(site, inject, check, how, &[]);
+        let said = site.doctor(&self.host, &self.config, how, &["--fix"]);
+        site.expect(!said.found.contains_key(check), || format!("{inject}: not mended: {said:?}"));
+        let done = !said.fixed.is_empty() && said.fixed.iter().all(|line| !line.starts_with("NOT"));
+        site.expect(done, || format!("{inject}: {said:?}"));
+        println!("{inject}: {}", said.fixed.join("; "));
+        said
+    }
+}
+
+/// A testbed whose services are one that servers stamp and one that load balancers do, each served by two workers.
+fn site() -> (Site, Fleet, Patient, Patient, Patient) {
+    let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
+    let mut testbed = Testbed::create(options).unwrap();
+    let by_lb = format!("\n[[service]]\nname = \"old\"\nvip = \"{VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
+    testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", "2")]).unwrap();
+    let routes =
+        [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
+    testbed.load_balancer(1).unwrap().set_sysctls(&routes).unwrap();
+    let fleet = FleetOptions { more: by_lb, agents: false, ..FleetOptions::default() };
+    let fleet = Fleet::start(&testbed, fleet).unwrap();
+    // One without a daemon, to be looked at before there is one.
+    let second = testbed.add_load_balancer().unwrap();
+    testbed.load_balancer(second).unwrap().set_sysctls(&routes).unwrap();
+    let directory = testbed.directory();
+    let text = fs::read_to_string(directory.join("lb1.toml")).unwrap().replace("lb1", "lb2");
+    fs::write(directory.join("doctor-lb2.toml"), text).unwrap();
+    let pins = testbed.pin_directory().join("doctor-s1");
+    let agent = format!(
+        "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\nmanage_timestamps = false\n\
+         rss = {{ source = \"testbed\", path = \"{}\" }}\n",
+        controller_address(),
+        pins.display(),
+        testbed.emulated_rss(1).display(),
+    );
+    fs::write(directory.join("doctor-s1.toml"), agent).unwrap();
+    let mount_point = directory.join("doctor-bpf");
+    fs::create_dir_all(&mount_point).unwrap();
+    let mut site = Site { testbed, mount_point, nginx: None, wrong: RefCell::default() };
+    site.serve(true, true);
+    let server = Patient::new(&site, site.server(), directory.join("doctor-s1.toml"));
+    let balancer = Patient::new(&site, site.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
+    let controller = Patient::new(&site, site.testbed.controller(), directory.join("controller.toml"));
+    (site, fleet, server, balancer, controller)
+}
+
+#[test]
+fn every_injected_misconfiguration_is_named() {
+    if skip_without_privilege("every_injected_misconfiguration_is_named") {
+        return;
+    }
+    let (mut site, mut fleet, server, balancer, controller) = site();
+    addresses_of_a_server(&site, &server);
+    kernel_of_a_server(&site, &server);
+    workers_of_a_server(&mut site, &server);
+    load_balancer(&site, &balancer);
+    addresses_of_a_load_balancer(&site, &balancer);
+    a_controller(&site, &controller);
+
+    // Beside daemons at work nothing is wrong either.
+    let at_work = site.doctor(
+        site.testbed.load_balancer(1).unwrap(),
+        &site.testbed.directory().join("lb1.toml"),
+        How::Plain,
+        &[],
+    );
+    assert!(at_work.fit, "{at_work:?}");
+    fleet.start_agent(&site.testbed, 1).unwrap();
+    let agent = site.testbed.directory().join("agent-s1.toml");
+    let pins = site.testbed.pin_directory().join("agent-s1/server/state");
+    eventually(Duration::from_secs(30), "the agent has pinned its state", || pins.exists());
+    let at_work = site.doctor(site.server(), &agent, How::Plain, &[]);
+    assert!(at_work.fit, "{at_work:?}");
+    let wrong = site.wrong.take();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    site.stop_serving();
+    fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
+}
+
+fn addresses_of_a_server(site: &Site, server: &Patient) {
+    let add = format!("ip address add {VIP}/32 dev lo");
+    server.catches(site, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
+    let on_device = format!("ip address add {VIP}/32 dev {DEVICE}");
+    server.catches(site, "vip", &on_device, &format!("ip address delete {VIP}/32 dev {DEVICE}"));
+    for (check, name, right) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
+        let set = |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
+        site.shell(&server.host, &set("all", "0"));
+        let said = server.mends(site, check, &set("all", "0"), How::Plain);
+        if Path::new("/etc/sysctl.d").is_dir() {
+            site.expect(said.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")), || {
+                format!("{said:?}")
+            });
+        }
+        site.shell(&server.host, &format!("{}; {}", set("all", right), set(DEVICE, "0")));
+        server.is_well(site, name);
+    }
+}
+
+fn kernel_of_a_server(site: &Site, server: &Patient) {
+    let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
+    server.catches(site, "rp-filter", &format!("echo 1 > {conf}/rp_filter"), &format!("echo 0 > {conf}/rp_filter"));
+    let timestamps = "/proc/sys/net/ipv4/tcp_timestamps";
+    server.catches(site, "tcp-timestamps", &format!("echo 1 > {timestamps}"), &format!("echo 2 > {timestamps}"));
+
+    let steer = format!("echo 3 > /sys/class/net/{DEVICE}/queues/rx-0/rps_cpus");
+    if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
+        site.shell_with_sys(&server.host, &steer);
+        server.mends(site, "rps", &steer, How::Plain);
+        server.is_well(site, &steer);
+        server.catches(site, "queues", &format!("ethtool -L {DEVICE} rx 1"), &format!("ethtool -L {DEVICE} rx 2"));
+    }
+    let chain = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority 0; policy accept; }'";
+    let remove = "nft delete table ip doctor";
+    let track = format!("{chain}; nft add rule ip doctor input ct state established accept");
+    server.catches(site, "conntrack", &track, remove);
+    let lets_in = format!("nft add rule ip doctor input ip saddr {CONTROLLER_ADDRESS} accept");
+    let drop = "nft 'add chain ip doctor input { type filter hook input priority 0; policy drop; }'";
+    server.catches(site, "firewall", &format!("{chain}; {lets_in}; {drop}"), remove);
+
+    let state = site.testbed.pin_directory().join("doctor-s1/server/state");
+    fs::create_dir_all(state.parent().unwrap()).unwrap();
+    let options =
+        libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
+    let mut older = MapHandle::create(MapType::Array, Some("state"), 4, 64, 1, &options).unwrap();
+    older.pin(&state).unwrap();
+    server.has(site, "a map of 64 bytes is pinned as the server's state", "pins", How::Plain, &[]);
+    fs::remove_file(&state).unwrap();
+    server.is_well(site, "pins");
+    let nobody = format!("{CONTROLLER_ADDRESS}:7399");
+    server.has(site, "a port at which no controller listens", "controller", How::Plain, &["--controller", &nobody]);
+}
+
+fn workers_of_a_server(site: &mut Site, server: &Patient) {
+    site.stop_serving();
+    server.has(site, "nobody listens", "listeners", How::Plain, &[]);
+    site.serve(true, false);
+    server.has(site, "sockets without SO_REUSEPORT", "listeners", How::Plain, &[]);
+    // On one CPU a worker is pinned whatever it does.
+    if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
+        site.serve(false, true);
+        server.has(site, "workers that are not pinned", "workers", How::Plain, &[]);
+    }
+    site.serve(true, true);
+    server.is_well(site, "workers");
+}
+
+fn load_balancer(site: &Site, balancer: &Patient) {
+    balancer.has(site, "ulimit -n 256", "open-files", How::FewFiles, &[]);
+    balancer.has(site, "no CAP_BPF, no CAP_PERFMON", "rights", How::WithoutRights, &[]);
+    balancer.mends(site, "bpf-file-system", "no BPF file system", How::WithoutBpfFileSystem);
+    balancer.has(site, "an interface that is not there", "interface", How::Plain, &["--interface", "nonexistent0"]);
+    attach_xdp_pass(&balancer.host, DEVICE).unwrap();
+    balancer.has(site, "another XDP program", "xdp", How::Plain, &[]);
+    site.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
+    balancer.is_well(site, "xdp");
+    // With an XDP program at either end veth takes no such MTU.
+    site.shell(site.testbed.switch(), "ip link set dev lb2 xdp off");
+    site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
+    let native = balancer.with(&[], "xdp_mode = \"native\"\n");
+    native.has(site, "an MTU of 9000", "mtu", How::Plain, &[]);
+    site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
+    balancer.is_well(site, "mtu");
+}
+
+fn addresses_of_a_load_balancer(site: &Site, balancer: &Patient) {
+    let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
+    let delete = format!("ip address delete {VIP}/32 dev {DEVICE}");
+    balancer.catches(site, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
+    let own = load_balancer_address(2);
+    let narrow = format!(
+        "ip address delete {own}/16 dev {DEVICE}; ip address add {own}/24 dev {DEVICE}; ip route add {CONTROLLER_ADDRESS} dev {DEVICE}"
+    );
+    let wide = format!(
+        "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own}/24 dev {DEVICE}; ip address add {own}/16 dev {DEVICE}"
+    );
+    balancer.catches(site, "segment", &narrow, &wide);
+    balancer.catches(
+        site,
+        "forwarding",
+        &format!("echo 0 > {conf}/forwarding"),
+        &format!("echo 1 > {conf}/forwarding"),
+    );
+    balancer.catches(site, "rp-filter", &format!("echo 1 > {conf}/rp_filter"), &format!("echo 0 > {conf}/rp_filter"));
+    let redirects = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
+    site.shell(&balancer.host, redirects);
+    balancer.mends(site, "send-redirects", redirects, How::Plain);
+    balancer.is_well(site, redirects);
+}
+
+fn a_controller(site: &Site, controller: &Patient) {
+    let store = site.testbed.directory().join("controller.redb");
+    let readable = format!("chmod 644 {}", store.display());
+    site.shell(&controller.host, &readable);
+    controller.mends(site, "store", &readable, How::Plain);
+    controller.is_well(site, &readable);
+    let missing = store.with_file_name("no/controller.redb");
+    let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
+    elsewhere.has(site, "the store's directory is missing", "store", How::Plain, &[]);
+    let listen = [(controller_address(), "192.0.2.1:7400")];
+    let elsewhere = controller.with(&[(&listen[0].0, listen[0].1)], "");
+    elsewhere.has(site, "an address of another machine", "listen", How::Plain, &[]);
+}

@@ -1,0 +1,173 @@
+//! A server is drained as an operator does it, with nginx and clients that keep their connections: what remains is counted, nothing
+//! breaks, nothing new goes there, and a controller that is killed in between changes none of that.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::process::Process;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::signal::Signal;
+
+use crate::support::{Open, eventually, open, open_at_each};
+
+/// The fields are dropped in this order: the testbed last.
+struct Site {
+    fleet: Fleet,
+    _nginx: Vec<Nginx>,
+    testbed: Testbed,
+}
+
+impl Site {
+    fn start(instance: &str) -> Self {
+        let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..Default::default() };
+        let testbed = Testbed::create(options).unwrap();
+        let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+        let fleet = FleetOptions { policy: "rr".to_owned(), ..Default::default() };
+        let fleet = Fleet::start(&testbed, fleet).unwrap();
+        Self { fleet, _nginx: nginx, testbed }
+    }
+
+    fn all_go_to(&self, server: u16) -> bool {
+        open(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(coreward_command().unwrap());
+        command.args(arguments).env("COREWARD_TOKEN_FILE", self.testbed.directory().join("operator.token"));
+        command
+    }
+
+    /// `coreward ARGUMENTS`: what it prints, or why it fails.
+    fn coreward(&self, arguments: &[&str]) -> Result<String, String> {
+        let output = self.testbed.run(self.testbed.controller(), self.command(arguments));
+        output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
+    }
+
+    /// The same beside what goes on.
+    fn begin(&self, name: &str, arguments: &[&str]) -> Begun {
+        let said = self.testbed.directory().join(format!("{name}.txt"));
+        let file = File::create(&said).unwrap();
+        let mut command = self.command(arguments);
+        command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
+        Begun { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), said }
+    }
+
+    fn state(&self, server: &str) -> String {
+        let status = self.fleet.status(&self.testbed).unwrap();
+        let servers = status["servers"].as_array().unwrap();
+        let state = servers.iter().find(|known| known["name"] == server).unwrap()["state"].as_str().unwrap();
+        state.to_owned()
+    }
+}
+
+struct Begun {
+    process: Process,
+    said: PathBuf,
+}
+
+impl Begun {
+    fn said(&self) -> String {
+        fs::read_to_string(&self.said).unwrap()
+    }
+
+    fn says(&self, words: &str) {
+        let mut said = String::new();
+        let has = || {
+            said = self.said();
+            said.contains(words)
+        };
+        eventually(Duration::from_secs(20), &format!("{words:?}"), has);
+    }
+
+    /// Whether it ends well, and all that it said.
+    fn ends(&mut self) -> (bool, String) {
+        let ended = self.process.wait(Duration::from_secs(20)).unwrap();
+        (ended.success(), self.said())
+    }
+}
+
+fn still_answered(connections: &mut Open) {
+    for (connection, first) in connections {
+        assert_eq!(&connection.who().unwrap(), first);
+    }
+}
+
+fn of_server(connections: Open, server: u16) -> (Open, Open) {
+    connections.into_iter().partition(|(_, answerer)| answerer.server == server)
+}
+
+#[test]
+fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
+    if skip_without_privilege("a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller") {
+        return;
+    }
+    let mut site = Site::start("drained");
+    let (mut leaving, mut staying) = of_server(open_at_each(&site.testbed, &[1, 2], 2), 1);
+    let remain = leaving.len();
+    let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
+    waiting.says(&format!("s1 is drained: {remain} connections remain\n"));
+    assert!(site.all_go_to(2));
+
+    site.fleet.kill("controller").unwrap();
+    waiting.says("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
+    still_answered(&mut leaving);
+    leaving.truncate(1);
+    site.fleet.restart(&site.testbed, "controller").unwrap();
+    waiting.says("s1 is drained: 1 connection remains\n");
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    assert_eq!(site.state("s1"), "draining");
+    assert!(site.all_go_to(2));
+    still_answered(&mut leaving);
+    still_answered(&mut staying);
+    assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.said());
+    leaving.clear();
+    let (well, said) = waiting.ends();
+    assert!(well && said.ends_with("s1 is drained: no connection remains\n"), "{said}");
+
+    // Who has drained one cannot drain the other.
+    let refused = site.coreward(&["drain", "s2"]).unwrap_err();
+    assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
+    assert_eq!(site.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
+    assert!(site.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
+    eventually(Duration::from_secs(10), "server 1 is back", || !site.all_go_to(2));
+    still_answered(&mut staying);
+}
+
+#[test]
+fn who_waits_no_more_leaves_the_server_drained() {
+    if skip_without_privilege("who_waits_no_more_leaves_the_server_drained") {
+        return;
+    }
+    let mut site = Site::start("drainend");
+    let (mut of_1, _of_2) = of_server(open_at_each(&site.testbed, &[1], 2), 1);
+    let mut impatient = site.begin("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
+    let (well, said) = impatient.ends();
+    let end = format!(
+        "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
+        of_1.len()
+    );
+    assert!(!well && said.ends_with(&end), "{said}");
+    let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
+    interrupted.says("remain");
+    interrupted.process.signal(Signal::SIGINT).unwrap();
+    let (well, said) = interrupted.ends();
+    assert!(!well && said.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"), "{said}");
+    // Nobody counts.
+    site.fleet.kill("agent-s1").unwrap();
+    let mut uncounted = site.begin("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
+    let (well, said) = uncounted.ends();
+    assert!(
+        !well && said.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
+        "{said}"
+    );
+    assert_eq!(site.state("s1"), "draining");
+    assert!(site.all_go_to(2));
+    still_answered(&mut of_1);
+    let top = site.coreward(&["top", "--once"]).unwrap();
+    assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");
+    assert!(top.contains("! s1: draining: `coreward drain` says so"), "{top}");
+}

@@ -1,0 +1,307 @@
+//! Health checks from the load balancers: who is down gets no new connections and keeps those that it has, and a load
+//! balancer that sees nobody takes nobody out.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::http::Connection;
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde_json::Value;
+
+use crate::support::{AT_EVERY_SERVER, eventually, pause};
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// What the configuration below says: interval x fall + timeout.
+const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 500);
+
+const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \"200ms\"\n\
+                     timeout = \"500ms\"\nrise = 2\nfall = 3\n";
+
+struct Site {
+    fleet: Fleet,
+    nginx: Vec<Option<Nginx>>,
+    testbed: Testbed,
+}
+
+impl Site {
+    fn start(instance: &str, load_balancers: u16, keys: &str) -> Self {
+        let options = TestbedOptions {
+            instance: instance.to_owned(),
+            servers: 3,
+            cores: 1,
+            load_balancers,
+            ..Default::default()
+        };
+        let testbed = Testbed::create(options).unwrap();
+        let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
+        for number in 1..=3 {
+            fs::write(health_file(&testbed, number), "well\n").unwrap();
+        }
+        let options =
+            FleetOptions { policy: "rr".to_owned(), more: keys.to_owned(), steer: false, ..Default::default() };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        Self { fleet, nginx, testbed }
+    }
+
+    /// Whether the server says that it is well.
+    fn set_well(&self, number: u16, well: bool) {
+        let file = health_file(&self.testbed, number);
+        if well { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
+    }
+
+    fn status(&self) -> Value {
+        self.fleet.status(&self.testbed).unwrap()
+    }
+
+    fn state(&self, number: u16) -> (String, String) {
+        let status = self.status();
+        let name = format!("s{number}");
+        let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == name).unwrap();
+        let text = |key: &str| server[key].as_str().unwrap().to_owned();
+        (text("state"), text("state_reason"))
+    }
+
+    fn wait_for(&self, number: u16, state: &str) -> Duration {
+        let start = Instant::now();
+        eventually(LIMIT, &format!("s{number} is {state}"), || self.state(number).0 == state);
+        start.elapsed()
+    }
+
+    /// Waits until every load balancer has a verdict of every server.
+    fn wait_until_checked(&self) {
+        eventually(LIMIT, "every load balancer has checked every server", || {
+            let status = self.status();
+            let members = status["services"][0]["members"].as_array().unwrap().clone();
+            let balancers = self.testbed.load_balancer_numbers().len();
+            members.iter().all(|member| {
+                let checks = member["checks"].as_array().unwrap();
+                checks.len() == balancers && checks.iter().all(|check| check["up"] == true)
+            })
+        });
+    }
+
+    fn open(&self, count: usize) -> Vec<(Connection, u16)> {
+        let open = || {
+            let one = |_| {
+                let mut connection = Connection::open(None)?;
+                let server = connection.who()?.server;
+                Ok((connection, server))
+            };
+            (0..count).map(one).collect()
+        };
+        self.testbed.client().within(open).unwrap()
+    }
+
+    fn still_answered(&self, connections: &mut [(Connection, u16)]) {
+        let ask = || {
+            for (connection, server) in connections.iter_mut() {
+                assert_eq!(connection.who()?.server, *server);
+            }
+            Ok(())
+        };
+        self.testbed.client().within(ask).unwrap();
+    }
+
+    /// Waits until just these get new connections: soon after the controller says so.
+    fn only_go_to(&self, servers: &[u16]) {
+        eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
+    }
+
+    /// The servers that get new connections now.
+    fn servers(&self) -> Vec<u16> {
+        let mut servers: Vec<u16> = self.open(AT_EVERY_SERVER).into_iter().map(|(_, server)| server).collect();
+        servers.sort_unstable();
+        servers.dedup();
+        servers
+    }
+
+    fn log(&self, load_balancer: u16) -> String {
+        fs::read_to_string(self.testbed.directory().join(format!("lb{load_balancer}.log"))).unwrap()
+    }
+
+    /// How much both load balancers have logged so far.
+    fn log_lengths(&self) -> [usize; 2] {
+        [1, 2].map(|number| self.log(number).len())
+    }
+
+    /// Waits until both load balancers have logged these words, after so much.
+    fn wait_for_log(&self, after: [usize; 2], words: &str) {
+        eventually(LIMIT, words, || {
+            (1..).zip(after).all(|(number, after)| self.log(number).get(after..).is_some_and(|log| log.contains(words)))
+        });
+    }
+
+    fn ip(&self, load_balancer: u16, arguments: &[&str]) {
+        let mut command = Command::new("ip");
+        command.args(arguments);
+        self.testbed.run(self.testbed.load_balancer(load_balancer).unwrap(), command).unwrap();
+    }
+}
+
+fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
+    testbed.directory().join(format!("nginx-s{number}")).join("www").join("healthz")
+}
+
+#[test]
+fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
+    if skip_without_privilege("who_is_down_gets_no_new_connections_and_comes_back_slowly") {
+        return;
+    }
+    // `joining` for so long that a look each half second finds it.
+    let mut site = Site::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
+    site.wait_until_checked();
+    let mut connections = site.open(AT_EVERY_SERVER);
+    site.only_go_to(&[1, 2, 3]);
+
+    // It answers, but not that it is well.
+    site.set_well(1, false);
+    let took = site.wait_for(1, "down");
+    println!("found after {took:?}, expected within {FOUND_WITHIN:?}");
+    assert!(site.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", site.state(1));
+    site.only_go_to(&[2, 3]);
+    site.still_answered(&mut connections);
+    site.set_well(1, true);
+    site.wait_for(1, "joining");
+    site.wait_for(1, "active");
+    site.only_go_to(&[1, 2, 3]);
+    site.still_answered(&mut connections);
+    connections.retain(|(_, server)| *server != 2);
+
+    // It is gone, only nobody listens.
+    site.nginx[1] = None;
+    site.wait_for(2, "down");
+    assert!(site.state(2).1.contains("connection refused"), "{:?}", site.state(2));
+    site.only_go_to(&[1, 3]);
+    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
+    site.wait_for(2, "active");
+    site.wait_until_checked();
+
+    // A load balancer that sees nobody takes nobody out.
+    site.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
+    eventually(LIMIT, "load balancer 2 sees nobody", || {
+        let status = site.status();
+        let members = status["services"][0]["members"].as_array().unwrap().clone();
+        let blind = |member: &Value| {
+            member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
+        };
+        members.iter().all(blind)
+    });
+    pause(500);
+    assert!((1..=3).all(|number| site.state(number).0 == "active"), "{}", site.status()["servers"]);
+    // What one that sees finds is believed all the same.
+    site.set_well(3, false);
+    site.wait_for(3, "down");
+    site.only_go_to(&[1, 2]);
+    site.set_well(3, true);
+    site.wait_for(3, "active");
+    site.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
+    site.wait_until_checked();
+    site.still_answered(&mut connections);
+}
+
+#[test]
+fn when_all_are_down() {
+    if skip_without_privilege("when_all_are_down") {
+        return;
+    }
+    let mut site = Site::start("alldown", 1, CHECK);
+    site.wait_until_checked();
+    let mut connections = site.open(6);
+    (1..=3).for_each(|number| site.set_well(number, false));
+    eventually(LIMIT, "the service fails open", || site.status()["services"][0]["failing_open"] == true);
+    site.only_go_to(&[1, 2, 3]);
+    let dropped = |site: &Site| {
+        let status = site.status();
+        status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
+    };
+    assert_eq!(dropped(&site), 0);
+
+    let options = FleetOptions { more: format!("when_all_down = \"drop\"\n{CHECK}"), ..site.fleet.options().clone() };
+    site.fleet.set_options(&site.testbed, options).unwrap();
+    eventually(LIMIT, "first packets are dropped", || {
+        let open = || {
+            let address = coreward_testbed::topology::SERVICE.into();
+            Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
+        };
+        site.testbed.client().within(open).unwrap()
+    });
+    eventually(LIMIT, "they are counted", || dropped(&site) > 0);
+    site.still_answered(&mut connections);
+    site.set_well(2, true);
+    eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
+    site.only_go_to(&[2]);
+    site.still_answered(&mut connections);
+}
+
+/// Who answers so many new connections; `None`: one is refused, or nobody answers.
+fn served_by(site: &Site) -> Vec<Option<u16>> {
+    let one = || Connection::open(None).and_then(|mut connection| connection.who()).ok().map(|who| who.server);
+    site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| one()).collect())).unwrap()
+}
+
+/// Waits until new connections go to these servers and none fails; how long that took.
+fn until_served_by(site: &Site, servers: &[u16]) -> Duration {
+    let start = Instant::now();
+    eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
+        let mut found = served_by(site);
+        found.sort_unstable();
+        found.dedup();
+        found == servers.iter().copied().map(Some).collect::<Vec<_>>()
+    });
+    start.elapsed()
+}
+
+#[test]
+fn without_a_controller_servers_that_are_down_get_no_new_connections() {
+    if skip_without_privilege("without_a_controller_servers_that_are_down_get_no_new_connections") {
+        return;
+    }
+    // What a load balancer begins with; it raises it as far as it may.
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
+    let mut site = Site::start("static", 2, CHECK);
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+    site.wait_until_checked();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", site.fleet.daemon("lb1").unwrap().pid())).unwrap();
+    let files: Vec<&str> =
+        limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
+    assert_eq!(files[3], files[4], "soft and hard limit of open files: {limits}");
+
+    // One load balancer alone does not reach a server; the controller goes by the majority, which is none.
+    site.testbed.announce(&[2]).unwrap();
+    site.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
+    until_served_by(&site, &[1, 2]);
+    assert_eq!(site.state(3).0, "active", "the other one reaches it");
+    site.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
+    until_served_by(&site, &[1, 2, 3]);
+    site.testbed.announce(&[1, 2]).unwrap();
+
+    let mut connections = site.open(AT_EVERY_SERVER);
+    let before = site.log_lengths();
+    site.fleet.kill("controller").unwrap();
+    site.nginx[1] = None;
+    let took = until_served_by(&site, &[1, 3]);
+    println!(
+        "no controller: a dead server avoided after {took:?}, expected within {FOUND_WITHIN:?} and one round of requests"
+    );
+    connections.retain(|(_, server)| *server != 2);
+    site.still_answered(&mut connections);
+    // All are down: nobody is masked, as the load balancer may be at fault.
+    site.wait_for_log(before, "server s2 of service web0 gets no new connections from here");
+    let before = site.log_lengths();
+    (1..=3).for_each(|number| site.set_well(number, false));
+    site.wait_for_log(before, "server s2 of service web0 is masked no more");
+    eventually(LIMIT, "s1 and s3 get new connections", || {
+        let found = served_by(&site);
+        found.contains(&Some(1)) && found.contains(&Some(3))
+    });
+    (1..=3).for_each(|number| site.set_well(number, true));
+    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
+    until_served_by(&site, &[1, 2, 3]);
+    site.still_answered(&mut connections);
+}

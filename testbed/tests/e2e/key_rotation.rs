@@ -1,0 +1,34 @@
+//! New cookie keys while connections go on: none breaks, also of those that began two keys ago.
+
+use std::time::Duration;
+
+use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::{TestbedOptions, skip_without_privilege};
+
+use crate::support::{Site, eventually, pause, unbroken};
+
+#[test]
+fn keys_rotate_and_no_connection_breaks() {
+    if skip_without_privilege("keys_rotate_and_no_connection_breaks") {
+        return;
+    }
+    let options =
+        TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
+    let mut site = Site::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    let streams = site.streams(150.0);
+    pause(2_000);
+    let stamps =
+        |site: &Site, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
+    assert!(stamps(&site, 0));
+    site.set(1, Some(Standing::Draining));
+    for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
+        // Sooner after the one before than is safe for connections that were idle meanwhile; these are not.
+        site.coreward(&["keys", "rotate", "--force"]).unwrap();
+        eventually(Duration::from_secs(60), "the other key stamps", || stamps(&site, key));
+        // It does so a second later.
+        pause(1_500);
+        site.fleet.upgrade(&site.testbed, upgraded).unwrap();
+    }
+    site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();
+    unbroken(streams);
+}

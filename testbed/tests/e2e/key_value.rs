@@ -1,0 +1,232 @@
+//! Key-value server and load generator, without anything between them: what is asked for is answered, by the clock where it
+//! should be, and what is not answered is counted.
+
+use std::net::UdpSocket;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
+use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::key_value::handle::KeyValueServer;
+use coreward_testbed::skip_without_privilege;
+use coreward_testbed::topology::SERVICE;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::eventually;
+use crate::support::load::{report, start_load, testbed};
+
+fn eventually_answered(server: &KeyValueServer, requests: u64) {
+    let answered = || server.counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
+    eventually(Duration::from_secs(40), "requests are answered", || answered() >= requests);
+}
+
+/// A client that asks one question after the other.
+struct Client {
+    socket: UdpSocket,
+    next_id: u32,
+}
+
+/// An answer's status, worker and pairs.
+type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
+
+impl Client {
+    fn open() -> anyhow::Result<Self> {
+        let socket = UdpSocket::bind("0.0.0.0:0")?;
+        socket.connect(SERVICE)?;
+        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        Ok(Self { socket, next_id: 0 })
+    }
+
+    fn ask(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<Answer> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let (key, value) = (key.as_bytes(), value.as_bytes());
+        let request = Request { request_type: request_type.parse()?, id, service_ns: 0, key, value };
+        let mut datagram = Vec::new();
+        request.write(&mut datagram);
+        self.socket.send(&datagram)?;
+        let (mut buffer, mut all, mut parts) = ([0; DATAGRAM_MAX + 1], Vec::new(), 1);
+        let mut answer = (0, 0);
+        let mut part = 0;
+        while part < parts {
+            let length = self.socket.recv(&mut buffer).with_context(|| format!("no answer to {request:?}"))?;
+            let (header, pairs) = parse_response(&buffer[..length]).context("a response")?;
+            assert_eq!((header.id.get(), header.request_type), (id, request.request_type.byte()));
+            assert_eq!(header.part, part, "parts come in order on one segment");
+            all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+            (answer, parts) = ((header.status, header.worker.get()), header.parts);
+            part += 1;
+        }
+        Ok((answer.0, answer.1, all))
+    }
+}
+
+#[test]
+fn a_get_sees_what_was_put() -> anyhow::Result<()> {
+    if skip_without_privilege("a_get_sees_what_was_put") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvget")?;
+    let put_and_get = |shared: bool| {
+        testbed.client().within(|| {
+            let mut clients: Vec<Client> = (0..24).map(|_| Client::open()).collect::<anyhow::Result<_>>()?;
+            let (_, writer, _) = clients[0].ask("PUT", "new", "value")?;
+            let mut others = 0;
+            for client in &mut clients {
+                let (status, worker, pairs) = client.ask("GET", "new", "")?;
+                others += usize::from(worker != writer);
+                if shared || worker == writer {
+                    assert_eq!((status, pairs), (Status::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())]));
+                } else {
+                    assert_eq!((status, pairs), (Status::NotFound as u8, vec![]), "a store per process");
+                }
+                // All stores are filled alike.
+                let (status, _, pairs) = client.ask("SCAN105", &key_name(5_000), "")?;
+                assert_eq!((status, pairs.len()), (Status::Done as u8, 105));
+                assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
+            }
+            // 24 flows all at one of four workers: once in 4^23.
+            assert!(others > 0, "every flow at worker {writer}");
+            Ok(())
+        })
+    };
+    let server = testbed.start_key_value_server(1, &[])?;
+    assert_eq!(server.worker_pids().len(), 4);
+    put_and_get(false)?;
+    drop(server);
+    let _server = testbed.start_key_value_server(1, &["--threads"])?;
+    put_and_get(true)
+}
+
+#[test]
+fn what_is_no_request_is_counted_and_not_answered() -> anyhow::Result<()> {
+    if skip_without_privilege("what_is_no_request_is_counted_and_not_answered") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvbad")?;
+    // SCAN47 has no published time.
+    let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
+    testbed.client().within(|| {
+        let mut client = Client::open()?;
+        client.socket.send(b"")?;
+        client.socket.send(&[0; 12])?;
+        client.socket.send(&[1; 65_000])?;
+        let mut unpaced = Vec::new();
+        let request_type = "SCAN47".parse()?;
+        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut unpaced);
+        client.socket.send(&unpaced)?;
+        // It is served in order: whatever was answered before would come first, with another id.
+        client.ask("GET", &key_name(1), "")?;
+        Ok(())
+    })?;
+    // The worker counts an answer when it has sent it: the client may be quicker.
+    eventually(Duration::from_secs(15), "the answer is counted", || {
+        server.counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
+    });
+    let [counters] = server.counters()?[..] else { panic!("one worker") };
+    assert_eq!((counters.received, counters.answered, counters.refused), (5, 1, 4), "{counters:?}");
+    assert_eq!(counters.busy_ns, 975);
+    Ok(())
+}
+
+#[test]
+fn what_a_dead_worker_had_is_lost_and_counted() -> anyhow::Result<()> {
+    if skip_without_privilege("what_a_dead_worker_had_is_lost_and_counted") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvdead")?;
+    // The master holds the socket: the kernel goes on giving the dead worker its share.
+    let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
+    let load = start_load(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
+    eventually_answered(&server, 2_000);
+    kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
+    let report = report(load)?;
+    let count = |name: &str| report[name].as_u64().unwrap();
+    assert_eq!(count("requests"), count("completed") + count("lost"), "{report}");
+    // Half of the flows for half of the time, give or take the flows' luck.
+    assert!(count("lost") > count("requests") / 20 && count("lost") < count("requests") / 2, "{report}");
+    let answered: u64 = server.counters()?.iter().map(|counters| counters.answered).sum();
+    // It may be killed between an answer and its count, or have answered what came too late.
+    assert!(answered.abs_diff(count("completed")) <= 1, "{answered}: {report}");
+    let by_class = |name: &str| -> u64 {
+        report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
+    };
+    assert_eq!((by_class("requests"), by_class("lost")), (count("requests"), count("lost")));
+    Ok(())
+}
+
+#[test]
+fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
+    if skip_without_privilege("a_worker_that_ends_is_started_anew") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvrestart")?;
+    let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
+    // Its socket is there before it is.
+    let other_than = |before: Option<u32>| {
+        let end = std::time::Instant::now() + Duration::from_secs(15);
+        loop {
+            match server.worker_pid(1) {
+                Ok(pid) if before != Some(pid) => return pid,
+                _ => assert!(std::time::Instant::now() < end, "no worker 1 but {before:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let before = other_than(None);
+    kill(Pid::from_raw(before.try_into()?), Signal::SIGKILL)?;
+    other_than(Some(before));
+    std::thread::sleep(Duration::from_millis(100));
+    let report = report(start_load(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100")?)?;
+    assert_eq!(report["lost"], 0, "{report}");
+    let workers = report["workers"].as_array().unwrap();
+    assert_eq!(workers.len(), 2, "{report}");
+    // Nothing is named differently from what programs were promised.
+    for name in ["offered_rps", "completed_rps", "lost", "latency_us", "classes", "measure", "lateness_us"] {
+        assert!(report.get(name).is_some(), "{name}: {report}");
+    }
+    for name in ["p50", "p90", "p99", "p999", "max"] {
+        assert!(report["latency_us"][name].is_f64() && report["measure"]["latency_us"][name].is_f64(), "{report}");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
+    if skip_without_privilege("an_interrupted_run_reports_what_it_measured") {
+        return Ok(());
+    }
+    let testbed = testbed("tkvctrlc")?;
+    let server = testbed.start_key_value_server(1, &[])?;
+    let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
+    eventually_answered(&server, 1_500);
+    load.signal(Signal::SIGINT)?;
+    let report = report(load)?;
+    let seconds = report["seconds"].as_f64().unwrap();
+    assert!(seconds > 0.5 && seconds < 20.0, "{report}");
+    let requests = report["requests"].as_f64().unwrap();
+    // Poisson: 1,500 give or take six standard deviations.
+    assert!((requests / seconds / 1_000.0 - 1.0).abs() < 0.16, "{report}");
+    assert_eq!((report["lost"].as_u64(), &report["completed"]), (Some(0), &report["requests"]), "{report}");
+    Ok(())
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() -> anyhow::Result<()> {
+    let error = |arguments: &str| -> anyhow::Result<String> {
+        let output = Command::new(coreward_command()?).args(arguments.split(' ')).output()?;
+        assert!(!output.status.success(), "{arguments}");
+        Ok(String::from_utf8(output.stderr)?)
+    };
+    assert!(error("load 127.0.0.1:9 --rate 0")?.contains("expected a number above 0"));
+    assert!(error("load 127.0.0.1:9 --rate 1 --mix GET=2")?.contains("share of GET: \"2\""));
+    assert!(error("load 127.0.0.1:9 --rate 1 --mix SCAN5=1 --multiplier 2")?.contains("no service time of SCAN5"));
+    assert!(error("load 127.0.0.1:9 --rate 1 --first-port 65500")?.contains("ports 65500 to 65563 of 64 flows"));
+    assert!(error("load 127.0.0.1:9 --rate 1 --sources 192.0.2.1")?.contains("cannot bind the source 192.0.2.1:0"));
+    let server = "testbed key-value-server --listen 127.0.0.1:0";
+    assert!(error(&format!("{server} --paced --multiplier 0"))?.contains("multiplier 0: expected"));
+    assert!(error(&format!("{server} --service-us GET=1"))?.contains("--paced"));
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! `timestamps = "lb"`: plain Linux servers without an agent, whose way to the clients leads over the load balancer. No
+//! connection breaks while servers, keys and the load balancer itself change; a server that cannot be stamped for is named
+//! with the reason, and its connections go on, too.
+
+use std::process::Command;
+use std::time::Duration;
+
+use coreward_model::consistency::Timestamps;
+use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::topology::{DEVICE, VIP};
+use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use serde_json::Value;
+
+use crate::support::{Site, eventually, pause, unbroken};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Servers with these values of net.ipv4.tcp_timestamps.
+fn site(instance: &str, tcp_timestamps: &[&str]) -> Site {
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: tcp_timestamps.len() as u16,
+        router_mtu: Some(1500),
+        answers_by_load_balancer: true,
+        ..TestbedOptions::default()
+    };
+    let fleet = FleetOptions {
+        policy: "rr".to_owned(),
+        timestamps: Timestamps::LoadBalancer,
+        agents: false,
+        ..FleetOptions::default()
+    };
+    let site = Site::start(options, fleet);
+    for (number, value) in (1..).zip(tcp_timestamps) {
+        site.testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
+    }
+    site
+}
+
+/// What load balancer 1 says.
+fn state(site: &Site) -> Value {
+    site.fleet.status(&site.testbed).unwrap()["load_balancers"][0]["state"].clone()
+}
+
+/// How far the clock of a server is known: by its state, and what is wrong.
+fn clock(site: &Site, server: &str) -> (String, String) {
+    let state = state(site);
+    let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();
+    let clock = clocks.iter().find(|clock| clock["server"] == server);
+    let text = |key: &str| clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
+    (text("state"), text("problem"))
+}
+
+fn forward(site: &Site, value: &str) {
+    let load_balancer = site.testbed.load_balancer(1).unwrap();
+    load_balancer.set_sysctls(&[(&format!("ipv4/conf/{DEVICE}/forwarding"), value)]).unwrap();
+}
+
+/// Connections to every server, until their clocks are known.
+fn warm_up(site: &Site) {
+    let client = site.testbed.client();
+    // Below the ports of the streams that come.
+    client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
+    let mut connect = Command::new("bash");
+    connect.args(["-c", &format!("for n in {{1..100}}; do exec 3<>/dev/tcp/{VIP}/80; exec 3>&-; done")]);
+    site.testbed.run(client, connect).unwrap();
+    let servers = site.testbed.server_numbers();
+    eventually(PATIENCE, "all clocks are known", || {
+        servers.iter().all(|number| clock(site, &format!("s{number}")).0 == "known")
+    });
+}
+
+#[test]
+fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
+    if skip_without_privilege("servers_without_an_agent_come_and_go_and_no_connection_breaks") {
+        return;
+    }
+    let mut site = site("lbts", &["2"; 5]);
+    // A load balancer that loses its memory loses the connections that are not stamped: let there be none.
+    warm_up(&site);
+    site.set(5, None);
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    let client = site.streams(150.0);
+    pause(2_000);
+    site.set(1, Some(Standing::Draining));
+    pause(500);
+    site.set(5, Some(Standing::Active));
+    pause(500);
+    site.fleet.kill("lb1").unwrap();
+    pause(200);
+    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    pause(500);
+    site.set(2, None);
+    pause(500);
+    site.coreward(&["keys", "rotate", "--force"]).unwrap();
+    site.fleet.upgrade(&site.testbed, "lb1").unwrap();
+    pause(1_000);
+    site.set(1, Some(Standing::Active));
+    eventually(PATIENCE, "replies are stamped", || site.counter("lb1", "reply_stamped") > 1_000);
+    pause(500);
+    // It starts with nothing in its memory; what it does not know yet must not be routed on as it is.
+    forward(&site, "0");
+    site.fleet.reboot_load_balancer(&site.testbed, 1).unwrap();
+    pause(1_000);
+    forward(&site, "1");
+    // Its counters begin at 0 as well.
+    for counter in ["established", "reply_stamped"] {
+        eventually(PATIENCE, counter, || site.counters(counter) > 1_000);
+    }
+    for server in ["s1", "s3", "s4", "s5"] {
+        eventually(PATIENCE, server, || clock(&site, server) == ("known".to_owned(), String::new()));
+    }
+    unbroken(client);
+}
+
+#[test]
+fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
+    if skip_without_privilege("a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on") {
+        return;
+    }
+    // Without timestamps; with clocks of their own, as Linux has it by default; with one clock.
+    let mut site = site("lbtsown", &["0", "1", "2", "2"]);
+    let client = site.streams(150.0);
+    pause(2_500);
+    site.set(4, Some(Standing::Draining));
+    pause(500);
+    site.set(1, None);
+    pause(500);
+    site.fleet.kill("lb1").unwrap();
+    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    pause(500);
+    site.set(1, Some(Standing::Active));
+    let known = |server| clock(&site, server).0;
+    eventually(PATIENCE, "the clocks are known", || {
+        [known("s1"), known("s2"), known("s3"), known("s4")] == ["no-timestamps", "differs", "known", "known"]
+    });
+    let own = clock(&site, "s2");
+    assert!(own.0 == "differs" && own.1.contains("expected net.ipv4.tcp_timestamps = 2 there"), "{own:?}");
+    let without = clock(&site, "s1");
+    assert!(without.0 == "no-timestamps" && without.1.contains("expected net.ipv4.tcp_timestamps = 2"), "{without:?}");
+    let text = site.coreward(&["status"]).unwrap();
+    assert!(text.contains("clocks     web0: 2 of 4 servers'"), "{text}");
+    assert!(text.contains("! s2 of web0 is not stamped: "), "{text}");
+    for counter in ["flow", "reply_unchanged"] {
+        eventually(PATIENCE, counter, || site.counters(counter) > 1_000);
+    }
+
+    // Put right, its new connections are stamped.
+    site.testbed.server(2).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", "2")]).unwrap();
+    eventually(PATIENCE, "the clock of s2 is known", || clock(&site, "s2").0 == "known");
+    unbroken(client);
+
+    // A load balancer that does not route says so, and what to do.
+    assert_eq!(state(&site)["warnings"], Value::Array(Vec::new()));
+    forward(&site, "0");
+    eventually(PATIENCE, "that it does not route is shown", || {
+        state(&site)["warnings"][0].as_str().is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
+    });
+}

@@ -1,0 +1,35 @@
+//! End-to-end tests that share the machine with others, in one executable.
+
+mod adopting;
+mod announce;
+mod certificates;
+mod confined;
+mod connection_table;
+mod controllers_tls;
+mod dispatch;
+mod doctor;
+mod drain;
+mod health;
+mod key_rotation;
+mod key_value;
+mod lb_timestamps;
+mod load_balancers;
+mod load_connections;
+mod metrics;
+mod mptcp;
+mod no_timestamps;
+mod paced_traffic;
+mod packages;
+mod path_mtu;
+mod rack_controllers;
+mod resets;
+mod robustness;
+mod topology;
+mod tutorial;
+mod udp;
+mod units;
+mod upgrades;
+mod without_etcd;
+
+#[path = "../support/mod.rs"]
+mod support;

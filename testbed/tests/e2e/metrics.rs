@@ -1,0 +1,131 @@
+//! Prometheus' endpoints of a fleet at work: what each serves is what the table of metrics says, and what `coreward status`
+//! says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::process::Command;
+use std::time::Duration;
+
+use coreward_metrics::table::{METRICS, Part};
+use coreward_testbed::fleet::FleetOptions;
+use coreward_testbed::{Namespace, TestbedOptions, skip_without_privilege};
+use prometheus_parse::{Scrape, Value};
+
+use crate::support::{Site, eventually, unbroken};
+
+const ADDRESS: &str = "127.0.0.1:9440";
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Values by name and labels, as a parser of Prometheus' format reads them.
+type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
+
+fn scrape(site: &Site, host: &Namespace) -> Option<Values> {
+    let mut curl = Command::new("curl");
+    curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{ADDRESS}/metrics")]);
+    let text = String::from_utf8(site.testbed.run(host, curl).ok()?.stdout).unwrap();
+    assert!(text.ends_with("# EOF\n"), "{text}");
+    // The parser knows Prometheus' own format, which ends without a word.
+    let lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
+    let samples = Scrape::parse(lines).unwrap().samples;
+    assert!(!samples.is_empty(), "{text}");
+    let value = |value: Value| match value {
+        Value::Counter(number) | Value::Gauge(number) | Value::Untyped(number) => Some(number),
+        Value::Histogram(classes) => classes.last().map(|last| last.count),
+        Value::Summary(_) => None,
+    };
+    let labels = |labels: &prometheus_parse::Labels| {
+        labels.iter().map(|(name, value)| (name.clone(), value.clone())).collect::<BTreeMap<_, _>>()
+    };
+    Some(
+        samples
+            .into_iter()
+            .filter_map(|sample| Some(((sample.metric.clone(), labels(&sample.labels)), value(sample.value)?)))
+            .collect(),
+    )
+}
+
+/// Sum over all series of a metric that have this label.
+fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
+    let of = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
+    values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()
+}
+
+/// The metrics that a part serves are those of the table, but for what has not happened.
+fn complete(part: Part, values: &Values) {
+    let of_table = |name: &str| {
+        METRICS.iter().find(|metric| {
+            let suffix = name.strip_prefix(metric.name);
+            suffix.is_some_and(|suffix| ["", "_sum", "_count", "_bucket"].contains(&suffix))
+        })
+    };
+    let served: BTreeSet<&str> = values
+        .keys()
+        .map(|(name, _)| {
+            let metric = of_table(name).unwrap_or_else(|| panic!("{name} is not in the table"));
+            assert!(metric.parts.contains(&part), "{name} is served by {}", part.name());
+            metric.name
+        })
+        .collect();
+    let optional = |name: &str| {
+        let only_where_used = [
+            "coreward_dispatch_",
+            "coreward_health_",
+            "coreward_lb_announced_",
+            "coreward_leader",
+            "coreward_etcd_",
+            "coreward_certificate_",
+        ];
+        only_where_used.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
+    };
+    for metric in METRICS.iter().filter(|metric| metric.parts.contains(&part) && !optional(metric.name)) {
+        assert!(served.contains(metric.name), "{} is not served by {}", metric.name, part.name());
+    }
+}
+
+#[test]
+fn endpoints_serve_what_the_table_says() {
+    if skip_without_privilege("endpoints_serve_what_the_table_says") {
+        return;
+    }
+    let key = format!("metrics = \"{ADDRESS}\"\n");
+    let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
+    let options =
+        FleetOptions { more_of_load_balancers: key.clone(), agents_more: key.clone(), ..FleetOptions::default() };
+    let mut site = Site::start(testbed, options);
+    // Before the tables of the file.
+    let file = site.testbed.directory().join("controller.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    fs::write(&file, format!("{key}{text}")).unwrap();
+    site.fleet.kill("controller").unwrap();
+    site.fleet.restart(&site.testbed, "controller").unwrap();
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    let client = site.streams(100.0);
+    eventually(LIMIT, "there is traffic", || site.counters("first") > 150);
+    unbroken(client);
+
+    let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
+    let server = site.testbed.server(1).unwrap();
+    let whole = |host: &Namespace| scrape(&site, host).unwrap();
+    complete(Part::Lb, &whole(balancer));
+    complete(Part::Agent, &whole(server));
+    // The controller has what a load balancer said last, at most a second ago.
+    eventually(LIMIT, "the controller knows what its load balancer says", || {
+        let (known, said) = (whole(controller), whole(balancer));
+        let first = |values: &Values| sum(values, "coreward_lb_packets_total", ("decision", "first"));
+        first(&known) > 0.0 && first(&known) == first(&said)
+    });
+    let (known, said) = (whole(controller), whole(balancer));
+    complete(Part::Controller, &known);
+    for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
+        assert!(sum(&said, name, ("decision", "first")) > 100.0, "{name}");
+    }
+    assert!(sum(&said, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
+    assert!(sum(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");
+    let status = site.fleet.status(&site.testbed).unwrap();
+    let refused: u64 = status["refused_reports"]
+        .as_object()
+        .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
+    let told: f64 =
+        known.iter().filter(|((name, _), _)| name == "coreward_reports_refused_total").map(|(_, value)| value).sum();
+    assert_eq!(told, refused as f64);
+}

@@ -1,0 +1,174 @@
+//! Multipath TCP of stock kernels (RFC 8684): the first subflow goes where the policy says, and the ones that join it reach
+//! the same server by a port that the server signals and that is a service of its own.
+//!
+//! The token in MP_JOIN is drawn by the server's kernel, so no load balancer can tell from it whose connection it is. So
+//! servers refuse joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another one.
+
+use std::fmt::Write as _;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::process::Command;
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, Standing};
+use coreward_testbed::topology::{SERVICE, VIP};
+use coreward_testbed::{Namespace, Testbed, TestbedOptions, counters, skip_without_privilege};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::support::{eventually, pause};
+
+const SERVERS: u16 = 3;
+/// One of the servers has none of them once in 10^6 runs, were each placed by lot.
+const CONNECTIONS: u64 = 36;
+const TRANSFER_BYTES: usize = 100_000;
+/// Servers' ports for joins: this and the server's number.
+const JOIN_PORT: u16 = 8000;
+
+fn skip(test: &str) -> bool {
+    if skip_without_privilege(test) {
+        return true;
+    }
+    let enabled = std::fs::read_to_string("/proc/sys/net/mptcp/enabled").unwrap_or_default();
+    let tool = Command::new("ip").args(["mptcp", "limits"]).output().is_ok_and(|output| output.status.success());
+    match (enabled.trim(), tool) {
+        ("1", true) => return false,
+        ("1", false) => println!("SKIPPED {test}: `ip mptcp` does not work here"),
+        _ => println!("SKIPPED {test}: the kernel has no MPTCP (net.mptcp.enabled is not 1)"),
+    }
+    true
+}
+
+fn socket() -> Socket {
+    Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::from(libc::IPPROTO_MPTCP))).unwrap()
+}
+
+fn ip(testbed: &Testbed, host: &Namespace, arguments: &str) {
+    let mut command = Command::new("ip");
+    command.arg("mptcp").args(arguments.split(' '));
+    testbed.run(host, command).unwrap();
+}
+
+/// The services by which joins find their servers.
+fn join_services() -> String {
+    (1..=SERVERS).fold(String::new(), |mut text, number| {
+        let port = JOIN_PORT + number;
+        write!(
+            text,
+            "\n[[service]]\nname = \"join{number}\"\nvip = \"{VIP}:{port}\"\npolicy = \"hash\"\nservers = [\"s{number}\"]\n"
+        )
+        .unwrap();
+        text
+    })
+}
+
+/// Answers each byte with the server's number, on every connection; its threads end with their connections.
+fn serve(testbed: &Testbed, number: u16) {
+    let listener: TcpListener = testbed
+        .server(number)
+        .unwrap()
+        .within(|| {
+            let listener = socket();
+            listener.set_reuse_address(true)?;
+            listener.bind(&SERVICE.into())?;
+            listener.listen(64)?;
+            Ok(listener.into())
+        })
+        .unwrap();
+    let answer = move |mut stream: TcpStream| {
+        let mut buffer = [0; 16_384];
+        while let Ok(length @ 1..) = stream.read(&mut buffer) {
+            buffer[..length].fill(number as u8);
+            if stream.write_all(&buffer[..length]).is_err() {
+                break;
+            }
+        }
+    };
+    // Ends with the test's process.
+    std::thread::spawn(move || {
+        while let Ok((stream, _)) = listener.accept() {
+            std::thread::spawn(move || answer(stream));
+        }
+    });
+}
+
+fn connect() -> TcpStream {
+    let socket = socket();
+    socket.connect_timeout(&SocketAddr::V4(SERVICE).into(), Duration::from_secs(5)).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    socket.into()
+}
+
+/// Sends so many bytes; by whom they were answered.
+fn ask(stream: &mut TcpStream, length: usize) -> u16 {
+    let mut first = 0;
+    let mut left = length;
+    let mut buffer = vec![0; 16_384];
+    while left > 0 {
+        let piece = left.min(buffer.len());
+        stream.write_all(&buffer[..piece]).unwrap();
+        stream.read_exact(&mut buffer[..piece]).unwrap();
+        first = buffer[0].into();
+        assert!(buffer[..piece].iter().all(|byte| u16::from(*byte) == first), "bytes of two servers");
+        left -= piece;
+    }
+    first
+}
+
+#[test]
+fn subflows_that_join_reach_the_server_of_the_first() {
+    if skip("subflows_that_join_reach_the_server_of_the_first") {
+        return;
+    }
+    let options = TestbedOptions {
+        instance: "mptcp".to_owned(),
+        servers: SERVERS,
+        cores: 1,
+        load_balancers: 2,
+        ..TestbedOptions::default()
+    };
+    let mut testbed = Testbed::create(options).unwrap();
+    for number in 1..=SERVERS {
+        let server = testbed.server(number).unwrap();
+        server.within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
+        ip(&testbed, server, "limits set subflows 4 add_addr_accepted 0");
+        ip(&testbed, server, &format!("endpoint add {VIP} port {} id 1 signal", JOIN_PORT + number));
+        serve(&testbed, number);
+    }
+    ip(&testbed, testbed.client(), "limits set subflows 4 add_addr_accepted 4");
+    let fleet = FleetOptions { policy: "rr".to_owned(), more: join_services(), steer: false, ..Default::default() };
+    let mut fleet = Fleet::start(&testbed, fleet).unwrap();
+
+    let client = testbed.client().clone();
+    let counter = |name: &str| counters::read(&client).unwrap().get(name).copied().unwrap_or(0);
+    let mut streams: Vec<(TcpStream, u16)> = client
+        .within(|| {
+            let open = |_| {
+                let mut stream = connect();
+                let server = ask(&mut stream, 100);
+                (stream, server)
+            };
+            Ok((0..CONNECTIONS).map(open).collect())
+        })
+        .unwrap();
+    assert!((1..=SERVERS).all(|number| streams.iter().any(|(_, server)| *server == number)));
+    eventually(Duration::from_secs(15), "every connection has a second subflow", || {
+        counter("MPTcpExtMPJoinSynAckRx") >= CONNECTIONS
+    });
+    assert_eq!(counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
+    assert_eq!(counter("MPTcpExtMPCapableFallbackSYNACK") + counter("MPTcpExtMPCapableFallbackACK"), 0);
+
+    let mut all_stay =
+        || streams.iter_mut().for_each(|(stream, server)| assert_eq!(ask(stream, TRANSFER_BYTES), *server));
+    all_stay();
+    let mut pool = fleet.pool().clone();
+    pool.insert(1, Standing::Draining);
+    fleet.set_pool(&testbed, pool).unwrap();
+    fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
+    pause(500);
+    all_stay();
+    // The first subflows are aborted; what is under way goes on by the ones that joined.
+    let mut ss = Command::new("ss");
+    ss.args(["--kill", "--tcp", "state", "established", "dst", &SocketAddrV4::new(VIP, SERVICE.port()).to_string()]);
+    testbed.run(&client, ss).unwrap();
+    all_stay();
+}

@@ -1,0 +1,57 @@
+//! Clients without TCP timestamps: no cookie can come back, and yet no connection breaks while servers and load balancers
+//! come and go one after the other.
+
+use std::time::Duration;
+
+use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::{TestbedOptions, skip_without_privilege};
+
+use crate::support::{Site, pause, unbroken};
+
+fn site(instance: &str, load_balancers: u16) -> Site {
+    let options =
+        TestbedOptions { instance: instance.to_owned(), servers: 5, load_balancers, ..TestbedOptions::default() };
+    let mut site = Site::start(options, FleetOptions::default());
+    site.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", "0")]).unwrap();
+    site.set(5, None);
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    site
+}
+
+#[test]
+fn the_flow_table_keeps_connections_while_servers_come_and_go() {
+    if skip_without_privilege("the_flow_table_keeps_connections_while_servers_come_and_go") {
+        return;
+    }
+    let mut site = site("nots", 1);
+    let client = site.streams(150.0);
+    for (server, standing) in [
+        (5, Some(Standing::Active)),
+        (1, Some(Standing::Draining)),
+        (2, None),
+        (1, Some(Standing::Active)),
+        (3, Some(Standing::Draining)),
+    ] {
+        pause(1_500);
+        site.set(server, standing);
+    }
+    unbroken(client);
+    assert!(site.counters("flow") > 1_000 && site.counters("established") == 0);
+}
+
+#[test]
+fn a_load_balancer_without_the_flow_finds_its_server() {
+    if skip_without_privilege("a_load_balancer_without_the_flow_finds_its_server") {
+        return;
+    }
+    let mut site = site("notslb", 2);
+    let client = site.streams(150.0);
+    pause(2_000);
+    // Of a bucket that changed hands once, the load balancer that takes over knows the server before.
+    site.set(5, Some(Standing::Active));
+    pause(2_000);
+    site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();
+    pause(1_500);
+    assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);
+    unbroken(client);
+}

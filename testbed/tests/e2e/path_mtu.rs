@@ -1,0 +1,70 @@
+//! A hop with a small MTU on the way to the client: its ICMP errors go to the VIP and must reach the server that sent the
+//! packet, or the connection hangs (RFC 1191; RFC 2923, Sect. 2.1).
+
+use std::process::Command;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Testbed, TestbedOptions, counters, skip_without_privilege};
+
+const CLIENT_ADDRESSES: u16 = 12;
+const ROUNDS: usize = 5;
+
+/// Downloads once from each of the client's addresses: a server remembers the MTU towards an address.
+fn download(testbed: &Testbed) {
+    for index in 0..CLIENT_ADDRESSES {
+        let mut curl = Command::new("curl");
+        curl.args(["-sS", "--max-time", "10", "--interface", &testbed.client_address(index).to_string()]);
+        curl.arg(format!("http://{SERVICE}{LARGE_FILE}"));
+        let downloaded = testbed.run(testbed.client(), curl).unwrap().stdout;
+        assert_eq!(downloaded.len(), LARGE_FILE_BYTES, "from {}", testbed.client_address(index));
+    }
+}
+
+fn told(testbed: &Testbed) -> Vec<u64> {
+    let of = |number| counters::read(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
+    testbed.server_numbers().into_iter().map(of).collect()
+}
+
+fn small_mtu(instance: &str, client_timestamps: &str) {
+    let testbed = Testbed::create(TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 3,
+        load_balancers: 2,
+        client_addresses: CLIENT_ADDRESSES,
+        router_mtu: Some(1000),
+        ..TestbedOptions::default()
+    })
+    .unwrap();
+    testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", client_timestamps)]).unwrap();
+    // Without this a server that hears nothing would find the MTU by itself, after some seconds.
+    for number in testbed.server_numbers() {
+        testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_mtu_probing", "0")]).unwrap();
+    }
+    let _nginx: Vec<Nginx> =
+        testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+    let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
+    // Which server is asked is the hash's affair: 12 connections pass over one of three once in 43 runs.
+    for _ in 0..ROUNDS {
+        download(&testbed);
+        if told(&testbed).iter().all(|errors| *errors > 0) {
+            return;
+        }
+    }
+    panic!("ICMP errors at servers: {:?}", told(&testbed));
+}
+
+#[test]
+fn downloads_pass_a_hop_with_a_small_mtu() {
+    if !skip_without_privilege("downloads_pass_a_hop_with_a_small_mtu") {
+        small_mtu("mtu", "1");
+    }
+}
+
+#[test]
+fn without_timestamps_they_pass_it_too() {
+    if !skip_without_privilege("without_timestamps_they_pass_it_too") {
+        small_mtu("mtunots", "0");
+    }
+}

@@ -1,0 +1,324 @@
+//! Rack controllers between agents and the controller, all with certificates: connections go where the loads are least whichever way these
+//! come, a server behind a rack drains as any other, and racks and controllers that are killed cost no connection. Who is not the rack
+//! that it says, or speaks for servers that are not its own, is refused by name.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use coreward_testbed::chaos::traffic::STREAM_SERVICE;
+use coreward_testbed::conformity::write_busy;
+use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, asking, bundle, busy_file};
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::stream::client::Streams;
+use coreward_testbed::stream::server::StreamServers;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_tls::Role;
+use serde_json::Value;
+
+use crate::support::{Open, eventually, open, pause, unbroken};
+
+const LIMIT: Duration = Duration::from_secs(20);
+const CORES: u16 = 2;
+/// For who is none of the servers.
+const NOBODY: u16 = 0;
+/// Tells [`Loads`] to end.
+const END: u16 = u16::MAX;
+
+/// All cores are busy nearly all of the time, but those of one server.
+struct Loads {
+    idle: Arc<AtomicU16>,
+    writing: Option<JoinHandle<()>>,
+}
+
+impl Loads {
+    fn start(testbed: &Testbed) -> Self {
+        let files: Vec<_> = testbed.server_numbers().into_iter().map(|n| (n, busy_file(testbed, n))).collect();
+        let idle = Arc::new(AtomicU16::new(NOBODY));
+        let told = idle.clone();
+        let writing = std::thread::spawn(move || {
+            let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
+            while told.load(Ordering::Relaxed) != END {
+                let passed = before.elapsed();
+                before += passed;
+                for (number, file) in &files {
+                    let busy = busy_ns.entry(*number).or_insert(0u64);
+                    *busy +=
+                        if told.load(Ordering::Relaxed) == *number { 0 } else { passed.as_nanos() as u64 / 10 * 9 };
+                    write_busy(file, &[*busy; CORES as usize]).unwrap();
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        Self { idle, writing: Some(writing) }
+    }
+
+    fn set_idle(&self, server: u16) {
+        self.idle.store(server, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Loads {
+    fn drop(&mut self) {
+        self.set_idle(END);
+        let _ = self.writing.take().map(JoinHandle::join);
+    }
+}
+
+/// The fields are dropped in this order: the testbed last.
+struct Site {
+    fleet: Fleet,
+    loads: Loads,
+    _nginx: Vec<Nginx>,
+    _streams: StreamServers,
+    testbed: Testbed,
+}
+
+impl Site {
+    /// `racks_of`: by server, through which racks its agent speaks and which its document names.
+    fn start(instance: &str, racks_of: &[(u16, &[u16])]) -> Self {
+        let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORES, racks: 2, ..Default::default() };
+        let servers = racks_of.len() as u16;
+        let testbed = Testbed::create(TestbedOptions { servers, ..testbed }).unwrap();
+        let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+        let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
+        let streams = testbed.start_stream_servers_at(STREAM_SERVICE, busy_of_streams).unwrap();
+        let loads = Loads::start(&testbed);
+        eventually(LIMIT, "a file of loads", || busy_file(&testbed, servers).exists());
+        let racks_of = racks_of.iter().map(|(server, racks)| (*server, racks.to_vec()));
+        let options = FleetOptions {
+            load: LoadSource::PacedServer,
+            steer: false,
+            tls: true,
+            servers_more: racks_of.clone().map(|(server, racks)| (server, named(&racks))).collect(),
+            racks_of: racks_of.collect(),
+            more: format!(
+                "\n[[service]]\nname = \"streams\"\nvip = \"{STREAM_SERVICE}\"\nconsistency = \"stateful\"\n"
+            ),
+            ..Default::default()
+        };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        Self { fleet, loads, _nginx: nginx, _streams: streams, testbed }
+    }
+
+    /// The only server that has time gets all new connections.
+    fn all_go_to(&self, server: u16) {
+        self.loads.set_idle(server);
+        let all = || open(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
+        eventually(LIMIT, &format!("all new connections go to s{server}"), all);
+    }
+
+    fn coreward(&self, arguments: &[&str]) -> String {
+        let command = asking(&self.testbed, arguments).unwrap();
+        String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
+    }
+
+    /// Through which rack the agent of each server speaks, "" none; `None`: not all report.
+    fn ways(&self) -> Option<Vec<String>> {
+        let status = self.fleet.status(&self.testbed).ok()?;
+        let way = |server: &Value| {
+            let is_there = server["reports"] == "fresh" && server["report_age_ms"].as_u64()? < 1_500;
+            is_there.then(|| server["rack"].as_str().unwrap_or_default().to_owned())
+        };
+        let servers = status["servers"].as_array()?.iter();
+        // In the order of their ids, which are drawn.
+        let by_name: Option<BTreeMap<&str, String>> =
+            servers.map(|server| Some((server["name"].as_str()?, way(server)?))).collect();
+        Some(by_name?.into_values().collect())
+    }
+
+    /// Waits until the agents speak through these racks.
+    fn go_by(&self, ways: &[&str]) {
+        eventually(LIMIT, &format!("agents speak through {ways:?}"), || self.ways().is_some_and(|now| now == ways));
+    }
+
+    fn names_of_racks(&self) -> Vec<String> {
+        let status = self.fleet.status(&self.testbed).unwrap();
+        let racks = status["racks"].as_array().unwrap();
+        racks.iter().map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// What a daemon has said from `from` on.
+    fn log(&self, daemon: &str, from: usize) -> String {
+        let text = fs::read_to_string(self.testbed.directory().join(format!("{daemon}.log"))).unwrap();
+        text.get(from..).unwrap_or_default().to_owned()
+    }
+
+    /// A rack is started with the certificate of somebody else, until the controller says these words of it; then with its own.
+    fn is_refused(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
+        let own = bundle(&self.testbed, Role::Rack, rack);
+        let kept = self.testbed.directory().join("kept");
+        let copy = |from: &std::path::Path, to: &std::path::Path| {
+            fs::create_dir_all(to).unwrap();
+            for file in ["ca.crt", "own.crt", "own.key"] {
+                fs::copy(from.join(file), to.join(file)).unwrap();
+            }
+        };
+        self.fleet.kill(rack).unwrap();
+        copy(&own, &kept);
+        copy(&bundle(&self.testbed, certificate.0, certificate.1), &own);
+        let from = self.log("controller", 0).len();
+        self.fleet.restart(&self.testbed, rack).unwrap();
+        eventually(LIMIT, words, || self.log("controller", from).contains(words));
+        assert!(!self.names_of_racks().iter().any(|name| name == rack));
+        // Another name is another process.
+        self.fleet.kill(rack).unwrap();
+        copy(&kept, &own);
+        self.fleet.restart(&self.testbed, rack).unwrap();
+        eventually(LIMIT, &format!("{rack} is back"), || self.names_of_racks().iter().any(|name| name == rack));
+    }
+}
+
+/// As it stands of a server in the fleet's file.
+fn named(racks: &[u16]) -> String {
+    let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
+    format!("racks = {names:?}\n")
+}
+
+fn still_answered(connections: &mut Open) {
+    for (connection, first) in connections {
+        assert_eq!(&connection.who().unwrap(), first);
+    }
+}
+
+#[test]
+fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
+    if skip_without_privilege("racks_and_the_controller_come_and_go_and_no_connection_notices") {
+        return;
+    }
+    let mut site = Site::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
+    site.go_by(&["rack1", "rack1", "rack2", "rack2", ""]);
+    for server in 1..=5 {
+        site.all_go_to(server);
+    }
+    let status = site.fleet.status(&site.testbed).unwrap();
+    let racks = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
+    assert_eq!(racks("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
+    assert_eq!(racks("may_speak_for"), [Value::from(3), Value::from(3)]);
+    let text = site.coreward(&["status"]);
+    assert!(
+        text.contains("\nrack rack1 (") && text.contains("may speak for 3 of 5 servers\n  servers    s1 s2\n"),
+        "{text}"
+    );
+    // Every core of a server behind a rack, as its agent measures it.
+    eventually(LIMIT, "s1 is seen to be busy", || {
+        let status = site.fleet.status(&site.testbed).unwrap();
+        let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
+        let loads: Vec<f64> = s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
+        loads.len() == usize::from(CORES) && loads.iter().all(|load| (0.7..1.1).contains(load))
+    });
+
+    drain(&site);
+
+    site.loads.set_idle(NOBODY);
+    let mut kept = open(&site.testbed, 20);
+    let streams = Streams::endless(40.0);
+    let streams = site.testbed.start_stream_client_at(STREAM_SERVICE, 1..4, &streams, None).unwrap();
+    pause(2_000);
+    site.fleet.kill("rack1").unwrap();
+    let killed = Instant::now();
+    site.go_by(&["", "rack2", "rack2", "rack2", ""]);
+    println!("rack1's agents report again after {:?}", killed.elapsed());
+    site.all_go_to(1);
+    site.all_go_to(2);
+    site.fleet.restart(&site.testbed, "rack1").unwrap();
+    eventually(LIMIT, "rack1 is back", || site.names_of_racks() == ["rack1", "rack2"]);
+    // Nobody had to move.
+    site.go_by(&["", "rack2", "rack2", "rack2", ""]);
+
+    site.fleet.kill("controller").unwrap();
+    pause(1_000);
+    site.fleet.restart(&site.testbed, "controller").unwrap();
+    let restarted = Instant::now();
+    let mut ways = Vec::new();
+    eventually(LIMIT, "all come back to the controller", || {
+        ways = site.ways().unwrap_or_default();
+        !ways.is_empty() && site.names_of_racks() == ["rack1", "rack2"]
+    });
+    println!("all report {:?} after the controller's restart", restarted.elapsed());
+    let allowed: [&[&str]; 5] =
+        [&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]];
+    assert!(ways.iter().zip(allowed).all(|(way, allowed)| allowed.contains(&way.as_str())), "{ways:?}");
+    for server in [3, 5, 2] {
+        site.all_go_to(server);
+    }
+    still_answered(&mut kept);
+    unbroken(streams);
+    still_answered(&mut kept);
+}
+
+/// `coreward drain --wait` of a server behind a rack: its connections are counted, and the last one ends it.
+fn drain(site: &Site) {
+    site.all_go_to(2);
+    let mut leaving = open(&site.testbed, 3);
+    assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
+    let said = site.testbed.directory().join("drain.txt");
+    let file = File::create(&said).unwrap();
+    let mut command: Command = asking(&site.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
+    command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
+    let mut waiting = site.testbed.spawn(site.testbed.controller(), command).unwrap();
+    let says = |words: &str| eventually(LIMIT, words, || fs::read_to_string(&said).unwrap().contains(words));
+    says("s2 is drained: 3 connections remain\n");
+    let elsewhere = open(&site.testbed, 8);
+    assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
+    still_answered(&mut leaving);
+    leaving.truncate(1);
+    says("s2 is drained: 1 connection remains\n");
+    leaving.clear();
+    let ended = waiting.wait(LIMIT).unwrap();
+    let said = fs::read_to_string(&said).unwrap();
+    assert!(ended.success() && said.ends_with("s2 is drained: no connection remains\n"), "{said}");
+    site.coreward(&["undrain", "s2"]);
+    site.all_go_to(2);
+}
+
+#[test]
+fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
+    if skip_without_privilege("a_rack_is_who_it_says_and_speaks_for_its_own_servers_only") {
+        return;
+    }
+    let mut site = Site::start("rackswho", &[(1, &[1]), (2, &[2])]);
+    site.is_refused(
+        "rack1",
+        (Role::Rack, "rack2"),
+        "the certificate is for rack rack2, not for rack rack1: expected its own name",
+    );
+    site.is_refused("rack1", (Role::Agent, "s1"), "(wrong_role): the certificate is for agent s1: expected rack");
+
+    // The agent of s2 comes through rack1, which the document does not name for it.
+    site.fleet.kill(&agent_name(2)).unwrap();
+    let mut options = site.fleet.options().clone();
+    options.racks_of.insert(2, vec![1]);
+    site.fleet.set_options(&site.testbed, options.clone()).unwrap();
+    let [controller, agent] = ["controller", "agent-s2"].map(|daemon| site.log(daemon, 0).len());
+    site.fleet.restart(&site.testbed, &agent_name(2)).unwrap();
+    let words = "rack \"rack1\" may not speak for server \"s2\": expected rack \"rack2\", or its agent itself";
+    eventually(LIMIT, words, || site.log("controller", controller).contains(words));
+    eventually(LIMIT, words, || site.log("agent-s2", agent).contains(words));
+    eventually(LIMIT, "s2 speaks for itself", || site.ways().is_some_and(|ways| ways[1].is_empty()));
+    let refused = &site.fleet.status(&site.testbed).unwrap()["refused_reports"]["foreign_rack"];
+    assert!(refused.as_u64().unwrap() >= 1, "{refused}");
+    site.all_go_to(2);
+
+    // Another document ends what it forbids, while the agent is connected.
+    eventually(LIMIT, "s1 speaks through its rack", || {
+        if site.ways().is_some_and(|ways| ways[0] == "rack1") {
+            return true;
+        }
+        // It went past its rack while that had no certificate.
+        site.fleet.upgrade(&site.testbed, &agent_name(1)).unwrap();
+        pause(2_000);
+        false
+    });
+    let from = site.log("controller", 0).len();
+    options.servers_more.insert(1, named(&[]));
+    site.fleet.set_options(&site.testbed, options).unwrap();
+    let words = "rack \"rack1\" may not speak for server \"s1\": expected its agent itself";
+    eventually(LIMIT, words, || site.log("controller", from).contains(words));
+    eventually(LIMIT, "s1 speaks for itself", || site.ways().is_some_and(|ways| ways[0].is_empty()));
+    site.all_go_to(1);
+}

@@ -1,0 +1,87 @@
+//! Connections that their clients abort: the server hears of it, with and without a timestamp in the RST, and keeps
+//! nothing.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::stream::Request;
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use socket2::SockRef;
+use zerocopy::IntoBytes as _;
+
+use crate::support::{Site, eventually, pause};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A connection on which a packet comes every 100 ms for ten minutes, and one has come.
+fn open() -> TcpStream {
+    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE), LIMIT).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    let request = Request { seed: 1.into(), packets: 6_000.into(), duration_us: 600_000_000.into() };
+    stream.write_all(request.as_bytes()).unwrap();
+    stream.read_exact(&mut [0; 125]).unwrap();
+    stream
+}
+
+/// Ends a connection so that the peer hears nothing: its next packet then finds no socket here, and the RST that answers
+/// carries no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
+fn forget(stream: TcpStream) {
+    use std::os::fd::AsRawFd as _;
+    let on: libc::c_int = 1;
+    // SAFETY: the descriptor is open, and the option is an int that outlives the call.
+    let outcome = unsafe {
+        libc::setsockopt(
+            stream.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_REPAIR,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    assert_eq!(outcome, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
+}
+
+/// TCP sockets of the service at all servers, but for those that listen.
+fn sockets(testbed: &Testbed) -> usize {
+    // State 0A is LISTEN (include/net/tcp_states.h); the local port of the others is the service's.
+    let port = format!(":{:04X} ", SERVICE.port());
+    let of_server = |number| {
+        testbed.server(number).unwrap().within(|| {
+            let table = std::fs::read_to_string("/proc/thread-self/net/tcp")?;
+            let of_service = |line: &&str| line.contains(&port) && !line.contains(" 0A ");
+            Ok(table.lines().filter(of_service).count())
+        })
+    };
+    testbed.server_numbers().into_iter().map(|number| of_server(number).unwrap()).sum()
+}
+
+#[test]
+fn servers_hear_of_aborted_connections() {
+    if skip_without_privilege("servers_hear_of_aborted_connections") {
+        return;
+    }
+    let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
+    let mut site = Site::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    let client = site.testbed.client().clone();
+    client
+        .within(|| {
+            let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
+            // The server has its socket once the handshake's last packet has come.
+            eventually(LIMIT, "24 connections are open", || sockets(&site.testbed) == 24);
+            site.set(1, Some(Standing::Draining));
+            pause(500);
+            // Active: the RST carries a timestamp, and with it the cookie.
+            for stream in streams.split_off(12) {
+                SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
+            }
+            eventually(LIMIT, "12 connections are reset", || sockets(&site.testbed) == 12);
+            streams.into_iter().for_each(forget);
+            eventually(LIMIT, "24 connections are reset", || sockets(&site.testbed) == 0);
+            Ok(())
+        })
+        .unwrap();
+    eventually(LIMIT, "the load balancer tells", || site.counters("to_all") >= 12);
+}

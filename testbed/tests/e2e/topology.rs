@@ -1,0 +1,261 @@
+//! The testbed itself: hosts that reach each other, RSS that delivers as predicted, and nothing left behind.
+
+use std::io::{BufRead as _, BufReader};
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use coreward_model::FourTuple;
+use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
+use coreward_testbed::topology::{DEVICE, SERVICE, VIP, server_address};
+use coreward_testbed::{Testbed, TestbedOptions, counters, nginx, skip_without_privilege};
+use nix::unistd::{Pid, getpgid};
+
+fn options(instance: &str, servers: u16) -> TestbedOptions {
+    TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
+}
+
+/// Without a load balancer: the client sends what is for the VIP to server 1.
+fn route_vip_to_server_1(testbed: &Testbed) -> anyhow::Result<()> {
+    let mut ip = Command::new("ip");
+    ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+    testbed.run(testbed.client(), ip).map(drop)
+}
+
+fn curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+    let mut curl = Command::new("curl");
+    curl.args(["-sS", "--max-time", "10"]).args(arguments).arg(format!("http://{SERVICE}{path}"));
+    Ok(testbed.run(testbed.client(), curl)?.stdout)
+}
+
+#[test]
+fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
+    if skip_without_privilege("hosts_reach_each_other_and_nginx_serves") {
+        return Ok(());
+    }
+    let mut testbed = Testbed::create(options("ttopology", 2))?;
+
+    attach_xdp_pass(testbed.load_balancer(1)?, DEVICE).context("the load balancer's device must take native XDP")?;
+
+    let nginx = testbed.start_nginx(1)?;
+    assert_eq!(nginx.workers().len(), 4);
+    // Else SIGHUP comes to all when a shell ends while one process of the testbed is stopped.
+    let pid = Pid::from_raw(nginx.pid() as i32);
+    assert_eq!(getpgid(Some(pid))?, pid);
+    route_vip_to_server_1(&testbed)?;
+    let large = curl(&testbed, nginx::LARGE_FILE, &[])?;
+    assert_eq!(large.len(), nginx::LARGE_FILE_BYTES);
+    let who = String::from_utf8(curl(&testbed, nginx::WHO, &[])?)?;
+    let (server, pid) = who.trim().split_once(' ').context("server and pid")?;
+    assert_eq!(server, "1");
+    assert!(nginx.workers().contains(&pid.parse()?), "{who:?} is none of {:?}", nginx.workers());
+
+    let added = testbed.add_server()?;
+    assert_eq!((added, testbed.server_numbers()), (3, vec![1, 2, 3]));
+    // Nothing listens there: a refusal (curl's exit code 7) comes from the host itself, silence would be a time-out (28).
+    let mut added_host = Command::new("curl");
+    added_host.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added))]);
+    let refused = testbed.run(testbed.client(), added_host).unwrap_err().to_string();
+    assert!(refused.contains("exit status: 7"), "{refused}");
+    testbed.remove_server(2)?;
+    assert_eq!(testbed.server_numbers(), [1, 3]);
+    assert!(testbed.server(2).is_err() && testbed.server(0).is_err());
+    Ok(())
+}
+
+/// Opens one connection per source port and compares the queue it arrived on with Toeplitz and table.
+fn delivered_as_predicted(testbed: &Testbed, queues: &ReceiveQueues, rss: &Rss, first_port: u16) -> anyhow::Result<()> {
+    let mut used = vec![false; usize::from(testbed.options().cores)];
+    for port in first_port..first_port + 32 {
+        curl(testbed, nginx::WHO, &["--local-port", &port.to_string()])?;
+        let tuple = FourTuple::ipv4((testbed.client_address(0), port), (VIP, SERVICE.port()));
+        let hash = rss.key.toeplitz(&tuple.bytes());
+        let predicted = rss.indirection_table.queue(hash);
+        assert_eq!(queues.of(&tuple)?, Some((predicted, hash)), "source port {port}");
+        used[usize::from(predicted)] = true;
+    }
+    assert!(used.iter().all(|used| *used), "32 flows did not use all queues: {used:?}");
+    Ok(())
+}
+
+#[test]
+fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Result<()> {
+    if skip_without_privilege("emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue") {
+        return Ok(());
+    }
+    let testbed = Testbed::create(options("trss", 1))?;
+    let _nginx = testbed.start_nginx(1)?;
+    route_vip_to_server_1(&testbed)?;
+    let queues = ReceiveQueues::watch(testbed.server(1)?, DEVICE)?;
+    let registers = testbed.emulated_rss(1);
+
+    let fresh = read_registers(&registers)?;
+    assert_eq!(fresh.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
+    delivered_as_predicted(&testbed, &queues, &fresh, 20_000)?;
+
+    let set = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
+    write_registers(&registers, &set)?;
+    assert_eq!(read_registers(&registers)?, set);
+    delivered_as_predicted(&testbed, &queues, &set, 21_000)
+}
+
+#[test]
+fn fresh_nics_have_keys_of_their_own() -> anyhow::Result<()> {
+    if skip_without_privilege("fresh_nics_have_keys_of_their_own") {
+        return Ok(());
+    }
+    let testbed = Testbed::create(options("tkeys", 2))?;
+    let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss(number))?.key) };
+    assert_ne!(key(1)?, key(2)?);
+    Ok(())
+}
+
+/// Load balancers without coreward: each one's kernel routes what is for the VIP to server 1.
+fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
+    for number in testbed.load_balancer_numbers() {
+        let load_balancer = testbed.load_balancer(number)?;
+        load_balancer.set_sysctls(&[
+            ("ipv4/ip_forward", "1"),
+            ("ipv4/conf/all/send_redirects", "0"),
+            (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+        ])?;
+        let mut ip = Command::new("ip");
+        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
+        testbed.run(load_balancer, ip)?;
+    }
+    Ok(())
+}
+
+/// Packets that each load balancer's kernel routed, by number.
+fn routed(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
+    let numbers = testbed.load_balancer_numbers();
+    let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
+    numbers.into_iter().map(of).collect()
+}
+
+#[test]
+fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Result<()> {
+    if skip_without_privilege("connections_spread_over_the_load_balancers_that_are_announced") {
+        return Ok(());
+    }
+    let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
+    let _nginx = testbed.start_nginx(1)?;
+    route_at_load_balancers(&testbed)?;
+    let ask_often = |testbed: &Testbed| (0..32).try_for_each(|_| curl(testbed, nginx::WHO, &[]).map(drop));
+    ask_often(&testbed)?;
+    let both = routed(&testbed)?;
+    // With 32 connections one load balancer gets none once in 2^31 runs.
+    assert!(both.iter().all(|packets| *packets > 0), "{both:?}");
+
+    testbed.announce(&[2])?;
+    ask_often(&testbed)?;
+    let second = routed(&testbed)?;
+    assert!(second[0] == both[0] && second[1] > both[1], "{both:?}, then {second:?}");
+
+    assert_eq!(testbed.add_load_balancer()?, 3);
+    testbed.remove_load_balancer(2)?;
+    assert_eq!(testbed.load_balancer_numbers(), [1, 3]);
+    // Nobody has told the client: what goes to a load balancer without power is lost, and not refused.
+    let lost = curl(&testbed, nginx::WHO, &["--connect-timeout", "1"]).unwrap_err().to_string();
+    assert!(lost.contains("exit status: 28"), "{lost}");
+    testbed.announce(&[1])?;
+    ask_often(&testbed)?;
+    let none = testbed.announce(&[]).unwrap_err().to_string();
+    assert!(none.contains("at least one"), "{none}");
+    Ok(())
+}
+
+#[test]
+fn a_router_with_a_small_mtu_tells_the_server_by_icmp() -> anyhow::Result<()> {
+    if skip_without_privilege("a_router_with_a_small_mtu_tells_the_server_by_icmp") {
+        return Ok(());
+    }
+    let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..options("tmtu", 1) })?;
+    let _nginx = testbed.start_nginx(1)?;
+    route_at_load_balancers(&testbed)?;
+    assert_eq!(curl(&testbed, nginx::LARGE_FILE, &[])?.len(), nginx::LARGE_FILE_BYTES);
+    let told = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
+    assert!(told > 0, "no ICMP error reached the server");
+    Ok(())
+}
+
+const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
+const KILLED: &str = "tkilled";
+
+/// Run by the next test in a process of its own: makes a testbed, says so, and waits to be killed.
+#[test]
+#[ignore = "started by the next test"]
+fn owner_that_waits_to_be_killed() -> anyhow::Result<()> {
+    if std::env::var_os(OWNER_VARIABLE).is_none() {
+        return Ok(());
+    }
+    let testbed = Testbed::create(options(KILLED, 1))?;
+    let nginx = testbed.start_nginx(1)?;
+    // Not println!: the test runner would keep it for itself.
+    std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.workers()[0]).as_bytes())?;
+    std::thread::sleep(Duration::from_secs(60));
+    Ok(())
+}
+
+/// A process that has ended has no namespace any more, even if nobody has waited for it.
+fn runs(pid: u32) -> bool {
+    std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
+}
+
+#[test]
+fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
+    if skip_without_privilege("a_killed_testbed_is_cleaned_up_by_the_next") {
+        return Ok(());
+    }
+    // The test's name is its path without the executable's.
+    let (_, module) = module_path!().split_once("::").context("a module")?;
+    let mut owner = Command::new(std::env::current_exe()?)
+        .args(["--ignored", "--exact", &format!("{module}::owner_that_waits_to_be_killed")])
+        .env(OWNER_VARIABLE, "1")
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut lines = BufReader::new(owner.stdout.take().context("stdout")?).lines();
+    let worker: u32 = loop {
+        let line = lines.next().context("the owner ended early")??;
+        if let Some((_, worker)) = line.split_once("ready ") {
+            break worker.parse()?;
+        }
+    };
+    let living = Testbed::create(options(KILLED, 1)).unwrap_err().to_string();
+    assert_eq!(living, format!("testbed {KILLED} is in use by process {}", owner.id()));
+
+    owner.kill()?;
+    owner.wait()?;
+    // nginx's master was tied to its owner; its workers are not, and their master could not tell them.
+    assert!(runs(worker));
+    drop(Testbed::create(options(KILLED, 1))?);
+    assert!(!runs(worker));
+    for remains in
+        [format!("/run/coreward-testbed/{KILLED}"), format!("/sys/fs/bpf/coreward-testbed/{KILLED}")].map(Into::into)
+    {
+        let remains: std::path::PathBuf = remains;
+        assert!(!remains.exists(), "{} is left", remains.display());
+    }
+    for role in ["client", "lb1", "controller", "switch", "s1"] {
+        assert!(!Path::new("/run/netns").join(format!("cw{KILLED}-{role}")).exists(), "{role} is left");
+    }
+    Ok(())
+}
+
+#[test]
+fn addresses_are_the_documented_ones() {
+    assert_eq!(server_address(3), Ipv4Addr::new(10, 1, 1, 3));
+    assert_eq!(SERVICE, SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80));
+}
+
+#[test]
+fn impossible_testbeds_are_refused() {
+    let refused = |options| Testbed::create(options).unwrap_err().to_string();
+    let error = refused(TestbedOptions { cores: 0, ..TestbedOptions::default() });
+    assert_eq!(error, "0 cores in a testbed: expected 1 to 64");
+    let error = refused(TestbedOptions { servers: 251, ..TestbedOptions::default() });
+    assert_eq!(error, "251 servers in a testbed: expected 0 to 250");
+}

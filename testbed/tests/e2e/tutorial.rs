@@ -1,0 +1,67 @@
+//! docs/tutorial.md: its commands, as they are written.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use coreward_testbed::walkthrough::{Machine, blocks};
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+
+const UNITS: [(&str, &str); 3] = [
+    ("coreward-controller", include_str!("../../../packaging/systemd/coreward-controller.service")),
+    ("coreward-lb", include_str!("../../../packaging/systemd/coreward-lb.service")),
+    ("coreward-agent", include_str!("../../../packaging/systemd/coreward-agent.service")),
+];
+
+#[test]
+fn the_tutorials_commands_work_as_they_are_written() {
+    if skip_without_privilege("the_tutorials_commands_work_as_they_are_written") {
+        return;
+    }
+    let options = TestbedOptions {
+        instance: "tutorial".to_owned(),
+        servers: 2,
+        load_balancers: 2,
+        client_addresses: 1,
+        ..TestbedOptions::default()
+    };
+    let testbed = Testbed::create(options).unwrap();
+    // What the tutorial does by itself.
+    let ip = |namespace, arguments: &[&str]| {
+        let mut command = Command::new("ip");
+        command.args(arguments);
+        testbed.run(namespace, command).unwrap();
+    };
+    for number in [1, 2] {
+        ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
+    }
+    ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
+
+    let hosts = [
+        ("client", testbed.client()),
+        ("controller", testbed.controller()),
+        ("lb1", testbed.load_balancer(1).unwrap()),
+        ("lb2", testbed.load_balancer(2).unwrap()),
+        ("s1", testbed.server(1).unwrap()),
+        ("s2", testbed.server(2).unwrap()),
+    ];
+    for (name, _) in hosts {
+        let units = testbed.directory().join(format!("machine-{name}/var/lib/units"));
+        std::fs::create_dir_all(&units).unwrap();
+        for (unit, text) in UNITS {
+            std::fs::write(units.join(format!("{unit}.service")), text).unwrap();
+        }
+    }
+    let machines: BTreeMap<&str, Machine> =
+        hosts.into_iter().map(|(name, namespace)| (name, Machine::start(&testbed, name, namespace).unwrap())).collect();
+    let blocks = blocks(include_str!("../../../docs/tutorial.md")).unwrap();
+    assert!(blocks.len() > 10, "{blocks:?}");
+    for (number, block) in blocks.iter().enumerate() {
+        for name in &block.machines {
+            let log = testbed.directory().join(format!("block-{number}-{name}.log"));
+            let machine = machines.get(name.as_str());
+            let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line));
+            let printed = machine.run(block, &log).unwrap_or_else(|error| panic!("{error:#}"));
+            println!("== line {}, {name}\n{printed}", block.line);
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Daemons are exchanged under load: docs/upgrading.md, its table row by row.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use coreward_dataplane::mapped::Mapped;
+use coreward_intf as intf;
+use coreward_model::consistency::Consistency;
+use coreward_testbed::fleet::FleetOptions;
+use coreward_testbed::stream::client::{StreamClient, Streams};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use libbpf_rs::MapHandle;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::support::{Site, eventually, eventually_in_force, pause, unbroken};
+
+const SERVERS: u16 = 3;
+
+fn site(instance: &str, load_balancers: u16, consistency: Consistency) -> Site {
+    let testbed =
+        TestbedOptions { instance: instance.to_owned(), servers: SERVERS, load_balancers, ..TestbedOptions::default() };
+    Site::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
+}
+
+fn agents() -> impl Iterator<Item = String> {
+    (1..=SERVERS).map(|number| format!("agent-s{number}"))
+}
+
+/// From now on what is pinned there is of another version: another layout. `T`: what stands in the map.
+fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
+    let mapped = Mapped::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
+    // The first word of both (bpf/intf.h).
+    mapped.store(0, 99);
+}
+
+impl Site {
+    fn pins(&self, daemon: &str) -> PathBuf {
+        match daemon.strip_prefix("lb") {
+            Some(number) => self.testbed.load_balancer_pin_directory(number.parse().unwrap()),
+            None => self.testbed.pin_directory().join(daemon),
+        }
+    }
+
+    /// Connections from these of the client's addresses: a second run cannot bind the ports that the first one has used.
+    fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
+        let streams = Streams::endless(150.0);
+        self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()
+    }
+
+    /// The daemon ends, and a version with another layout starts.
+    fn exchange_layout(&mut self, daemon: &str) {
+        let pins = self.pins(daemon);
+        self.fleet.kill(daemon).unwrap();
+        let problem = || match daemon.starts_with("lb") {
+            true => coreward_dataplane::lb::pinned_problem(&pins),
+            false => coreward_dataplane::server::pinned_problem(&pins).unwrap(),
+        };
+        match daemon.starts_with("lb") {
+            true => relabel::<intf::lb_state>(&pins.join("lb/state")),
+            false => relabel::<intf::server_state>(&pins.join("server/state")),
+        }
+        assert!(problem().is_some());
+        self.fleet.restart(&self.testbed, daemon).unwrap();
+        eventually(Duration::from_secs(60), "the new version is at work", || problem().is_none());
+    }
+}
+
+#[test]
+fn the_same_layout_is_taken_over() {
+    if skip_without_privilege("the_same_layout_is_taken_over") {
+        return;
+    }
+    let mut site = site("upsame", 1, Consistency::Stateless);
+    let client = site.streams(150.0);
+    pause(1_000);
+    for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agents()) {
+        site.fleet.upgrade(&site.testbed, &daemon).unwrap();
+        pause(1_000);
+    }
+    unbroken(client);
+    assert_eq!(site.counters("to_all"), 0);
+}
+
+#[test]
+fn another_layout_is_replaced_when_the_new_one_is_ready() {
+    if skip_without_privilege("another_layout_is_replaced_when_the_new_one_is_ready") {
+        return;
+    }
+    for consistency in [Consistency::Stateless, Consistency::Stateful] {
+        let mut site = site("uplayout", 1, consistency);
+        let client = site.streams(150.0);
+        pause(1_500);
+        site.exchange_layout("lb1");
+        pause(500);
+        agents().for_each(|agent| site.exchange_layout(&agent));
+        eventually_in_force(&site.fleet, &site.testbed);
+        unbroken(client);
+    }
+}
+
+/// With a real older version: `make test-upgrade` builds it and says in COREWARD_OLD where it is.
+#[test]
+#[ignore = "needs an older version's binary: make test-upgrade"]
+fn real_versions_are_exchanged_up_and_down() {
+    let old = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
+    let mut site = site("upreal", 2, Consistency::Stateless);
+    let daemons: Vec<String> = ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agents()).collect();
+    // Everything is of the older version: what is pinned is its own.
+    for daemon in &daemons {
+        renew(&mut site, daemon, Some(&old));
+    }
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    site.testbed.announce(&[1, 2]).unwrap();
+
+    println!("== up, one after the other");
+    let client = site.streams_from(0..2);
+    for daemon in &daemons {
+        pause(1_500);
+        site.fleet.exchange(&site.testbed, daemon, None).unwrap();
+        site.fleet.wait_until_ready(&site.testbed).unwrap();
+        println!("{daemon}: of the newer version");
+    }
+    pause(3_000);
+    unbroken(client);
+
+    println!("== down, one after the other");
+    let client = site.streams_from(2..4);
+    for daemon in &daemons {
+        pause(1_500);
+        let taken_over = site.fleet.exchange(&site.testbed, daemon, Some(&old));
+        if let (Err(refused), Some(number)) = (taken_over, daemon.strip_prefix("lb")) {
+            println!("{daemon}: {refused:#}");
+            // As docs/upgrading.md says: the others carry the traffic meanwhile.
+            let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
+            site.testbed.announce(&others).unwrap();
+            pause(500);
+            std::fs::remove_dir_all(site.pins(daemon)).unwrap();
+            site.fleet.restart(&site.testbed, daemon).unwrap();
+            site.fleet.wait_until_ready(&site.testbed).unwrap();
+            site.testbed.announce(&[1, 2]).unwrap();
+        }
+        site.fleet.wait_until_ready(&site.testbed).unwrap();
+        println!("{daemon}: of the older version");
+    }
+    pause(3_000);
+    unbroken(client);
+}
+
+/// The daemon starts anew with nothing pinned.
+fn renew(site: &mut Site, daemon: &str, binary: Option<&Path>) {
+    let pins = site.pins(daemon);
+    // It may refuse what the other version pinned.
+    let _ = site.fleet.exchange(&site.testbed, daemon, binary);
+    let _ = site.fleet.kill(daemon);
+    for part in ["lb", "server", "steer"] {
+        if let Err(error) = std::fs::remove_dir_all(pins.join(part)) {
+            assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{}: {error}", pins.display());
+        }
+    }
+    if daemon == "controller" {
+        let store = site.testbed.directory().join("controller.redb");
+        std::fs::remove_file(store).unwrap();
+    }
+    site.fleet.restart(&site.testbed, daemon).unwrap();
+}

@@ -1,0 +1,200 @@
+//! Several controllers whose etcd is lost: the leader goes on making tables, and refuses changes; later it is gone as well, and
+//! load balancers go by their own checks. No connection breaks, and with etcd back everything is as before.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use coreward_etcd::local::Member;
+use coreward_testbed::fleet::{Fleet, FleetOptions, asking_of};
+use coreward_testbed::http::Connection;
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::process::Process;
+use coreward_testbed::topology::CONTROLLER_ADDRESS;
+use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use serde_json::Value;
+
+use crate::support::{AT_EVERY_SERVER, eventually};
+
+const LIMIT: Duration = Duration::from_secs(20);
+/// What the document says: interval x fall + timeout.
+const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 500);
+const SERVERS: u16 = 3;
+const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n\
+                        [service.health]\ncheck = \"tcp\"\ninterval = \"200ms\"\ntimeout = \"500ms\"\nrise = 2\nfall = 3\n";
+
+/// The fields are dropped in this order: the testbed last.
+struct Site {
+    fleet: Fleet,
+    etcd: Option<Process>,
+    member: Member,
+    nginx: Vec<Option<Nginx>>,
+    testbed: Testbed,
+}
+
+fn start_etcd(testbed: &Testbed, member: &Member) -> Process {
+    let command = member.command(std::slice::from_ref(member), &testbed.directory());
+    testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
+}
+
+impl Site {
+    fn start() -> Self {
+        let options = TestbedOptions {
+            instance: "noetcd".to_owned(),
+            servers: SERVERS,
+            load_balancers: 2,
+            cores: 1,
+            ..TestbedOptions::default()
+        };
+        let testbed = Testbed::create(options).unwrap();
+        let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
+        let member = Member::several(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
+        let etcd = Some(start_etcd(&testbed, &member));
+        let mut document = DOCUMENT.to_owned();
+        for number in 1..=SERVERS {
+            document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
+        }
+        let options = FleetOptions {
+            steer: false,
+            controllers: 2,
+            etcd: vec![member.endpoint()],
+            applied: Some(document),
+            ..FleetOptions::default()
+        };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        let site = Self { fleet, etcd, member, nginx, testbed };
+        site.until_served_by(&[1, 2, 3]);
+        eventually(LIMIT, "every load balancer has checked every server", || {
+            let members = site.status()["services"][0]["members"].as_array().unwrap().clone();
+            let up = |member: &Value| {
+                let checks = member["checks"].as_array().unwrap().clone();
+                checks.len() == 2 && checks.iter().all(|check| check["up"] == true)
+            };
+            members.len() == usize::from(SERVERS) && members.iter().all(up)
+        });
+        site
+    }
+
+    fn kill_etcd(&mut self) {
+        self.etcd.take().expect("it runs").child().kill().unwrap();
+    }
+
+    fn restart_etcd(&mut self) {
+        self.etcd = Some(start_etcd(&self.testbed, &self.member));
+    }
+
+    fn ask(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let command = asking_of(&self.testbed, 1..=2, arguments)?;
+        Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
+    }
+
+    fn status(&self) -> Value {
+        serde_json::from_str(&self.ask(&["status", "--format", "json"]).unwrap()).unwrap()
+    }
+
+    fn state(&self, server: &str) -> String {
+        let status = self.status();
+        let found = status["servers"].as_array().unwrap().iter().find(|found| found["name"] == server).unwrap();
+        found["state"].as_str().unwrap().to_owned()
+    }
+
+    /// The controllers that lead without etcd, by the API's health.
+    fn without_etcd(&self) -> usize {
+        let asked = |number: u16| {
+            let mut curl = Command::new("curl");
+            let api = coreward_testbed::fleet::api_address_of(number);
+            let token = std::fs::read_to_string(self.testbed.directory().join("viewer.token")).unwrap();
+            curl.args(["-s", "-m", "2", "-H", &format!("Authorization: Bearer {}", token.trim())]);
+            curl.arg(format!("http://{api}/v1/health"));
+            let output = self.testbed.run(self.testbed.controller(), curl).ok()?;
+            serde_json::from_slice::<Value>(&output.stdout).ok()
+        };
+        (1..=2).filter_map(asked).filter(|health| health["without_etcd"] == true).count()
+    }
+
+    /// Generations of the tables that load balancers have in force.
+    fn tables_in_force(&self) -> Vec<u64> {
+        let status = self.status();
+        let balancers = status["load_balancers"].as_array().unwrap().iter();
+        balancers.map(|balancer| balancer["state"]["table_generations"]["web0"].as_u64().unwrap()).collect()
+    }
+
+    fn open(&self, count: usize) -> anyhow::Result<Vec<(Connection, u16)>> {
+        let one = |_| {
+            let mut connection = Connection::open(None)?;
+            let server = connection.who()?.server;
+            Ok((connection, server))
+        };
+        self.testbed.client().within(|| (0..count).map(one).collect())
+    }
+
+    /// Waits until new connections go to these servers and none fails; how long that took.
+    fn until_served_by(&self, servers: &[u16]) -> Duration {
+        let start = Instant::now();
+        eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
+            let Ok(opened) = self.open(AT_EVERY_SERVER) else { return false };
+            let found: std::collections::BTreeSet<u16> = opened.iter().map(|(_, server)| *server).collect();
+            found.into_iter().eq(servers.iter().copied())
+        });
+        start.elapsed()
+    }
+
+    /// How many are not answered any more, or by another server.
+    fn broken(&self, connections: &mut [(Connection, u16)]) -> usize {
+        let ask = || {
+            let broken = |(connection, server): &mut (Connection, u16)| {
+                connection.who().map_or(true, |who| who.server != *server)
+            };
+            Ok(connections.iter_mut().map(broken).filter(|broken| *broken).count())
+        };
+        self.testbed.client().within(ask).unwrap()
+    }
+}
+
+#[test]
+fn tables_go_on_without_etcd_and_checks_without_controllers() {
+    if skip_without_privilege("tables_go_on_without_etcd_and_checks_without_controllers") {
+        return;
+    }
+    let mut site = Site::start();
+    let mut connections = site.open(AT_EVERY_SERVER).unwrap();
+
+    // etcd is lost: the leader goes on beyond its lease, and refuses changes.
+    site.kill_etcd();
+    eventually(LIMIT, "the leader is beyond its lease", || site.without_etcd() == 1);
+    let refused = site.ask(&["drain", "s1"]).unwrap_err().to_string();
+    assert!(refused.contains("nothing can be changed until it does; tables and health checks go on"), "{refused}");
+    let before = site.tables_in_force();
+    site.nginx[1] = None;
+    let took = site.until_served_by(&[1, 3]);
+    println!("without etcd: a dead server avoided after {took:?}, expected within {FOUND_WITHIN:?} and one round");
+    eventually(LIMIT, "the leader has taken it out", || site.state("s2") == "down");
+    eventually(LIMIT, "newer tables are in force at all load balancers", || {
+        site.tables_in_force().iter().zip(&before).all(|(now, before)| now > before)
+    });
+    connections.retain(|(_, server)| *server != 2);
+    assert_eq!(site.broken(&mut connections), 0, "without etcd");
+    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
+    eventually(LIMIT, "the leader has put it back", || site.state("s2") == "active");
+    site.until_served_by(&[1, 2, 3]);
+
+    // etcd is back: changes are made again, and nobody noticed.
+    site.restart_etcd();
+    eventually(LIMIT, "the leader has its lease back", || site.without_etcd() == 0);
+    eventually(LIMIT, "changes are made again", || site.ask(&["drain", "s1"]).is_ok());
+    site.until_served_by(&[2, 3]);
+    eventually(LIMIT, "and undone", || site.ask(&["undrain", "s1"]).is_ok());
+    site.until_served_by(&[1, 2, 3]);
+    assert_eq!(site.broken(&mut connections), 0, "with etcd back");
+
+    // Controllers and etcd are lost: load balancers go by their own checks.
+    let mut connections = site.open(AT_EVERY_SERVER).unwrap();
+    site.kill_etcd();
+    for controller in ["controller", "controller2"] {
+        site.fleet.kill(controller).unwrap();
+    }
+    site.nginx[2] = None;
+    let took = site.until_served_by(&[1, 2]);
+    println!("without both: a dead server avoided after {took:?}, expected within {FOUND_WITHIN:?} and one round");
+    connections.retain(|(_, server)| *server != 3);
+    assert_eq!(site.broken(&mut connections), 0, "without controllers and etcd");
+}
