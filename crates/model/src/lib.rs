@@ -17,6 +17,7 @@
 //! * [`placement`]: the table that the data plane consults for a first packet, and how it does
 //! * [`lb`]: the load balancer, packet by packet, as `bpf/lb.bpf.c` is
 //! * [`bucket_history`]: whose a bucket was before
+//! * [`allowance`]: how many new connections a server may still take
 //! * [`policy`]: what fills that table; one file per policy
 //! * [`dispatch`]: which core of a server gets a request; one file per policy
 //! * [`statistics`]: variance % and friends
@@ -24,6 +25,7 @@
 //! * [`fleet`]: servers, controller and load balancer in virtual time
 //! * [`replay`]: an arrival log in virtual time
 
+pub mod allowance;
 pub mod arrivals;
 pub mod bucket_history;
 pub mod connection_table;

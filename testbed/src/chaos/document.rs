@@ -144,9 +144,10 @@ impl Documents {
         }
     }
 
-    /// All servers active, as at the beginning.
+    /// All servers active and the policies those of the beginning.
     pub fn restore(&mut self) {
         self.number += 1;
+        self.policies.fill(POLICIES[0]);
         self.servers.values_mut().for_each(|entry| *entry = Some(ACTIVE));
     }
 

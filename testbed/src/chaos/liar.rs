@@ -24,6 +24,8 @@ use crate::namespace::Namespace;
 const PURPOSE_LIES: u64 = 0x6368_6103;
 /// A hundred times as many reports as an agent sends.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1);
+/// As often as an agent.
+const HONEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Between two attempts to speak for the server: the controller waits until its agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_LIMIT: Duration = Duration::from_secs(1);
@@ -41,39 +43,73 @@ pub struct Lies {
     pub connections: AtomicU64,
 }
 
-/// Lies from the server's machine, with the certificate of its agent, until `done`; call it in a thread of its own. `told`: addresses of
-/// the controller and of racks.
-///
-/// # Errors
-/// When the machine cannot be entered, or its kernel refuses what every program gets.
-pub fn lie(
-    machine: &Namespace,
-    stolen: Files,
-    server: u16,
-    told: &[SocketAddr],
-    lies: &Lies,
-    done: &AtomicBool,
-) -> anyhow::Result<()> {
-    let tls = Tls::load(stolen)?;
-    machine.within(|| {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(async {
-            let mut rng = seeded_rng(server.into(), PURPOSE_LIES);
-            while !done.load(Ordering::Relaxed) {
-                let to = told[uniform_below(&mut rng, told.len() as u32) as usize];
-                flood(to, &mut rng, lies);
-                // Who is refused, or not heard, tries again, as another server or as nobody.
-                let name = match uniform_below(&mut rng, 4) {
-                    0 => "nobody".to_owned(),
-                    1 => format!("s{}", 1 + server % 4),
-                    _ => format!("s{server}"),
-                };
-                let _ = tokio::time::timeout(STREAM_LIMIT, speak(name, to, &tls, &mut rng, lies, done)).await;
-                tokio::time::sleep(RETRY_INTERVAL).await;
-            }
-        });
-        Ok(())
-    })
+/// What somebody lies about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lie {
+    /// Everything, in the name of any server, with a flood of connections.
+    Everything,
+    /// The load only: that of idle cores is reported, as often as an agent reports, so that connections come.
+    Load,
+}
+
+/// Somebody who has the certificate of a server's agent.
+#[derive(Debug)]
+pub struct Liar {
+    /// The server's number.
+    pub server: u16,
+    /// The agent's certificate and key.
+    pub stolen: Files,
+    /// Addresses of the controllers and of racks.
+    pub controllers: Vec<SocketAddr>,
+    /// About what.
+    pub lie: Lie,
+}
+
+impl Liar {
+    /// Lies from the server's machine until `done`; call it in a thread of its own.
+    ///
+    /// # Errors
+    /// When the machine cannot be entered, or its kernel refuses what every program gets.
+    pub fn run(self, machine: &Namespace, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+        let tls = Tls::load(self.stolen.clone())?;
+        machine.within(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(async {
+                let mut rng = seeded_rng(self.server.into(), PURPOSE_LIES);
+                while !done.load(Ordering::Relaxed) {
+                    let to = self.controllers[uniform_below(&mut rng, self.controllers.len() as u32) as usize];
+                    let _ = self.turn(to, &tls, &mut rng, lies, done).await;
+                    tokio::time::sleep(RETRY_INTERVAL).await;
+                }
+            });
+            Ok(())
+        })
+    }
+
+    /// One stream. Who is refused tries again: as itself, as another server or as nobody.
+    async fn turn(
+        &self,
+        to: SocketAddr,
+        tls: &Arc<Tls>,
+        rng: &mut Xoshiro256PlusPlus,
+        lies: &Lies,
+        done: &AtomicBool,
+    ) -> anyhow::Result<()> {
+        let itself = format!("s{}", self.server);
+        if self.lie == Lie::Load {
+            let reports = (1..).map(|sequence| v1::Report { rss: Some(rss(40, vec![0, 1])), ..idle_report(sequence) });
+            return speak(itself, to, tls, (reports, HONEST_INTERVAL), lies, done).await;
+        }
+        flood(to, rng, lies);
+        let name = match uniform_below(rng, 4) {
+            0 => "nobody".to_owned(),
+            1 => format!("s{}", 1 + self.server % 4),
+            _ => itself,
+        };
+        let is_idle = uniform_below(rng, 2) == 0;
+        let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { report(sequence, rng) });
+        tokio::time::timeout(STREAM_LIMIT, speak(name, to, tls, (reports, REPORT_INTERVAL), lies, done)).await?
+    }
 }
 
 /// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
@@ -89,12 +125,12 @@ fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
     }
 }
 
-/// One stream, until the controller ends it.
+/// One stream of these reports at this interval, until the controller ends it.
 async fn speak(
     name: String,
     to: SocketAddr,
     tls: &Arc<Tls>,
-    rng: &mut Xoshiro256PlusPlus,
+    (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
     lies: &Lies,
     done: &AtomicBool,
 ) -> anyhow::Result<()> {
@@ -105,14 +141,12 @@ async fn speak(
     let message = |message| v1::AgentMessage { message: Some(message) };
     messages.send(message(Message::Hello(v1::AgentHello { server: name, version: "0.0.0".to_owned() }))).await?;
     let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
-    let (mut sequence, is_idle) = (0, uniform_below(rng, 2) == 0);
     while !done.load(Ordering::Relaxed) {
         tokio::select! {
             update = updates.message() => if update?.is_none() { return Ok(()) },
-            () = tokio::time::sleep(REPORT_INTERVAL) => {
-                sequence += 1;
+            () = tokio::time::sleep(interval) => {
+                let report = reports.next().expect("reports have no end");
                 // A controller that does not read gets no lies.
-                let report = if is_idle { idle_report(sequence) } else { report(sequence, rng) };
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     lies.reports.fetch_add(1, Ordering::Relaxed);
                 }
@@ -129,23 +163,21 @@ fn idle_report(sequence: u64) -> v1::Report {
         sequence,
         sent_unix_ns: now,
         time_to_live_ms: 300,
-        measured_ns: sequence * 1_000_000,
+        measured_ns: now,
         core_busy_ns: vec![0; 2],
         rss_generation: 1,
         ..v1::Report::default()
     }
 }
 
+fn rss(key: usize, queues: Vec<u32>) -> v1::Rss {
+    v1::Rss { source: "a lie".to_owned(), key: vec![0xaa; key], indirection_table: queues, input_transform: 0 }
+}
+
 /// A report with one lie in it.
 fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
     let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
     let mut report = v1::Report { core_busy_ns: vec![busy_ns, 0], ..idle_report(sequence) };
-    let rss = |key: usize, queues: Vec<u32>| v1::Rss {
-        source: "a lie".to_owned(),
-        key: vec![0xaa; key],
-        indirection_table: queues,
-        input_transform: 0,
-    };
     match uniform_below(rng, 16) {
         0 => report.core_busy_ns = vec![u64::MAX; 2],
         1 => report.core_busy_ns = vec![0; 2],

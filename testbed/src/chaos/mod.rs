@@ -4,10 +4,12 @@
 //! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
 //! * [`traffic`]: the clients
 //! * [`writer`]: who changes the configuration, by [`document`], drains servers, and remembers what was acknowledged ([`drains`])
+//! * [`attraction`]: what a server draws whose agent lies about its load
 //! * [`watch`]: what must only grow or stay; [`ask`]: by the operator's commands
 //! * [`outcome`]: what was seen, in words
 
 pub mod ask;
+pub mod attraction;
 pub mod disk;
 pub mod document;
 pub mod drains;
@@ -36,16 +38,18 @@ use crate::interrupt;
 use crate::nginx::Nginx;
 use crate::preload::Preload;
 use crate::topology::{SERVICE, Testbed, TestbedOptions};
+use attraction::Attraction;
 use disk::Disk;
 use document::Documents;
 use etcd::Etcd;
 use fault::FaultKind;
+use liar::Lie;
 use outcome::{Outcome, Recovery};
 use schedule::{Parts, Planned, Schedule};
 use site::Site;
 use traffic::{STREAM_SERVICE, Traffic};
 use watch::{Taken, Watch};
-use writer::Writer;
+use writer::{Model, Writer};
 
 /// Options of `coreward testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
@@ -79,6 +83,8 @@ pub struct Options {
 const LOAD_BALANCERS: u16 = 2;
 const SERVERS: u16 = 4;
 const CORES: u16 = 2;
+/// In whose name idle cores are reported at last.
+const LIAR: u16 = 1;
 /// The client's addresses: the first is for clients whose kernel chooses the port.
 const CLIENT_ADDRESSES: u16 = 4;
 /// After this long nothing comes right by itself any more.
@@ -204,7 +210,7 @@ impl<'a> Run<'a> {
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
         let seconds = f64::from(self.options.seconds) * CHANGES_SHARE;
         let interval = Duration::from_secs_f64(seconds / self.options.changes.max(1) as f64);
-        let (busiest, written) = std::thread::scope(|scope| {
+        let (busiest, attraction) = std::thread::scope(|scope| {
             let _stop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
             scope.spawn(|| change_loads(self.testbed, &all_done));
             scope.spawn(|| watch.run(&all_done));
@@ -218,16 +224,16 @@ impl<'a> Run<'a> {
             self.site.restart_controllers()?;
             self.wait_until_whole(&["kill"], &watch)?;
             writer.look_again(&mut written)?;
-            let busiest = self.site.taken()?;
-            Ok::<_, anyhow::Error>((busiest, written))
+            let attraction = self.attraction(&writer, &mut written)?;
+            Ok::<_, anyhow::Error>((self.site.taken()?, attraction))
         })?;
-        drop(written);
         self.check_growth(&busiest);
         let mut outcome = Outcome {
             seconds: self.start.elapsed().as_secs_f64(),
             seed: self.options.seed,
             faults: self.faults.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
             lies: self.site.lies().into(),
+            attraction,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.writes(),
             watched: watch.watched(),
@@ -288,6 +294,26 @@ impl<'a> Run<'a> {
             self.site.begin(&planned.fault)?;
         }
         Ok(())
+    }
+
+    /// When nothing else is wrong, somebody reports idle cores in a server's name.
+    fn attraction(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<Attraction>> {
+        if !self.kinds.contains(&FaultKind::Liar) {
+            return Ok(None);
+        }
+        writer.undrain(written, 0)?;
+        self.say(&format!("somebody else speaks for s{LIAR}, and reports idle cores"));
+        self.site.begin_lies(LIAR, Lie::Load)?;
+        let attraction = self.testbed.client().within(|| Attraction::measure(LIAR, SERVERS))?;
+        self.site.end_lies(LIAR)?;
+        if attraction.is_over_limit() {
+            self.violations.push(format!(
+                "idle cores reported in s{LIAR}'s name drew {attraction}; by second: {:?}\n{}",
+                attraction.seconds,
+                logs(self.testbed)
+            ));
+        }
+        Ok(Some(attraction))
     }
 
     /// Waits until everybody reports and is heard again, and new tables are in force.

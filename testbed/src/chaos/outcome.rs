@@ -6,6 +6,8 @@ use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
+use super::LIAR;
+use super::attraction::Attraction;
 use super::liar::Lies;
 use super::traffic::Seen;
 use super::watch::{Taken, Watched};
@@ -22,6 +24,8 @@ pub struct Outcome {
     pub faults: BTreeMap<String, u64>,
     /// What was told by those who lie.
     pub lies: LiesTold,
+    /// What a server drew whose agent reported idle cores; `None`: nobody lied.
+    pub attraction: Option<Attraction>,
     /// After each round: how long it took until everything was whole again.
     pub recoveries: Vec<Recovery>,
     /// Changes of the configuration.
@@ -79,6 +83,9 @@ impl fmt::Display for Outcome {
         let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         writeln!(f, "\nseed {seed}, {seconds:.0} s, {} faults: {}", faults.values().sum::<u64>(), kinds.join(", "))?;
         writeln!(f, "  lies         {} reports, {} connections", lies.reports, lies.connections)?;
+        if let Some(attraction) = &self.attraction {
+            writeln!(f, "  idle cores   reported in s{LIAR}'s name drew {attraction}")?;
+        }
         for (name, count) in [
             ("downloads", seen.downloads),
             ("keep-alive", seen.requests),

@@ -14,11 +14,11 @@ use nix::sys::signal::Signal;
 use super::disk::Disk;
 use super::etcd::Etcd;
 use super::fault::Fault;
-use super::liar::{self, Lies};
+use super::liar::{Liar, Lie, Lies};
 use super::network::Network;
 use super::watch::{Taken, taken};
 use crate::fleet::{
-    CONTROLLER, Fleet, agent_name, certificate_files, controller_address, coreward_command, logs, rack_listens_at,
+    CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs, rack_listens_at,
 };
 use crate::preload::Preload;
 use crate::topology::Testbed;
@@ -45,14 +45,15 @@ pub struct Site<'a> {
     /// Daemons that are to be down.
     down: BTreeSet<String>,
     disk_full: bool,
-    liars: BTreeMap<u16, Liar>,
+    liars: BTreeMap<u16, Lying>,
     lies: Arc<Lies>,
     /// What did not hold, in words.
     pub violations: Vec<String>,
 }
 
+/// A liar at work.
 #[derive(Debug)]
-struct Liar {
+struct Lying {
     done: Arc<AtomicBool>,
     thread: JoinHandle<anyhow::Result<()>>,
 }
@@ -110,7 +111,7 @@ impl<'a> Site<'a> {
             }
             Fault::Etcd { leader, number, stop } => self.begin_etcd(*leader, *number, *stop),
             Fault::Clock { daemon, seconds } => self.preload.set_clock(daemon, seconds * SECOND_NS),
-            Fault::Liar(server) => self.begin_lies(*server),
+            Fault::Liar(server) => self.begin_lies(*server, Lie::Everything),
         }
         .with_context(|| fault.to_string())
     }
@@ -164,8 +165,7 @@ impl<'a> Site<'a> {
     /// # Errors
     /// When one cannot be killed.
     pub fn restart_controllers(&mut self) -> anyhow::Result<()> {
-        let mut controllers = self.fleet.daemons();
-        controllers.retain(|daemon| daemon.starts_with(CONTROLLER));
+        let controllers = self.controllers();
         controllers.iter().try_for_each(|controller| self.kill(controller))?;
         controllers.iter().for_each(|controller| self.start(controller));
         Ok(())
@@ -178,6 +178,10 @@ impl<'a> Site<'a> {
     pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, Taken>> {
         let daemons = self.fleet.daemons().into_iter();
         daemons.map(|name| Ok((name.clone(), taken(self.fleet.daemon(&name)?.pid())?))).collect()
+    }
+
+    fn controllers(&self) -> Vec<String> {
+        self.fleet.daemons().into_iter().filter(|daemon| daemon.starts_with(CONTROLLER)).collect()
     }
 
     fn kill(&mut self, daemon: &str) -> anyhow::Result<()> {
@@ -222,23 +226,35 @@ impl<'a> Site<'a> {
         if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
     }
 
-    fn begin_lies(&mut self, server: u16) -> anyhow::Result<()> {
+    /// The server's agent is killed, and somebody else speaks for it.
+    ///
+    /// # Errors
+    /// When the agent cannot be killed.
+    pub fn begin_lies(&mut self, server: u16, lie: Lie) -> anyhow::Result<()> {
         self.kill(&agent_name(server))?;
-        let (done, lies) = (Arc::new(AtomicBool::new(false)), self.lies.clone());
-        let machine = self.testbed.server(server)?.clone();
-        let told = done.clone();
-        let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
-        let mut addresses = vec![controller_address().parse()?];
-        for rack in 1..=self.testbed.options().racks {
-            addresses.push(rack_listens_at(rack).parse()?);
+        let mut controllers = Vec::new();
+        for number in 1..=self.controllers().len() {
+            controllers.push(controller_address_of(number as u16).parse()?);
         }
-        let thread = std::thread::spawn(move || liar::lie(&machine, stolen, server, &addresses, &lies, &told));
-        self.liars.insert(server, Liar { done, thread });
+        for rack in 1..=self.testbed.options().racks {
+            controllers.push(rack_listens_at(rack).parse()?);
+        }
+        let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
+        let liar = Liar { server, stolen, controllers, lie };
+        let (machine, lies) = (self.testbed.server(server)?.clone(), self.lies.clone());
+        let done = Arc::new(AtomicBool::new(false));
+        let is_done = done.clone();
+        let thread = std::thread::spawn(move || liar.run(&machine, &lies, &is_done));
+        self.liars.insert(server, Lying { done, thread });
         Ok(())
     }
 
-    fn end_lies(&mut self, server: u16) -> anyhow::Result<()> {
-        if let Some(Liar { done, thread }) = self.liars.remove(&server) {
+    /// The server's agent starts again, and nobody else speaks for it.
+    ///
+    /// # Errors
+    /// When the liar failed.
+    pub fn end_lies(&mut self, server: u16) -> anyhow::Result<()> {
+        if let Some(Lying { done, thread }) = self.liars.remove(&server) {
             done.store(true, Ordering::Relaxed);
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         }
@@ -249,7 +265,7 @@ impl<'a> Site<'a> {
 
 impl Drop for Site<'_> {
     fn drop(&mut self) {
-        for Liar { done, .. } in self.liars.values() {
+        for Lying { done, .. } in self.liars.values() {
             done.store(true, Ordering::Relaxed);
         }
     }

@@ -27,6 +27,8 @@ const DRAIN_EVERY: u64 = 4;
 const LOOK_EVERY: u64 = 10;
 /// After a failure.
 const PAUSE: Duration = Duration::from_millis(100);
+/// The last changes are acknowledged within this time.
+const LAST_LIMIT: Duration = Duration::from_secs(20);
 /// Longer than the command's own patience with a controller that does not answer.
 const LIMIT_S: &str = "8";
 
@@ -124,18 +126,13 @@ impl<'a> Writer<'a> {
             }
         }
         documents.restore();
-        let end = Instant::now() + Duration::from_secs(20);
+        let end = Instant::now() + LAST_LIMIT;
         while !self.change(&mut model, &documents)? {
             ensure!(Instant::now() < end, "the last change is not acknowledged");
             std::thread::sleep(PAUSE);
         }
         // One stays drained over the end of all controllers.
-        for server in model.drains.perhaps().into_iter().skip(1) {
-            while !self.ask_for_drain(&mut model, server, false) {
-                ensure!(Instant::now() < end, "that s{server} is drained no more is not acknowledged");
-                std::thread::sleep(PAUSE);
-            }
-        }
+        self.undrain(&mut model, 1)?;
         self.look_again(&mut model)?;
         Ok(model)
     }
@@ -146,6 +143,21 @@ impl<'a> Writer<'a> {
     /// When the controller does not answer.
     pub fn look_again(&self, model: &mut Model) -> anyhow::Result<()> {
         ensure!(self.look(model), "the controller does not say what is in force");
+        Ok(())
+    }
+
+    /// Undrains servers until only `left` are drained by command.
+    ///
+    /// # Errors
+    /// When the controller does not acknowledge it.
+    pub fn undrain(&self, model: &mut Model, left: usize) -> anyhow::Result<()> {
+        let end = Instant::now() + LAST_LIMIT;
+        for server in model.drains.perhaps().into_iter().skip(left) {
+            while !self.ask_for_drain(model, server, false) {
+                ensure!(Instant::now() < end, "that s{server} is drained no more is not acknowledged");
+                std::thread::sleep(PAUSE);
+            }
+        }
         Ok(())
     }
 

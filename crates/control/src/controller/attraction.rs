@@ -1,28 +1,20 @@
 //! The part of new connections that a server may take.
 //!
 //! Policies send connections where load is lowest, and load is what a server's agent reports. An agent that lies draws connections; load
-//! balancers count how many. So each server has an allowance (a token bucket): it grows by [`TIMES_FAIR`] times the server's fair part of
-//! the connections that were opened, and shrinks by those that it got. A server without allowance takes part in
-//! [`TIMES_FAIR`] times its fair part of the buckets only, whatever it reports, until half of the allowance is there again.
+//! balancers count how many. So each server has an [`Allowance`]. A server without allowance takes part in [`TIMES_FAIR`] times its
+//! fair part of the buckets only, whatever it reports, until half of the allowance is there again.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use coreward_model::ServerId;
+use coreward_model::allowance::{Allowance, TIMES_FAIR};
 use coreward_wire::ServiceIndex;
 
 use super::service::Service;
 use super::traffic::NewlyOpened;
 use super::{Controller, Now};
 
-/// How many times its fair part of new connections a server may take for long.
-pub const TIMES_FAIR: f64 = 2.0;
-/// The allowance of a server that has taken none, in seconds of that: a server that joins fills up within it.
-const WINDOW_SECONDS: f64 = 10.0;
-/// The smallest full allowance: few connections show nothing.
-const MIN_CONNECTIONS: f64 = 64.0;
-/// Weight of the newest second in what is expected per second.
-const EXPECTED_ALPHA: f64 = 0.1;
 /// Time between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -36,34 +28,6 @@ pub struct Attraction {
     allowances: HashMap<ServerId, Allowance>,
     /// The part of a service's buckets that a limited server takes part in.
     parts: HashMap<(ServiceIndex, ServerId), f64>,
-}
-
-/// What one server may still take.
-#[derive(Debug)]
-struct Allowance {
-    /// Connections.
-    left: f64,
-    /// Its fair part per second, smoothed.
-    expected: f64,
-    is_limited: bool,
-}
-
-impl Allowance {
-    fn full(expected: f64) -> Self {
-        Self { left: Self::most(expected), expected, is_limited: false }
-    }
-
-    fn most(expected: f64) -> f64 {
-        (TIMES_FAIR * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
-    }
-
-    /// A second has passed, in which so many connections were its fair part, and so many were opened.
-    fn follow(&mut self, expected: f64, opened: f64) {
-        self.expected += EXPECTED_ALPHA * (expected - self.expected);
-        let most = Self::most(self.expected);
-        self.left = (self.left + TIMES_FAIR * expected - opened).clamp(-most, most);
-        self.is_limited = self.left < if self.is_limited { most / 2.0 } else { 0.0 };
-    }
 }
 
 impl Attraction {
@@ -85,7 +49,7 @@ impl Attraction {
     }
 
     fn limited(&self) -> impl Iterator<Item = ServerId> {
-        self.allowances.iter().filter(|(_, allowance)| allowance.is_limited).map(|(id, _)| *id)
+        self.allowances.iter().filter(|(_, allowance)| allowance.is_limited()).map(|(id, _)| *id)
     }
 
     /// Takes in the time since the last look. `expected`: each server's fair part of what was opened.

@@ -131,6 +131,10 @@ impl Least {
     }
 }
 
+/// Of cores that do not take part in a bucket: a group whose servers all do not offers them, as it must offer some, but those of
+/// other groups come first. Otherwise a server with a key of its own would take part in all buckets.
+const AFTER_ALL: f64 = f64::MAX;
+
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_candidates(
     table: &mut PlacementTable,
@@ -246,7 +250,7 @@ impl<'a> Cores<'a> {
         if least.found.is_empty() {
             for server in known.group.all() {
                 let (core, load) = self.core(known.group, server, bucket);
-                least.offer(self.levels.compared(server.class(), load), load, Core { server: server.id, core });
+                least.offer(AFTER_ALL, load, Core { server: server.id, core });
             }
         }
         least.found().map(|(core, _, compared)| (core, compared)).collect()
@@ -311,7 +315,7 @@ impl<'a> Cores<'a> {
         };
         let mut found: Vec<(Core, f64)> = self.taking_part(group, bucket).map(candidate).collect();
         if found.is_empty() {
-            found = group.all().map(candidate).collect();
+            found = group.all().map(|server| (candidate(server).0, AFTER_ALL)).collect();
         }
         found.sort_by_key(|(core, _)| *core);
         let first = bucket as usize % found.len();
@@ -332,4 +336,60 @@ impl<'a> Cores<'a> {
 
 fn is_reduced(server: &PoolServer) -> bool {
     matches!(server.loads, Some(Loads::Reduced { .. }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ServerId;
+    use crate::placement::{PlacementState, Rule};
+    use crate::policy::crossrss::core_aware;
+    use crate::rss::{IndirectionTable, Rss};
+
+    const SERVERS: u64 = 4;
+
+    /// The last server has another RSS key than the others, is idle, and takes part in some buckets only.
+    fn pool(loads: bool, ramp: f64) -> Pool {
+        let servers = (0..SERVERS).map(|number| {
+            let is_last = number == SERVERS - 1;
+            let key = RssKey::new(&[if is_last { 0xaa } else { 0x6d }; 40]).unwrap();
+            let indirection_table = IndirectionTable::new(&[0, 1]).unwrap();
+            PoolServer {
+                loads: loads.then(|| vec![if is_last { 0.0 } else { 0.5 }; 2].into()),
+                rss: Some(Rss { key, indirection_table }),
+                ramp: if is_last { ramp } else { 1.0 },
+                ..PoolServer::new(ServerId::try_from(number).unwrap())
+            }
+        });
+        Pool::new(servers.collect(), 1)
+    }
+
+    /// The part of all connections that the last server gets.
+    fn part_of_last(pool: &Pool, rule: Rule, per_bucket: usize) -> f64 {
+        const CONNECTIONS: u32 = 20_000;
+        let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), Kept::default());
+        let buckets = BucketCount::new(1024).unwrap();
+        let table = core_aware(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
+        assert_eq!(table.groups.len(), 2);
+        let mut state = PlacementState::for_table(&table);
+        let last = ServerId::try_from(SERVERS - 1).unwrap();
+        let of_last = (0..CONNECTIONS).filter(|number| {
+            let hash = |group: usize| number.wrapping_mul(0x9e37_79b1).rotate_left(11 * group as u32);
+            table.choose_by_hash(&mut state, hash) == Some(last)
+        });
+        of_last.count() as f64 / f64::from(CONNECTIONS)
+    }
+
+    #[test]
+    fn a_server_with_a_key_of_its_own_takes_part_in_some_buckets_as_any_other() {
+        for (rule, per_bucket) in [(Rule::Table, 1), (Rule::LeastAssigned, 3)] {
+            assert!(part_of_last(&pool(true, 1.0), rule, per_bucket) > 0.99, "{rule:?}");
+            for ramp in [0.0, 0.25, 0.5] {
+                let part = part_of_last(&pool(true, ramp), rule, per_bucket);
+                assert!((part - ramp).abs() < 0.05, "{rule:?}: {part} of {ramp}");
+            }
+        }
+        let part = part_of_last(&pool(false, 0.25), Rule::LeastAssigned, 3);
+        assert!(part < 0.25, "without loads: {part}");
+    }
 }

@@ -1,0 +1,72 @@
+//! How many new connections a server may still take: a token bucket that grows by [`TIMES_FAIR`] times the server's fair part of the
+//! connections that were opened, and shrinks by those that it got.
+
+/// How many times its fair part of new connections a server may take for long.
+pub const TIMES_FAIR: f64 = 2.0;
+/// The allowance of a server that has taken none, in seconds of that: a server that joins fills up within it.
+const WINDOW_SECONDS: f64 = 10.0;
+/// The smallest full allowance: few connections show nothing.
+const MIN_CONNECTIONS: f64 = 64.0;
+/// Weight of the newest second in what is expected per second.
+const EXPECTED_ALPHA: f64 = 0.1;
+
+/// The allowance of one server, in connections.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Allowance {
+    left: f64,
+    /// The fair part per second, smoothed.
+    expected: f64,
+    is_limited: bool,
+}
+
+impl Allowance {
+    /// That of a server that has taken none. `expected`: its fair part per second.
+    pub fn full(expected: f64) -> Self {
+        Self { left: Self::most(expected), expected, is_limited: false }
+    }
+
+    fn most(expected: f64) -> f64 {
+        (TIMES_FAIR * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
+    }
+
+    /// A second has passed, in which so many connections were its fair part, and so many were opened.
+    pub fn follow(&mut self, expected: f64, opened: f64) {
+        self.expected += EXPECTED_ALPHA * (expected - self.expected);
+        let most = Self::most(self.expected);
+        self.left = (self.left + TIMES_FAIR * expected - opened).clamp(-most, most);
+        self.is_limited = self.left < if self.is_limited { most / 2.0 } else { 0.0 };
+    }
+
+    /// Whether the server took too many: it stays so until half of the allowance is there again.
+    pub fn is_limited(&self) -> bool {
+        self.is_limited
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_is_limited_after_the_window_and_free_when_half_is_there_again() {
+        let mut allowance = Allowance::full(100.0);
+        let seconds_until = |allowance: &mut Allowance, opened, limited| {
+            (1..100).find(|_| {
+                allowance.follow(100.0, opened);
+                allowance.is_limited() == limited
+            })
+        };
+        // 2,000 of allowance, of which 200 a second are lost; then 100 a second come back.
+        assert_eq!(seconds_until(&mut allowance, 400.0, true), Some(11));
+        assert_eq!(seconds_until(&mut allowance, 100.0, false), Some(12));
+    }
+
+    #[test]
+    fn twice_the_fair_part_is_allowed_for_ever() {
+        let mut allowance = Allowance::full(100.0);
+        for _ in 0..1_000 {
+            allowance.follow(100.0, TIMES_FAIR * 100.0);
+            assert!(!allowance.is_limited());
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What part of new connections a server draws while somebody reports idle cores in its name and nothing else is wrong.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use coreward_model::allowance::TIMES_FAIR;
+use serde::Serialize;
+
+use crate::http::Connection;
+use crate::interrupt;
+
+/// How long somebody reports idle cores, in seconds.
+const LASTS: usize = 30;
+/// The controller needs connections before it limits a server: so many seconds are measured at the beginning...
+const BEGINNING: usize = 5;
+/// ... and so many at the end, when the limit must be in force.
+const END: usize = 10;
+/// Between two connections.
+const INTERVAL: Duration = Duration::from_millis(8);
+/// Standard deviations by which a share may be over the limit by chance.
+const DEVIATIONS: f64 = 5.0;
+
+/// What the server drew.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Attraction {
+    /// Its share of new connections if it were treated as all others, of 1.
+    pub fair: f64,
+    /// Its connections, and all connections, second by second.
+    pub seconds: Vec<[u64; 2]>,
+}
+
+impl Attraction {
+    /// Opens connections while the liar reports; call it in the client's namespace. `servers`: how many there are.
+    ///
+    /// # Errors
+    /// When a connection breaks, or a signal came.
+    pub fn measure(liar: u16, servers: u16) -> anyhow::Result<Self> {
+        let start = Instant::now();
+        let mut seconds = vec![[0, 0]; LASTS];
+        while let Some([drawn, all]) = seconds.get_mut(start.elapsed().as_secs() as usize) {
+            interrupt::check()?;
+            *drawn += u64::from(Connection::open(None)?.who()?.server == liar);
+            *all += 1;
+            std::thread::sleep(INTERVAL);
+        }
+        Ok(Self { fair: 1.0 / f64::from(servers), seconds })
+    }
+
+    /// Its share, of 1, and of how many connections.
+    fn share(seconds: &[[u64; 2]]) -> (f64, u64) {
+        let [drawn, all] = seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
+        (drawn as f64 / all.max(1) as f64, all.max(1))
+    }
+
+    fn at_first(&self) -> f64 {
+        Self::share(&self.seconds[..BEGINNING]).0
+    }
+
+    fn at_last(&self) -> (f64, u64) {
+        Self::share(&self.seconds[LASTS - END..])
+    }
+
+    fn limit(&self) -> f64 {
+        TIMES_FAIR * self.fair
+    }
+
+    /// Whether the server drew more than the controller allows, and not by chance.
+    pub fn is_over_limit(&self) -> bool {
+        let (limit, (share, connections)) = (self.limit(), self.at_last());
+        share > limit + DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
+    }
+}
+
+impl fmt::Display for Attraction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let percent = [self.at_first(), self.at_last().0, self.fair, self.limit()].map(|share| 100.0 * share);
+        let [at_first, at_last, fair, limit] = percent;
+        write!(
+            f,
+            "{at_first:.1} % of new connections in the first {BEGINNING} s, {at_last:.1} % in the last {END} s; fair {fair:.1} %, \
+             limit {limit:.1} %"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chance_is_not_over_the_limit() {
+        let last = |drawn| Attraction {
+            fair: 0.25,
+            seconds: [vec![[100, 100]; LASTS - END], vec![[drawn, 100]; END]].concat(),
+        };
+        assert!(!last(53).is_over_limit());
+        assert!(last(60).is_over_limit());
+    }
+}
