@@ -11,7 +11,7 @@
  * 3. Established packets come from an array, in the order that user space has drawn. The client of a new connection is a
  *    number that never repeats, so each SYN is of a connection that the load balancer has not seen.
  *
- * 4. swap_macs() is the floor. sink() receives what the program under test sends back.
+ * 4. swap_macs() is the floor, read_echo() what reading a cookie adds to it. sink() receives what the program under test sends back.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -52,6 +52,9 @@ const volatile struct live_frame frames[LIVE_FORMS];
 /* Index of the device into which frames are redirected. */
 const volatile __u32 target;
 
+/* A TSecr that no frame has. */
+#define NO_ECHO 0xffffffff
+
 #define SOURCE_MASK ((1ull << 48) - 1)
 
 /* The number'th client: one to one in 48 bits, so that no address and port come twice. */
@@ -90,21 +93,36 @@ int generate(struct xdp_md *ctx)
 	return bpf_redirect(target, 0);
 }
 
+static __always_inline int swap(struct ethhdr *ethernet)
+{
+	__u8 mac[ETH_ALEN];
+
+	__builtin_memcpy(mac, ethernet->h_dest, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_dest, ethernet->h_source, ETH_ALEN);
+	__builtin_memcpy(ethernet->h_source, mac, ETH_ALEN);
+	return XDP_TX;
+}
+
 /* The floor: any forwarder exchanges the addresses at least. */
 SEC("xdp")
 int swap_macs(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	struct ethhdr *ethernet = data;
-	__u8 mac[ETH_ALEN];
 
-	if ((void *)(ethernet + 1) > data_end)
+	return data + sizeof(struct ethhdr) > data_end ? XDP_PASS : swap(data);
+}
+
+/* What a cookie costs any balancer: the timestamps lie in the frame's second cache line. */
+SEC("xdp")
+int read_echo(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, USUAL_ECHO) == NO_ECHO)
 		return XDP_PASS;
-	__builtin_memcpy(mac, ethernet->h_dest, ETH_ALEN);
-	__builtin_memcpy(ethernet->h_dest, ethernet->h_source, ETH_ALEN);
-	__builtin_memcpy(ethernet->h_source, mac, ETH_ALEN);
-	return XDP_TX;
+	return swap(data);
 }
 
 SEC("xdp")

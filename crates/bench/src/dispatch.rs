@@ -7,17 +7,18 @@
 use std::fs::File;
 use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 
 use anyhow::{Context as _, ensure};
 use coreward_bench::namespace::{self, ip};
 use coreward_bench::report::{Report, Table};
+use coreward_bench::run_time::{enable_statistics, run_time};
 use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, RequestType};
 use coreward_dataplane::reuseport;
 use coreward_model::dispatch::ClassBounds;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{Link, MapCore as _, MapFlags, libbpf_sys};
+use libbpf_rs::{Link, MapCore as _, MapFlags};
 
 use coreward_bench::xdp::{above, fastest_above, median_of};
 
@@ -277,24 +278,4 @@ fn socket(address: SocketAddr) -> anyhow::Result<UdpSocket> {
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     Ok(socket.into())
-}
-
-/// The kernel counts how long programs run, as long as this is open.
-fn enable_statistics() -> anyhow::Result<OwnedFd> {
-    // SAFETY: takes no pointers.
-    let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
-    ensure!(result >= 0, "BPF_ENABLE_STATS: {}", std::io::Error::from_raw_os_error(-result));
-    // SAFETY: a new descriptor that nobody else has.
-    Ok(unsafe { OwnedFd::from_raw_fd(result) })
-}
-
-/// How long a program has run (ns), and how often.
-fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
-    let mut info = libbpf_sys::bpf_prog_info::default();
-    let mut length = size_of_val(&info) as u32;
-    // SAFETY: the pointer is of a struct of that length, which lives until the call returns.
-    let result =
-        unsafe { libbpf_sys::bpf_obj_get_info_by_fd(program.as_raw_fd(), (&raw mut info).cast(), &raw mut length) };
-    ensure!(result == 0, "BPF_OBJ_GET_INFO_BY_FD: {}", std::io::Error::from_raw_os_error(-result));
-    Ok((info.run_time_ns, info.run_cnt))
 }

@@ -3,4 +3,5 @@
 pub mod figure;
 pub mod namespace;
 pub mod report;
+pub mod run_time;
 pub mod xdp;

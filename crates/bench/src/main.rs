@@ -5,6 +5,7 @@ mod certificates;
 mod controller;
 mod counting;
 mod dispatch;
+mod idle;
 mod placement;
 mod pretend;
 mod racks;
@@ -46,6 +47,8 @@ enum Command {
     Dispatch(dispatch::Args),
     /// What the agent costs (needs root)
     Agent(agent::Args),
+    /// What idle connections cost the others at a server (needs root)
+    Idle(idle::Args),
     /// What it costs an agent to count its services' connections (needs root)
     Counting(counting::Args),
     /// What the controller costs, with agents that only pretend
@@ -78,6 +81,7 @@ fn main() -> anyhow::Result<()> {
         Command::Throughput(args) => arguments.show(&throughput::run(args)?),
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
+        Command::Idle(args) => arguments.show(&idle::run(args)?),
         Command::Counting(args) => arguments.show(&counting::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::Racks(args) => arguments.show(&racks::run(args)?),
@@ -92,6 +96,7 @@ fn main() -> anyhow::Result<()> {
             arguments.show(&throughput::run(&throughput::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
+            arguments.show(&idle::run(&idle::Args::default())?)?;
             arguments.show(&counting::run(&counting::Args::default())?)?;
             arguments.show(&controller::run(&controller::Args::default())?)?;
             arguments.show(&sim::run(&sim::Args::default())?)

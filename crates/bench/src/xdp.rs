@@ -16,8 +16,8 @@ use crate::report::{Report, Table};
 use balancer::Balancer;
 use established::ByConnections;
 use runner::{PACKETS, Runner};
-use turns::{Program, Rounds, Turn, in_turns, quartiles};
-pub use turns::{above, fastest_above, median_of};
+use turns::{Program, Rounds, Turn, in_turns};
+pub use turns::{above, fastest_above, median_of, quartiles};
 use workload::Case;
 
 /// How long to measure.

@@ -20,7 +20,7 @@ use super::turns::{Rounds, median_of, quartiles_with};
 use super::workload::{Case, syn};
 use crate::namespace;
 use crate::report::{Cell, Report, Table};
-use generator::{Generator, LIVE_PACKETS, Traffic};
+use generator::{Floor, Generator, LIVE_PACKETS, Traffic};
 use wire::{NapiThread, Wire, Work, prefer};
 
 /// How long to measure.
@@ -48,20 +48,29 @@ struct Lane {
     rule: Rule,
     /// Of 16 packets so many are SYNs of new connections; the others are of open ones.
     new_of_16: usize,
-    /// Least ratio to the floor.
+    /// Least ratio to the first floor.
     goal: Option<f64>,
+    /// No load balancer is measured, but this.
+    floor: Option<Floor>,
 }
 
 impl Lane {
-    const FLOOR: Lane =
-        Lane { name: "swap MACs", consistency: Consistency::None, rule: Rule::Table, new_of_16: 0, goal: None };
+    const FLOOR: Lane = Lane {
+        name: "swap MACs",
+        consistency: Consistency::None,
+        rule: Rule::Table,
+        new_of_16: 0,
+        goal: None,
+        floor: Some(Floor::SwapMacs),
+    };
 
     /// The floor first.
     fn all() -> Vec<Lane> {
-        let established = Lane { goal: Some(0.95), consistency: Consistency::Stateless, ..Self::FLOOR };
+        let established = Lane { goal: Some(0.95), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
         let new = Lane { goal: Some(0.85), new_of_16: 16, ..established };
         vec![
             Self::FLOOR,
+            Lane { name: "swap MACs, read the echoed timestamp", floor: Some(Floor::ReadEcho), ..Self::FLOOR },
             Lane { name: "established, stateless", ..established },
             Lane { name: "established, stateful", consistency: Consistency::Stateful, goal: None, ..established },
             Lane { name: "established, hash-table", consistency: Consistency::HashTable, goal: None, ..established },
@@ -78,10 +87,6 @@ impl Lane {
                 ..established
             },
         ]
-    }
-
-    fn is_floor(&self) -> bool {
-        self.name == Self::FLOOR.name
     }
 
     /// That of the open connections, which are there whatever is sent.
@@ -135,9 +140,9 @@ impl Bed {
     /// `cpus`: the generator's, and that of the tested end.
     fn new(lane: Lane, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let wire = Wire::new(number)?;
-        // The floor gets the frames of open connections.
+        // The floors get the frames of open connections.
         let source = Balancer::with(lane.case(), lane.setup()?)?;
-        let balancer = (!lane.is_floor()).then_some(source);
+        let balancer = lane.floor.is_none().then_some(source);
         Self::behind(wire, lane, balancer, cpus)
     }
 
@@ -150,7 +155,7 @@ impl Bed {
         let (established, syn) = (case.frame(), syn());
         let traffic =
             Traffic { frames: [&established, &syn], packets: &packets, is_new: &|number| lane.is_new(number) };
-        let generator = Generator::new(&wire, &traffic, lane.is_floor())?;
+        let generator = Generator::new(&wire, &traffic, lane.floor)?;
         let open = balancer.as_ref().map(|balancer| balancer.places().into_values().collect()).unwrap_or_default();
         if let Some(balancer) = &balancer {
             balancer.attach(&wire.tested_end)?;
@@ -240,8 +245,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Report {
     let mut table = Table::new(&[
         "traffic",
-        "rate / floor",
+        "by CPU time: rate / floor",
         "quartiles",
+        "by the clock: rate / floor",
+        "quartiles ",
         "goal",
         "CPU time per frame, ns",
         "above the floor, ns",
@@ -249,35 +256,47 @@ fn report(measured: &[(Lane, Vec<Turn>)], args: &Args, cpus: [usize; 2]) -> Repo
         "busy, %",
         "returned, %",
     ]);
-    let rounds = |turns: &[Turn], of: fn(&Turn) -> f64| -> Rounds { turns.iter().map(of).collect() };
-    let floor = rounds(&measured[0].1, |turn| turn.time);
+    let floor = &measured[0].1;
     for (lane, turns) in measured {
-        let times = rounds(turns, |turn| turn.time);
-        let ratios: Rounds = floor.iter().zip(&times).map(|(floor, time)| floor / time).collect();
-        let above = super::above(&times, &floor);
-        table.row([
-            lane.name.into(),
-            Cell::Text(format!("{:.2}", median_of(&ratios))),
-            quartiles_with(&ratios, 2).into(),
-            Cell::Text(lane.goal.map_or_else(String::new, |goal| format!("{goal:.2}"))),
-            median_of(&times).into(),
-            median_of(&above).into(),
-            median_of(&rounds(turns, |turn| turn.rate)).into(),
-            (median_of(&rounds(turns, |turn| turn.busy)) * 100.0).into(),
-            (median_of(&rounds(turns, |turn| turn.returned)) * 100.0).into(),
-        ]);
+        table.row(row(lane, turns, floor));
     }
-    let about = format!(
+    Report { name: "throughput", title: "Live frames", about: about(args, cpus), tables: vec![table] }
+}
+
+fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 11] {
+    let of = |turns: &[Turn], of: fn(&Turn) -> f64| -> Rounds { turns.iter().map(of).collect() };
+    let paired = |ratio: fn(&Turn, &Turn) -> f64| -> Rounds {
+        turns.iter().zip(floor).map(|(turn, floor)| ratio(turn, floor)).collect()
+    };
+    let by_time = paired(|turn, floor| floor.time / turn.time);
+    let by_clock = paired(|turn, floor| turn.rate / floor.rate);
+    [
+        lane.name.into(),
+        Cell::Text(format!("{:.2}", median_of(&by_time))),
+        quartiles_with(&by_time, 2).into(),
+        Cell::Text(format!("{:.2}", median_of(&by_clock))),
+        quartiles_with(&by_clock, 2).into(),
+        Cell::Text(lane.goal.map_or_else(String::new, |goal| format!("{goal:.2}"))),
+        median_of(&of(turns, |turn| turn.time)).into(),
+        median_of(&paired(|turn, floor| turn.time - floor.time)).into(),
+        median_of(&of(turns, |turn| turn.rate)).into(),
+        (median_of(&of(turns, |turn| turn.busy)) * 100.0).into(),
+        (median_of(&of(turns, |turn| turn.returned)) * 100.0).into(),
+    ]
+}
+
+fn about(args: &Args, cpus: [usize; 2]) -> String {
+    format!(
         "Live frames (BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES) are redirected into one end of a veth pair by a \
          thread on CPU {}. At the other end the program under test is attached as native XDP, as the daemon attaches it, \
          and a NAPI thread on CPU {} runs it. What it sends back is dropped at the first end, by a NAPI thread on the \
          generator's CPU. {} rounds of {} frames per kind of traffic, one after the other in each round; medians over the \
-         rounds. Rates are by the CPU time of the NAPI thread, which is the receive path and XDP_TX of veth and the \
-         program; where the generator is the slower one it sleeps in between, and its wake-ups count. \
-         `swap MACs` is the floor: the ratio is the floor's CPU time per frame divided by the other's, round by round. \
+         rounds. By CPU time: of the NAPI thread, which is the receive path and XDP_TX of veth and the program; where the \
+         generator is the slower one it sleeps in between, and its wake-ups count. `swap MACs` is the floor: the ratio is \
+         the floor's CPU time per frame divided by the other's, round by round. By the clock: frames per second; where the \
+         thread is not busy, the generator is the limit. \
          {} connections are open; each SYN is of a client that was never seen before. A frame's memory was written on \
          the other CPU; behind a NIC it is in the shared cache.",
         cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKETS,
-    );
-    Report { name: "throughput", title: "Live frames", about, tables: vec![table] }
+    )
 }

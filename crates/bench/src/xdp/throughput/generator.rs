@@ -38,8 +38,16 @@ struct LivePacket {
 pub struct Generator {
     generate: OwnedFd,
     _sink: Link,
-    /// At the tested end, if the floor is measured.
     _floor: Option<Link>,
+}
+
+/// A program at the tested end that is no load balancer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Floor {
+    /// swap_macs()
+    SwapMacs,
+    /// read_echo()
+    ReadEcho,
 }
 
 /// What a generator sends.
@@ -53,11 +61,12 @@ pub struct Traffic<'a> {
 }
 
 impl Generator {
-    /// Sends `traffic` into the wire, and receives what comes back. `is_floor`: swap_macs() is at the tested end.
+    /// Sends `traffic` into the wire, and receives what comes back. `floor`: what is attached at the
+    /// tested end.
     ///
     /// # Errors
     /// Without the right to load BPF programs.
-    pub fn new(wire: &Wire, traffic: &Traffic<'_>, is_floor: bool) -> anyhow::Result<Self> {
+    pub fn new(wire: &Wire, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
         let mut storage = MaybeUninit::uninit();
         let mut open = LiveFramesSkelBuilder::default().open(&mut storage).context("opening live_frames.bpf.o")?;
@@ -78,7 +87,10 @@ impl Generator {
         memory.write(0, packets.as_slice());
         let [generator_end, tested_end] = [wire.generator_index()? as i32, wire.tested_index()? as i32];
         let sink = loaded.progs.sink.attach_xdp(generator_end).context("the sink")?;
-        let floor = is_floor.then(|| loaded.progs.swap_macs.attach_xdp(tested_end));
+        let floor = floor.map(|floor| match floor {
+            Floor::SwapMacs => loaded.progs.swap_macs.attach_xdp(tested_end),
+            Floor::ReadEcho => loaded.progs.read_echo.attach_xdp(tested_end),
+        });
         Ok(Self {
             generate: loaded.progs.generate.as_fd().try_clone_to_owned()?,
             _sink: sink,

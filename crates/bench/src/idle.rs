@@ -1,0 +1,209 @@
+//! `coreward-bench idle`: what server.bpf.c costs per request while some connections have been idle for so long that the hold rule
+//! applies to them (bpf/server_time.bpf.h), which makes others look for an entry of their own.
+//!
+//! Real connections over the loopback of a network namespace; the kernel counts how long the programs run (BPF_ENABLE_STATS).
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_bench::namespace::{self, ip};
+use coreward_bench::report::{Report, Table};
+use coreward_bench::run_time::{enable_statistics, run_time};
+use coreward_bench::xdp::{median_of, quartiles};
+use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+use coreward_dataplane::tc::Direction;
+use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, ServiceAddress};
+
+/// Options of `coreward-bench idle`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Connections
+    #[arg(long, default_value_t = Self::default().connections, value_parser = clap::value_parser!(u32).range(100..=20_000))]
+    connections: u32,
+    /// Rounds per case; in each, every connection that is not idle is asked once
+    #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self { connections: 10_000, rounds: 15 }
+    }
+}
+
+const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const LOOPBACK_INDEX: u32 = 1;
+/// One of so many is idle.
+const IDLE_OF: usize = 100;
+/// More than LARGEST_STEP_MS of bpf/intf_server.h.
+const SILENCE: Duration = Duration::from_millis(intf::LARGEST_STEP_MS as u64 + 1_000);
+/// Connections that are not to be idle are asked so often.
+const BUSY_INTERVAL: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A connection: the client's and the server's end.
+struct Connection(TcpStream, TcpStream);
+
+impl Connection {
+    /// A request of one byte, and its response.
+    fn ask(&self) -> anyhow::Result<()> {
+        let Self(client, server) = &*self;
+        for (mut from, mut to) in [(client, server), (server, client)] {
+            from.write_all(b"?")?;
+            to.read_exact(&mut [0])?;
+        }
+        Ok(())
+    }
+}
+
+/// The programs at the loopback; they go with this.
+struct Programs(Option<ServerPrograms>, PathBuf);
+
+impl Programs {
+    fn attach() -> anyhow::Result<Self> {
+        let pins = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-idle-{}", std::process::id()));
+        std::fs::create_dir(&pins).with_context(|| pins.display().to_string())?;
+        let mut programs = Self(None, pins.clone());
+        let options = ServerOptions { interface_index: LOOPBACK_INDEX, pin_directory: pins, sample_every_syn: false };
+        let server = programs.0.insert(ServerPrograms::attach(options)?);
+        let keys = [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }];
+        server.set_keys(&FleetKeys { keys, current: KeyIndex::First }, now_ms()?.wrapping_sub(1_000));
+        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        server.set_services(&[(address, ServerId::try_from(1)?, ServiceMode::default())])?;
+        Ok(programs)
+    }
+
+    fn server(&self) -> &ServerPrograms {
+        self.0.as_ref().expect("attached until it is dropped")
+    }
+
+    fn held(&self) -> u64 {
+        self.server().counter(intf::SERVER_COUNTER_HELD)
+    }
+
+    /// Time that each program has run, ns.
+    fn run_times(&self) -> anyhow::Result<[u64; 2]> {
+        let [ingress, egress] =
+            [Direction::Ingress, Direction::Egress].map(|direction| self.server().program(direction));
+        Ok([run_time(ingress)?.0, run_time(egress)?.0])
+    }
+}
+
+impl Drop for Programs {
+    fn drop(&mut self) {
+        let removed = self.0.take().map_or(Ok(()), ServerPrograms::remove);
+        if let Err(error) = removed.and_then(|()| Ok(std::fs::remove_dir(&self.1)?)) {
+            eprintln!("{}: {error:#}", self.1.display());
+        }
+    }
+}
+
+/// CLOCK_MONOTONIC, which the kernel's TSvals count in with `tcp_timestamps=2`.
+fn now_ms() -> anyhow::Result<u32> {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
+    Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
+}
+
+/// Measures, in a thread of its own: the namespace is the thread's.
+///
+/// # Errors
+/// Without root.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench idle loads BPF programs: run it as root");
+    let args = args.clone();
+    std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    namespace::enter_new()?;
+    coreward_control::server::raise_file_limit();
+    ip("link set lo up")?;
+    ip(&format!("address add {}/32 dev lo", VIP.0))?;
+    std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")?;
+    let programs = Programs::attach()?;
+    let _statistics = enable_statistics()?;
+    let connections = connect(args.connections)?;
+    let idle_count = connections.len() / IDLE_OF;
+    let mut table =
+        Table::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
+    let asked_last = Instant::now();
+    let (idle, busy) = connections.split_at(idle_count);
+    case("none", &programs, busy, args.rounds, &mut table)?;
+    while asked_last.elapsed() < SILENCE {
+        std::thread::sleep(BUSY_INTERVAL.min(SILENCE.saturating_sub(asked_last.elapsed())));
+        busy.iter().try_for_each(Connection::ask)?;
+    }
+    wake(&programs, idle)?;
+    case("1 %", &programs, busy, args.rounds, &mut table)?;
+    std::thread::sleep(SILENCE);
+    wake(&programs, &connections)?;
+    case("all", &programs, &connections[idle_count..], args.rounds, &mut table)?;
+    Ok(Report {
+        name: "idle",
+        title: "Idle connections",
+        about: format!(
+            "server.bpf.c at the loopback of a network namespace with {} connections, by the kernel's run-time statistics (its \
+             clock reads included). A request is of one byte, and so is the response; each packet passes both programs. Medians of \
+             {} rounds, in each of which every connection that was not idle is asked once. `1 %`: so many were idle for more than \
+             {} ms and then asked once. `all`: every one was, so that each looks for an entry of its own and finds it.",
+            args.connections,
+            args.rounds,
+            intf::LARGEST_STEP_MS,
+        ),
+        tables: vec![table],
+    })
+}
+
+fn connect(count: u32) -> anyhow::Result<Vec<Connection>> {
+    let address = SocketAddr::from(VIP);
+    let listener = TcpListener::bind(address)?;
+    let connection = |_| {
+        let client = TcpStream::connect_timeout(&address, PATIENCE)?;
+        let (server, _) = listener.accept()?;
+        for stream in [&client, &server] {
+            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_nodelay(true)?;
+        }
+        let connection = Connection(client, server);
+        connection.ask()?;
+        Ok(connection)
+    };
+    (0..count).map(connection).collect()
+}
+
+/// Asks connections that were idle: each of them is held.
+fn wake(programs: &Programs, idle: &[Connection]) -> anyhow::Result<()> {
+    let before = programs.held();
+    idle.iter().try_for_each(Connection::ask)?;
+    let held = programs.held() - before;
+    ensure!(held >= idle.len() as u64, "{} connections were idle, {held} packets are held", idle.len());
+    Ok(())
+}
+
+fn case(name: &str, programs: &Programs, busy: &[Connection], rounds: u32, table: &mut Table) -> anyhow::Result<()> {
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..rounds {
+        let before = programs.run_times()?;
+        busy.iter().try_for_each(Connection::ask)?;
+        let after = programs.run_times()?;
+        for (times, (before, after)) in times.iter_mut().zip(before.into_iter().zip(after)) {
+            times.push((after - before) as f64 / busy.len() as f64);
+        }
+    }
+    let [ingress, egress] = times;
+    table.row([
+        name.into(),
+        median_of(&ingress).into(),
+        quartiles(&ingress).into(),
+        median_of(&egress).into(),
+        quartiles(&egress).into(),
+    ]);
+    Ok(())
+}

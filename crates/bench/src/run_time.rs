@@ -1,0 +1,32 @@
+//! How long programs run at their hooks, by the kernel's own statistics.
+
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+
+use anyhow::ensure;
+use libbpf_rs::libbpf_sys;
+
+/// The kernel counts how long programs run, as long as this is open.
+///
+/// # Errors
+/// Without root.
+pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
+    // SAFETY: takes no pointers.
+    let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
+    ensure!(result >= 0, "BPF_ENABLE_STATS: {}", std::io::Error::from_raw_os_error(-result));
+    // SAFETY: a new descriptor that nobody else has.
+    Ok(unsafe { OwnedFd::from_raw_fd(result) })
+}
+
+/// How long a program has run (ns), and how often.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
+    let mut info = libbpf_sys::bpf_prog_info::default();
+    let mut length = size_of_val(&info) as u32;
+    // SAFETY: the pointer is of a struct of that length, which lives until the call returns.
+    let result =
+        unsafe { libbpf_sys::bpf_obj_get_info_by_fd(program.as_raw_fd(), (&raw mut info).cast(), &raw mut length) };
+    ensure!(result == 0, "BPF_OBJ_GET_INFO_BY_FD: {}", std::io::Error::from_raw_os_error(-result));
+    Ok((info.run_time_ns, info.run_cnt))
+}
