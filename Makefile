@@ -1,13 +1,14 @@
 # coreward: everything a person types. Each target installs what it is missing (scripts/install).
 
 CARGO ?= cargo
-COREWARD := target/release/coreward
-BENCH := target/release/coreward-bench
-FUZZ := target/release/coreward-fuzz
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+COREWARD := $(TARGET)/debug/coreward
+FUZZ := $(TARGET)/debug/coreward-fuzz
+DIST := $(TARGET)/dist
 
 FIGURES ?= out/figures
 
-.PHONY: help install build deb demo figures screenshot test test-nic test-upgrade conformity api-test soak chaos fuzz consistency lint bench clean
+.PHONY: help install build dist deb demo figures screenshot test test-model test-fast test-alone test-all test-nic test-upgrade conformity api-test soak chaos fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,8 +16,11 @@ help: ## what can be typed
 install: ## Debian packages that are missing, by apt-get when root
 	@scripts/install build
 
-build: install ## everything, optimised
-	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --release --workspace --locked
+build: install ## everything, by the development profile that demo and tests use: target/debug
+	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --workspace --locked
+
+dist: install ## the same, fully optimised, for packages and published figures: target/dist
+	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --profile dist --locked -p coreward -p coreward-bench
 
 demo: build ## the whole system in namespaces, five policies side by side (DEMO="--seconds 20 ...")
 	@scripts/install run
@@ -25,12 +29,28 @@ demo: build ## the whole system in namespaces, five policies side by side (DEMO=
 figures: build ## every figure of the papers, simulated, as CSV, SVG and one page: out/figures/index.html
 	@$(COREWARD) figure --all --out $(FIGURES)
 
-test: ## all tests; what needs missing rights is skipped by name
-	@scripts/test
+test: ## all tests that can run in parallel; names the tests that lack rights
+	@scripts/test default $(FILTER)
+
+test-model: ## model, simulator, BPF decisions and fuzzer: what a change of a decision breaks
+	@scripts/test model $(FILTER)
+
+test-fast: ## no root, no network namespaces
+	@scripts/test fast $(FILTER)
+
+test-alone: ## tests that need the whole machine: demo, chaos, soak, live figures, browser ..
+	@scripts/test alone $(FILTER)
+
+test-all: build ## everything: also tests that need the whole machine, a guest with real RSS, the API, upgrades
+	@scripts/test all $(FILTER)
+	@scripts/test-nic
+	@scripts/install api
+	@scripts/api-test 20
+	@scripts/test-upgrade
 
 screenshot: build ## the dashboard in a browser, with a fleet behind it: docs/dashboard.png
-	@scripts/install run
-	@COREWARD_SCREENSHOT=$(CURDIR)/docs/dashboard.png $(CARGO) test --release --locked --workspace --test dashboard
+	@scripts/install all
+	@COREWARD_SCREENSHOT=$(CURDIR)/docs/dashboard.png $(CARGO) test --locked -p coreward-testbed --test alone dashboard::
 
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic
@@ -39,7 +59,7 @@ test-upgrade: install ## daemons of another layout, or of an older commit (OLD=C
 	@scripts/install run
 	@scripts/test-upgrade $(OLD)
 
-deb: build ## Debian packages with systemd units, man pages and completions: out/deb/
+deb: dist ## Debian packages with systemd units, man pages and completions: out/deb/
 	@scripts/install deb
 	@scripts/deb
 
@@ -56,7 +76,7 @@ soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="-
 	@scripts/install run
 	@$(COREWARD) testbed dispatch-soak $(SOAK)
 
-chaos: build ## everything goes wrong while clients go on: one controller, then three on etcd with racks, under 10 minutes (CHAOS="--seed 2")
+chaos: build ## faults under load: one controller, then three on etcd with racks, 10 minutes (CHAOS="--seed 2")
 	@scripts/install run
 	@$(COREWARD) testbed chaos --seconds 225 --changes 500 $(CHAOS)
 	@$(COREWARD) testbed chaos --seconds 225 --changes 500 --controllers 3 --racks 2 $(CHAOS)
@@ -70,9 +90,9 @@ consistency: build ## a million connections while servers, load balancers and ke
 lint: install ## formatting, clippy, licences
 	@scripts/lint
 
-bench: build ## what a packet, a report and a table cost; writes docs/cost.md
+bench: dist ## what a packet, a report and a table cost; writes docs/cost.md
 	@scripts/install run
-	@$(BENCH) all --write docs/cost.md
+	@$(DIST)/coreward-bench all --write docs/cost.md
 
 clean: ## build products
 	@$(CARGO) clean

@@ -13,6 +13,7 @@ use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::{AgentConfiguration, SocketQuery, v1};
+use futures_util::future::LocalBoxFuture;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, Interval, MissedTickBehavior};
@@ -47,10 +48,14 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// When its certificates cannot be used.
-pub async fn serve(agent: &mut Agent) -> anyhow::Result<std::convert::Infallible> {
-    let connection = connection(agent)?;
-    let chores = Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() };
-    Ok(follow_for_ever(agent, connection, chores).await)
+///
+/// Boxed, so that callers do not compile the agent once more.
+pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
+    Box::pin(async {
+        let connection = connection(agent)?;
+        let chores = Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() };
+        Ok(follow_for_ever(agent, connection, chores).await)
+    })
 }
 
 fn connection(agent: &Agent) -> anyhow::Result<Connection> {

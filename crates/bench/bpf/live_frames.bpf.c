@@ -11,7 +11,7 @@
  * 3. Established packets come from an array, in the order that user space has drawn. The client of a new connection is a
  *    number that never repeats, so each SYN is of a connection that the load balancer has not seen.
  *
- * 4. swap_macs() is the floor, read_echo() what reading a cookie adds to it. sink() receives what the program under test sends back.
+ * 4. swap_macs() is the floor, read_echo() adds the read of a cookie. sink() receives the frames that come back.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -113,7 +113,7 @@ int swap_macs(struct xdp_md *ctx)
 	return data + sizeof(struct ethhdr) > data_end ? XDP_PASS : swap(data);
 }
 
-/* What a cookie costs any balancer: the timestamps lie in the frame's second cache line. */
+/* The floor of any balancer with cookies: the timestamps are in the frame's second cache line. */
 SEC("xdp")
 int read_echo(struct xdp_md *ctx)
 {

@@ -1,5 +1,5 @@
-//! `coreward-bench idle`: what server.bpf.c costs per request while some connections have been idle for so long that the hold rule
-//! applies to them (bpf/server_time.bpf.h), which makes others look for an entry of their own.
+//! `coreward-bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that the
+//! PAWS clamp applies to them (bpf/server_time.bpf.h), so that others search an entry of their own.
 //!
 //! Real connections over the loopback of a network namespace; the kernel counts how long the programs run (BPF_ENABLE_STATS).
 
@@ -46,7 +46,7 @@ const IDLE_OF: usize = 100;
 const SILENCE: Duration = Duration::from_millis(intf::LARGEST_STEP_MS as u64 + 1_000);
 /// Connections that are not to be idle are asked so often.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection: the client's and the server's end.
 struct Connection(TcpStream, TcpStream);
@@ -165,10 +165,10 @@ fn connect(count: u32) -> anyhow::Result<Vec<Connection>> {
     let address = SocketAddr::from(VIP);
     let listener = TcpListener::bind(address)?;
     let connection = |_| {
-        let client = TcpStream::connect_timeout(&address, PATIENCE)?;
+        let client = TcpStream::connect_timeout(&address, TIMEOUT)?;
         let (server, _) = listener.accept()?;
         for stream in [&client, &server] {
-            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_read_timeout(Some(TIMEOUT))?;
             stream.set_nodelay(true)?;
         }
         let connection = Connection(client, server);

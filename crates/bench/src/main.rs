@@ -47,7 +47,7 @@ enum Command {
     Dispatch(dispatch::Args),
     /// What the agent costs (needs root)
     Agent(agent::Args),
-    /// What idle connections cost the others at a server (needs root)
+    /// Cost of idle connections for the others at a server (needs root)
     Idle(idle::Args),
     /// What it costs an agent to count its services' connections (needs root)
     Counting(counting::Args),

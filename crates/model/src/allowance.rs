@@ -1,5 +1,5 @@
-//! How many new connections a server may still take: a token bucket that grows by [`TIMES_FAIR`] times the server's fair part of the
-//! connections that were opened, and shrinks by those that it got.
+//! The number of new connections that a server may still take: a token bucket that grows by [`TIMES_FAIR`] times the
+//! server's fair part of the connections that were opened, and shrinks by those that it got.
 
 /// How many times its fair part of new connections a server may take for long.
 pub const TIMES_FAIR: f64 = 2.0;
@@ -30,7 +30,7 @@ impl Allowance {
     }
 
     /// A second has passed, in which so many connections were its fair part, and so many were opened.
-    pub fn follow(&mut self, expected: f64, opened: f64) {
+    pub fn update(&mut self, expected: f64, opened: f64) {
         self.expected += EXPECTED_ALPHA * (expected - self.expected);
         let most = Self::most(self.expected);
         self.left = (self.left + TIMES_FAIR * expected - opened).clamp(-most, most);
@@ -52,7 +52,7 @@ mod tests {
         let mut allowance = Allowance::full(100.0);
         let seconds_until = |allowance: &mut Allowance, opened, limited| {
             (1..100).find(|_| {
-                allowance.follow(100.0, opened);
+                allowance.update(100.0, opened);
                 allowance.is_limited() == limited
             })
         };
@@ -65,7 +65,7 @@ mod tests {
     fn twice_the_fair_part_is_allowed_for_ever() {
         let mut allowance = Allowance::full(100.0);
         for _ in 0..1_000 {
-            allowance.follow(100.0, TIMES_FAIR * 100.0);
+            allowance.update(100.0, TIMES_FAIR * 100.0);
             assert!(!allowance.is_limited());
         }
     }

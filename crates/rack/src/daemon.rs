@@ -16,6 +16,7 @@ use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::rack_update::Update;
+use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -83,7 +84,13 @@ impl Rack {
     ///
     /// # Errors
     /// When the address cannot be listened on, or certificates cannot be used.
-    pub async fn bind(config: Config) -> anyhow::Result<Self> {
+    ///
+    /// Boxed, so that callers do not compile the rack controller once more.
+    pub fn bind(config: Config) -> BoxFuture<'static, anyhow::Result<Self>> {
+        Box::pin(Self::open(config))
+    }
+
+    async fn open(config: Config) -> anyhow::Result<Self> {
         let security = Arc::new(Security::of(&config.door())?);
         let expected = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
@@ -102,7 +109,11 @@ impl Rack {
     ///
     /// # Errors
     /// When the listening socket fails.
-    pub async fn serve(self) -> anyhow::Result<()> {
+    pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
+        Box::pin(self.run())
+    }
+
+    async fn run(self) -> anyhow::Result<()> {
         let shared = Arc::new(Shared::default());
         let (asked, protected) = (shared.clone(), self.security.clone());
         endpoint::serve(

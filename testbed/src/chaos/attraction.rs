@@ -1,4 +1,4 @@
-//! What part of new connections a server draws while somebody reports idle cores in its name and nothing else is wrong.
+//! The share of new connections that a server draws while an impostor reports idle cores in its name.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::http::Connection;
 use crate::interrupt;
 
-/// How long somebody reports idle cores, in seconds.
+/// Seconds for which an impostor reports idle cores.
 const LASTS: usize = 30;
 /// The controller needs connections before it limits a server: so many seconds are measured at the beginning...
 const BEGINNING: usize = 5;
@@ -20,7 +20,7 @@ const INTERVAL: Duration = Duration::from_millis(8);
 /// Standard deviations by which a share may be over the limit by chance.
 const DEVIATIONS: f64 = 5.0;
 
-/// What the server drew.
+/// Connections that the server drew.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Attraction {
     /// Its share of new connections if it were treated as all others, of 1.

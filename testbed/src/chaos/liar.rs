@@ -43,7 +43,7 @@ pub struct Lies {
     pub connections: AtomicU64,
 }
 
-/// What somebody lies about.
+/// Subject of the false reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lie {
     /// Everything, in the name of any server, with a flood of connections.
@@ -52,7 +52,7 @@ pub enum Lie {
     Load,
 }
 
-/// Somebody who has the certificate of a server's agent.
+/// An impostor with the certificate of a server's agent.
 #[derive(Debug)]
 pub struct Liar {
     /// The server's number.

@@ -296,13 +296,13 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// When nothing else is wrong, somebody reports idle cores in a server's name.
+    /// Measures the connections a server draws while an impostor reports idle cores in its name.
     fn attraction(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<Attraction>> {
         if !self.kinds.contains(&FaultKind::Liar) {
             return Ok(None);
         }
         writer.undrain(written, 0)?;
-        self.say(&format!("somebody else speaks for s{LIAR}, and reports idle cores"));
+        self.say(&format!("an impostor reports idle cores of s{LIAR}"));
         self.site.begin_lies(LIAR, Lie::Load)?;
         let attraction = self.testbed.client().within(|| Attraction::measure(LIAR, SERVERS))?;
         self.site.end_lies(LIAR)?;

@@ -24,7 +24,7 @@ pub struct Outcome {
     pub faults: BTreeMap<String, u64>,
     /// What was told by those who lie.
     pub lies: LiesTold,
-    /// What a server drew whose agent reported idle cores; `None`: nobody lied.
+    /// Connections drawn by a server whose agent reported idle cores; `None`: no lies.
     pub attraction: Option<Attraction>,
     /// After each round: how long it took until everything was whole again.
     pub recoveries: Vec<Recovery>,

@@ -226,7 +226,7 @@ impl<'a> Site<'a> {
         if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
     }
 
-    /// The server's agent is killed, and somebody else speaks for it.
+    /// The server's agent is killed, and an impostor reports in its name.
     ///
     /// # Errors
     /// When the agent cannot be killed.
@@ -249,7 +249,7 @@ impl<'a> Site<'a> {
         Ok(())
     }
 
-    /// The server's agent starts again, and nobody else speaks for it.
+    /// The server's agent starts again, and the impostor ends.
     ///
     /// # Errors
     /// When the liar failed.

@@ -53,7 +53,7 @@ impl Attraction {
     }
 
     /// Takes in the time since the last look. `expected`: each server's fair part of what was opened.
-    fn follow(&mut self, expected: &HashMap<ServerId, f64>) {
+    fn update(&mut self, expected: &HashMap<ServerId, f64>) {
         let opened = std::mem::take(&mut self.servers);
         for id in expected.keys().chain(opened.keys()) {
             let fair = expected.get(id).copied().unwrap_or(0.0);
@@ -61,7 +61,7 @@ impl Attraction {
         }
         for (id, allowance) in &mut self.allowances {
             let fair = expected.get(id).copied().unwrap_or(0.0);
-            allowance.follow(fair, opened.get(id).copied().unwrap_or(0) as f64);
+            allowance.update(fair, opened.get(id).copied().unwrap_or(0) as f64);
         }
     }
 }
@@ -89,7 +89,7 @@ impl Controller {
         let before: HashSet<ServerId> = self.attraction.limited().collect();
         let servers = &self.fleet.servers;
         self.attraction.allowances.retain(|id, _| servers.contains_key(id));
-        self.attraction.follow(&expected);
+        self.attraction.update(&expected);
         let limited: HashSet<ServerId> = self.attraction.limited().collect();
         self.limit(&before, &limited, now);
     }

@@ -42,6 +42,7 @@ use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1::control_server::Control;
 use coreward_wire::{TERM, WITHOUT_ETCD, v1};
+use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -171,7 +172,13 @@ impl Server {
     ///
     /// # Errors
     /// When one of these fails.
-    pub async fn bind(path: &Path) -> anyhow::Result<Self> {
+    ///
+    /// Boxed, so that callers do not compile the server once more.
+    pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
+        Box::pin(Self::open(path))
+    }
+
+    async fn open(path: &Path) -> anyhow::Result<Self> {
         // Who changes a file from now on says so to this.
         let hangups = Hangups { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
@@ -210,7 +217,11 @@ impl Server {
     ///
     /// # Errors
     /// When the listening socket fails.
-    pub async fn serve(self) -> anyhow::Result<()> {
+    pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
+        Box::pin(self.run())
+    }
+
+    async fn run(self) -> anyhow::Result<()> {
         let asked = self.office.clone();
         endpoint::serve(self.config.metrics, || yield_to_reports("metrics do"), move || asked.metrics())?;
         // Before anybody can ask: who starts the only controller may ask it at once.
