@@ -1,7 +1,8 @@
 //! `coreward-bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that the
 //! PAWS clamp applies to them (bpf/server_time.bpf.h), so that others search an entry of their own.
 //!
-//! Real connections over the loopback of a network namespace; the kernel counts how long the programs run (BPF_ENABLE_STATS).
+//! Real connections over the loopback of a network namespace; the kernel counts how long the programs run
+//! (BPF_ENABLE_STATS).
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -149,10 +150,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "idle",
         title: "Idle connections",
         about: format!(
-            "server.bpf.c at the loopback of a network namespace with {} connections, by the kernel's run-time statistics (its \
-             clock reads included). A request is of one byte, and so is the response; each packet passes both programs. Medians of \
-             {} rounds, in each of which every connection that was not idle is asked once. `1 %`: so many were idle for more than \
-             {} ms and then asked once. `all`: every one was, so that each looks for an entry of its own and finds it.",
+            "server.bpf.c at the loopback of a network namespace with {} connections, by the kernel's run-time \
+             statistics (its clock reads included). A request is of one byte, and so is the response; each packet passes \
+             both programs. Medians of {} rounds, in each of which every connection that was not idle is asked once. \
+             `1 %`: so many were idle for more than {} ms and then asked once. `all`: every one was, so that each looks for an entry of its own and finds it.",
             args.connections,
             args.rounds,
             intf::LARGEST_STEP_MS,

@@ -77,8 +77,8 @@ impl fmt::Display for Attraction {
         let [at_first, at_last, fair, limit] = percent;
         write!(
             f,
-            "{at_first:.1} % of new connections in the first {BEGINNING} s, {at_last:.1} % in the last {END} s; fair {fair:.1} %, \
-             limit {limit:.1} %"
+            "{at_first:.1} % of new connections in the first {BEGINNING} s, {at_last:.1} % in the last {END} s; \
+             fair {fair:.1} %, limit {limit:.1} %"
         )
     }
 }

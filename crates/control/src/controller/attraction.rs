@@ -1,8 +1,8 @@
 //! The part of new connections that a server may take.
 //!
 //! Policies send connections where load is lowest, and load is what a server's agent reports. An agent that lies draws connections; load
-//! balancers count how many. So each server has an [`Allowance`]. A server without allowance takes part in [`TIMES_FAIR`] times its
-//! fair part of the buckets only, whatever it reports, until half of the allowance is there again.
+//! balancers count how many. So each server has an [`Allowance`]. A server without allowance takes part in
+//! [`TIMES_FAIR`] times its fair part of the buckets only, whatever it reports, until half of the allowance is there again.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;

@@ -131,8 +131,8 @@ impl Least {
     }
 }
 
-/// Of cores that do not take part in a bucket: a group whose servers all do not offers them, as it must offer some, but those of
-/// other groups come first. Otherwise a server with a key of its own would take part in all buckets.
+/// Compared load of cores that take no part in a bucket. A group without any other core offers them, but those of other
+/// groups come first: otherwise a server with its own RSS key would take part in all buckets.
 const AFTER_ALL: f64 = f64::MAX;
 
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
