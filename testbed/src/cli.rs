@@ -32,7 +32,11 @@ enum TestbedCommand {
     /// Stock Knot DNS under queries of unequal cost: the kernel's choice of a worker against `coreward dispatch`'s
     StockServer(stock_server::StockServerArgs),
     /// Remove what killed testbeds left behind
-    Clean,
+    Clean {
+        /// Only these testbeds; those in use stay
+        #[arg(value_name = "NAME")]
+        names: Vec<String>,
+    },
 }
 
 /// Runs a sub-command of `coreward testbed`. Call it before any thread is started: some servers fork.
@@ -51,8 +55,8 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::Chaos(options) => chaos::main(options),
         TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
         TestbedCommand::StockServer(args) => stock_server::main(args),
-        TestbedCommand::Clean => {
-            instance::clean()?.iter().for_each(|name| println!("removed testbed {name}"));
+        TestbedCommand::Clean { names } => {
+            instance::clean(names)?.iter().for_each(|name| println!("removed testbed {name}"));
             Ok(())
         }
     }

@@ -6,38 +6,46 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::{FcntlArg, fcntl};
 
 use crate::namespace::{self, Namespace};
 
 const RUN_DIRECTORY: &str = "/run/coreward-testbed";
 const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
+/// In the testbed's directory: the owner holds a lock on it, and it has the owner's process id.
 const OWNER_FILE: &str = "owner";
-/// Keeps names of namespaces readable.
-const NAME_MAX: usize = 16;
+/// Keeps names of namespaces readable, and paths of sockets below their limit of 107 bytes.
+const NAME_MAX: usize = 40;
+/// In the environment: the beginning of all names, so that two checkouts can test on one machine at once.
+const PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
-/// The right to be the testbed of one name. Held by a lock on its directory, which the kernel lets go when we die,
+/// The right to be the testbed of one name. Held by a lock on its owner file, which the kernel lets go when we die,
 /// however we die.
 #[derive(Debug)]
 pub(crate) struct Instance {
+    /// With the prefix.
     name: String,
-    _lock: Flock<File>,
+    _lock: File,
 }
 
 impl Instance {
     /// Takes the name, and removes what an earlier testbed of this name left when it was killed.
     pub(crate) fn take(name: &str) -> anyhow::Result<Self> {
-        if name.is_empty()
-            || name.len() > NAME_MAX
-            || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit())
-        {
+        if name.is_empty() {
+            bail!("testbed instance \"\": expected a name");
+        }
+        Self::take_whole(&prefixed(name))
+    }
+
+    fn take_whole(name: &str) -> anyhow::Result<Self> {
+        if name.len() > NAME_MAX || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()) {
             bail!("testbed instance {name:?}: expected 1 to {NAME_MAX} lower-case letters and digits");
         }
-        let lock = lock_directory(name)?;
+        let lock = lock_owner_file(name)?;
         let instance = Self { name: name.to_owned(), _lock: lock };
-        instance.remove_remains()?;
         fs::write(instance.directory().join(OWNER_FILE), format!("{}\n", std::process::id()))?;
+        instance.remove_remains()?;
         mount_bpf_filesystem()?;
         fs::create_dir_all(instance.pin_directory())
             .with_context(|| format!("cannot create {}", instance.pin_directory().display()))?;
@@ -50,28 +58,29 @@ impl Instance {
 
     /// For configurations, logs and results of this testbed.
     pub(crate) fn directory(&self) -> PathBuf {
-        Path::new(RUN_DIRECTORY).join(&self.name)
+        directory(&self.name)
     }
 
     /// For pinned BPF objects of this testbed.
     pub(crate) fn pin_directory(&self) -> PathBuf {
-        Path::new(PIN_DIRECTORY).join(&self.name)
+        pin_directory(&self.name)
     }
 
     pub(crate) fn namespace(&self, role: &str) -> Namespace {
-        Namespace::new(format!("cw{}-{role}", self.name))
+        Namespace::new(format!("{}{role}", namespace_prefix(&self.name)))
     }
 
     /// Processes, then namespaces, then pins and files; goes on after a failure and returns the first.
     fn remove_remains(&self) -> anyhow::Result<()> {
-        // Names of instances have no dash, so that no instance's prefix is the beginning of another's.
-        let namespaces = namespace::with_prefix(&format!("cw{}-", self.name));
         let mut outcome = Ok(());
-        for namespace in namespaces {
+        for namespace in namespace::with_prefix(&namespace_prefix(&self.name)) {
             outcome = outcome.and(namespace.remove());
         }
         outcome = outcome.and(absent_is_fine(fs::remove_dir_all(self.pin_directory())));
         for entry in fs::read_dir(self.directory()).into_iter().flatten().flatten() {
+            if entry.file_name() == OWNER_FILE {
+                continue;
+            }
             let path = entry.path();
             // A file system that a killed testbed has mounted; for all else this fails.
             let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
@@ -87,57 +96,136 @@ impl Drop for Instance {
         if let Err(error) = self.remove_remains() {
             tracing::warn!("testbed {} left something behind: {error:#}", self.name);
         }
-        // The parents go when they are empty: when this was the last testbed.
+        // The parents stay: another testbed may be about to make its directory in them.
+        let _ = fs::remove_file(self.directory().join(OWNER_FILE));
         let _ = fs::remove_dir(self.directory());
-        let _ = fs::remove_dir(RUN_DIRECTORY);
-        let _ = fs::remove_dir(PIN_DIRECTORY);
     }
 }
 
-/// Removes what killed testbeds left; those in use stay. Returns the names of those removed.
+/// A name for a testbed of this process, from the command that makes it, so that the command can run twice at once.
+/// Removes what killed processes of the same command left.
 ///
 /// # Errors
 /// When something cannot be removed.
-pub fn clean() -> anyhow::Result<Vec<String>> {
-    let entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
-    let names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+pub fn unique_name(command: &str) -> anyhow::Result<String> {
+    let own = |name: &String| {
+        let pid = name.strip_prefix(&prefixed(command)).unwrap_or_default();
+        !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit())
+    };
+    remove_unowned(all().filter(own))?;
+    Ok(format!("{command}{}", std::process::id()))
+}
+
+/// Removes what killed testbeds left, of these names or, without names, of all; those in use stay. Returns the names,
+/// with the prefix, of those removed.
+///
+/// # Errors
+/// When something cannot be removed.
+pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
+    if names.is_empty() {
+        return remove_unowned(all());
+    }
+    let named: Vec<String> = names.iter().map(|name| prefixed(name)).collect();
+    remove_unowned(all().filter(|name| named.contains(name)))
+}
+
+/// The directories and namespaces that a testbed has, or left when it was killed.
+pub fn remains(name: &str) -> Vec<PathBuf> {
+    let name = prefixed(name);
+    let directories = [directory(&name), pin_directory(&name)].into_iter().filter(|path| path.exists());
+    let namespaces = namespace::with_prefix(&namespace_prefix(&name));
+    directories.chain(namespaces.iter().map(Namespace::path)).collect()
+}
+
+fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<String>> {
     let mut removed = Vec::new();
     for name in names {
-        if owner(&name).is_none() {
-            drop(Instance::take(&name)?);
-            removed.push(name);
+        if owner(&name).is_some() {
+            continue;
         }
+        match Instance::take_whole(&name) {
+            Ok(instance) => drop(instance),
+            // Another process has taken it since.
+            Err(_) if owner(&name).is_some() => continue,
+            Err(error) => return Err(error),
+        }
+        removed.push(name);
     }
     Ok(removed)
 }
 
-/// The process that owns the living testbed `name`; `None` without one.
+/// The names, with the prefix, of all testbeds whose names begin with it, living or killed.
+fn all() -> impl Iterator<Item = String> {
+    let entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
+    let prefix = prefixed("");
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(move |name| name.starts_with(&prefix))
+}
+
+fn prefixed(name: &str) -> String {
+    std::env::var(PREFIX_VARIABLE).unwrap_or_default() + name
+}
+
+fn directory(name: &str) -> PathBuf {
+    Path::new(RUN_DIRECTORY).join(name)
+}
+
+fn pin_directory(name: &str) -> PathBuf {
+    Path::new(PIN_DIRECTORY).join(name)
+}
+
+/// Names of instances have no dash, so that no instance's prefix is the beginning of another's.
+fn namespace_prefix(name: &str) -> String {
+    format!("cw{name}-")
+}
+
+/// The process that owns the living testbed `name`; `None` without one. Asks without locking, so that nobody who takes
+/// the name meanwhile is refused.
 fn owner(name: &str) -> Option<String> {
-    let directory = File::open(Path::new(RUN_DIRECTORY).join(name)).ok()?;
-    match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
-        Ok(_) => None,
-        Err(_) => Some(owner_pid(name)),
+    let path = directory(name).join(OWNER_FILE);
+    let file = File::open(&path).ok()?;
+    let mut lock = whole_file();
+    let asked = fcntl(&file, FcntlArg::F_OFD_GETLK(&mut lock));
+    // Without a process id, its owner is about to lock it.
+    let locked = asked.is_err() || lock.l_type != libc::F_UNLCK as libc::c_short;
+    (locked || owner_pid(name).is_none()).then(|| owner_pid(name).unwrap_or_else(|| "unknown".to_owned()))
+}
+
+fn owner_pid(name: &str) -> Option<String> {
+    let pid = fs::read_to_string(directory(name).join(OWNER_FILE)).ok()?;
+    (!pid.is_empty()).then(|| pid.trim().to_owned())
+}
+
+fn lock_owner_file(name: &str) -> anyhow::Result<File> {
+    let directory = directory(name);
+    let path = directory.join(OWNER_FILE);
+    loop {
+        fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        let file = match File::options().read(true).write(true).create(true).truncate(false).open(&path) {
+            Ok(file) => file,
+            // Its former owner has just removed the directory.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
+        };
+        if fcntl(&file, FcntlArg::F_OFD_SETLK(&whole_file())).is_err() {
+            let pid = owner_pid(name).unwrap_or_else(|| "unknown".to_owned());
+            bail!("testbed {name} is in use by process {pid}");
+        }
+        // Its former owner may have removed the file between our opening and our locking it.
+        let same = |there: fs::Metadata| file.metadata().is_ok_and(|here| here.ino() == there.ino());
+        if fs::metadata(&path).is_ok_and(same) {
+            return Ok(file);
+        }
     }
 }
 
-fn owner_pid(name: &str) -> String {
-    let pid = fs::read_to_string(Path::new(RUN_DIRECTORY).join(name).join(OWNER_FILE)).unwrap_or_default();
-    if pid.is_empty() { "unknown".to_owned() } else { pid.trim().to_owned() }
-}
-
-fn lock_directory(name: &str) -> anyhow::Result<Flock<File>> {
-    let path = Path::new(RUN_DIRECTORY).join(name);
-    loop {
-        fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        let Ok(directory) = File::open(&path) else { continue };
-        let Ok(lock) = Flock::lock(directory, FlockArg::LockExclusiveNonblock) else {
-            bail!("testbed {name} is in use by process {}", owner_pid(name));
-        };
-        // Its former owner may have removed the directory between our opening and our locking it.
-        let same = |there: fs::Metadata| lock.metadata().is_ok_and(|here| here.ino() == there.ino());
-        if fs::metadata(&path).is_ok_and(same) {
-            return Ok(lock);
-        }
+/// An exclusive lock of the open file, not of the process: nobody of the same process can take the name either.
+fn whole_file() -> libc::flock {
+    libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
     }
 }
 
@@ -164,9 +252,35 @@ mod tests {
 
     #[test]
     fn names_that_cannot_be_are_refused() {
-        for name in ["", "a-b", "UPPER", "seventeen00000000", "a/b"] {
+        for name in ["a-b", "UPPER", &"a".repeat(41), "a/b"] {
             let error = Instance::take(name).unwrap_err().to_string();
-            assert!(error.contains("expected 1 to 16 lower-case letters and digits"), "{error}");
+            assert!(error.contains("expected 1 to 40 lower-case letters and digits"), "{error}");
         }
+        assert!(Instance::take("").unwrap_err().to_string().contains("expected a name"));
+    }
+
+    #[test]
+    fn asking_for_the_owner_takes_nothing() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let short = unique_name("tinstance").unwrap();
+        let name = prefixed(&short);
+        assert_eq!(owner(&name), None);
+        let instance = Instance::take(&short).unwrap();
+        assert_eq!(owner(&name), Some(std::process::id().to_string()));
+        assert!(Instance::take(&short).unwrap_err().to_string().contains("is in use by process"));
+        assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), Vec::<String>::new());
+        assert!(!remains(&short).is_empty());
+        drop(instance);
+        assert_eq!(remains(&short), Vec::<PathBuf>::new());
+
+        // A killed one has left these.
+        fs::create_dir_all(directory(&name)).unwrap();
+        fs::write(directory(&name).join(OWNER_FILE), "1\n").unwrap();
+        fs::write(directory(&name).join("log"), "").unwrap();
+        assert_eq!(owner(&name), None);
+        assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), [name]);
+        assert_eq!(remains(&short), Vec::<PathBuf>::new());
     }
 }

@@ -44,7 +44,8 @@ const PURPOSE_NIC_KEY: u64 = 3;
 /// What a testbed looks like.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
-    /// Name among the testbeds of this machine: 1 to 16 lower-case letters and digits.
+    /// Name among the testbeds of this machine: 1 to 40 lower-case letters and digits, the environment's
+    /// `COREWARD_TESTBED_PREFIX` included.
     pub instance: String,
     /// Servers to start with (0 to 250); more can be added.
     pub servers: u16,

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, coreward_command};
+use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
 use crate::process::Process;
@@ -41,7 +42,7 @@ impl Lane {
     /// When a testbed or a daemon does not start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
-            instance: instance(policy),
+            instance: instance::unique_name(&instance_of(policy))?,
             servers: options.servers + 1,
             cores: options.cores,
             // Each log's connections come from addresses of their own: their ports are in TIME-WAIT for a minute.
@@ -150,7 +151,7 @@ impl Lane {
     }
 }
 
-/// Instances are lower-case letters and digits only, at most 16.
-fn instance(policy: &str) -> String {
-    "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(12)).collect()
+/// The beginning of an instance's name, which has lower-case letters and digits only.
+fn instance_of(policy: &str) -> String {
+    "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

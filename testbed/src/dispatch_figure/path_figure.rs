@@ -13,6 +13,7 @@ use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, found, key};
 use super::requests::{Requests, Seen, allow_sockets};
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
+use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
 
@@ -66,7 +67,7 @@ struct Site {
 
 impl Site {
     fn start(config: &path::Config) -> anyhow::Result<Self> {
-        let instance = "pathfigure".to_owned();
+        let instance = instance::unique_name("pathfigure")?;
         let (servers, cores) = (config.servers, config.cores);
         let testbed = Testbed::create(TestbedOptions { instance, servers, cores, ..TestbedOptions::default() })?;
         let workers = cores.to_string();

@@ -12,6 +12,7 @@ use coreward_sim::rpc;
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, found, key, of_one_curve};
 use super::requests::{Requests, Seen, allow_sockets};
+use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
 
@@ -83,7 +84,7 @@ impl Site {
     }
 
     fn start(workers: u16) -> anyhow::Result<Self> {
-        let instance = "dispatchfigure".to_owned();
+        let instance = instance::unique_name("dispatchfigure")?;
         let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
         // No load balancer between the two.
         let mut ip = Command::new("ip");

@@ -11,11 +11,11 @@ use super::timeline::{self, Change};
 use crate::broken::Broken;
 use crate::demo::machine::Machine;
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing};
-use crate::interrupt;
 use crate::load::Latency;
 use crate::stream::client::{StreamSecond, Streams};
 use crate::stream::server::StreamServers;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
 /// Between two tables; the paper's servers report ten times a second or more, but changes come once a second.
@@ -151,7 +151,7 @@ struct Site {
 impl Site {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
-            instance: "pcc".to_owned(),
+            instance: instance::unique_name("pcc")?,
             servers: timeline::SERVERS + timeline::count(Change::AddServer),
             cores: 1,
             rings: true,

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use crate::dispatch_figure::dispatcher::Dispatcher;
 use crate::dispatch_figure::requests::{Report, allow_sockets, undisturbed};
-use crate::interrupt;
 use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
+use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
 
 /// What stands for the kernel's own choice among [`StockServerArgs::policies`].
@@ -111,7 +111,7 @@ pub fn compare(args: &StockServerArgs) -> anyhow::Result<Comparison> {
         anyhow::bail!(missing);
     }
     allow_sockets()?;
-    let instance = "stockserver".to_owned();
+    let instance = instance::unique_name("stockserver")?;
     let testbed = Testbed::create(TestbedOptions { instance, servers: 1, cores: 2, ..TestbedOptions::default() })?;
     let mut ip = Command::new("ip");
     ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);

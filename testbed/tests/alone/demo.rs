@@ -1,18 +1,16 @@
 //! The demo as a user starts it: what it prints and keeps, and that it leaves nothing behind.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
 use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::instance::remains;
 use coreward_testbed::skip_without_privilege;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-
-/// The names of the demo's testbeds are fixed: one demo at a time.
-static ONE_DEMO: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 fn demo(arguments: &[&str], out: &Path) -> anyhow::Result<Command> {
     let mut command = Command::new(coreward_command()?);
@@ -20,18 +18,9 @@ fn demo(arguments: &[&str], out: &Path) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-fn remains() -> Vec<String> {
-    let names = |directory: &str, prefix: &str| -> Vec<String> {
-        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        names.filter(|name| name.starts_with(prefix)).map(|name| format!("{directory}/{name}")).collect()
-    };
-    [
-        names("/run/netns", "cwdemo"),
-        names("/run/coreward-testbed", "demo"),
-        names("/sys/fs/bpf/coreward-testbed", "demo"),
-    ]
-    .concat()
+/// The name of the testbed that a demo has for the policy hash.
+fn instance(demo: u32) -> String {
+    format!("demohash{demo}")
 }
 
 #[test]
@@ -39,10 +28,11 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     if skip_without_privilege("core_aware_placement_beats_hash_and_nothing_breaks") {
         return Ok(());
     }
-    let _one = ONE_DEMO.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let out = tempfile::tempdir()?;
     let arguments = ["--seconds", "24", "--seeds", "1", "--policy", "hash,crossrss,crossrss-plus", "--format", "json"];
-    let output = demo(&arguments, out.path())?.output()?;
+    let demo = demo(&arguments, out.path())?.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let pid = demo.id();
+    let output = demo.wait_with_output()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let results: serde_json::Value = serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")?;
 
@@ -65,7 +55,9 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     assert!(std::fs::read_to_string(out.path().join("demo.svg"))?.contains("crossrss-plus"));
     let kept: serde_json::Value = serde_json::from_slice(&std::fs::read(out.path().join("demo.json"))?)?;
     assert_eq!(kept, results);
-    assert_eq!(remains(), Vec::<String>::new());
+    for policy in ["hash", "crossrss", "crossrssplus"] {
+        assert_eq!(remains(&format!("demo{policy}{pid}")), Vec::<PathBuf>::new());
+    }
     Ok(())
 }
 
@@ -80,19 +72,20 @@ fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<std::process::Exit
     }
 }
 
-/// Starts a demo, waits until its testbed is there, and sends it a signal.
-fn signalled(signal: Signal) -> anyhow::Result<()> {
+/// Starts a demo, waits until its testbed is there, and sends it a signal. Gives the name of the testbed.
+fn signalled(signal: Signal) -> anyhow::Result<String> {
     let out = tempfile::tempdir()?;
     let mut demo = demo(&["--policy", "hash"], out.path())?.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-    let end = Instant::now() + Duration::from_secs(20);
-    while !Path::new("/run/netns/cwdemohash-s5").exists() {
+    let instance = instance(demo.id());
+    let end = Instant::now() + Duration::from_secs(60);
+    while !remains(&instance).iter().any(|path| path.to_string_lossy().ends_with(&format!("{instance}-s5"))) {
         anyhow::ensure!(Instant::now() < end && demo.try_wait()?.is_none(), "the demo makes no testbed");
         std::thread::sleep(Duration::from_millis(20));
     }
     std::thread::sleep(Duration::from_millis(500));
     kill(Pid::from_raw(demo.id() as i32), signal)?;
-    assert!(!wait(&mut demo, Duration::from_secs(20))?.success());
-    Ok(())
+    assert!(!wait(&mut demo, Duration::from_secs(60))?.success());
+    Ok(instance)
 }
 
 #[test]
@@ -100,15 +93,15 @@ fn interrupted_or_killed_it_leaves_nothing_behind() -> anyhow::Result<()> {
     if skip_without_privilege("interrupted_or_killed_it_leaves_nothing_behind") {
         return Ok(());
     }
-    let _one = ONE_DEMO.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    signalled(Signal::SIGINT)?;
-    assert_eq!(remains(), Vec::<String>::new());
+    let instance = signalled(Signal::SIGINT)?;
+    assert_eq!(remains(&instance), Vec::<PathBuf>::new());
 
-    signalled(Signal::SIGKILL)?;
-    assert_ne!(remains(), Vec::<String>::new());
-    let clean = Command::new(coreward_command()?).args(["testbed", "clean"]).output()?;
-    assert!(String::from_utf8_lossy(&clean.stdout).contains("removed testbed demohash"), "{clean:?}");
-    assert_eq!(remains(), Vec::<String>::new());
+    let instance = signalled(Signal::SIGKILL)?;
+    assert_ne!(remains(&instance), Vec::<PathBuf>::new());
+    let clean = Command::new(coreward_command()?).args(["testbed", "clean", &instance]).output()?;
+    let removed = String::from_utf8_lossy(&clean.stdout);
+    assert!(removed.starts_with("removed testbed ") && removed.trim_end().ends_with(&instance), "{clean:?}");
+    assert_eq!(remains(&instance), Vec::<PathBuf>::new());
     Ok(())
 }
 
