@@ -17,6 +17,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use crate::counters::{self, Counters, OVERTAKEN_ACKS, OVERTAKEN_DATA, TIMESTAMP_DROPS};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, busy_file};
 use crate::http::Connection;
+use crate::instance;
 use crate::namespace::Namespace;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WHO};
 use crate::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
@@ -110,7 +111,7 @@ impl Tcp {
 /// # Errors
 /// When something cannot be set up, or something broke.
 pub fn main(options: Options) -> anyhow::Result<()> {
-    let outcome = run("conformity", options)?;
+    let outcome = run(&instance::unique_name("conformity")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.is_clean(), "something broke: see above");
     Ok(())

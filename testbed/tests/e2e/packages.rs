@@ -30,10 +30,12 @@ fn packages_hold_what_is_needed() {
     if skip_without_privilege("packages_hold_what_is_needed") {
         return;
     }
-    let built = succeeds("scripts/deb", &[]);
+    let directory = tempfile::tempdir().unwrap();
+    // Not out/deb, which `make deb` may be writing.
+    let out = directory.path().join("packages");
+    let built = succeeds("env", &[&format!("OUT={}", out.display()), "scripts/deb"]);
     let packages: Vec<&str> = built.lines().collect();
     assert_eq!(packages.len(), 5, "{built}");
-    let directory = tempfile::tempdir().unwrap();
     let into = directory.path().to_str().unwrap();
     for package in &packages {
         succeeds("dpkg-deb", &["--extract", package, into]);
