@@ -19,7 +19,7 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use nix::sys::signal::Signal;
 
 use crate::namespace::Namespace;
-use crate::process::Process;
+use crate::process::{Process, TIMEOUT};
 use crate::topology::{Testbed, load_balancer_name, rack_name};
 
 pub(crate) use daemons::logs;
@@ -149,7 +149,7 @@ impl Fleet {
     /// # Errors
     /// When there is none of that name, or it does not end or start.
     pub fn upgrade(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
-        let status = self.daemon(name)?.terminate(Duration::from_secs(5))?;
+        let status = self.daemon(name)?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "{name} ended with {status}");
         self.restart(testbed, name)
     }
@@ -216,7 +216,7 @@ impl Fleet {
 
     /// Puts a document in force as soon as a controller leads.
     fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
-        let end = Instant::now() + Duration::from_secs(15);
+        let end = Instant::now() + *TIMEOUT;
         loop {
             match self.ask(testbed, &["apply", "--yes", &document.display().to_string()]) {
                 Ok(_) => return Ok(()),
@@ -300,7 +300,7 @@ impl Fleet {
     pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.signal(Signal::SIGKILL)?;
-        daemon.wait(Duration::from_secs(60)).map(drop)
+        daemon.wait(*TIMEOUT).map(drop)
     }
 
     /// Starts a killed daemon again.
@@ -328,13 +328,13 @@ impl Fleet {
     /// new connections.
     ///
     /// # Errors
-    /// When that takes longer than ten seconds; the error holds the last lines of the daemons' logs.
+    /// When that takes longer than [`TIMEOUT`]; the error holds the last lines of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         self.wait_until(testbed, || self.check_ready(testbed))
     }
 
     fn wait_until(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
-        let end = Instant::now() + Duration::from_secs(10);
+        let end = Instant::now() + *TIMEOUT;
         while let Err(missing) = check() {
             ensure!(Instant::now() < end, "the fleet is not ready: {missing:#}\n{}", logs(testbed));
             std::thread::sleep(Duration::from_millis(50));

@@ -178,8 +178,8 @@ fn namespace_prefix(name: &str) -> String {
     format!("cw{name}-")
 }
 
-/// The process that owns the living testbed `name`; `None` without one. Asks without locking, so that nobody who takes
-/// the name meanwhile is refused.
+/// The process that owns the living testbed `name`; `None` without one. Does not lock the file, so
+/// that a process that takes the name meanwhile can.
 fn owner(name: &str) -> Option<String> {
     let path = directory(name).join(OWNER_FILE);
     let file = File::open(&path).ok()?;
@@ -218,7 +218,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
     }
 }
 
-/// An exclusive lock of the open file, not of the process: nobody of the same process can take the name either.
+/// An exclusive lock. It belongs to the open file, and not to the process: a process cannot take a name twice.
 fn whole_file() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,

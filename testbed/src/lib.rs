@@ -50,5 +50,5 @@ pub mod uplink;
 pub mod walkthrough;
 
 pub use namespace::Namespace;
-pub use process::Process;
+pub use process::{Process, TIMEOUT};
 pub use topology::{Testbed, TestbedOptions, missing_privilege, skip_without_privilege};

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
 
-use crate::Process;
 use crate::topology::{Testbed, server_address};
+use crate::{Process, TIMEOUT};
 
 /// Size of the file at [`LARGE_FILE`].
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
@@ -19,8 +19,6 @@ pub const LARGE_FILE: &str = "/large";
 pub const SLOW_FILE: &str = "/slow";
 /// Answers with the server's number and the worker's process id.
 pub const WHO: &str = "/who";
-
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// An nginx on a server; ends with this value.
 #[derive(Debug)]
@@ -117,7 +115,7 @@ impl Nginx {
     }
 
     fn wait_for_workers(&mut self, count: usize) -> anyhow::Result<()> {
-        let end = Instant::now() + START_LIMIT;
+        let end = Instant::now() + *TIMEOUT;
         // The sockets listen before the first worker is started (ngx_init_cycle).
         while self.workers().len() < count {
             let ended = self.master.try_wait()?;

@@ -15,13 +15,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 
 use crate::namespace::{Namespace, ip_batch};
-use crate::process::{self, Process};
+use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{DEVICE, SERVICE, Testbed, make_namespaces, server_address};
 
 /// Its address, in the servers' segment.
 pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// How it balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,7 +132,7 @@ impl Testbed {
         command.arg("-db").arg("-f").arg(configuration);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut haproxy = self.spawn(namespace, command).context("haproxy (Debian package haproxy)")?;
-        let end = Instant::now() + START_LIMIT;
+        let end = Instant::now() + *TIMEOUT;
         while namespace.within(|| Ok(std::net::TcpStream::connect(SERVICE).is_err()))? {
             if haproxy.try_wait()?.is_some() || Instant::now() > end {
                 bail!("haproxy does not listen on {SERVICE}");

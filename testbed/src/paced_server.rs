@@ -16,7 +16,6 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::sys::wait::wait;
@@ -33,7 +32,6 @@ use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_M
 
 /// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
 const BACKLOG: i32 = 4096;
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// Options of `coreward testbed paced-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -250,7 +248,7 @@ impl Testbed {
     /// Starts a paced server with one worker per core on a server.
     ///
     /// # Errors
-    /// When there is no such server, or it does not listen within ten seconds.
+    /// When there is no such server, or it does not listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let busy_file = fleet::busy_file(self, number);
         let mut command = Command::new(fleet::coreward_command()?);
@@ -258,7 +256,7 @@ impl Testbed {
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&busy_file);
         let mut process = self.spawn(self.server(number)?, command)?;
-        process.wait_for_file(&format!("the paced server of server {number}"), &busy_file, START_LIMIT)?;
+        process.wait_for_file(&format!("the paced server of server {number}"), &busy_file)?;
         Ok(PacedServer { process, busy_file })
     }
 }

@@ -4,6 +4,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
@@ -11,6 +12,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::namespace::Namespace;
+
+/// Timeout of every wait for something that takes a moment unless it is broken: 60 s, or the environment's
+/// `COREWARD_TEST_TIMEOUT` (s). A wait ends as soon as its condition holds, so that a long timeout costs nothing.
+pub static TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
+    let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
+    let seconds = seconds.map(|text| text.parse().expect("COREWARD_TEST_TIMEOUT: expected a whole number of seconds"));
+    Duration::from_secs(seconds.unwrap_or(60))
+});
 
 /// A running process; killed when dropped.
 #[derive(Debug)]
@@ -80,15 +89,15 @@ impl Process {
     /// Waits until it has made a file, which it does once it listens. `what`: the process, in words.
     ///
     /// # Errors
-    /// When it ends before, or takes more than `limit`.
-    pub fn wait_for_file(&mut self, what: &str, file: &Path, limit: Duration) -> anyhow::Result<()> {
-        let end = Instant::now() + limit;
+    /// When it ends before, or takes longer than [`TIMEOUT`].
+    pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
+        let end = Instant::now() + *TIMEOUT;
         while !file.exists() {
             if let Some(status) = self.try_wait()? {
                 bail!("{what} ended: {status}");
             }
             if Instant::now() > end {
-                bail!("{what} does not listen after {limit:?}");
+                bail!("{what} does not listen after {:?}", *TIMEOUT);
             }
             std::thread::sleep(Duration::from_millis(2));
         }

@@ -11,7 +11,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use crate::fleet::coreward_command;
 use crate::namespace::Namespace;
-use crate::process::Process;
+use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
 /// A block takes no longer.
@@ -21,7 +21,6 @@ const MACHINES: &str = "/mnt";
 /// Of the user `coreward`, whom packages make.
 const USER_ID: u32 = 64_007;
 const HOLD_SECONDS: &str = "600";
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// A block of shell, and where in the document it begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,7 +106,7 @@ impl Machine {
         command.args(["--mount", "--uts", "sh", "-eu", "-c", &script]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log)?);
         let mut holder = testbed.spawn(namespace, command)?;
-        let end = std::time::Instant::now() + START_LIMIT;
+        let end = std::time::Instant::now() + *TIMEOUT;
         while !ready.exists() {
             let ended = holder.try_wait()?.is_some() || std::time::Instant::now() > end;
             ensure!(!ended, "machine {name}: {}", fs::read_to_string(&log).unwrap_or_default().trim());

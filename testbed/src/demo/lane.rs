@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
@@ -12,7 +11,7 @@ use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, coreward_command};
 use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
-use crate::process::Process;
+use crate::process::{Process, TIMEOUT};
 use crate::topology::{SERVICE, Testbed, TestbedOptions};
 
 use super::measure::{Sample, SeedMeasures};
@@ -135,10 +134,10 @@ impl Lane {
     /// Waits for the load generator, takes the drained server out of the pool, and returns what was measured.
     ///
     /// # Errors
-    /// When the load generator failed or still runs after `limit`.
-    pub fn finish(&mut self, seed: u64, timeline: &Timeline, limit: Duration) -> anyhow::Result<SeedMeasures> {
+    /// When the load generator failed or does not end in time.
+    pub fn finish(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
         let mut load = self.load.take().context("no load generator was started")?;
-        let status = load.wait(limit)?;
+        let status = load.wait(*TIMEOUT)?;
         ensure!(status.success(), "the load generator of policy {} failed: {status}", self.policy);
         let report: LoadReport = serde_json::from_slice(&fs::read(self.report_path())?)?;
         let measures = SeedMeasures::new(seed, &std::mem::take(&mut self.samples), timeline, report);

@@ -44,8 +44,6 @@ use timeline::Timeline;
 
 /// From starting the load generators to the log's time 0: they read the log first.
 const LEAD: Duration = Duration::from_millis(700);
-/// How long the last requests may take after the log's end; longer than the load generator's own time-out.
-const END_LIMIT: Duration = Duration::from_secs(15);
 /// Between two seeds, so that the loads of the one are forgotten before the other.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -181,7 +179,7 @@ fn run_seed(
         progress.inc(u64::from(second > 0));
     }
     machine.stop()?;
-    let measures = lanes.iter_mut().map(|lane| lane.finish(seed, timeline, END_LIMIT)).collect();
+    let measures = lanes.iter_mut().map(|lane| lane.finish(seed, timeline)).collect();
     std::thread::sleep(PAUSE);
     measures
 }

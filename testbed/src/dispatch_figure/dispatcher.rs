@@ -13,10 +13,8 @@ use coreward_sim::rpc::{Policy, Service};
 use serde_json::Value;
 
 use crate::fleet::coreward_command;
-use crate::process::Process;
+use crate::process::{Process, TIMEOUT};
 use crate::topology::{SERVICE, Testbed};
-
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// The dispatch of one service on one server; detached when dropped.
 #[derive(Debug)]
@@ -59,7 +57,7 @@ impl<'a> Dispatcher<'a> {
     /// `workers` are known to it.
     ///
     /// # Errors
-    /// When it does not start, or not all workers are found within ten seconds; the error holds its log.
+    /// When it does not start, or not all workers are found in time; the error holds its log.
     pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
         let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
         let path = testbed.directory().join(format!("dispatch-s{server}.toml"));
@@ -71,7 +69,7 @@ impl<'a> Dispatcher<'a> {
         command.stdout(log.try_clone()?).stderr(log);
         let daemon = testbed.spawn(testbed.server(server)?, command)?;
         let mut dispatcher = Self { testbed, server, pin_directory, daemon };
-        let end = Instant::now() + START_LIMIT;
+        let end = Instant::now() + *TIMEOUT;
         loop {
             let known = dispatcher.workers().map(|workers| workers.len()).unwrap_or(0);
             if known == usize::from(workers) {
@@ -118,7 +116,7 @@ impl<'a> Dispatcher<'a> {
     /// # Errors
     /// When one of them does not end.
     pub fn stop(mut self) -> anyhow::Result<()> {
-        let status = self.daemon.terminate(Duration::from_secs(5))?;
+        let status = self.daemon.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch ended with {status}");
         self.command(&["--detach"]).map(drop)
     }

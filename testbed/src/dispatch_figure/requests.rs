@@ -12,6 +12,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;
 
 use crate::fleet::coreward_command;
+use crate::process::TIMEOUT;
 use crate::topology::{SERVICE, Testbed};
 
 /// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every request
@@ -22,8 +23,10 @@ const FIRST_PORT: u16 = 20_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
 /// When the generator sends every hundredth request so late (us), the machine did something else meanwhile: the measurement
-/// says little about the servers, whatever it says, and is made again. Usual is a tenth of it.
-const DISTURBED_US: f64 = 500.0;
+/// is no evidence about the servers, and is made again. Usual is a tenth of it.
+const MAX_LATENESS_US: f64 = 500.0;
+/// In the environment: another [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
+const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
 /// So often at most, with longer and longer pauses in between: together four minutes, in which what else there was to do is
 /// hoped to be done. A figure of many minutes should not be lost to one busy minute.
 const ATTEMPTS: u32 = 12;
@@ -137,7 +140,8 @@ pub fn undisturbed(
         ("--seed", seed.to_string()),
     ];
     let options: Vec<&str> = common.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
-    let limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S + 10.0);
+    let limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S) + *TIMEOUT;
+    let max_lateness_us = max_lateness_us()?;
     for attempt in 0..ATTEMPTS {
         if attempt > 0 {
             let pause = (PAUSE * attempt * attempt).min(LONGEST_PAUSE);
@@ -146,12 +150,19 @@ pub fn undisturbed(
         crate::interrupt::check()?;
         let report = send(testbed, target, &options, limit)?;
         let lateness_us = report.lateness_us.p99.context("no request was sent")?;
-        if lateness_us <= DISTURBED_US {
+        if lateness_us <= max_lateness_us {
             return Ok(report);
         }
         eprintln!("disturbed: requests were sent {lateness_us:.0} us late (p99); once more");
     }
-    anyhow::bail!("the machine is too busy: {ATTEMPTS} times requests were sent more than {DISTURBED_US} us late (p99)")
+    anyhow::bail!(
+        "the machine is too busy: {ATTEMPTS} times requests were sent more than {max_lateness_us} us late (p99)"
+    )
+}
+
+fn max_lateness_us() -> anyhow::Result<f64> {
+    let Ok(text) = std::env::var(MAX_LATENESS_VARIABLE) else { return Ok(MAX_LATENESS_US) };
+    text.parse().with_context(|| format!("{MAX_LATENESS_VARIABLE}: {text:?}: expected a number"))
 }
 
 fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {

@@ -37,6 +37,26 @@ impl Reading {
         })
     }
 
+    /// Everything that shows that requests are still on their way, or that a worker gets none.
+    pub fn unsettled(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
+        if outstanding != 0 || queued != 0 {
+            found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.books));
+        }
+        let eligible = eligible(&self.books);
+        if eligible != Some(WORKERS) {
+            found.push(format!("{eligible:?} workers are eligible: {}", self.books));
+        }
+        for worker in self.books["workers"].as_array().into_iter().flatten() {
+            let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
+            if count("dispatched") != count("completed").saturating_add(count("repaired")) {
+                found.push(format!("dispatched, but neither completed nor repaired: {worker}"));
+            }
+        }
+        found
+    }
+
     /// Of all workers.
     fn sum(&self, count: &str) -> u64 {
         let workers = self.books["workers"].as_array().into_iter().flatten();
@@ -132,7 +152,7 @@ impl Segment {
             load_lost: of_load("lost"),
             violations: Vec::new(),
         };
-        segment.settled(at_once);
+        at_once.unsettled().into_iter().for_each(|violation| segment.must(false, || violation));
         segment.nothing_vanished();
         segment.books_agree(before, after);
         segment
@@ -152,23 +172,6 @@ impl Segment {
         if !holds {
             let violation = format!("segment {}: {}", self.number, what());
             self.violations.push(violation);
-        }
-    }
-
-    /// A second after the last request.
-    fn settled(&mut self, at_once: &Reading) {
-        let (outstanding, queued) = (at_once.sum("outstanding"), at_once.sum("queued"));
-        self.must(outstanding == 0 && queued == 0, || {
-            format!("{outstanding} outstanding, {queued} queued: {}", at_once.books)
-        });
-        let eligible = eligible(&at_once.books);
-        self.must(eligible == Some(WORKERS), || format!("{eligible:?} workers are eligible: {}", at_once.books));
-        for worker in at_once.books["workers"].as_array().into_iter().flatten() {
-            let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
-            let settled = count("completed").saturating_add(count("repaired"));
-            self.must(count("dispatched") == settled, || {
-                format!("dispatched, but neither completed nor repaired: {worker}")
-            });
         }
     }
 

@@ -17,7 +17,7 @@ use anyhow::{Context as _, ensure};
 use coreward_model::rss::seeded_rng;
 use serde::Serialize;
 
-use crate::interrupt;
+use crate::{instance, interrupt};
 use accounts::{Reading, Segment};
 use site::Site;
 use trouble::{Trouble, Troubles};
@@ -26,6 +26,8 @@ use trouble::{Trouble, Troubles};
 const PURPOSE_TROUBLE: u64 = 0x6469_7301;
 /// The longest segment.
 const SEGMENT: Duration = Duration::from_secs(50);
+/// Late responses of workers that were stopped come within this time, and the books do not have them as outstanding.
+const MIN_SETTLE: Duration = Duration::from_secs(1);
 /// A segment needs some time for what goes wrong.
 const SHORTEST_SEGMENT: Duration = Duration::from_secs(4);
 
@@ -38,7 +40,7 @@ pub struct Options {
     /// What goes wrong when is drawn from
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// The books must be right so long after the last request was sent (ms)
+    /// Timeout for the books to be right after the last request; the first comparison is after 1,000 ms (ms)
     #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1_000..=60_000))]
     pub settle_ms: u32,
 }
@@ -66,7 +68,7 @@ pub struct Outcome {
 /// When something cannot be set up, or something did not hold.
 pub fn main(options: Options) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let outcome = run("dispatchsoak", options)?;
+    let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.violations.is_empty(), "what must hold did not: {}", outcome.violations.join("; "));
     Ok(())
@@ -91,8 +93,13 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
         let end = Instant::now() + length;
         trouble.make(end).with_context(|| format!("segment {number}"))?;
         let made = trouble.finish()?;
-        std::thread::sleep(Duration::from_millis(options.settle_ms.into()));
-        let at_once = Reading::take(&site)?;
+        let end = Instant::now() + Duration::from_millis(options.settle_ms.into());
+        std::thread::sleep(MIN_SETTLE);
+        let mut at_once = Reading::take(&site)?;
+        while !at_once.unsettled().is_empty() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(100));
+            at_once = Reading::take(&site)?;
+        }
         let report = site.load_report(load)?;
         let segment = Segment::new(number, &before, &at_once, &Reading::take(&site)?, &made, &report);
         tracing::info!("segment {number} of {count}: {}", segment.summary());

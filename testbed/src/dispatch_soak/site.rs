@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use crate::fleet::coreward_command;
 use crate::key_value::handle::KeyValueServer;
-use crate::process::Process;
+use crate::process::{Process, TIMEOUT};
 use crate::topology::{SERVICE, Testbed, TestbedOptions, VIP, server_address};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -38,7 +38,6 @@ const SERVICE_TIME: &str = "GET=1000";
 const RECEIVE_BUFFER: &str = "65536";
 /// Longer than a worker is stopped, so that what is not answered is lost.
 const LOAD_TIMEOUT: &str = "6";
-const LIMIT: Duration = Duration::from_secs(10);
 
 /// A testbed with a server and its dispatch.
 #[derive(Debug)]
@@ -114,7 +113,7 @@ impl Site {
             if by_this && eligible(&books) >= Some(workers) {
                 return Ok(());
             }
-            ensure!(started.elapsed() < LIMIT, "coreward dispatch has no {workers} workers after {LIMIT:?}: {books}");
+            ensure!(started.elapsed() < *TIMEOUT, "coreward dispatch has no {workers} workers in time: {books}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -126,7 +125,7 @@ impl Site {
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.daemon.take().context("no daemon")?;
         daemon.signal(Signal::SIGKILL)?;
-        daemon.wait(LIMIT).map(drop)
+        daemon.wait(*TIMEOUT).map(drop)
     }
 
     /// Ends the dispatch: the kernel picks.
@@ -134,7 +133,7 @@ impl Site {
     /// # Errors
     /// When the command fails.
     pub fn detach(&mut self) -> anyhow::Result<()> {
-        let status = self.daemon.take().context("no daemon")?.terminate(LIMIT)?;
+        let status = self.daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch: {status}");
         let mut command = self.dispatch()?;
         command.arg("--detach");
@@ -180,7 +179,7 @@ impl Site {
     /// # Errors
     /// When it fails.
     pub fn load_report(&self, mut load: Process) -> anyhow::Result<Value> {
-        let status = load.wait(LIMIT)?;
+        let status = load.wait(*TIMEOUT)?;
         ensure!(status.success(), "coreward load: {status}");
         Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
     }

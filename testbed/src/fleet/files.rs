@@ -35,12 +35,12 @@ pub(super) fn write_controller_files(
     if let Some(document) = &options.applied {
         for number in 1..=options.controllers {
             if !options.etcd.is_empty() {
-                let (listen, endpoints) = (controller_address_of(number), &options.etcd);
+                let (listen, endpoints, lease) = (controller_address_of(number), &options.etcd, options.lease_s);
                 // All of them are on one machine.
                 let api = api_address_of(number);
                 text = format!(
                     "listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n\n[etcd]\n\
-                     endpoints = {endpoints:?}\nlease = \"2s\"\n"
+                     endpoints = {endpoints:?}\nlease = \"{lease}s\"\n"
                 );
             }
             let table = tls_table_if(options.tls, testbed, Role::Controller, "controller");

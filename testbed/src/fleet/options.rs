@@ -48,6 +48,8 @@ pub struct FleetOptions {
     pub controllers: u16,
     /// Where etcd's members are, for several controllers.
     pub etcd: Vec<String>,
+    /// Lease of the controller that leads, in etcd (s). It is lost when the machine stalls for that long.
+    pub lease_s: u32,
     /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have the machine's.
     pub preload: Option<Preload>,
     /// By server: through which of the testbed's racks its agent speaks, the first first; behind these stand the controllers. Every rack
@@ -80,6 +82,7 @@ impl Default for FleetOptions {
             store: None,
             controllers: 1,
             etcd: Vec::new(),
+            lease_s: 2,
             preload: None,
             racks_of: BTreeMap::new(),
             servers_more: BTreeMap::new(),

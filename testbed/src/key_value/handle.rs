@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::Context as _;
 
@@ -13,8 +12,6 @@ use crate::busy::read_busy_file;
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};
-
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// A key-value server; killed when dropped.
 #[derive(Debug)]
@@ -63,7 +60,7 @@ impl Testbed {
     /// `coreward testbed key-value-server` takes them, and waits until all its sockets are bound.
     ///
     /// # Errors
-    /// When there is no such server, or it is not ready within ten seconds.
+    /// When there is no such server, or it is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
         let counter_file = self.directory().join(format!("key-value-s{number}"));
         // One that was killed before may have left its file.
@@ -73,7 +70,7 @@ impl Testbed {
         command.arg("--counter-file").arg(&counter_file).arg("--busy-file").arg(fleet::busy_file(self, number));
         command.args(options);
         let mut process = self.spawn(self.server(number)?, command)?;
-        process.wait_for_file(&format!("the key-value server of server {number}"), &counter_file, START_LIMIT)?;
+        process.wait_for_file(&format!("the key-value server of server {number}"), &counter_file)?;
         Ok(KeyValueServer { process, counter_file })
     }
 }

@@ -12,6 +12,7 @@ use crate::broken::Broken;
 use crate::demo::machine::Machine;
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing};
 use crate::load::Latency;
+use crate::process::TIMEOUT;
 use crate::stream::client::{StreamSecond, Streams};
 use crate::stream::server::StreamServers;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
@@ -26,7 +27,6 @@ const CLIENT_ADDRESSES: u16 = 4;
 const LOSS_NOTICED: Duration = Duration::from_millis(150);
 /// From starting the client to the warm-up's beginning.
 const LEAD: Duration = Duration::from_millis(500);
-const END_LIMIT: Duration = Duration::from_secs(20);
 /// More than this between a connection's moment and its beginning, and the machine is too busy to measure on (us).
 const LATENESS_MAX_US: u64 = 100_000;
 
@@ -79,7 +79,7 @@ impl Run {
                 tick();
             }
         }
-        let report = client.finish(END_LIMIT)?;
+        let report = client.finish(*TIMEOUT)?;
         machine.stop()?;
         let lateness_us = report.lateness_us;
         if lateness_us.p99 > LATENESS_MAX_US {

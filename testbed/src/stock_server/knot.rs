@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use coreward_load::dns::{self, Query};
 
-use crate::Process;
 use crate::topology::{Testbed, VIP};
+use crate::{Process, TIMEOUT};
 
 /// Where it listens, on every server.
 pub const DNS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
@@ -20,8 +20,6 @@ pub const PLAIN: &str = "www.plain.test/A";
 pub const SIGNED: &str = "www.signed.test/A/dnssec";
 /// Where Debian has it; `/usr/sbin` is not in every PATH.
 pub const PROGRAM: &str = "/usr/sbin/knotd";
-
-const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// A zone, without what its name is.
 const ZONE: &str = "$TTL 300
@@ -54,7 +52,7 @@ impl Testbed {
         command.arg("-c").arg(&configuration).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let process = self.spawn(self.server(number)?, command).context("knotd (Debian package knot)")?;
         let mut knot = Knot { process };
-        let end = Instant::now() + START_LIMIT;
+        let end = Instant::now() + *TIMEOUT;
         let server = self.server(number)?;
         while !server.within(|| Ok(answers(PLAIN)? && answers(SIGNED)?)).unwrap_or(false) {
             let ended = knot.process.try_wait()?;

@@ -21,12 +21,11 @@ use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::busy::{BusyFile, VirtualCore};
 use crate::fleet;
 use crate::namespace::Namespace;
-use crate::process::Process;
+use crate::process::{Process, TIMEOUT};
 use crate::topology::{SERVICE, Testbed};
 use coreward_load::event_loop::{Epoll, accept, now_ns};
 
 const BACKLOG: i32 = 4096;
-const START_LIMIT: Duration = Duration::from_secs(10);
 /// What a packet or an accepted connection costs the emulated core (ns).
 const WORK_NS: u64 = 1_000_000;
 /// How often the busy times are published (ns).
@@ -232,12 +231,12 @@ impl Testbed {
             command.arg("--server").arg(format!("{}={}", self.server(*number)?.name(), file.display()));
         }
         let mut process = self.spawn(self.controller(), command)?;
-        let end = Instant::now() + START_LIMIT;
+        let end = Instant::now() + *TIMEOUT;
         while !numbers.iter().all(|number| busy(*number).exists()) {
             if let Some(status) = process.try_wait()? {
                 bail!("the stream servers ended: {status}");
             }
-            ensure!(Instant::now() < end, "the stream servers do not listen after {START_LIMIT:?}");
+            ensure!(Instant::now() < end, "the stream servers do not listen after {:?}", *TIMEOUT);
             std::thread::sleep(Duration::from_millis(2));
         }
         Ok(StreamServers { process })

@@ -57,6 +57,7 @@ impl Site {
             steer: false,
             controllers: 2,
             etcd: vec![member.endpoint()],
+            lease_s: 5,
             applied: Some(document),
             ..FleetOptions::default()
         };
