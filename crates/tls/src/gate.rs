@@ -275,7 +275,7 @@ impl Gate {
         Ok(Entered { gate: self.clone(), number, door })
     }
 
-    /// Where somebody else accepts ([`Gate::admit_one`]): ends connections whose certificate has expired since, or was
+    /// Where somebody else accepts ([`Self::admit_one`]): ends connections whose certificate has expired since, or was
     /// denied, for ever.
     pub async fn look_after_always(&self) -> std::convert::Infallible {
         let mut look = tokio::time::interval(LOOK_INTERVAL);
@@ -288,13 +288,16 @@ impl Gate {
 
     /// Ends connections whose certificate has expired since, or was denied: who is alive comes back with another one.
     fn look_after(&self) {
+        self.look_after_at(unix_now());
+    }
+
+    pub(crate) fn look_after_at(&self, now: Duration) {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.with_fewer_authorities() {
             let doors: Vec<Arc<Door>> = self.inside().doors.values().cloned().collect();
             // Of thousands that takes as long as so many handshakes.
             std::thread::spawn(move || doors.iter().for_each(|door| door.verify(&verifier)));
         }
-        let now = unix_now();
         for door in self.inside().doors.values().filter(|door| !door.is_closed()) {
             let is_denied = protection.denied.contains(&door.fingerprint);
             if is_denied || door.not_after < now {

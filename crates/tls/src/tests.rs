@@ -20,7 +20,7 @@ use crate::io::Io;
 use crate::verify::Denied;
 use crate::{Caller, ClientCertificates, Files, Gate, Limits, Tls, read_certificates};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
 
 /// An authority, and those whom it signs for.
@@ -61,6 +61,7 @@ impl Fleet {
 /// A gate that answers each line with the caller.
 struct Listening {
     address: SocketAddr,
+    gate: Arc<Gate>,
     failures: Arc<Failures>,
     denied: Denied,
 }
@@ -77,13 +78,13 @@ impl Listening {
             }
             None => Gate::open(limits, failures.clone()),
         };
-        let mut admitted = Box::pin(gate.admit(listener));
+        let mut admitted = Box::pin(gate.clone().admit(listener));
         tokio::spawn(async move {
             while let Some(Ok(connection)) = admitted.next().await {
                 tokio::spawn(answer(connection));
             }
         });
-        Self { address, failures, denied }
+        Self { address, gate, failures, denied }
     }
 
     /// What it says to `tls`, or the error.
@@ -93,13 +94,17 @@ impl Listening {
         ask(&mut stream).await
     }
 
+    fn has_failed(&self, reason: Reason) -> bool {
+        self.failures.counts().iter().any(|(counted, count)| *counted == reason && *count > 0)
+    }
+
     async fn failed(&self, reason: Reason) {
         let counted = async {
-            while self.failures.counts().iter().all(|(counted, count)| *counted != reason || *count == 0) {
+            while !self.has_failed(reason) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        let counted = tokio::time::timeout(PATIENCE, counted).await;
+        let counted = tokio::time::timeout(TIMEOUT, counted).await;
         assert!(counted.is_ok(), "{reason:?} was not counted: {:?}", self.failures.counts());
     }
 }
@@ -126,7 +131,7 @@ async fn ask(stream: &mut Io) -> Result<String, String> {
             }
         }
     };
-    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(PATIENCE, asked).await;
+    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TIMEOUT, asked).await;
     answer.expect("an answer in time").map_err(|error| error.to_string())
 }
 
@@ -238,21 +243,23 @@ async fn who_speaks_something_else_is_refused() {
 #[tokio::test]
 async fn silent_strangers_take_few_places_and_not_for_long() {
     let fleet = Fleet::new("prod");
-    let limits = Limits { handshake: Duration::from_millis(300), handshakes_per_address: 3, ..Limits::default() };
+    let limits = Limits { handshake: Duration::from_secs(1), handshakes_per_address: 3, ..Limits::default() };
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let mut silent = Vec::new();
-    for _ in 0..10 {
-        silent.push(TcpStream::connect(listening.address).await.unwrap());
-    }
-    listening.failed(Reason::TooMany).await;
+    let refused = async {
+        while !listening.has_failed(Reason::TooMany) {
+            silent.push(TcpStream::connect(listening.address).await.unwrap());
+        }
+    };
+    tokio::time::timeout(TIMEOUT, refused).await.expect("one too many");
     listening.failed(Reason::Timeout).await;
     let back = async {
         while listening.meet(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, back).await.expect("places are free again");
+    tokio::time::timeout(TIMEOUT, back).await.expect("places are free again");
 }
 
 #[tokio::test]
@@ -277,7 +284,7 @@ async fn one_certificate_opens_a_few_connections() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, back).await.expect("places are free again");
+    tokio::time::timeout(TIMEOUT, back).await.expect("places are free again");
 }
 
 /// A lost key: the connection that it opened ends, and it opens no other one.
@@ -291,7 +298,7 @@ async fn a_denied_certificate_ends_what_it_opened() {
     ask(&mut stream).await.unwrap();
     let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
     listening.denied.set([fingerprint]);
-    let ended = tokio::time::timeout(PATIENCE, stream.read_u8()).await.expect("an end in time");
+    let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
     let error = listening.meet(&agent).await.unwrap_err();
     assert!(error.contains("or on the deny list"), "{error}");
@@ -302,11 +309,13 @@ async fn a_denied_certificate_ends_what_it_opened() {
 async fn a_connection_does_not_outlive_its_certificate() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
-    let files = fleet.write(Role::Agent, "s1", Validity::from_now(Duration::from_secs(8)));
-    let connector = Connector::new(listening.address, Some((Tls::load(files).unwrap(), &[Role::Controller])));
+    let agent = fleet.issue(Role::Agent, "s1");
+    let connector = Connector::new(listening.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    ask(&mut stream).await.unwrap();
-    let ended = tokio::time::timeout(PATIENCE, stream.read_u8()).await.expect("an end in time");
+    listening.gate.look_after_at(unix_now() + DAY / 2);
+    ask(&mut stream).await.expect("the certificate is still valid");
+    listening.gate.look_after_at(unix_now() + 2 * DAY);
+    let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
 }
 
@@ -337,7 +346,7 @@ async fn one_authority_takes_over_from_another() {
         }
     }
     // Its authority is believed no more: who has another certificate comes back.
-    let ended = tokio::time::timeout(PATIENCE, open.read_u8()).await.expect("an end in time");
+    let ended = tokio::time::timeout(TIMEOUT, open.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
     assert!(fleet.authority.roll_over(RollOver::Finish, DAY).is_err(), "it is over");
     let after = controller.certificates();
