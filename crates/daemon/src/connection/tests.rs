@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 use coreward_wire::v1;
@@ -15,6 +16,7 @@ use tonic::{Request, Streaming};
 use super::*;
 
 const FIRST: Duration = RETRY_INTERVALS.0;
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 fn one_controller_is_tried_at_growing_intervals_until_it_answers() {
@@ -236,30 +238,45 @@ async fn one_that_refuses_this_daemon_is_not_the_last_word() {
 /// The other controllers' answers to the question who leads.
 async fn newer_than(term: u64, others: &[v1::LeaderReply]) -> Option<usize> {
     let mut addresses = vec![nobody(), nobody()];
-    for reply in others {
-        addresses.push(leads_by(*reply).await);
+    let asked: Vec<Arc<AtomicUsize>> = others.iter().map(|_| Arc::default()).collect();
+    for (reply, asked) in others.iter().zip(&asked) {
+        addresses.push(leads_by(*reply, asked.clone()).await);
     }
     let mut connection = connection(&addresses);
     let mut begun = Response::new(());
     begun.metadata_mut().insert(TERM, term.into());
     connection.begun(begun).unwrap();
     connection.leader_state(&v1::LeaderState { without_etcd: true });
-    // Each of them was asked several times.
-    let found = tokio::time::timeout(Duration::from_secs(1), connection.newer_leader()).await.ok()?;
+    // A second question to each follows the first answer of all.
+    let all_have_answered = async {
+        while asked.iter().any(|count| count.load(Ordering::Relaxed) < 2) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let found = async {
+        tokio::select! {
+            found = connection.newer_leader() => Some(found),
+            () = all_have_answered => None,
+        }
+    };
+    let found = tokio::time::timeout(TIMEOUT, found).await.expect("the search asks all in time")?;
     connection.ended(Some(&found.into()));
     addresses.iter().position(|address| *address == connection.controller())
 }
 
 /// A controller that answers this to whatever it is asked.
-async fn leads_by(reply: v1::LeaderReply) -> SocketAddr {
+async fn leads_by(reply: v1::LeaderReply, asked: Arc<AtomicUsize>) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().add_service(ControlServer::new(Replying(reply)));
+    let server = tonic::transport::Server::builder().add_service(ControlServer::new(Replying { reply, asked }));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     address
 }
 
-struct Replying(v1::LeaderReply);
+struct Replying {
+    reply: v1::LeaderReply,
+    asked: Arc<AtomicUsize>,
+}
 
 #[tonic::async_trait]
 impl Control for Replying {
@@ -287,7 +304,8 @@ impl Control for Replying {
     }
 
     async fn leader(&self, _: Request<v1::LeaderRequest>) -> Result<Response<v1::LeaderReply>, Status> {
-        Ok(Response::new(self.0))
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        Ok(Response::new(self.reply))
     }
 }
 
