@@ -16,9 +16,11 @@ use nix::unistd::Pid;
 use socket2::{Domain, Protocol, Socket, Type};
 
 const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
-/// Longer than a machine that has other things to do keeps a worker waiting: nobody is given up or barred for that.
-const PATIENCE: Patience =
-    Patience { response_timeout: Duration::from_secs(2), stall_after: Duration::from_millis(1500) };
+/// Longer than a busy machine keeps a worker waiting: no request is given up, no worker barred for that.
+const NO_STALLS: Timeouts = [dispatch::LONGEST_RESPONSE_TIMEOUT, Duration::from_secs(600)];
+const STALLS: Timeouts = [Duration::from_secs(2), Duration::from_millis(1500)];
+/// For a response, and until a worker counts as stalled.
+type Timeouts = [Duration; 2];
 /// For what comes by itself.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Set in the processes that are workers.
@@ -103,11 +105,10 @@ struct Site {
 }
 
 impl Site {
-    fn start(policy: Policy, workers: usize) -> Self {
+    fn start(policy: Policy, workers: usize, timeouts: Timeouts) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut config = config::Service::new(SERVICE, policy);
-        config.patience = PATIENCE;
         config.options.request_id = Some(dispatch::RequestId { offset: 1, response_offset: 1, bytes: 4 });
         let client = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -125,9 +126,15 @@ impl Site {
             sent: 0,
             looked: Instant::now(),
         };
+        site.set_timeouts(timeouts);
         site.attach();
         site.until("all workers are found", |site| site.eligible() == workers);
         site
+    }
+
+    /// They count from the next [`attach`](Self::attach) on.
+    fn set_timeouts(&mut self, [response_timeout, stall_after]: Timeouts) {
+        self.config.patience = Patience { response_timeout, stall_after };
     }
 
     fn attach(&mut self) {
@@ -215,7 +222,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
     if may_load_bpf("counts_are_exact_with_responses_of_all_kinds") {
         for policy in Policy::all() {
             in_namespace(|| {
-                let mut site = Site::start(policy, 3);
+                let mut site = Site::start(policy, 3, NO_STALLS);
                 for number in 0..600 {
                     site.step(match number % 10 {
                         3 => THREE_DATAGRAMS,
@@ -223,6 +230,10 @@ fn counts_are_exact_with_responses_of_all_kinds() {
                         _ => ECHO,
                     });
                 }
+                site.until("all responses are there", |site| site.answered.len() == 540);
+                // The rest is never answered: given up soon from here on.
+                site.set_timeouts(STALLS);
+                site.attach();
                 let counts = site.settled();
                 assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
                 assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
@@ -245,7 +256,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
 fn workers_die_stop_go_on_and_come_back_under_load() {
     if may_load_bpf("workers_die_stop_go_on_and_come_back_under_load") {
         in_namespace(|| {
-            let mut site = Site::start(Policy::ShortestQueue, 4);
+            let mut site = Site::start(Policy::ShortestQueue, 4, STALLS);
             (0..200).for_each(|_| site.step(ECHO));
             let killed = site.workers.remove(0);
             let pid = killed.0.id();
@@ -285,7 +296,7 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
 fn detached_and_attached_under_load_no_request_is_lost() {
     if may_load_bpf("detached_and_attached_under_load_no_request_is_lost") {
         in_namespace(|| {
-            let mut site = Site::start(Policy::ShortestQueue, 3);
+            let mut site = Site::start(Policy::ShortestQueue, 3, NO_STALLS);
             for _ in 0..5 {
                 (0..60).for_each(|_| site.step(ECHO));
                 site.detach();
