@@ -1,6 +1,8 @@
 //! The load balancer's life at a device: attached, taken over while packets pass, refused, detached.
 
+use std::mem::offset_of;
 use std::net::Ipv4Addr;
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -73,6 +75,16 @@ fn in_all(lb: &LoadBalancer) -> u64 {
     lb.total_counters().packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
+/// The same count in the pinned map: readable also while no process runs.
+fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
+    let map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
+    let entries = map.max_entries() as usize;
+    let counters = coreward_dataplane::mapped::Mapped::<[intf::lb_counters]>::new_slice(map.as_fd(), entries).unwrap();
+    let counter = intf::LB_COUNTER_ESTABLISHED as usize * size_of::<u64>();
+    let offset = offset_of!(intf::lb_counters, packets) + counter;
+    move || (0..entries).map(|entry| counters.load(entry * size_of::<intf::lb_counters>() + offset)).sum()
+}
+
 #[test]
 fn a_new_process_takes_over_while_packets_pass() {
     if !may_load_bpf("a_new_process_takes_over_while_packets_pass") {
@@ -90,6 +102,7 @@ fn a_new_process_takes_over_while_packets_pass() {
     assert!(!lb.taken_over());
     let mut index = fill(&mut lb);
 
+    let passed = pinned_count(&pins);
     let (done, sent) = (AtomicBool::new(false), AtomicU64::new(0));
     // A limit of its own, should an assertion below fail.
     let limit = Instant::now() + Duration::from_secs(60);
@@ -100,8 +113,11 @@ fn a_new_process_takes_over_while_packets_pass() {
                 let frame = established(mac);
                 while !done.load(Ordering::Relaxed) && Instant::now() < limit {
                     wire.send(&frame);
-                    sent.fetch_add(1, Ordering::Relaxed);
-                    std::thread::sleep(Duration::from_micros(200));
+                    let all = sent.fetch_add(1, Ordering::Relaxed) + 1;
+                    // One packet at a time: the device's ring holds few while its thread waits for a CPU.
+                    while passed() < all && Instant::now() < limit {
+                        std::thread::sleep(Duration::from_micros(200));
+                    }
                 }
             });
         });
@@ -297,9 +313,7 @@ fn what_another_version_pinned_forwards_until_this_one_is_ready() {
 }
 
 fn write_layout_version(state: &Path, version: u64) {
-    use std::os::fd::AsFd as _;
     let map = libbpf_rs::MapHandle::from_pinned_path(state).unwrap();
-    let mapped: coreward_dataplane::mapped::Mapped<intf::lb_state> =
-        coreward_dataplane::mapped::Mapped::new(map.as_fd()).unwrap();
-    mapped.store(std::mem::offset_of!(intf::lb_state, layout_version), version);
+    let mapped = coreward_dataplane::mapped::Mapped::<intf::lb_state>::new(map.as_fd()).unwrap();
+    mapped.store(offset_of!(intf::lb_state, layout_version), version);
 }
