@@ -10,7 +10,7 @@ use coreward_dataplane::tc::{self, Direction};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::Cookie;
+use coreward_model::cookie::{Cookie, FleetKeys, KeyIndex};
 use coreward_model::tuple::Protocol;
 use socket2::SockRef;
 
@@ -233,7 +233,10 @@ fn a_new_process_takes_over() {
     assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped);
 }
 
-/// The fleet's current key changes ten times a second while data flows both ways.
+const PACKETS_PER_KEY: usize = 500;
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The fleet's current key changes 30 times while data flows both ways.
 #[test]
 fn keys_change_under_a_transfer() {
     if !may_load_bpf("keys_change_under_a_transfer") {
@@ -243,7 +246,9 @@ fn keys_change_under_a_transfer() {
     let sniffer = Sniffer::new(&bed);
     let (mut client, mut server) = bed.connection(&bed.listen());
     let data = pattern(1 << 20);
-    let (over, mut frames) = (AtomicBool::new(false), vec![]);
+    let key_bit = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
+    let current_bit = |keys: &FleetKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
+    let (over, mut frames, end) = (AtomicBool::new(false), vec![], Instant::now() + TIMEOUT);
     let rounds = std::thread::scope(|scope| {
         let transfers = scope.spawn(|| {
             let mut rounds = 0;
@@ -258,15 +263,17 @@ fn keys_change_under_a_transfer() {
         for _ in 0..30 {
             keys.current = keys.current.other();
             bed.programs.set_keys(&keys, now_ms() + 20);
-            for _ in 0..50 {
+            let mut with_new_key = 0;
+            while with_new_key < PACKETS_PER_KEY && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(2));
-                frames.extend(sniffer.received_from_vip());
+                let new = sniffer.received_from_vip();
+                with_new_key += new.iter().filter(|frame| key_bit(frame) == current_bit(&keys)).count();
+                frames.extend(new);
             }
         }
         over.store(true, Ordering::Relaxed);
         transfers.join().unwrap()
     });
-    let key_bit = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let switches = frames.windows(2).filter(|pair| key_bit(&pair[0]) != key_bit(&pair[1])).count();
     assert!(switches >= 20, "{switches} switches in {} packets", frames.len());
     assert!(frames.iter().all(|frame| cookie_of(frame) == Cookie::Server(id())));
