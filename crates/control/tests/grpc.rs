@@ -307,8 +307,12 @@ async fn a_changed_file_is_in_force_whole_or_not_at_all() {
 
     home.write(&["s2", "s3"], &WEB.replace("crossrss", "no-such-policy"));
     hang_up();
-    // Long enough to be read; that nothing happens can only be waited for.
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    in_time("the refusal of the file", async {
+        while !(running.metrics)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
     assert_eq!(running.status().await.configuration_generation, before.generation);
     assert_eq!(balancer.table().await.members.len(), 2);
 

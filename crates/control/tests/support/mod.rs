@@ -66,10 +66,11 @@ impl Home {
             }
         })
         .await;
-        let (address, api) = (server.address(), server.api_address());
+        let (address, api, state) = (server.address(), server.api_address(), server.office());
+        let metrics = Box::new(move || state.metrics().text());
         let token = token_file(self.directory.path(), Role::Operator);
         let asking = Client::new(api.into(), &token).unwrap();
-        Running { address, api, asking, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
+        Running { address, api, asking, metrics, task: tokio::spawn(async move { server.serve().await.unwrap() }) }
     }
 }
 
@@ -80,6 +81,8 @@ pub struct Running {
     pub api: SocketAddr,
     /// An operator.
     pub asking: Client,
+    /// In the text format of Prometheus.
+    pub metrics: Box<dyn Fn() -> String + Send + Sync>,
     task: JoinHandle<()>,
 }
 
