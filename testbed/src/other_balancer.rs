@@ -152,7 +152,9 @@ impl OtherBalancer {
 
 impl Drop for OtherBalancer {
     fn drop(&mut self) {
-        if let Err(error) = self.namespace.remove() {
+        // A namespace's devices outlive it by some milliseconds, and with them the name of the switch's port.
+        let link = ip_batch(Some(&self.namespace), &format!("link delete {DEVICE}\n"));
+        if let Err(error) = link.and(self.namespace.remove()) {
             tracing::warn!("the other load balancer's namespace is left behind: {error:#}");
         }
     }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use coreward_testbed::fleet::coreward_command;
 use coreward_testbed::skip_without_privilege;
 
 fn root() -> PathBuf {
@@ -33,7 +34,9 @@ fn packages_hold_what_is_needed() {
     let directory = tempfile::tempdir().unwrap();
     // Not out/deb, which `make deb` may be writing.
     let out = directory.path().join("packages");
-    let built = succeeds("env", &[&format!("OUT={}", out.display()), "scripts/deb"]);
+    let command = coreward_command().unwrap();
+    let variables = [format!("OUT={}", out.display()), format!("COREWARD={}", command.display())];
+    let built = succeeds("env", &[&variables[0], &variables[1], "scripts/deb"]);
     let packages: Vec<&str> = built.lines().collect();
     assert_eq!(packages.len(), 5, "{built}");
     let into = directory.path().to_str().unwrap();
