@@ -1,17 +1,13 @@
 //! `coreward dispatch` in the agent: a key-value server's requests, from the agent's file to `coreward status`.
 
-use std::time::Duration;
-
 use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
 use coreward_testbed::topology::SERVICE;
-use coreward_testbed::{Testbed, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, skip_without_privilege};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::eventually;
 use crate::support::load::{report, start_load, testbed};
-
-const LIMIT: Duration = Duration::from_secs(10);
 
 /// `[dispatch]` of the agent's file.
 fn dispatch(testbed: &Testbed, policy: &str) -> String {
@@ -41,14 +37,15 @@ fn the_agent_dispatches_as_its_file_says() -> anyhow::Result<()> {
         return Ok(());
     }
     let testbed = testbed("tdispatch")?;
-    let server = testbed.start_key_value_server(1, &["--workers", "4", "--paced", "--service-us", "GET=300"])?;
+    let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];
+    let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
     let more = dispatch(&testbed, "jsq");
     let mut fleet = Fleet::start(&testbed, FleetOptions { agents_more: more, ..FleetOptions::default() })?;
     // The load goes past the load balancer.
-    eventually(LIMIT, "four workers get requests", || eligible(&dispatched(&fleet, &testbed)) == 4);
-    let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0")?)?;
+    eventually(*TIMEOUT, "four workers get requests", || eligible(&dispatched(&fleet, &testbed)) == 4);
+    let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
-    eventually(LIMIT, "the agent has said that all are answered", || {
+    eventually(*TIMEOUT, "the agent has said that all are answered", || {
         sum(&dispatched(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
     });
     let told = dispatched(&fleet, &testbed);
@@ -72,28 +69,28 @@ fn changes_and_ends(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> 
     let completed = sum(&dispatched(fleet, testbed), "completed");
     std::fs::write(&file, before.replace("\"jsq\"", "\"rr\""))?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    eventually(LIMIT, "the policy has changed", || dispatched(fleet, testbed)[0]["policy"] == "rr");
+    eventually(*TIMEOUT, "the policy has changed", || dispatched(fleet, testbed)[0]["policy"] == "rr");
     assert_eq!(sum(&dispatched(fleet, testbed), "completed"), completed, "the books go on");
     // What makes no sense changes nothing.
     std::fs::write(&file, before.replace("\"jsq\"", "\"jsk\""))?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0")?)?;
+    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
     let expected = completed + load["requests"].as_u64().unwrap();
-    eventually(LIMIT, "they are counted", || sum(&dispatched(fleet, testbed), "completed") == expected);
+    eventually(*TIMEOUT, "they are counted", || sum(&dispatched(fleet, testbed), "completed") == expected);
     assert_eq!(dispatched(fleet, testbed)[0]["policy"], "rr");
 
     // Another process of the agent takes the books over (its file is written anew).
     fleet.upgrade(testbed, "agent-s1")?;
-    eventually(LIMIT, "the new agent dispatches", || dispatched(fleet, testbed)[0]["policy"] == "jsq");
+    eventually(*TIMEOUT, "the new agent dispatches", || dispatched(fleet, testbed)[0]["policy"] == "jsq");
     assert_eq!((eligible(&dispatched(fleet, testbed)), sum(&dispatched(fleet, testbed), "completed")), (4, expected));
 
     // Without [dispatch] the kernel picks, and nothing stays behind.
     std::fs::write(&file, before.split("[dispatch]").next().unwrap())?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    eventually(LIMIT, "nothing is dispatched", || dispatched(fleet, testbed).as_array().is_some_and(Vec::is_empty));
+    eventually(*TIMEOUT, "nothing is dispatched", || dispatched(fleet, testbed).as_array().is_some_and(Vec::is_empty));
     assert!(!testbed.pin_directory().join("dispatch").exists());
-    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0")?)?;
+    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
     Ok(())
 }
