@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use coreward_testbed::fleet::{FleetOptions, Standing};
-use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, eventually, pause, unbroken};
+use crate::support::{Site, eventually, eventually_in_force, unbroken};
 
 #[test]
 fn keys_rotate_and_no_connection_breaks() {
@@ -16,7 +16,7 @@ fn keys_rotate_and_no_connection_breaks() {
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
     let mut site = Site::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let streams = site.streams(150.0);
-    pause(2_000);
+    site.connections(300);
     let stamps =
         |site: &Site, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
     assert!(stamps(&site, 0));
@@ -24,9 +24,10 @@ fn keys_rotate_and_no_connection_breaks() {
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
         // Sooner after the one before than is safe for connections that were idle meanwhile; these are not.
         site.coreward(&["keys", "rotate", "--force"]).unwrap();
-        eventually(Duration::from_secs(60), "the other key stamps", || stamps(&site, key));
-        // It does so a second later.
-        pause(1_500);
+        eventually(*TIMEOUT, "the other key stamps", || stamps(&site, key));
+        eventually_in_force(&site.fleet, &site.testbed);
+        // Agents stamp with it a second later.
+        site.connections(225);
         site.fleet.upgrade(&site.testbed, upgraded).unwrap();
     }
     site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();

@@ -3,17 +3,14 @@
 //! with the reason, and its connections go on, too.
 
 use std::process::Command;
-use std::time::Duration;
 
 use coreward_model::consistency::Timestamps;
 use coreward_testbed::fleet::{FleetOptions, Standing};
 use coreward_testbed::topology::{DEVICE, VIP};
-use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 
-use crate::support::{Site, eventually, pause, unbroken};
-
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::support::{Site, eventually, unbroken};
 
 /// Servers with these values of net.ipv4.tcp_timestamps.
 fn site(instance: &str, tcp_timestamps: &[&str]) -> Site {
@@ -65,7 +62,7 @@ fn warm_up(site: &Site) {
     connect.args(["-c", &format!("for n in {{1..100}}; do exec 3<>/dev/tcp/{VIP}/80; exec 3>&-; done")]);
     site.testbed.run(client, connect).unwrap();
     let servers = site.testbed.server_numbers();
-    eventually(PATIENCE, "all clocks are known", || {
+    eventually(*TIMEOUT, "all clocks are known", || {
         servers.iter().all(|number| clock(site, &format!("s{number}")).0 == "known")
     });
 }
@@ -81,34 +78,34 @@ fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
     site.set(5, None);
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     let client = site.streams(150.0);
-    pause(2_000);
+    site.connections(300);
     site.set(1, Some(Standing::Draining));
-    pause(500);
+    site.connections(75);
     site.set(5, Some(Standing::Active));
-    pause(500);
+    site.connections(75);
     site.fleet.kill("lb1").unwrap();
-    pause(200);
+    site.connections(30);
     site.fleet.restart(&site.testbed, "lb1").unwrap();
-    pause(500);
+    site.connections(75);
     site.set(2, None);
-    pause(500);
+    site.connections(75);
     site.coreward(&["keys", "rotate", "--force"]).unwrap();
     site.fleet.upgrade(&site.testbed, "lb1").unwrap();
-    pause(1_000);
+    site.connections(150);
     site.set(1, Some(Standing::Active));
-    eventually(PATIENCE, "replies are stamped", || site.counter("lb1", "reply_stamped") > 1_000);
-    pause(500);
+    eventually(*TIMEOUT, "replies are stamped", || site.counter("lb1", "reply_stamped") > 1_000);
+    site.connections(75);
     // It starts with nothing in its memory; what it does not know yet must not be routed on as it is.
     forward(&site, "0");
     site.fleet.reboot_load_balancer(&site.testbed, 1).unwrap();
-    pause(1_000);
+    site.connections(150);
     forward(&site, "1");
     // Its counters begin at 0 as well.
     for counter in ["established", "reply_stamped"] {
-        eventually(PATIENCE, counter, || site.counters(counter) > 1_000);
+        eventually(*TIMEOUT, counter, || site.counters(counter) > 1_000);
     }
     for server in ["s1", "s3", "s4", "s5"] {
-        eventually(PATIENCE, server, || clock(&site, server) == ("known".to_owned(), String::new()));
+        eventually(*TIMEOUT, server, || clock(&site, server) == ("known".to_owned(), String::new()));
     }
     unbroken(client);
 }
@@ -121,17 +118,17 @@ fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
     // Without timestamps; with clocks of their own, as Linux has it by default; with one clock.
     let mut site = site("lbtsown", &["0", "1", "2", "2"]);
     let client = site.streams(150.0);
-    pause(2_500);
+    site.connections(375);
     site.set(4, Some(Standing::Draining));
-    pause(500);
+    site.connections(75);
     site.set(1, None);
-    pause(500);
+    site.connections(75);
     site.fleet.kill("lb1").unwrap();
     site.fleet.restart(&site.testbed, "lb1").unwrap();
-    pause(500);
+    site.connections(75);
     site.set(1, Some(Standing::Active));
     let known = |server| clock(&site, server).0;
-    eventually(PATIENCE, "the clocks are known", || {
+    eventually(*TIMEOUT, "the clocks are known", || {
         [known("s1"), known("s2"), known("s3"), known("s4")] == ["no-timestamps", "differs", "known", "known"]
     });
     let own = clock(&site, "s2");
@@ -142,18 +139,18 @@ fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
     assert!(text.contains("clocks     web0: 2 of 4 servers'"), "{text}");
     assert!(text.contains("! s2 of web0 is not stamped: "), "{text}");
     for counter in ["flow", "reply_unchanged"] {
-        eventually(PATIENCE, counter, || site.counters(counter) > 1_000);
+        eventually(*TIMEOUT, counter, || site.counters(counter) > 1_000);
     }
 
     // Put right, its new connections are stamped.
     site.testbed.server(2).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", "2")]).unwrap();
-    eventually(PATIENCE, "the clock of s2 is known", || clock(&site, "s2").0 == "known");
+    eventually(*TIMEOUT, "the clock of s2 is known", || clock(&site, "s2").0 == "known");
     unbroken(client);
 
     // A load balancer that does not route says so, and what to do.
     assert_eq!(state(&site)["warnings"], Value::Array(Vec::new()));
     forward(&site, "0");
-    eventually(PATIENCE, "that it does not route is shown", || {
+    eventually(*TIMEOUT, "that it does not route is shown", || {
         state(&site)["warnings"][0].as_str().is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
     });
 }

@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
 use coreward_testbed::fleet::{FleetOptions, Standing};
-use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, eventually, pause, unbroken};
+use crate::support::{Site, eventually, unbroken};
 
 /// What routers need to notice that a load balancer is gone.
 const NOTICED: Duration = Duration::from_millis(150);
-/// For the controller to have the counters, which load balancers report once a second.
-const REPORTED: Duration = Duration::from_secs(30);
 
 fn site(instance: &str, consistency: Consistency) -> Site {
     let options =
@@ -23,24 +21,24 @@ fn site(instance: &str, consistency: Consistency) -> Site {
 /// Everything that may become of load balancers, one after the other.
 fn everything(site: &mut Site) {
     let client = site.streams(150.0);
-    pause(1_500);
+    site.connections(225);
     // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are others.
     site.set(1, Some(Standing::Draining));
-    pause(500);
+    site.connections(75);
     assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);
-    pause(500);
+    site.connections(75);
     for daemon in ["lb1", "lb3"] {
         site.fleet.kill(daemon).unwrap();
-        pause(200);
+        site.connections(30);
         site.fleet.restart(&site.testbed, daemon).unwrap();
     }
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     site.fleet.upgrade(&site.testbed, "lb2").unwrap();
-    pause(500);
+    site.connections(75);
     site.fleet.reboot_load_balancer(&site.testbed, 2).unwrap();
-    pause(500);
+    site.connections(75);
     site.set(2, None);
-    pause(500);
+    site.connections(75);
     site.fleet.kill_load_balancer(&mut site.testbed, 1, NOTICED).unwrap();
     unbroken(client);
 }
@@ -53,7 +51,7 @@ fn load_balancers_come_and_go_and_no_connection_breaks() {
     let mut site = site("lbs", Consistency::Stateless);
     everything(&mut site);
     for daemon in ["lb2", "lb3"] {
-        eventually(REPORTED, daemon, || site.counter(daemon, "established") > 0);
+        eventually(*TIMEOUT, daemon, || site.counter(daemon, "established") > 0);
     }
 }
 
@@ -66,6 +64,6 @@ fn the_connection_tables_of_load_balancers_that_are_gone_are_not_missed() {
     everything(&mut site);
     // What reached another load balancer than the one with the entry, and what had to go to all once that one was gone.
     for counter in ["connection", "to_owner", "to_all_owner_lost"] {
-        eventually(REPORTED, counter, || site.counters(counter) > 0);
+        eventually(*TIMEOUT, counter, || site.counters(counter) > 0);
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_testbed::fleet::{FleetOptions, Standing};
 use coreward_testbed::{TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, pause, unbroken};
+use crate::support::{Site, unbroken};
 
 fn site(instance: &str, load_balancers: u16) -> Site {
     let options =
@@ -32,7 +32,7 @@ fn the_flow_table_keeps_connections_while_servers_come_and_go() {
         (1, Some(Standing::Active)),
         (3, Some(Standing::Draining)),
     ] {
-        pause(1_500);
+        site.connections(225);
         site.set(server, standing);
     }
     unbroken(client);
@@ -46,12 +46,12 @@ fn a_load_balancer_without_the_flow_finds_its_server() {
     }
     let mut site = site("notslb", 2);
     let client = site.streams(150.0);
-    pause(2_000);
+    site.connections(300);
     // Of a bucket that changed hands once, the load balancer that takes over knows the server before.
     site.set(5, Some(Standing::Active));
-    pause(2_000);
+    site.connections(300);
     site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();
-    pause(1_500);
+    site.connections(225);
     assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);
     unbroken(client);
 }

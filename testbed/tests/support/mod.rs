@@ -11,7 +11,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, asking}
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
-use coreward_testbed::{Testbed, TestbedOptions};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, counters};
 
 /// Connections, and who answers each.
 pub type Open = Vec<(Connection, Answerer)>;
@@ -63,14 +63,26 @@ impl Site {
         self.testbed.start_stream_client(&Streams::endless(per_second), None).unwrap()
     }
 
-    /// Changes what the controller's file says of a server; `None`: nothing any more.
+    /// Changes what the controller's file says of a server; `None`: nothing any more. Returns when every part has
+    /// confirmed it: a connection need not survive two changes at once.
     pub fn set(&mut self, server: u16, standing: Option<Standing>) {
+        let generation = |site: &Self| site.fleet.status(&site.testbed).ok()?["configuration_generation"].as_u64();
+        let before = generation(self);
         let mut pool = self.fleet.pool().clone();
         match standing {
             Some(standing) => drop(pool.insert(server, standing)),
             None => drop(pool.remove(&server)),
         }
         self.fleet.set_pool(&self.testbed, pool).unwrap();
+        eventually(*TIMEOUT, "the controller takes the change", || generation(self) > before);
+        eventually_in_force(&self.fleet, &self.testbed);
+    }
+
+    /// Waits until the client has begun so many connections more, by its kernel's counter.
+    pub fn connections(&self, count: u64) {
+        let begun = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
+        let expected = begun() + count;
+        eventually(*TIMEOUT, "the client begins connections", || begun() >= expected);
     }
 
     /// A counter of a load balancer, as it tells once a second; 0 while there is none.
@@ -96,14 +108,15 @@ impl Site {
 
 /// Waits until every part has confirmed the configuration of now.
 pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
-    eventually(Duration::from_secs(60), "every part confirms the configuration", || {
+    eventually(*TIMEOUT, "every part confirms the configuration", || {
         let Ok(status) = fleet.status(testbed) else { return false };
         let (Some(servers), Some(balancers)) = (status["servers"].as_array(), status["load_balancers"].as_array())
         else {
             return false;
         };
         let wanted = status["configuration_generation"].as_u64();
-        let of_servers = servers.iter().map(|server| &server["configuration_generation"]);
+        let of_agents = servers.iter().filter(|_| fleet.options().agents);
+        let of_servers = of_agents.map(|server| &server["configuration_generation"]);
         let of_balancers = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
         of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= wanted)
     });
@@ -125,7 +138,7 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
 /// stalled.
 pub fn unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
-    let report = client.end(Duration::from_secs(60)).unwrap();
+    let report = client.end(*TIMEOUT).unwrap();
     let total = report.total();
     println!("{total:?}, open at the end: {}", report.open_at_end);
     assert_eq!(total.broken.total(), 0, "{:?}", report.seconds);
