@@ -2,7 +2,7 @@
 //! come, a server behind a rack drains as any other, and racks and controllers that are killed cost no connection. Who is not the rack
 //! that it says, or speaks for servers that are not its own, is refused by name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -16,13 +16,12 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, askin
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use coreward_tls::Role;
 use serde_json::Value;
 
 use crate::support::{Open, eventually, open, pause, unbroken};
 
-const LIMIT: Duration = Duration::from_secs(20);
 const CORES: u16 = 2;
 /// For who is none of the servers.
 const NOBODY: u16 = 0;
@@ -88,7 +87,7 @@ impl Site {
         let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
         let streams = testbed.start_stream_servers_at(STREAM_SERVICE, busy_of_streams).unwrap();
         let loads = Loads::start(&testbed);
-        eventually(LIMIT, "a file of loads", || busy_file(&testbed, servers).exists());
+        eventually(*TIMEOUT, "a file of loads", || busy_file(&testbed, servers).exists());
         let racks_of = racks_of.iter().map(|(server, racks)| (*server, racks.to_vec()));
         let options = FleetOptions {
             load: LoadSource::PacedServer,
@@ -109,7 +108,7 @@ impl Site {
     fn all_go_to(&self, server: u16) {
         self.loads.set_idle(server);
         let all = || open(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
-        eventually(LIMIT, &format!("all new connections go to s{server}"), all);
+        eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all);
     }
 
     fn coreward(&self, arguments: &[&str]) -> String {
@@ -117,29 +116,47 @@ impl Site {
         String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Through which rack the agent of each server speaks, "" none; `None`: not all report.
-    fn ways(&self) -> Option<Vec<String>> {
-        let status = self.fleet.status(&self.testbed).ok()?;
-        let way = |server: &Value| {
-            let is_there = server["reports"] == "fresh" && server["report_age_ms"].as_u64()? < 1_500;
-            is_there.then(|| server["rack"].as_str().unwrap_or_default().to_owned())
-        };
-        let servers = status["servers"].as_array()?.iter();
-        // In the order of their ids, which are drawn.
-        let by_name: Option<BTreeMap<&str, String>> =
-            servers.map(|server| Some((server["name"].as_str()?, way(server)?))).collect();
-        Some(by_name?.into_values().collect())
+    /// Through which rack the agent of each server speaks, "" none, of the servers that report at this moment.
+    fn ways(&self) -> BTreeMap<String, String> {
+        let Ok(status) = self.fleet.status(&self.testbed) else { return BTreeMap::new() };
+        let servers = status["servers"].as_array().into_iter().flatten();
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let reporting = servers.filter(|server| server["reports"] == "fresh");
+        reporting.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
+    }
+
+    fn way(&self, server: &str) -> Option<String> {
+        self.ways().remove(server)
+    }
+
+    /// Waits until every agent has reported through one of its racks in `allowed`, not all of them in the same status.
+    fn go_by_any(&self, allowed: &[&[&str]]) {
+        let mut missing: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
+        eventually(*TIMEOUT, &format!("agents speak through {allowed:?}"), || {
+            let ways = self.ways();
+            for (number, allowed) in (1..).zip(allowed) {
+                let server = format!("s{number}");
+                match ways.get(&server) {
+                    Some(way) if allowed.contains(&way.as_str()) => missing.remove(&server),
+                    // Its report is of before, through another rack.
+                    Some(_) => missing.insert(server),
+                    None => false,
+                };
+            }
+            missing.is_empty()
+        });
     }
 
     /// Waits until the agents speak through these racks.
     fn go_by(&self, ways: &[&str]) {
-        eventually(LIMIT, &format!("agents speak through {ways:?}"), || self.ways().is_some_and(|now| now == ways));
+        let allowed: Vec<&[&str]> = ways.iter().map(std::slice::from_ref).collect();
+        self.go_by_any(&allowed);
     }
 
     fn names_of_racks(&self) -> Vec<String> {
-        let status = self.fleet.status(&self.testbed).unwrap();
-        let racks = status["racks"].as_array().unwrap();
-        racks.iter().map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
+        let status = self.fleet.status(&self.testbed).unwrap_or_default();
+        let racks = status["racks"].as_array().into_iter().flatten();
+        racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
     /// What a daemon has said from `from` on.
@@ -163,13 +180,13 @@ impl Site {
         copy(&bundle(&self.testbed, certificate.0, certificate.1), &own);
         let from = self.log("controller", 0).len();
         self.fleet.restart(&self.testbed, rack).unwrap();
-        eventually(LIMIT, words, || self.log("controller", from).contains(words));
+        eventually(*TIMEOUT, words, || self.log("controller", from).contains(words));
         assert!(!self.names_of_racks().iter().any(|name| name == rack));
         // Another name is another process.
         self.fleet.kill(rack).unwrap();
         copy(&kept, &own);
         self.fleet.restart(&self.testbed, rack).unwrap();
-        eventually(LIMIT, &format!("{rack} is back"), || self.names_of_racks().iter().any(|name| name == rack));
+        eventually(*TIMEOUT, &format!("{rack} is back"), || self.names_of_racks().iter().any(|name| name == rack));
     }
 }
 
@@ -205,7 +222,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
         "{text}"
     );
     // Every core of a server behind a rack, as its agent measures it.
-    eventually(LIMIT, "s1 is seen to be busy", || {
+    eventually(*TIMEOUT, "s1 is seen to be busy", || {
         let status = site.fleet.status(&site.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let loads: Vec<f64> = s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
@@ -226,7 +243,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     site.all_go_to(1);
     site.all_go_to(2);
     site.fleet.restart(&site.testbed, "rack1").unwrap();
-    eventually(LIMIT, "rack1 is back", || site.names_of_racks() == ["rack1", "rack2"]);
+    eventually(*TIMEOUT, "rack1 is back", || site.names_of_racks() == ["rack1", "rack2"]);
     // Nobody had to move.
     site.go_by(&["", "rack2", "rack2", "rack2", ""]);
 
@@ -234,15 +251,9 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     pause(1_000);
     site.fleet.restart(&site.testbed, "controller").unwrap();
     let restarted = Instant::now();
-    let mut ways = Vec::new();
-    eventually(LIMIT, "all come back to the controller", || {
-        ways = site.ways().unwrap_or_default();
-        !ways.is_empty() && site.names_of_racks() == ["rack1", "rack2"]
-    });
+    site.go_by_any(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
+    eventually(*TIMEOUT, "the racks are back", || site.names_of_racks() == ["rack1", "rack2"]);
     println!("all report {:?} after the controller's restart", restarted.elapsed());
-    let allowed: [&[&str]; 5] =
-        [&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]];
-    assert!(ways.iter().zip(allowed).all(|(way, allowed)| allowed.contains(&way.as_str())), "{ways:?}");
     for server in [3, 5, 2] {
         site.all_go_to(server);
     }
@@ -261,7 +272,7 @@ fn drain(site: &Site) {
     let mut command: Command = asking(&site.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
     command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
     let mut waiting = site.testbed.spawn(site.testbed.controller(), command).unwrap();
-    let says = |words: &str| eventually(LIMIT, words, || fs::read_to_string(&said).unwrap().contains(words));
+    let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&said).unwrap().contains(words));
     says("s2 is drained: 3 connections remain\n");
     let elsewhere = open(&site.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
@@ -269,7 +280,7 @@ fn drain(site: &Site) {
     leaving.truncate(1);
     says("s2 is drained: 1 connection remains\n");
     leaving.clear();
-    let ended = waiting.wait(LIMIT).unwrap();
+    let ended = waiting.wait(*TIMEOUT).unwrap();
     let said = fs::read_to_string(&said).unwrap();
     assert!(ended.success() && said.ends_with("s2 is drained: no connection remains\n"), "{said}");
     site.coreward(&["undrain", "s2"]);
@@ -297,16 +308,16 @@ fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
     let [controller, agent] = ["controller", "agent-s2"].map(|daemon| site.log(daemon, 0).len());
     site.fleet.restart(&site.testbed, &agent_name(2)).unwrap();
     let words = "rack \"rack1\" may not speak for server \"s2\": expected rack \"rack2\", or its agent itself";
-    eventually(LIMIT, words, || site.log("controller", controller).contains(words));
-    eventually(LIMIT, words, || site.log("agent-s2", agent).contains(words));
-    eventually(LIMIT, "s2 speaks for itself", || site.ways().is_some_and(|ways| ways[1].is_empty()));
+    eventually(*TIMEOUT, words, || site.log("controller", controller).contains(words));
+    eventually(*TIMEOUT, words, || site.log("agent-s2", agent).contains(words));
+    eventually(*TIMEOUT, "s2 speaks for itself", || site.way("s2").is_some_and(|way| way.is_empty()));
     let refused = &site.fleet.status(&site.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
     site.all_go_to(2);
 
     // Another document ends what it forbids, while the agent is connected.
-    eventually(LIMIT, "s1 speaks through its rack", || {
-        if site.ways().is_some_and(|ways| ways[0] == "rack1") {
+    eventually(*TIMEOUT, "s1 speaks through its rack", || {
+        if site.way("s1").is_some_and(|way| way == "rack1") {
             return true;
         }
         // It went past its rack while that had no certificate.
@@ -318,7 +329,7 @@ fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
     options.servers_more.insert(1, named(&[]));
     site.fleet.set_options(&site.testbed, options).unwrap();
     let words = "rack \"rack1\" may not speak for server \"s1\": expected its agent itself";
-    eventually(LIMIT, words, || site.log("controller", from).contains(words));
-    eventually(LIMIT, "s1 speaks for itself", || site.ways().is_some_and(|ways| ways[0].is_empty()));
+    eventually(*TIMEOUT, words, || site.log("controller", from).contains(words));
+    eventually(*TIMEOUT, "s1 speaks for itself", || site.way("s1").is_some_and(|way| way.is_empty()));
     site.all_go_to(1);
 }
