@@ -4,13 +4,13 @@
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use nix::sys::signal::Signal;
+use serde_json::Value;
 
 use crate::support::{Open, eventually, open, open_at_each};
 
@@ -56,11 +56,14 @@ impl Site {
         Begun { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), said }
     }
 
-    fn state(&self, server: &str) -> String {
+    fn known_server(&self, server: &str) -> Value {
         let status = self.fleet.status(&self.testbed).unwrap();
         let servers = status["servers"].as_array().unwrap();
-        let state = servers.iter().find(|known| known["name"] == server).unwrap()["state"].as_str().unwrap();
-        state.to_owned()
+        servers.iter().find(|known| known["name"] == server).unwrap().clone()
+    }
+
+    fn state(&self, server: &str) -> String {
+        self.known_server(server)["state"].as_str().unwrap().to_owned()
     }
 }
 
@@ -80,12 +83,12 @@ impl Begun {
             said = self.said();
             said.contains(words)
         };
-        eventually(Duration::from_secs(20), &format!("{words:?}"), has);
+        eventually(*TIMEOUT, &format!("{words:?}"), has);
     }
 
     /// Whether it ends well, and all that it said.
     fn ends(&mut self) -> (bool, String) {
-        let ended = self.process.wait(Duration::from_secs(20)).unwrap();
+        let ended = self.process.wait(*TIMEOUT).unwrap();
         (ended.success(), self.said())
     }
 }
@@ -133,7 +136,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
     assert_eq!(site.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
     assert!(site.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    eventually(Duration::from_secs(10), "server 1 is back", || !site.all_go_to(2));
+    eventually(*TIMEOUT, "server 1 is back", || !site.all_go_to(2));
     still_answered(&mut staying);
 }
 
@@ -144,6 +147,12 @@ fn who_waits_no_more_leaves_the_server_drained() {
     }
     let mut site = Site::start("drainend");
     let (mut of_1, _of_2) = of_server(open_at_each(&site.testbed, &[1], 2), 1);
+    let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
+    // The agent has counted: the short timeout below has only to ask.
+    interrupted.says(&format!(" {} connections remain\n", of_1.len()));
+    interrupted.process.signal(Signal::SIGINT).unwrap();
+    let (well, said) = interrupted.ends();
+    assert!(!well && said.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"), "{said}");
     let mut impatient = site.begin("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
     let (well, said) = impatient.ends();
     let end = format!(
@@ -151,13 +160,9 @@ fn who_waits_no_more_leaves_the_server_drained() {
         of_1.len()
     );
     assert!(!well && said.ends_with(&end), "{said}");
-    let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
-    interrupted.says("remain");
-    interrupted.process.signal(Signal::SIGINT).unwrap();
-    let (well, said) = interrupted.ends();
-    assert!(!well && said.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"), "{said}");
     // Nobody counts.
     site.fleet.kill("agent-s1").unwrap();
+    eventually(*TIMEOUT, "the report of s1 is stale", || site.known_server("s1")["reports"] != "fresh");
     let mut uncounted = site.begin("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
     let (well, said) = uncounted.ends();
     assert!(
