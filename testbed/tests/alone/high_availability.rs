@@ -87,6 +87,16 @@ fn document(servers: u16) -> String {
     text
 }
 
+/// Asks until there is an answer: no controller and no member of etcd need lead at a given moment.
+fn eventually_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
+    let mut answer = None;
+    eventually(TAKEN_OVER, what, || {
+        answer = ask();
+        answer.is_some()
+    });
+    answer.expect("it is there")
+}
+
 impl Datacentre {
     fn start(instance: &str) -> Self {
         let options = TestbedOptions {
@@ -181,7 +191,7 @@ impl Datacentre {
 
     /// Servers that `coreward drain` keeps out.
     fn drained(&self) -> Vec<String> {
-        let status = self.status().expect("a controller leads");
+        let status = eventually_some("a controller leads", || self.status());
         let servers = status["servers"].as_array().unwrap().iter();
         let drained = servers.filter(|server| server["state_reason"] == "`coreward drain` says so");
         drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect()
@@ -197,16 +207,16 @@ impl Datacentre {
     }
 
     /// Position of the member that leads etcd.
-    fn etcd_leader(&self) -> usize {
+    fn etcd_leader(&self) -> Option<usize> {
         let endpoints: Vec<String> = self.members.iter().map(Member::endpoint).collect();
         let mut command = Command::new("etcdctl");
         command.args(["--endpoints", &endpoints.join(","), "endpoint", "status", "--write-out", "json"]);
         command.env("ETCDCTL_API", "3");
-        let output = self.testbed.run(self.testbed.controller(), command).unwrap();
-        let states: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let output = self.testbed.run(self.testbed.controller(), command).ok()?;
+        let states: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
         let leads = |state: &serde_json::Value| state["Status"]["leader"] == state["Status"]["header"]["member_id"];
-        let leader = states.as_array().unwrap().iter().find(|state| leads(state)).expect("one of three leads");
-        endpoints.iter().position(|endpoint| leader["Endpoint"] == endpoint.as_str()).unwrap()
+        let leader = states.as_array()?.iter().find(|state| leads(state))?;
+        endpoints.iter().position(|endpoint| leader["Endpoint"] == endpoint.as_str())
     }
 }
 
@@ -216,10 +226,10 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
         return;
     }
     let mut site = Datacentre::start("ha");
-    let ids = site.ids().unwrap();
+    let ids = eventually_some("a controller leads", || site.ids());
     let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
     let first = site.apply();
-    let drained = coreward(&site.testbed, 1..=3, &["drain", "s3"]).unwrap();
+    let drained = eventually_some("s3 is drained", || coreward(&site.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drained.starts_with("s3 is drained"), "{drained}");
 
     // The leader dies.
@@ -241,7 +251,7 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     }
 
     // etcd loses its own leader.
-    let member = site.etcd_leader();
+    let member = eventually_some("one of three members leads", || site.etcd_leader());
     let mut killed = site.etcd[member].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
     killed.wait(TAKEN_OVER).unwrap();
@@ -249,10 +259,10 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
 
     eventually(TAKEN_OVER, "agents and load balancers are back", || site.everybody_is_back());
-    let shown = coreward(&site.testbed, 1..=3, &["fleet", "show"]).unwrap();
+    let shown = eventually_some("a controller leads", || coreward(&site.testbed, 1..=3, &["fleet", "show"]).ok());
     // After a line that says which generation it is.
     assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
-    assert_eq!(site.ids().unwrap(), ids);
+    assert_eq!(eventually_some("a controller leads", || site.ids()), ids);
     assert_eq!(site.drained(), ["s3"]);
     unbroken(client);
 }

@@ -212,7 +212,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
         fs::write(file, text).unwrap();
         controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
     };
-    let refused = || site.ask(&[follower], &["status"]).unwrap_err().contains("on the deny list");
+    let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("on the deny list"));
     told(&format!("denied_certificates = [\"{lost}\"]\n{text}"));
     eventually(TAKEN_OVER, "it is refused", refused);
     told(&text);
