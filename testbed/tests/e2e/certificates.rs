@@ -3,19 +3,16 @@
 //! were started by root.
 
 use std::path::Path;
-use std::time::Duration;
 
 use coreward_daemon::confine::Daemon;
 use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
 use coreward_testbed::http::Connection;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{Identity, Name, Role};
 
 use crate::support::eventually;
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 fn name(name: &str) -> Name {
     name.parse().unwrap()
@@ -129,8 +126,8 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
         let (controller, agent) = (log(&testbed, "controller", 0).len(), log(&testbed, "agent-s1", 0).len());
         copy(&wrong, &own);
         fleet.restart(&testbed, "agent-s1").unwrap();
-        eventually(LIMIT, controller_says, || log(&testbed, "controller", controller).contains(controller_says));
-        eventually(LIMIT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
+        eventually(*TIMEOUT, controller_says, || log(&testbed, "controller", controller).contains(controller_says));
+        eventually(*TIMEOUT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
     }
     ask(&testbed);
     // Whom the right certificate is written for comes back: first one of its own name that has expired, then a good one,
@@ -141,9 +138,9 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     fleet.restart(&testbed, "agent-s1").unwrap();
     // Who starts while its files are written finds a key that is not the certificate's, and ends (a unit starts it again).
     let expired = "the peer refuses our certificate: it has expired there";
-    eventually(LIMIT, expired, || log(&testbed, "agent-s1", before).contains(expired));
+    eventually(*TIMEOUT, expired, || log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);
-    eventually(LIMIT, "the agent is back", || log(&testbed, "agent-s1", before).contains("connected to controller"));
+    eventually(*TIMEOUT, "the agent is back", || log(&testbed, "agent-s1", before).contains("connected to controller"));
     fleet.wait_until_ready(&testbed).unwrap();
 
     // An agent's certificate opens no stream of a load balancer, which is told all keys.
@@ -152,7 +149,7 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     copy(&own, &bundle(&testbed, Role::Lb, "lb1"));
     fleet.restart(&testbed, "lb1").unwrap();
     let words = "agent s1 at ";
-    eventually(LIMIT, words, || {
+    eventually(*TIMEOUT, words, || {
         let said = log(&testbed, "controller", controller);
         said.contains(words) && said.contains("(wrong_role): the certificate is for agent s1: expected lb")
     });

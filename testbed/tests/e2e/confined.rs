@@ -1,16 +1,12 @@
 //! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
 
-use std::time::Duration;
-
 use coreward_daemon::confine::Daemon;
 use coreward_testbed::fleet::{Fleet, FleetOptions, Standing, unit_capabilities};
 use coreward_testbed::http::Connection;
 use coreward_testbed::topology::SERVICE;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
 use crate::support::{eventually, eventually_in_force};
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 fn capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
@@ -65,7 +61,7 @@ fn daemons_need_no_more_than_their_units_leave_them() {
         let status = fleet.status(&testbed).unwrap();
         status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
     };
-    eventually(LIMIT, "the agent dispatches to both workers", || {
+    eventually(*TIMEOUT, "the agent dispatches to both workers", || {
         let workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
         workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
@@ -74,9 +70,9 @@ fn daemons_need_no_more_than_their_units_leave_them() {
         // As ever on a small machine.
         warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
     };
-    eventually(LIMIT, "the agent complains of nothing", || complaints(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent complains of nothing", || complaints(&fleet).is_empty());
     // Those of above may have come before the agent had found the workers.
-    eventually(LIMIT, "connections were steered", || {
+    eventually(*TIMEOUT, "connections were steered", || {
         ask(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
     });
@@ -85,7 +81,7 @@ fn daemons_need_no_more_than_their_units_leave_them() {
     pool.insert(2, Standing::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
-    eventually(LIMIT, "the agent has found the other server", || complaints(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has found the other server", || complaints(&fleet).is_empty());
     // What is pinned is taken over, and taken off.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade(&testbed, name).unwrap();

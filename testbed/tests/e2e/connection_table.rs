@@ -2,19 +2,17 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::{PACKET_BYTES, Request, content};
 use coreward_testbed::topology::SERVICE;
-use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 use zerocopy::IntoBytes as _;
 
 use crate::support::{Site, eventually, pause};
 
 /// More than the load balancer takes to look through its table and ask, several times over.
-const LIMIT: Duration = Duration::from_secs(20);
 
 fn site() -> Site {
     let options = TestbedOptions { instance: "silent".to_owned(), servers: 2, ..TestbedOptions::default() };
@@ -50,21 +48,21 @@ fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
     let site = site();
     let mut silent = connect(&site);
     let closed: Vec<TcpStream> = (0..5).map(|_| connect(&site)).collect();
-    eventually(LIMIT, "six connections", || connections(&site) == 6);
+    eventually(*TIMEOUT, "six connections", || connections(&site) == 6);
     drop(closed);
-    eventually(LIMIT, "the closed ones are freed", || connections(&site) == 1);
+    eventually(*TIMEOUT, "the closed ones are freed", || connections(&site) == 1);
     // Idle for longer than `idle`, several times: its server was asked, and has it.
     pause(5_000);
     assert_eq!(connections(&site), 1);
     let by_table = site.counter("lb1", "connection");
     // More than is read: who closes first has the socket's TIME-WAIT, and a server's would keep the entry for a minute.
     let request = Request { seed: 7.into(), packets: 4_000.into(), duration_us: 4_000_000.into() };
-    silent.set_read_timeout(Some(LIMIT)).unwrap();
+    silent.set_read_timeout(Some(*TIMEOUT)).unwrap();
     silent.write_all(request.as_bytes()).unwrap();
     let mut answer = vec![0; 4 * PACKET_BYTES];
     silent.read_exact(&mut answer).unwrap();
     assert!((0..).zip(&answer).all(|(position, byte)| content(7, position) == *byte));
-    eventually(LIMIT, "its packets go by the table", || site.counter("lb1", "connection") > by_table);
+    eventually(*TIMEOUT, "its packets go by the table", || site.counter("lb1", "connection") > by_table);
     drop(silent);
-    eventually(LIMIT, "nothing is left", || connections(&site) == 0);
+    eventually(*TIMEOUT, "nothing is left", || connections(&site) == 0);
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
+use coreward_testbed::TIMEOUT;
 use coreward_testbed::fleet::coreward_command;
 use coreward_testbed::key_value::handle::KeyValueServer;
 use coreward_testbed::skip_without_privilege;
@@ -19,7 +20,7 @@ use crate::support::load::{report, start_load, testbed};
 
 fn eventually_answered(server: &KeyValueServer, requests: u64) {
     let answered = || server.counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
-    eventually(Duration::from_secs(40), "requests are answered", || answered() >= requests);
+    eventually(*TIMEOUT, "requests are answered", || answered() >= requests);
 }
 
 /// A client that asks one question after the other.
@@ -35,7 +36,7 @@ impl Client {
     fn open() -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(SERVICE)?;
-        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        socket.set_read_timeout(Some(*TIMEOUT))?;
         Ok(Self { socket, next_id: 0 })
     }
 
@@ -122,7 +123,7 @@ fn what_is_no_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         Ok(())
     })?;
     // The worker counts an answer when it has sent it: the client may be quicker.
-    eventually(Duration::from_secs(15), "the answer is counted", || {
+    eventually(*TIMEOUT, "the answer is counted", || {
         server.counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
     let [counters] = server.counters()?[..] else { panic!("one worker") };
@@ -166,7 +167,7 @@ fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Its socket is there before it is.
     let other_than = |before: Option<u32>| {
-        let end = std::time::Instant::now() + Duration::from_secs(15);
+        let end = std::time::Instant::now() + *TIMEOUT;
         loop {
             match server.worker_pid(1) {
                 Ok(pid) if before != Some(pid) => return pid,

@@ -4,17 +4,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::process::Command;
-use std::time::Duration;
 
 use coreward_metrics::table::{METRICS, Part};
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::{Namespace, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
 use prometheus_parse::{Scrape, Value};
 
 use crate::support::{Site, eventually, unbroken};
 
 const ADDRESS: &str = "127.0.0.1:9440";
-const LIMIT: Duration = Duration::from_secs(30);
 
 /// Values by name and labels, as a parser of Prometheus' format reads them.
 type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
@@ -100,7 +98,7 @@ fn endpoints_serve_what_the_table_says() {
     site.fleet.restart(&site.testbed, "controller").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     let client = site.streams(100.0);
-    eventually(LIMIT, "there is traffic", || site.counters("first") > 150);
+    eventually(*TIMEOUT, "there is traffic", || site.counters("first") > 150);
     unbroken(client);
 
     let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
@@ -109,7 +107,7 @@ fn endpoints_serve_what_the_table_says() {
     complete(Part::Lb, &whole(balancer));
     complete(Part::Agent, &whole(server));
     // The controller has what a load balancer said last, at most a second ago.
-    eventually(LIMIT, "the controller knows what its load balancer says", || {
+    eventually(*TIMEOUT, "the controller knows what its load balancer says", || {
         let (known, said) = (whole(controller), whole(balancer));
         let first = |values: &Values| sum(values, "coreward_lb_packets_total", ("decision", "first"));
         first(&known) > 0.0 && first(&known) == first(&said)

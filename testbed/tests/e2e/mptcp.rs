@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, Standing};
 use coreward_testbed::topology::{SERVICE, VIP};
-use coreward_testbed::{Namespace, Testbed, TestbedOptions, counters, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters, skip_without_privilege};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause};
@@ -93,8 +93,8 @@ fn serve(testbed: &Testbed, number: u16) {
 
 fn connect() -> TcpStream {
     let socket = socket();
-    socket.connect_timeout(&SocketAddr::V4(SERVICE).into(), Duration::from_secs(5)).unwrap();
-    socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    socket.connect_timeout(&SocketAddr::V4(SERVICE).into(), *TIMEOUT).unwrap();
+    socket.set_read_timeout(Some(*TIMEOUT)).unwrap();
     socket.into()
 }
 
@@ -151,9 +151,7 @@ fn subflows_that_join_reach_the_server_of_the_first() {
         })
         .unwrap();
     assert!((1..=SERVERS).all(|number| streams.iter().any(|(_, server)| *server == number)));
-    eventually(Duration::from_secs(15), "every connection has a second subflow", || {
-        counter("MPTcpExtMPJoinSynAckRx") >= CONNECTIONS
-    });
+    eventually(*TIMEOUT, "every connection has a second subflow", || counter("MPTcpExtMPJoinSynAckRx") >= CONNECTIONS);
     assert_eq!(counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
     assert_eq!(counter("MPTcpExtMPCapableFallbackSYNACK") + counter("MPTcpExtMPCapableFallbackACK"), 0);
 

@@ -9,7 +9,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, Standing};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::topology::{DEVICE, SERVICE};
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
 struct Site {
     testbed: Testbed,
@@ -126,9 +126,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
     let mut pool = site.fleet.pool().clone();
     pool.insert(1, Standing::Draining);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
-    eventually(Duration::from_secs(15), "server 1 drains", || {
-        site.open(10).iter().all(|(_, answerer)| answerer.server == 2)
-    });
+    eventually(*TIMEOUT, "server 1 drains", || site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
     still_answered(&mut connections);
     // Gone from the file altogether: what it had stays.
     pool.remove(&1);
@@ -139,9 +137,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
     // And back.
     pool.insert(1, Standing::Active);
     site.fleet.set_pool(&site.testbed, pool).unwrap();
-    eventually(Duration::from_secs(15), "server 1 is back", || {
-        site.open(10).iter().any(|(_, answerer)| answerer.server == 1)
-    });
+    eventually(*TIMEOUT, "server 1 is back", || site.open(10).iter().any(|(_, answerer)| answerer.server == 1));
     still_answered(&mut connections);
 }
 
@@ -154,7 +150,7 @@ fn explain_names_the_server_and_the_core_that_serve() {
     let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
     let address = site.testbed.client_address(0);
     // An agent looks for workers once a second.
-    eventually(Duration::from_secs(20), "connections are steered at every server", || {
+    eventually(*TIMEOUT, "connections are steered at every server", || {
         site.open(8);
         let status = site.fleet.status(&site.testbed).unwrap();
         let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
