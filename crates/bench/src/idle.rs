@@ -55,7 +55,7 @@ struct Connection(TcpStream, TcpStream);
 impl Connection {
     /// A request of one byte, and its response.
     fn ask(&self) -> anyhow::Result<()> {
-        let Self(client, server) = &*self;
+        let Self(client, server) = self;
         for (mut from, mut to) in [(client, server), (server, client)] {
             from.write_all(b"?")?;
             to.read_exact(&mut [0])?;
