@@ -12,8 +12,6 @@ use zerocopy::IntoBytes as _;
 
 use crate::support::{Site, eventually, pause};
 
-/// More than the load balancer takes to look through its table and ask, several times over.
-
 fn site() -> Site {
     let options = TestbedOptions { instance: "silent".to_owned(), servers: 2, ..TestbedOptions::default() };
     let fleet = FleetOptions {
