@@ -249,6 +249,7 @@ fn mount_bpf_filesystem() -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::topology::skip_without_privilege;
 
     #[test]
     fn names_that_cannot_be_are_refused() {
@@ -261,7 +262,7 @@ mod tests {
 
     #[test]
     fn asking_for_the_owner_takes_nothing() {
-        if !nix::unistd::geteuid().is_root() {
+        if skip_without_privilege("asking_for_the_owner_takes_nothing") {
             return;
         }
         let short = unique_name("tinstance").unwrap();

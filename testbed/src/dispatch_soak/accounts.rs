@@ -152,7 +152,7 @@ impl Segment {
             load_lost: of_load("lost"),
             violations: Vec::new(),
         };
-        at_once.unsettled().into_iter().for_each(|violation| segment.must(false, || violation));
+        at_once.unsettled().into_iter().for_each(|violation| segment.violated(&violation));
         segment.nothing_vanished();
         segment.books_agree(before, after);
         segment
@@ -170,9 +170,12 @@ impl Segment {
 
     fn must(&mut self, holds: bool, what: impl FnOnce() -> String) {
         if !holds {
-            let violation = format!("segment {}: {}", self.number, what());
-            self.violations.push(violation);
+            self.violated(&what());
         }
+    }
+
+    fn violated(&mut self, what: &str) {
+        self.violations.push(format!("segment {}: {what}", self.number));
     }
 
     /// Every datagram is accounted for, and was lost only where something was done that loses datagrams.
