@@ -15,8 +15,16 @@ pub const ENTRIES: usize = 1000;
 pub const DOCUMENTS: usize = 100;
 /// Bytes of all of them: etcd's space is 2 GB.
 const DOCUMENT_BYTES: usize = 64 << 20;
-/// Changes of a document that an entry names.
-const NAMED_CHANGES: usize = 20;
+/// Bytes of a name in an entry. By these limits an entry has about 1 KB: fifty of them are written with each change.
+const NAME_LIMIT: usize = 100;
+/// Bytes of `before` and of `after`.
+const STATE_LIMIT: usize = 500;
+/// Bytes of one change of a document.
+const CHANGE_LIMIT: usize = 150;
+/// Bytes of all its changes that an entry names.
+const CHANGES_LIMIT: usize = 400;
+/// Room for the number of bytes that were cut.
+const CUT_NOTE: usize = 32;
 
 /// Who wants a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,12 +66,39 @@ pub struct Note {
     pub after: String,
 }
 
-/// The changes of a document, in one line.
+/// Returns the changes of a document in one line: those that fit, and the number of the others.
 pub fn changes_in_words(changes: &[String]) -> String {
-    let named = changes[..changes.len().min(NAMED_CHANGES)].join("; ");
-    match changes.len().saturating_sub(NAMED_CHANGES) {
-        0 => named,
-        more => format!("{named}; and {more} more"),
+    let mut line = String::new();
+    for (number, change) in changes.iter().enumerate() {
+        let change = cut(change, CHANGE_LIMIT);
+        if line.len() + change.len() > CHANGES_LIMIT {
+            return format!("{line}; and {} more", changes.len() - number);
+        }
+        line += if number == 0 { "" } else { "; " };
+        line += &change;
+    }
+    line
+}
+
+/// Returns the text, or its beginning and how much is missing, in `limit` bytes.
+fn cut(text: &str, limit: usize) -> String {
+    if text.len() <= limit {
+        return text.to_owned();
+    }
+    let end = (0..limit - CUT_NOTE).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    format!("{} [{} more bytes]", &text[..end], text.len() - end)
+}
+
+/// Returns the entry within the limits of its size.
+pub fn bounded(entry: AuditEntry) -> AuditEntry {
+    AuditEntry {
+        who: cut(&entry.who, NAME_LIMIT),
+        from_address: cut(&entry.from_address, NAME_LIMIT),
+        action: cut(&entry.action, NAME_LIMIT),
+        target: cut(&entry.target, NAME_LIMIT),
+        before: cut(&entry.before, STATE_LIMIT),
+        after: cut(&entry.after, STATE_LIMIT),
+        ..entry
     }
 }
 
@@ -71,7 +106,7 @@ impl Records {
     /// Notes a change. `wall`: since 1970.
     pub fn note(&mut self, author: &Author, note: Note, wall: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
-        entries.push(AuditEntry {
+        entries.push(bounded(AuditEntry {
             id: entries.last().map_or(1, |newest| newest.id + 1),
             at_unix_ms: wall.as_millis() as u64,
             who: author.who.clone(),
@@ -80,7 +115,7 @@ impl Records {
             target: note.target,
             before: note.before,
             after: note.after,
-        });
+        }));
         let superfluous = entries.len().saturating_sub(ENTRIES);
         entries.drain(..superfluous);
     }
@@ -111,6 +146,27 @@ mod tests {
 
     use super::*;
     use crate::records::Document;
+
+    #[test]
+    fn long_entries_are_cut_and_state_it() {
+        let long = "\u{e4}".repeat(5000);
+        let changes: Vec<String> = (0..100).map(|n| format!("~ service s{n}: servers [{long}] -> []")).collect();
+        let line = changes_in_words(&changes);
+        assert!(
+            line.starts_with("~ service s0: servers [\u{e4}") && line.ends_with(" more bytes]; and 98 more"),
+            "{line}"
+        );
+        assert_eq!(changes_in_words(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
+
+        let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
+        let note = Note { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
+        records.note(&Author { who: long.clone(), from: long }, note, Duration::ZERO);
+        let entry = &records.audit[0];
+        assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
+        assert_eq!(entry.after, line);
+        assert!(serde_json::to_vec(entry).unwrap().len() < 1500);
+        assert_eq!(&bounded(entry.clone()), entry, "an entry that is read again stays as it is");
+    }
 
     #[test]
     fn so_many_are_kept() {

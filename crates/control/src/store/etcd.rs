@@ -3,6 +3,7 @@
 //! The rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the document
 //! in pieces. All parts of a change are in force together ([`coreward_etcd::parts`]).
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -38,6 +39,9 @@ const ENTRIES_OF_A_PART: u64 = 50;
 const SERVERS_OF_A_PART: u16 = 16;
 /// Bytes of a piece of the document, at most.
 const PIECE: usize = 256 << 10;
+/// Bytes of one value: etcd takes requests of 1.5 MiB. A longer row is stored in pieces. The second one and those
+/// after it are named by the row, a blank, which no row's name contains, and a number.
+const VALUE_LIMIT: usize = 512 << 10;
 
 /// The state, as the controller that leads sees it. All calls wait for etcd: not for asynchronous code.
 pub struct EtcdStore {
@@ -114,23 +118,40 @@ fn encode(rows: &Rows) -> anyhow::Result<Parts> {
 }
 
 fn add(parts: &mut Parts, name: String, row: &impl Serialize) -> anyhow::Result<()> {
-    parts.insert(name, serde_json::to_vec(row)?);
+    for (number, piece) in serde_json::to_vec(row)?.chunks(VALUE_LIMIT).enumerate() {
+        let name = if number == 0 { name.clone() } else { format!("{name} {number:06}") };
+        parts.insert(name, piece.to_vec());
+    }
     Ok(())
 }
 
+/// Rows put together from their pieces, by name.
+fn join(parts: &Parts) -> BTreeMap<&str, Cow<'_, [u8]>> {
+    let mut rows: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
+    for (name, piece) in parts {
+        match name.split_once(' ') {
+            // Pieces come in the order of their numbers.
+            Some((row, _)) => rows.entry(row).or_default().to_mut().extend_from_slice(piece),
+            None => drop(rows.insert(name, Cow::Borrowed(piece))),
+        }
+    }
+    rows
+}
+
 fn decode(parts: &Parts) -> anyhow::Result<Rows> {
+    let parts = join(parts);
     let mut rows = Rows {
-        fleet: part(parts, FLEET)?,
+        fleet: part(&parts, FLEET)?,
         services: BTreeMap::new(),
         servers: BTreeMap::new(),
-        load_balancers: part(parts, LOAD_BALANCERS)?,
+        load_balancers: part(&parts, LOAD_BALANCERS)?,
         document: Document::default(),
         audit: Arc::default(),
         history: Arc::default(),
     };
     let (mut text, mut audit, mut history) = (String::new(), Vec::new(), Vec::<PastDocument>::new());
     // In the order of their names, which is the pieces' own.
-    for (name, value) in parts {
+    for (name, value) in &parts {
         let row = || format!("part {name}");
         if let Some(service) = name.strip_prefix(SERVICE) {
             rows.services.insert(service.to_owned(), serde_json::from_slice(value).with_context(row)?);
@@ -148,11 +169,11 @@ fn decode(parts: &Parts) -> anyhow::Result<Rows> {
         }
     }
     (rows.audit, rows.history) = (Arc::new(audit), Arc::new(history.into_iter().map(Arc::new).collect()));
-    rows.document = Document { generation: part(parts, DOCUMENT_GENERATION)?, text: text.into() };
+    rows.document = Document { generation: part(&parts, DOCUMENT_GENERATION)?, text: text.into() };
     Ok(rows)
 }
 
-fn part<Row: DeserializeOwned>(parts: &Parts, name: &str) -> anyhow::Result<Row> {
+fn part<Row: DeserializeOwned>(parts: &BTreeMap<&str, Cow<'_, [u8]>>, name: &str) -> anyhow::Result<Row> {
     let value = parts.get(name).with_context(|| format!("part {name} is not there"))?;
     serde_json::from_slice(value).with_context(|| format!("part {name}"))
 }
@@ -169,8 +190,14 @@ fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use coreward_config::Source;
+
     use super::super::tests::records;
     use super::*;
+    use crate::audit::{Author, Note, changes_in_words};
+    use crate::config::difference;
 
     #[test]
     fn parts_hold_all_that_is_on_record() {
@@ -179,6 +206,46 @@ mod tests {
         records.document.text = text.into();
         let parts = encode(&(&records).into()).unwrap();
         assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT)).count() > 2);
+        assert_eq!(decode(&parts).and_then(Rows::parse).unwrap(), records);
+    }
+
+    /// etcd refuses a request that is larger.
+    const REQUEST_LIMIT: usize = 3 << 19;
+
+    fn largest(parts: &Parts) -> usize {
+        parts.values().map(Vec::len).max().unwrap_or_default()
+    }
+
+    /// A fleet whose services list 1,000 servers; `without`: but this one.
+    fn long_lists(without: usize) -> Source {
+        let names: Vec<String> = (0..1000).filter(|n| *n != without).map(|n| format!("server-{n:04}")).collect();
+        let service = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {names:?}\n");
+        Source::from_text("fleet.toml", &(service(80) + &service(443)))
+    }
+
+    #[test]
+    fn edits_of_long_lists_fit_into_etcd() {
+        let mut records = records();
+        for edit in 0..60 {
+            let changes: Vec<String> =
+                difference(&long_lists(edit), &long_lists(edit + 1)).iter().map(ToString::to_string).collect();
+            assert_eq!(changes.len(), 2);
+            let after = changes_in_words(&changes);
+            let note = Note { action: "apply", target: String::new(), before: String::new(), after };
+            records.note(&Author::signal(), note, Duration::from_secs(1));
+            let parts = encode(&(&records).into()).unwrap();
+            assert!(largest(&parts) < REQUEST_LIMIT, "after {} edits: {} bytes", edit + 1, largest(&parts));
+        }
+    }
+
+    #[test]
+    fn long_rows_are_stored_in_pieces() {
+        let mut records = records();
+        let known = records.load_balancers["lb1"];
+        records.load_balancers.extend((0..20_000).map(|number| (format!("{number:064}"), known)));
+        let parts = encode(&(&records).into()).unwrap();
+        assert!(largest(&parts) < REQUEST_LIMIT, "{} bytes", largest(&parts));
+        assert!(parts.contains_key("load_balancers 000003"), "{:?}", parts.keys());
         assert_eq!(decode(&parts).and_then(Rows::parse).unwrap(), records);
     }
 

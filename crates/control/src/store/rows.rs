@@ -15,6 +15,7 @@ use coreward_model::rss::RssKey;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
+use crate::audit::bounded;
 use crate::drains::DrainRecord;
 use crate::key_ring::{KeyPhase, KeyRing};
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
@@ -78,7 +79,9 @@ impl Rows {
             records.load_balancers.insert(name, row.parse()?);
         }
         records.document = self.document;
-        (records.audit, records.history) = (self.audit, self.history);
+        // Earlier versions stored entries of any size.
+        records.audit = Arc::new(Arc::unwrap_or_clone(self.audit).into_iter().map(bounded).collect());
+        records.history = self.history;
         Ok(records)
     }
 }
