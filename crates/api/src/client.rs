@@ -23,8 +23,8 @@ use crate::Problem;
 use crate::tokens::read_token;
 use crate::types::{
     Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets,
-    Explanation, Explanations, Fleet, FleetApplied, FleetHistory, Health, HealthState, Keys, LoadBalancers, Loads,
-    NewFleet, PastDocument, RotateKeys, Status,
+    Explanation, Explanations, Fleet, FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet,
+    RotateKeys, Status,
 };
 pub use contact::{ControllerUrl, NoControllerUrl, Proof};
 use exchange::{Question, exchange};
@@ -130,16 +130,6 @@ impl Client {
     /// Who changed what: the newest so many changes.
     pub async fn audit(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
         self.get("audit", query).await
-    }
-
-    /// The last documents, without their texts.
-    pub async fn fleet_history(&self) -> anyhow::Result<FleetHistory> {
-        self.get("fleet/history", &()).await
-    }
-
-    /// One of them.
-    pub async fn past_document(&self, generation: u64) -> anyhow::Result<PastDocument> {
-        self.get(&format!("fleet/history/{generation}"), &()).await
     }
 
     /// Forgets a load balancer that is gone for good.

@@ -1,20 +1,16 @@
-//! Who changed what, and the documents of before: part of the records, so that a change and its entry are written together, and a
-//! restart or another leader loses neither.
+//! Who changed what: part of the records, so that a change and its entry are written together, and a restart or another
+//! leader loses neither.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_api::Caller;
-use coreward_api::types::{AuditEntry, PastDocument};
+use coreward_api::types::AuditEntry;
 
 use crate::records::Records;
 
 /// Older entries are forgotten.
 pub const ENTRIES: usize = 1000;
-/// Older documents are.
-pub const DOCUMENTS: usize = 100;
-/// Bytes of all of them: etcd's space is 2 GB.
-const DOCUMENT_BYTES: usize = 64 << 20;
 /// Bytes of a name in an entry. By these limits an entry has about 1 KB: fifty of them are written with each change.
 const NAME_LIMIT: usize = 100;
 /// Bytes of `before` and of `after`.
@@ -119,25 +115,6 @@ impl Records {
         let superfluous = entries.len().saturating_sub(ENTRIES);
         entries.drain(..superfluous);
     }
-
-    /// Keeps the document in force among those of before, if it is not there yet.
-    pub fn keep_document(&mut self, author: &Author, wall: Duration) {
-        let generation = self.document.generation;
-        if generation == 0 || self.history.last().is_some_and(|newest| newest.generation == generation) {
-            return;
-        }
-        let documents = Arc::make_mut(&mut self.history);
-        documents.push(Arc::new(PastDocument {
-            generation,
-            at_unix_ms: wall.as_millis() as u64,
-            who: author.who.clone(),
-            text: self.document.text.to_string(),
-        }));
-        let mut bytes: usize = documents.iter().map(|document| document.text.len()).sum();
-        while documents.len() > DOCUMENTS || (bytes > DOCUMENT_BYTES && documents.len() > 1) {
-            bytes -= documents.remove(0).text.len();
-        }
-    }
 }
 
 #[cfg(test)]
@@ -145,7 +122,6 @@ mod tests {
     use coreward_model::rss::seeded_rng;
 
     use super::*;
-    use crate::records::Document;
 
     #[test]
     fn long_entries_are_cut_and_state_it() {
@@ -174,17 +150,7 @@ mod tests {
         for generation in 1..=ENTRIES as u64 + 7 {
             let note = Note { action: "apply", target: String::new(), before: String::new(), after: String::new() };
             records.note(&Author::signal(), note, Duration::from_secs(generation));
-            records.document = Document { generation, text: "alpha = 0.5\n".into() };
-            records.keep_document(&Author::signal(), Duration::from_secs(generation));
-            records.keep_document(&Author::controller(), Duration::from_secs(generation));
         }
         assert_eq!((records.audit.len(), records.audit[0].id), (ENTRIES, 8));
-        assert_eq!((records.history.len(), records.history[99].generation), (DOCUMENTS, ENTRIES as u64 + 7));
-        let large: Arc<str> = "#".repeat(DOCUMENT_BYTES / 2 + 1).into();
-        for generation in 5000..5003 {
-            records.document = Document { generation, text: large.clone() };
-            records.keep_document(&Author::signal(), Duration::ZERO);
-        }
-        assert_eq!(records.history.iter().map(|document| document.generation).collect::<Vec<_>>(), [5002]);
     }
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_api::types::{AuditEntry, PastDocument};
+use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::{ServiceMode, Timestamps, Transfer};
 use coreward_model::correction;
@@ -59,8 +59,6 @@ pub struct Fleet {
     pub document: Document,
     /// Who changed what, the oldest first.
     pub audit: Arc<Vec<AuditEntry>>,
-    /// The documents of before, and the one in force, the oldest first.
-    pub history: Arc<Vec<Arc<PastDocument>>>,
     /// The file in which it stands; `None`: it was applied.
     pub file: Option<PathBuf>,
     /// Looked up for each agent of a rack whenever the rack passes something up. Names are the operator's: nobody picks ones that collide.
@@ -207,7 +205,6 @@ impl Fleet {
             load_balancers: records.load_balancers.clone(),
             document: records.document.clone(),
             audit: records.audit.clone(),
-            history: records.history.clone(),
             file: None,
             ids,
         }

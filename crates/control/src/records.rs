@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_api::types::{AuditEntry, PastDocument};
+use coreward_api::types::AuditEntry;
 use coreward_config::{Mistakes, Span};
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
@@ -42,8 +42,6 @@ pub struct Records {
     pub document: Document,
     /// Who changed what, the oldest first.
     pub audit: Arc<Vec<AuditEntry>>,
-    /// The documents of before, and the one in force, the oldest first.
-    pub history: Arc<Vec<Arc<PastDocument>>>,
     /// When this was written, by the records' own clock (whole seconds since 1970); `None`: by a version that had none.
     pub clock: Option<Duration>,
 }
@@ -122,7 +120,6 @@ impl Records {
             load_balancers: BTreeMap::new(),
             document: Document::default(),
             audit: Arc::default(),
-            history: Arc::default(),
             clock: Some(whole_seconds(now)),
         }
     }

@@ -45,10 +45,7 @@ pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
 }
 
 /// Shows what it changes, asks, and puts it in force; whether it has.
-///
-/// # Errors
-/// When the controller refuses it, or the answer is no.
-pub fn put_in_force(wanted: Wanted, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
+fn put_in_force(wanted: Wanted, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
     let only_looked = dry_run || wanted.is_in_force();
     // One object: of what is done, where something is.
     if only_looked || format == Format::Text {

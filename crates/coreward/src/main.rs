@@ -65,7 +65,7 @@ enum Command {
     Check(check::CheckArgs),
     /// Put another document of the fleet (servers and services) in force, after a look at what it changes
     Apply(apply::ApplyArgs),
-    /// The fleet's document that is in force, and those before it
+    /// The fleet's document that is in force
     Fleet(FleetArgs),
     /// Who changed what, from where, and how it was before
     Audit(audit::AuditArgs),
@@ -181,12 +181,6 @@ struct FleetArgs {
 enum FleetCommand {
     /// Print it, as it was written
     Show(AskArgs),
-    /// The last 100 documents: since when, and by whom
-    History(AskArgs),
-    /// What one of them changed in another
-    Diff(audit::DiffArgs),
-    /// Put one of them in force again, after a look at what that changes
-    Rollback(audit::RollbackArgs),
 }
 
 #[derive(clap::Args)]
@@ -329,9 +323,6 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
             print(&show::fleet::show(&ask.contact.client()?, ask.format.into())?)
         }
-        Command::Fleet(FleetArgs { command: FleetCommand::History(ask) }) => audit::history(&ask),
-        Command::Fleet(FleetArgs { command: FleetCommand::Diff(args) }) => audit::diff(&args),
-        Command::Fleet(FleetArgs { command: FleetCommand::Rollback(args) }) => audit::rollback(&args),
         Command::Audit(args) => audit::audit(&args),
         Command::Drain(args) => drain::drain(&args),
         Command::Undrain(args) => drain::undrain(&args),

@@ -1,4 +1,4 @@
-//! Who changed what, and the documents of before.
+//! Who changed what.
 
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -45,24 +45,4 @@ pub struct AuditQuery {
     #[serde(default)]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,
-}
-
-/// A document of the fleet that is, or was, in force.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct PastDocument {
-    /// Of the document.
-    pub generation: u64,
-    /// From when on it was in force (since 1970).
-    pub at_unix_ms: u64,
-    /// As in the audit.
-    pub who: String,
-    /// TOML; empty in a list.
-    pub text: String,
-}
-
-/// The last 100 documents, the oldest first, without their texts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct FleetHistory {
-    /// Fewer where they are large: 64 MiB together.
-    pub documents: Vec<PastDocument>,
 }

@@ -15,7 +15,7 @@ mod tables;
 mod wire;
 
 pub use acknowledgements::{Acknowledgements, RefusedUpdate, Waiting};
-pub use audit::{Audit, AuditEntry, AuditQuery, FleetHistory, PastDocument};
+pub use audit::{Audit, AuditEntry, AuditQuery};
 pub use drain::{CountedConnections, DrainServer, DrainStatus, Drained, DrainedBy};
 pub use events::{Event, EventId, EventKind, Events, EventsQuery, Severity};
 pub use explain::{

@@ -1,13 +1,9 @@
-//! Who changed what, and the documents of before.
-
-use std::sync::Arc;
+//! Who changed what.
 
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::extract::{Path, Query};
-use coreward_api::types::{
-    Audit, AuditQuery, EventId, EventKind, FleetHistory, LoadBalancers, MAX_INTEGER, PastDocument,
-};
+use coreward_api::types::{Audit, AuditQuery, EventId, EventKind, LoadBalancers, MAX_INTEGER};
 use coreward_api::work::{Answer, Size, answer};
 use coreward_api::{Caller, Problem, ProblemKind};
 
@@ -28,41 +24,6 @@ pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> R
         let first = all.partition_point(|entry| entry.id <= query.after);
         let first = first.max(all.len() - all.len().min(query.limit.map_or(ENTRIES, usize::from)));
         Ok(Audit { entries: all[first..].to_vec() })
-    })
-    .await
-}
-
-/// The last 100 documents, without their texts
-#[utoipa::path(get, path = "/v1/fleet/history", responses((status = 200, description = "Documents", body = FleetHistory)))]
-pub async fn history(State(api): State<Api>) -> Result<Answer, Problem> {
-    let all = api.shared()?.controller().fleet().history.clone();
-    let about = |document: &Arc<PastDocument>| PastDocument {
-        generation: document.generation,
-        at_unix_ms: document.at_unix_ms,
-        who: document.who.clone(),
-        text: String::new(),
-    };
-    answer(Size::Small, move || Ok(FleetHistory { documents: all.iter().map(about).collect() })).await
-}
-
-/// One of them
-#[utoipa::path(
-    get, path = "/v1/fleet/history/{generation}",
-    params(("generation" = u64, Path, description = "Of the document")),
-    responses(
-        (status = 200, description = "The document", body = PastDocument),
-        (status = 404, description = "There is none of that generation any more", body = Problem,
-         content_type = "application/problem+json"),
-    )
-)]
-pub async fn past_document(State(api): State<Api>, Path(generation): Path<u64>) -> Result<Answer, Problem> {
-    let all = api.shared()?.controller().fleet().history.clone();
-    answer(Size::Small, move || {
-        let found = all.iter().find(|document| document.generation == generation);
-        found
-            .cloned()
-            .map(|found| (*found).clone())
-            .ok_or_else(|| Problem::not_found("generation", &generation.to_string()))
     })
     .await
 }

@@ -119,8 +119,6 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(documents::fleet))
         .add(viewer, routes!(documents::acknowledgements))
         .add(Role::Operator, routes!(audit::audit))
-        .add(viewer, routes!(audit::history))
-        .add(viewer, routes!(audit::past_document))
         .add(Role::Operator, routes!(audit::forget))
         .add_with_body(Role::Operator, DOCUMENT_BODY, routes!(documents::put_fleet))
         .add_with_body(viewer, DOCUMENT_BODY, routes!(documents::check))

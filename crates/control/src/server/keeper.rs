@@ -405,7 +405,6 @@ fn begin(
     let names: Vec<String> = records.load_balancers.keys().cloned().collect();
     names.iter().for_each(|name| records.departed(name, now));
     records.clock = Some(whole_seconds(now));
-    records.keep_document(&Author::controller(), wall_now());
     Ok((fleet, records))
 }
 
@@ -423,7 +422,6 @@ fn note_document(
     let after = format!("generation {new}: {}", changes_in_words(changes));
     let note = Note { action, target: String::new(), before: format!("generation {old}"), after };
     records.note(author, note, wall_now());
-    records.keep_document(author, wall_now());
 }
 
 /// How it stands with what an action is about.

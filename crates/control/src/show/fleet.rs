@@ -39,14 +39,7 @@ impl Wanted {
     pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
-        Self::of_text(client, file.display().to_string(), text)
-    }
-
-    /// The same of a text that stands in no file.
-    ///
-    /// # Errors
-    /// As [`Wanted::read`].
-    pub fn of_text(client: &Client, name: String, text: String) -> anyhow::Result<Self> {
+        let name = file.display().to_string();
         let (document, looked) = ask(async {
             let generation = client.fleet().await?.generation;
             let document = NewFleet { name, text, generation, dry_run: true };

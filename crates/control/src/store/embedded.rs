@@ -31,7 +31,7 @@ const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document"
 
 /// Who changed what, by id.
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
-/// Documents of before, by generation.
+/// Documents of before, which earlier versions stored.
 const HISTORY: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("history");
 
 /// The only row of [`FLEET`].
@@ -122,9 +122,6 @@ impl EmbeddedStore {
             load_balancers: rows(&transaction, LOAD_BALANCERS, str::to_owned)?,
             document,
             audit: Arc::new(rows(&transaction, AUDIT, |id| id)?.into_values().collect()),
-            history: Arc::new(
-                rows(&transaction, HISTORY, |generation| generation)?.into_values().map(Arc::new).collect(),
-            ),
         };
         rows.parse().map(Some)
     }
@@ -136,6 +133,7 @@ impl EmbeddedStore {
         transaction.delete_table(SERVERS)?;
         transaction.delete_table(LOAD_BALANCERS)?;
         transaction.delete_table(DOCUMENT)?;
+        transaction.delete_table(HISTORY)?;
         {
             let mut fleet = transaction.open_table(FLEET)?;
             fleet.insert(FLEET_ROW, encode(&rows.fleet)?.as_slice())?;
@@ -153,7 +151,6 @@ impl EmbeddedStore {
             }
             transaction.open_table(DOCUMENT)?.insert(rows.document.generation, &*rows.document.text)?;
             keep(&transaction, AUDIT, rows.audit.iter().map(|entry| (entry.id, entry)))?;
-            keep(&transaction, HISTORY, rows.history.iter().map(|document| (document.generation, &**document)))?;
         }
         transaction.commit()?;
         Ok(())
@@ -278,12 +275,15 @@ mod tests {
         transaction.open_table(FLEET).unwrap().insert(FLEET_ROW, rows[0].as_bytes()).unwrap();
         transaction.open_table(SERVICES).unwrap().insert("web", rows[1].as_bytes()).unwrap();
         transaction.open_table(SERVERS).unwrap();
+        transaction.open_table(HISTORY).unwrap().insert(7, b"{}".as_slice()).unwrap();
         transaction.commit().unwrap();
         let records = store.load().unwrap().unwrap();
         assert_eq!((records.generation, records.key_ring.keys.keys[1].k0, records.services["web"].seed), (9, 3, 6));
         assert_eq!((records.key_ring.phase, records.key_ring.generation), (KeyPhase::Steady, 0));
         store.save(&records).unwrap();
         assert_eq!(store.load().unwrap(), Some(records));
+        let transaction = store.database().unwrap().begin_read().unwrap();
+        assert!(table(&transaction, HISTORY).unwrap().is_none(), "documents of before are deleted");
     }
 
     #[test]

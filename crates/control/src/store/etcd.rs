@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use coreward_api::types::{AuditEntry, PastDocument};
+use coreward_api::types::AuditEntry;
 use coreward_etcd::EtcdError;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
@@ -30,8 +30,6 @@ const DOCUMENT_GENERATION: &str = "document_generation";
 
 /// Entries of the audit, in groups by id.
 const AUDIT: &str = "audit/";
-/// Documents of before: by generation what is known of it, and the pieces of its text.
-const HISTORY: &str = "history/";
 
 /// Entries of one part: ids / 50.
 const ENTRIES_OF_A_PART: u64 = 50;
@@ -107,13 +105,6 @@ fn encode(rows: &Rows) -> anyhow::Result<Parts> {
     for entries in rows.audit.chunk_by(|a, b| a.id / ENTRIES_OF_A_PART == b.id / ENTRIES_OF_A_PART) {
         add(&mut parts, format!("{AUDIT}{:012}", entries[0].id / ENTRIES_OF_A_PART), &entries)?;
     }
-    for document in rows.history.iter() {
-        let name = format!("{HISTORY}{:020}", document.generation);
-        add(&mut parts, format!("{name}/about"), &PastDocument { text: String::new(), ..(**document).clone() })?;
-        for (number, piece) in pieces(&document.text).enumerate() {
-            add(&mut parts, format!("{name}/text{number:06}"), &piece)?;
-        }
-    }
     Ok(parts)
 }
 
@@ -147,9 +138,8 @@ fn decode(parts: &Parts) -> anyhow::Result<Rows> {
         load_balancers: part(&parts, LOAD_BALANCERS)?,
         document: Document::default(),
         audit: Arc::default(),
-        history: Arc::default(),
     };
-    let (mut text, mut audit, mut history) = (String::new(), Vec::new(), Vec::<PastDocument>::new());
+    let (mut text, mut audit) = (String::new(), Vec::new());
     // In the order of their names, which is the pieces' own.
     for (name, value) in &parts {
         let row = || format!("part {name}");
@@ -161,14 +151,9 @@ fn decode(parts: &Parts) -> anyhow::Result<Rows> {
             text.push_str(&serde_json::from_slice::<String>(value).with_context(row)?);
         } else if name.starts_with(AUDIT) {
             audit.extend(serde_json::from_slice::<Vec<AuditEntry>>(value).with_context(row)?);
-        } else if name.starts_with(HISTORY) && name.ends_with("/about") {
-            history.push(serde_json::from_slice(value).with_context(row)?);
-        } else if name.starts_with(HISTORY) {
-            let document = history.last_mut().with_context(row)?;
-            document.text.push_str(&serde_json::from_slice::<String>(value).with_context(row)?);
         }
     }
-    (rows.audit, rows.history) = (Arc::new(audit), Arc::new(history.into_iter().map(Arc::new).collect()));
+    rows.audit = Arc::new(audit);
     rows.document = Document { generation: part(&parts, DOCUMENT_GENERATION)?, text: text.into() };
     Ok(rows)
 }
@@ -206,6 +191,8 @@ mod tests {
         records.document.text = text.into();
         let parts = encode(&(&records).into()).unwrap();
         assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT)).count() > 2);
+        let mut parts = parts;
+        parts.insert("history/00000000000000000004/about".to_owned(), b"of an earlier version".to_vec());
         assert_eq!(decode(&parts).and_then(Rows::parse).unwrap(), records);
     }
 

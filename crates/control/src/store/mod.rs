@@ -132,9 +132,6 @@ mod tests {
                 Note { action: "drain", target: format!("s{n}"), before: "active".into(), after: "drained".into() };
             records.note(&Author::signal(), note, Duration::from_secs(n));
         }
-        records.keep_document(&Author::controller(), Duration::from_secs(7));
-        records.document = Document { generation: 5, text: "# The second.\n".into() };
-        records.keep_document(&Author::signal(), Duration::from_secs(8));
         records
     }
 }

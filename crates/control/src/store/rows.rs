@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_api::types::{AuditEntry, PastDocument};
+use coreward_api::types::AuditEntry;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
@@ -41,8 +41,6 @@ pub struct Rows {
     pub document: Document,
     /// By id.
     pub audit: Arc<Vec<AuditEntry>>,
-    /// By generation.
-    pub history: Arc<Vec<Arc<PastDocument>>>,
 }
 
 impl From<&Records> for Rows {
@@ -57,7 +55,6 @@ impl From<&Records> for Rows {
             load_balancers: load_balancers.collect(),
             document: records.document.clone(),
             audit: records.audit.clone(),
-            history: records.history.clone(),
         }
     }
 }
@@ -81,7 +78,6 @@ impl Rows {
         records.document = self.document;
         // Earlier versions stored entries of any size.
         records.audit = Arc::new(Arc::unwrap_or_clone(self.audit).into_iter().map(bounded).collect());
-        records.history = self.history;
         Ok(records)
     }
 }
@@ -189,7 +185,6 @@ impl FleetRow {
             load_balancers: BTreeMap::new(),
             document: Document::default(),
             audit: Arc::default(),
-            history: Arc::default(),
             clock: self.clock.map(Duration::from_secs),
         })
     }

@@ -81,15 +81,6 @@ async fn a_change_and_who_made_it_survive_a_restart() {
     }
     let newest = running.asking.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
     assert_eq!(newest.entries, audit.entries[3..]);
-
-    let history = running.asking.fleet_history().await.unwrap().documents;
-    assert_eq!(history.iter().map(|document| document.generation).collect::<Vec<_>>(), [1, 2]);
-    let past = running.asking.past_document(1).await.unwrap();
-    assert_eq!(past.text, document(&["s1", "s2"]));
-    apply(&running, &past.text, 2).await;
-    assert_eq!(running.asking.fleet().await.unwrap().generation, 3);
-    let gone = running.asking.past_document(7).await.unwrap_err();
-    assert_eq!(gone.downcast_ref::<Problem>().unwrap().kind, ProblemKind::NotFound);
 }
 
 #[tokio::test]
