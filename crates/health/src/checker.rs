@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -17,7 +18,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until};
 
-use crate::probe::{Paths, Prober};
+use crate::probe::{NatTable, Prober};
 
 /// Checks under way at once; the others wait for their turn. As many as the data plane has paths.
 pub const CHECKS_AT_ONCE: usize = 1024;
@@ -34,7 +35,7 @@ pub struct Service<K> {
     /// Its servers and their own addresses; each key once among all services.
     pub servers: Vec<(K, Ipv4Addr)>,
     /// How connections reach a server at the VIP; needed where the check is there.
-    pub paths: Option<Arc<dyn Paths>>,
+    pub paths: Option<Arc<dyn NatTable>>,
 }
 
 /// What the checks have said of a server.
@@ -79,10 +80,22 @@ struct Running<K> {
     key: K,
 }
 
-/// The thread; it ends with this value.
+/// The checks. They and their connections end with this value: the thread ends once `wanted`, dropped first, is gone.
 pub struct Checker<K> {
     wanted: watch::Sender<Arc<Vec<Running<K>>>>,
     shared: Arc<Shared<K>>,
+    _thread: Thread,
+}
+
+/// Waits for the end of a thread when dropped.
+struct Thread(Option<JoinHandle<()>>);
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        if self.0.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread of health checks has panicked");
+        }
+    }
 }
 
 struct Shared<K> {
@@ -106,11 +119,11 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mine = shared.clone();
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("health".to_owned())
             .spawn(move || runtime.block_on(run(receiver, mine)))
             .context("a thread for health checks")?;
-        Ok(Self { wanted, shared })
+        Ok(Self { wanted, shared, _thread: Thread(Some(thread)) })
     }
 
     /// Checks these and no others. What is checked as before goes on.

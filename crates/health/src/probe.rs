@@ -15,9 +15,10 @@ use hyper_util::rt::TokioIo;
 use nix::errno::Errno;
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpSocket, TcpStream};
+use tokio::net::TcpSocket;
 use tokio_rustls::TlsConnector;
 
+use crate::connection::{OpenPath, ServerConnection};
 use crate::trust;
 
 /// A connection to a server's own address that is to reach it at the VIP.
@@ -34,7 +35,7 @@ pub struct Path {
 }
 
 /// Makes connections reach a server at the VIP.
-pub trait Paths: Send + Sync {
+pub trait NatTable: Send + Sync {
     /// From now on, until it is removed.
     ///
     /// # Errors
@@ -108,12 +109,12 @@ pub struct Prober {
     vip: SocketAddrV4,
     /// For HTTPS; or why there cannot be any.
     tls: Option<Result<TlsConnector, String>>,
-    paths: Option<Arc<dyn Paths>>,
+    paths: Option<Arc<dyn NatTable>>,
 }
 
 impl Prober {
     /// `paths`: needed where the check is at the VIP.
-    pub fn new(check: Arc<Check>, vip: SocketAddrV4, paths: Option<Arc<dyn Paths>>) -> Self {
+    pub fn new(check: Arc<Check>, vip: SocketAddrV4, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(trust::client(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
@@ -136,7 +137,7 @@ impl Prober {
     }
 
     async fn ask_without_limit(&self, server: Ipv4Addr) -> Result<(), Unwell> {
-        let (connection, _path) = self.connect(server).await?;
+        let connection = self.connect(server).await?;
         match (&self.check.probe, &self.tls) {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),
             (Probe::Http(http), _) => self.request(connection, http, server).await,
@@ -172,8 +173,8 @@ impl Prober {
         ServerName::try_from(name.to_owned()).map_err(|error| Unwell::Tls(format!("{name:?}: {error}")))
     }
 
-    /// A connection, and what it needs as long as it is open. It ends with a reset: nothing is left waiting at either end.
-    async fn connect(&self, server: Ipv4Addr) -> Result<(TcpStream, Option<OpenPath>), Unwell> {
+    /// Opens a connection that ends with a reset: nothing is left waiting at either end.
+    async fn connect(&self, server: Ipv4Addr) -> Result<ServerConnection, Unwell> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => Unwell::Refused,
             _ => Unwell::of(&error, Unwell::Network),
@@ -185,13 +186,11 @@ impl Prober {
                 socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(network)?;
                 let own_port = socket.local_addr().map_err(network)?.port();
                 let path = Path { server, vip: *self.vip.ip(), port: self.port(), own_port };
-                paths.add(&path).map_err(|error| Unwell::Local(format!("{error:#}")))?;
-                Some(OpenPath { path, paths: paths.clone() })
+                Some(OpenPath::add(path, paths).map_err(|error| Unwell::Local(format!("{error:#}")))?)
             }
             _ => None,
         };
-        let connection = socket.connect(SocketAddrV4::new(server, self.port()).into()).await.map_err(network)?;
-        Ok((connection, path))
+        ServerConnection::open(socket, SocketAddrV4::new(server, self.port()), path).await.map_err(network)
     }
 
     async fn request<C: AsyncRead + AsyncWrite + Unpin>(
@@ -226,17 +225,5 @@ impl Prober {
             true => Ok(()),
             false => Err(Unwell::Status(status, http.expect.clone())),
         }
-    }
-}
-
-/// A path that is removed with this value: after the connection, which is dropped first.
-struct OpenPath {
-    path: Path,
-    paths: Arc<dyn Paths>,
-}
-
-impl Drop for OpenPath {
-    fn drop(&mut self) {
-        self.paths.remove(&self.path);
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_dataplane::checked_paths::{self, CheckedPath, CheckedPaths};
 use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
-use coreward_health::probe::{Path, Paths};
+use coreward_health::probe::{NatTable, Path};
 use coreward_model::ServerId;
 use coreward_model::health::{Place, Verdict};
 use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
@@ -22,7 +22,7 @@ const _: () = assert!(CHECKS_AT_ONCE <= checked_paths::PATHS);
 /// A server of a service.
 pub type Target = (ServiceIndex, ServerId);
 
-/// The checks of this load balancer.
+/// The checks of this load balancer. The fields are dropped in this order: connections end before their paths.
 pub struct Health {
     checker: Checker<Target>,
     changes: watch::Receiver<u64>,
@@ -31,7 +31,7 @@ pub struct Health {
     /// When the controller was last told; `None`: this one was not.
     told: Option<Instant>,
     interface: String,
-    /// To servers at the VIP; made when first needed.
+    /// To servers at the VIP; made when first needed, and kept: a check that was removed may be under way.
     paths: Option<CheckedPaths>,
     /// Why checks at the VIP cannot be made, if they cannot.
     problem: Option<String>,
@@ -45,7 +45,7 @@ fn checked(path: &Path) -> CheckedPath {
     CheckedPath { server, vip, port, own_port }
 }
 
-impl Paths for DataPlane {
+impl NatTable for DataPlane {
     fn add(&self, path: &Path) -> anyhow::Result<()> {
         self.0.add(&checked(path))
     }
@@ -73,7 +73,7 @@ impl Health {
         if checks.clone().any(|check| check.place == Place::Vip) {
             self.open_paths();
         } else {
-            (self.paths, self.problem) = (None, None);
+            self.problem = None;
         }
         let wanted: Vec<_> = services.filter_map(|service| self.wanted(service)).collect();
         self.checker.check(wanted);
@@ -99,7 +99,7 @@ impl Health {
     fn wanted(&self, service: &Service) -> Option<checker::Service<Target>> {
         let check = service.check.clone()?;
         let std::net::SocketAddr::V4(vip) = service.address.socket else { return None };
-        let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn Paths>);
+        let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn NatTable>);
         if check.place == Place::Vip && paths.is_none() {
             return None;
         }

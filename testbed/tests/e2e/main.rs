@@ -10,6 +10,7 @@ mod dispatch;
 mod doctor;
 mod drain;
 mod health;
+mod health_connections;
 mod key_rotation;
 mod key_value;
 mod lb_timestamps;

@@ -1,0 +1,67 @@
+//! A connection to a server, and the path by which its packets reach the server at the VIP.
+
+use std::io;
+use std::net::SocketAddrV4;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpSocket, TcpStream};
+
+use crate::probe::{NatTable, Path};
+
+/// An open connection. The fields are dropped in this order: the reset that ends the connection takes the path, too.
+pub(crate) struct ServerConnection {
+    stream: TcpStream,
+    _path: Option<OpenPath>,
+}
+
+impl ServerConnection {
+    /// Connects `socket`, whose packets take `path`.
+    pub(crate) async fn open(socket: TcpSocket, to: SocketAddrV4, path: Option<OpenPath>) -> io::Result<Self> {
+        // A caller that gives up drops the future of `connect`, and the socket in it, before `path`.
+        let stream = socket.connect(to.into()).await?;
+        Ok(Self { stream, _path: path })
+    }
+}
+
+impl AsyncRead for ServerConnection {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for ServerConnection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    /// Sends nothing: behind a FIN there would be no reset, and the server could wait for an acknowledgement.
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// An entry of the data plane, removed with this value.
+pub(crate) struct OpenPath {
+    path: Path,
+    nat_table: Arc<dyn NatTable>,
+}
+
+impl OpenPath {
+    pub(crate) fn add(path: Path, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
+        nat_table.add(&path)?;
+        Ok(Self { path, nat_table: nat_table.clone() })
+    }
+}
+
+impl Drop for OpenPath {
+    fn drop(&mut self) {
+        self.nat_table.remove(&self.path);
+    }
+}

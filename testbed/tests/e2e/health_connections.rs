@@ -1,0 +1,226 @@
+//! Connections of health checks, as a server sees them: each is reset at the address to which it was opened.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read as _;
+use std::net::Ipv4Addr;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::Instant;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_files, certificates, issue};
+use coreward_testbed::topology::{VIP, load_balancer_address, server_address};
+use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::{Files, Role};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::support::{eventually, pause};
+
+/// Port of the server, what is asked there, and whether it answers.
+const PROBES: [(u16, &str, bool); 5] = [
+    (8001, "check = \"tcp\"", true),
+    (8002, "check = \"http\"", true),
+    (8003, "check = \"https\"\nverify = false", true),
+    (8004, "check = \"http\"", false),
+    (8005, "check = \"https\"\nverify = false", false),
+];
+/// Checks at the server's own address: at its port + this.
+const AT_SERVER: u16 = 100;
+const CHECKS: usize = 4;
+
+/// A TCP segment that the server got from the load balancer.
+struct Segment {
+    to: Ipv4Addr,
+    /// The load balancer's, the server's.
+    ports: (u16, u16),
+    opens: bool,
+    resets: bool,
+}
+
+/// A connection, by what the server got of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Probed {
+    opened_at: Ipv4Addr,
+    reset_at: Option<Ipv4Addr>,
+}
+
+/// Receives a copy of each TCP segment that the server gets from the load balancer.
+struct Sniffer {
+    segments: Receiver<Segment>,
+    /// By server's port: connections in the order of their SYNs, with the load balancer's port.
+    by_port: BTreeMap<u16, Vec<(u16, Probed)>>,
+}
+
+impl Sniffer {
+    fn start(server: &Namespace) -> Self {
+        let open = || Ok(Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP))?);
+        let mut socket = server.within(open).unwrap();
+        socket.set_recv_buffer_size(1 << 20).unwrap();
+        let (sender, segments) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut buffer = [0; 2048];
+            loop {
+                let length = socket.read(&mut buffer).unwrap();
+                if let Some(segment) = parse(&buffer[..length])
+                    && sender.send(segment).is_err()
+                {
+                    return;
+                }
+            }
+        });
+        Self { segments, by_port: BTreeMap::new() }
+    }
+
+    fn read(&mut self) {
+        for segment in self.segments.try_iter() {
+            let (own_port, port) = segment.ports;
+            let connections = self.by_port.entry(port).or_default();
+            let of_port = connections.iter_mut().rfind(|(of, _)| *of == own_port);
+            let known = of_port.map(|(_, probed)| probed).filter(|probed| !segment.opens || probed.reset_at.is_none());
+            match known {
+                Some(probed) => probed.reset_at = probed.reset_at.or(segment.resets.then_some(segment.to)),
+                None => connections.push((own_port, Probed { opened_at: segment.to, reset_at: None })),
+            }
+        }
+    }
+
+    fn connections(&self, port: u16) -> Vec<Probed> {
+        self.by_port.get(&port).into_iter().flatten().map(|(_, probed)| *probed).collect()
+    }
+}
+
+/// Header of IPv4 without options, header of TCP.
+fn parse(packet: &[u8]) -> Option<Segment> {
+    let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
+    let port = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
+    let flags = packet.get(33)?;
+    let from_load_balancer = address(12)? == load_balancer_address(1);
+    let (opens, resets) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
+    from_load_balancer.then_some(Segment { to: address(16)?, ports: (port(20)?, port(22)?), opens, resets })
+}
+
+/// nginx at the ports that answer. At the others the kernel opens connections, and no process accepts them.
+fn start_nginx(testbed: &Testbed) -> Process {
+    let directory = testbed.directory().join("probed");
+    fs::create_dir_all(&directory).unwrap();
+    let fleet = "probed".parse().unwrap();
+    Authority::init(&certificates(testbed), &fleet, 30 * DAY).unwrap();
+    issue(testbed, Role::Agent, "s1", &fleet, Validity::from_now(DAY)).unwrap();
+    let Files { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
+    let listen = |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + AT_SERVER);
+    let listens = [listen(8001, ""), listen(8002, ""), listen(8003, " ssl")].concat();
+    let configuration = directory.join("nginx.conf");
+    let (errors, pid) = (directory.join("start.log"), directory.join("pid"));
+    let (directory, key, certificate) = (directory.display(), key.display(), certificate.display());
+    let text = format!(
+        "user root; daemon off; master_process off; pid {directory}/pid; error_log {directory}/error.log;\n\
+         events {{}}\nhttp {{ access_log off; client_body_temp_path {directory}/body;\n\
+         proxy_temp_path {directory}/p; fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n\
+         scgi_temp_path {directory}/s; ssl_certificate {certificate}; ssl_certificate_key {key};\n\
+         server {{ {listens} return 204; }} }}\n"
+    );
+    fs::write(&configuration, text).unwrap();
+    let mut nginx = Command::new("nginx");
+    nginx.arg("-c").arg(configuration).arg("-e").arg(errors);
+    nginx.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut nginx = testbed.spawn(testbed.server(1).unwrap(), nginx).unwrap();
+    nginx.wait_for_file("nginx", &pid).unwrap();
+    nginx
+}
+
+fn listen_silently(testbed: &Testbed) -> Vec<Socket> {
+    let silent = PROBES.iter().filter(|(_, _, answers)| !answers);
+    let ports = silent.flat_map(|(port, _, _)| [*port, port + AT_SERVER]);
+    let listen = |port: u16| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        socket.bind(&std::net::SocketAddr::from(([0, 0, 0, 0], port)).into())?;
+        socket.listen(1024)?;
+        Ok(socket)
+    };
+    testbed.server(1).unwrap().within(|| ports.map(listen).collect()).unwrap()
+}
+
+/// A service for each kind of check, at each address.
+fn services() -> String {
+    let service = |port: u16, check: &str, at: &str| {
+        format!(
+            "\n[[service]]\nname = \"s{port}\"\nvip = \"{VIP}:{port}\"\npolicy = \"rr\"\n[service.health]\n{check}\n\
+             at = \"{at}\"\ninterval = \"100ms\"\ntimeout = \"500ms\"\n"
+        )
+    };
+    let both =
+        |(port, check, _): (u16, &str, bool)| service(port, check, "vip") + &service(port + AT_SERVER, check, "server");
+    PROBES.map(both).concat()
+}
+
+/// The server's connections with the load balancer that are neither listening nor in TIME-WAIT, as `ss` prints them.
+fn open_at_server(testbed: &Testbed) -> Vec<String> {
+    let mut ss = Command::new("ss");
+    let peer = load_balancer_address(1).to_string();
+    ss.args(["-Htan", "exclude", "time-wait", "exclude", "listening", "dst", &peer]);
+    let output = testbed.run(testbed.server(1).unwrap(), ss).unwrap();
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+/// Every port that is checked, and the address at which it is.
+fn checked() -> impl Iterator<Item = (u16, Ipv4Addr)> {
+    PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + AT_SERVER, server_address(1))])
+}
+
+/// Waits for so many more connections at every port, whatever comes of them.
+fn wait_for_checks(sniffer: &mut Sniffer) {
+    sniffer.read();
+    let before: BTreeMap<u16, usize> = checked().map(|(port, _)| (port, sniffer.connections(port).len())).collect();
+    eventually(*TIMEOUT, "every port is checked", || {
+        sniffer.read();
+        checked().all(|(port, _)| sniffer.connections(port).len() >= before[&port] + CHECKS)
+    });
+}
+
+/// No check is made any more: all connections were reset, at the address to which they were opened.
+fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
+    let end = Instant::now() + *TIMEOUT / 4;
+    loop {
+        let open = open_at_server(testbed);
+        if open.is_empty() {
+            break;
+        }
+        assert!(Instant::now() < end, "{what}: {} are open at the server: {open:#?}", open.len());
+        pause(50);
+    }
+    sniffer.read();
+    for (port, address) in checked() {
+        let connections = sniffer.connections(port);
+        // A server that has closed its end answers TLS's last record with a reset of its own.
+        let may_reset_itself = port % AT_SERVER == 3;
+        let is_reset =
+            |probed: &Probed| probed.reset_at == Some(address) || probed.reset_at.is_none() && may_reset_itself;
+        let others: Vec<&Probed> =
+            connections.iter().filter(|probed| probed.opened_at != address || !is_reset(probed)).collect();
+        assert!(others.is_empty(), "{what}: port {port}: {} of {}: {others:?}", others.len(), connections.len());
+    }
+}
+
+#[test]
+fn connections_of_health_checks_end_at_the_server() {
+    if skip_without_privilege("connections_of_health_checks_end_at_the_server") {
+        return;
+    }
+    let options = TestbedOptions { instance: "probed".to_owned(), servers: 1, cores: 1, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx = start_nginx(&testbed);
+    let _silent = listen_silently(&testbed);
+    let mut sniffer = Sniffer::start(testbed.server(1).unwrap());
+    let options = FleetOptions { policy: "rr".to_owned(), more: services(), agents: false, ..Default::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+
+    wait_for_checks(&mut sniffer);
+    fleet.set_more(&testbed, "").unwrap();
+    assert_all_ended(&testbed, &mut sniffer, "checks are removed");
+
+    fleet.set_more(&testbed, &services()).unwrap();
+    wait_for_checks(&mut sniffer);
+    fleet.daemon("lb1").unwrap().terminate(*TIMEOUT).unwrap();
+    assert_all_ended(&testbed, &mut sniffer, "the load balancer's daemon ends");
+}
