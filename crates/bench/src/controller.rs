@@ -336,6 +336,7 @@ pub(crate) async fn subscribe(
         version: "bench".into(),
         address: Vec::new(),
         takes_changes: true,
+        configuration_generation: 0,
     };
     let message = Some(load_balancer_message::Message::Hello(hello));
     sender.send(v1::LoadBalancerMessage { message }).await?;

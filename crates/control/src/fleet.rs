@@ -170,6 +170,11 @@ impl ServersByRack<'_> {
 }
 
 impl Fleet {
+    /// Whether an operator has ever put a document in force.
+    pub fn has_document(&self) -> bool {
+        self.document.generation > 0
+    }
+
     /// `records` have taken in `config`.
     pub fn new(config: &FleetConfig, records: &Records) -> Self {
         let listed: HashMap<&str, &ServerConfig> =

@@ -58,6 +58,8 @@ pub struct Forwarder {
     confirmed: u64,
     /// Its number; `None`: none yet, or what came cannot be in force.
     number: Option<u64>,
+    /// Generation of the configuration in force, whichever controller sent it; 0: none came.
+    in_force: u64,
     /// A change came of another configuration than the one in force.
     lacks_configuration: bool,
     /// The device's name.
@@ -107,6 +109,7 @@ impl Forwarder {
             counted: monotonic(),
             confirmed: 0,
             number: None,
+            in_force: 0,
             lacks_configuration: false,
             interface,
             problems: BTreeSet::new(),
@@ -134,6 +137,11 @@ impl Forwarder {
     /// What the controller is to be told of servers' health now, if anything.
     pub fn health_news(&mut self) -> Option<HealthMessage> {
         self.health.news()
+    }
+
+    /// Generation of the configuration in force, whichever controller sent it; 0: none came.
+    pub fn in_force(&self) -> u64 {
+        self.in_force
     }
 
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.

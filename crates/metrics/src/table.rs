@@ -166,6 +166,14 @@ pub const METRICS: &[Metric] = &[
         "1: the fleet's file was wrong when it was read last, and an older document is in force",
     ),
     metric(
+        "coreward_store_has_document",
+        Gauge,
+        &[],
+        &[Controller],
+        "0: no document was applied yet, and no configuration is sent",
+    ),
+    metric("coreward_store_behind", Gauge, &[], &[Controller], "1: a load balancer had a newer configuration"),
+    metric(
         "coreward_generation_lag",
         Extreme,
         &["part", "name"],

@@ -43,6 +43,9 @@ pub struct Status {
     /// Rack controllers that are connected.
     #[serde(default)]
     pub racks: Vec<Rack>,
+    /// Faults of the controller itself: of its store and its files.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// A rack controller.

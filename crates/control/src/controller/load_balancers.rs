@@ -15,6 +15,7 @@ use super::health::Target;
 use super::rate::Rate;
 use super::refused::{HELLOS, MOST_LOAD_BALANCERS, Refused};
 use super::traffic::{NewlyOpened, Totals, Traffic};
+use crate::fleet::Fleet;
 
 /// A server that no load balancer can reach for so long gets no new connections. Shorter gaps are the data plane's: a
 /// first packet then goes to another member.
@@ -44,6 +45,8 @@ pub struct LoadBalancer {
     pub confirmed: u64,
     /// When it first said that (since the controller's start).
     pub confirmed_at: Duration,
+    /// The configuration that it had in force when its stream began, where the store then had an older one.
+    ahead: Option<Ahead>,
     /// Since when it has not known a server's MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
     /// What it sends to servers.
@@ -51,6 +54,14 @@ pub struct LoadBalancer {
     /// What its checks say.
     health: SaidHealth,
     hellos: Option<Rate>,
+}
+
+/// A configuration that is newer than the store's.
+#[derive(Debug, Clone, Copy)]
+struct Ahead {
+    generation: u64,
+    /// The generation of the store's document then.
+    document: u64,
 }
 
 /// What a load balancer's checks say of servers.
@@ -108,6 +119,23 @@ impl LoadBalancers {
         balancer.unresolved_since.clear();
         balancer.health.take(HealthMessage::default(), now);
         Ok(self.sessions)
+    }
+
+    /// It had this configuration in force when its stream began. Returns its name where the store has an older one.
+    pub fn had(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
+        let (name, balancer) = self.known.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
+        let is_ahead = generation > fleet.generation;
+        balancer.ahead = is_ahead.then_some(Ahead { generation, document: fleet.document.generation });
+        is_ahead.then_some(name)
+    }
+
+    /// Load balancers that had a newer configuration than the store, and its generation. A document that an operator
+    /// puts in force after that settles it.
+    pub fn ahead(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
+        self.known.iter().filter_map(move |(name, balancer)| {
+            let ahead = balancer.ahead.filter(|ahead| ahead.document == document)?;
+            Some((name.as_str(), ahead.generation))
+        })
     }
 
     /// The connected load balancer with this session; it has said something.

@@ -47,6 +47,8 @@ impl Controller {
     /// What parts of the fleet say in messages that have it only for this.
     pub fn add_metrics(&self, page: &mut Page, now: Now) {
         self.add_acknowledgements(page, now);
+        page.add("coreward_store_behind", &[], self.store_is_behind().into());
+        page.add("coreward_store_has_document", &[], self.fleet.has_document().into());
         page.add("coreward_servers_limited", &[], self.attraction.limited_count() as f64);
         page.add("coreward_reports_ahead_total", &[], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {

@@ -58,6 +58,7 @@ pub mod tables;
 #[cfg(test)]
 mod tests;
 pub mod traffic;
+pub mod warnings;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;

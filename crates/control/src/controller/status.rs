@@ -39,6 +39,7 @@ impl Controller {
             load_balancers: self.load_balancer_status(now),
             keys: self.keys(now),
             racks: self.rack_status(now),
+            warnings: self.store_warnings(),
         }
     }
 

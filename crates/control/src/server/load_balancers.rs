@@ -64,10 +64,11 @@ async fn introduce(
     visitor: &Visitor,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64, bool), Status> {
-    let Hello { name, address, takes_changes } = hello(messages).await?;
+    let Hello { name, address, takes_changes, in_force } = hello(messages).await?;
     visitor.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
+    shared.controller().load_balancer_had(session, in_force);
     if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {
         leave(shared, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
@@ -79,15 +80,18 @@ struct Hello {
     name: String,
     address: Option<IpAddr>,
     takes_changes: bool,
+    /// Generation of its configuration in force.
+    in_force: u64,
 }
 
 async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hello, Status> {
     let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
     match message {
-        Some(v1::load_balancer_message::Message::Hello(hello)) => {
-            let address = parse_optional_address("address", &hello.address)?;
-            Ok(Hello { name: made_readable(hello.name), address, takes_changes: hello.takes_changes })
+        Some(v1::load_balancer_message::Message::Hello(first)) => {
+            let address = parse_optional_address("address", &first.address)?;
+            let (takes_changes, in_force) = (first.takes_changes, first.configuration_generation);
+            Ok(Hello { name: made_readable(first.name), address, takes_changes, in_force })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
     }
@@ -155,6 +159,10 @@ async fn tell(shared: &Shared, mut seen: Seen, mut answers: mpsc::Receiver<Socke
                     return;
                 }
                 changes.mark_unchanged();
+                // Without a document, after the loss of a disk for one, load balancers keep what they have in force.
+                if !shared.controller().fleet().has_document() {
+                    continue;
+                }
                 let News { configuration, tables } = shared.board.news(&mut seen);
                 let configuration = configuration.into_iter().map(|told| match told {
                     Told::Whole(configuration) => Update::Configuration(configuration),

@@ -21,6 +21,7 @@ pub fn text(reply: &Status, now: Duration) -> String {
         reply.accepted_reports,
         counts(&reply.refused_reports)
     );
+    warnings(&mut text, &reply.warnings);
     for service in &reply.services {
         text += &service_text(service);
     }

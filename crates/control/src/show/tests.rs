@@ -112,6 +112,7 @@ fn reply() -> Status {
     Status {
         configuration_generation: 3,
         report_interval_ms: 100,
+        warnings: Vec::new(),
         accepted_reports: 1234,
         refused_reports: BTreeMap::from([("out_of_order".into(), 2), ("no_cores".into(), 0)]),
         services: vec![Service {

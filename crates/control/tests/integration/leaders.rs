@@ -5,7 +5,7 @@ use std::process::Child;
 
 use coreward_api::Role;
 use coreward_api::tokens::token_file;
-use coreward_api::types::{Health, HealthState};
+use coreward_api::types::{Health, HealthState, NewFleet};
 use coreward_api::{Problem, ProblemKind};
 use coreward_etcd::local::Member;
 use coreward_wire::{TERM, WITHOUT_ETCD, v1};
@@ -187,6 +187,9 @@ async fn a_leader_without_etcd_goes_on_until_another_one_was_elected_and_etcd_sa
     let mut way = Way::to(etcd.member.client).await;
     let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
     let term = first.leads().await;
+    let text = "report_interval = \"50ms\"\n".to_owned();
+    let fleet = NewFleet { name: "fleet.toml".to_owned(), text, generation: 0, dry_run: false };
+    first.running.asking.put_fleet(&fleet).await.unwrap();
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
     let hello = v1::LoadBalancerHello { name: "lb1".to_owned(), ..Default::default() };
     let hello = v1::load_balancer_message::Message::Hello(hello);

@@ -5,6 +5,7 @@ mod api;
 mod api_tls;
 mod apply;
 mod audit;
+mod empty_store;
 mod leaders;
 
 #[path = "../support/mod.rs"]

@@ -138,6 +138,7 @@ impl Forwarder {
         self.set_owners();
         self.health.configure(self.services.values().map(|(service, _)| service));
         (self.confirmed, self.number) = (configuration.generation, Some(number));
+        self.in_force = self.confirmed;
         self.configured_at.get_or_insert_with(monotonic);
         Ok(())
     }
@@ -186,6 +187,7 @@ impl Forwarder {
             self.health.configure(self.services.values().map(|(service, _)| service));
         }
         (self.confirmed, self.number) = (change.configuration.generation, Some(change.number));
+        self.in_force = self.confirmed;
         Ok(())
     }
 

@@ -164,6 +164,7 @@ impl LoadBalancer {
             version: "test".into(),
             address: vec![10, 2, 0, 200],
             takes_changes: false,
+            configuration_generation: 0,
         };
         let message = Some(load_balancer_message::Message::Hello(hello));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();

@@ -1,0 +1,43 @@
+//! Faults of the controller's own store.
+
+use super::Controller;
+
+impl Controller {
+    /// A load balancer had this configuration in force when its stream began.
+    pub fn load_balancer_had(&mut self, session: u64, generation: u64) {
+        if let Some(name) = self.load_balancers.had(session, generation, &self.fleet) {
+            tracing::error!(
+                load_balancer = name,
+                in_force = generation,
+                stored = self.fleet.generation,
+                "the store has an older configuration than a load balancer: expected the newest copy of the store"
+            );
+        }
+    }
+
+    /// For `status`.
+    pub fn store_warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if !self.fleet.has_document() {
+            warnings.push(
+                "the store has no document: load balancers and agents keep what they have in force; expected the store \
+                 of before (`store`, `etcd`), or `coreward apply FILE`"
+                    .to_owned(),
+            );
+        }
+        let ahead = self.load_balancers.ahead(self.fleet.document.generation);
+        warnings.extend(ahead.map(|(name, generation)| {
+            format!(
+                "load balancer {name} had configuration {generation} in force, and the store has {}: expected the \
+                 newest copy of the store, or `coreward apply FILE` if this one is right",
+                self.fleet.generation
+            )
+        }));
+        warnings
+    }
+
+    /// Whether a load balancer had a newer configuration than the store.
+    pub fn store_is_behind(&self) -> bool {
+        self.load_balancers.ahead(self.fleet.document.generation).next().is_some()
+    }
+}

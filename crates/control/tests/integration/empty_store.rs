@@ -1,0 +1,110 @@
+//! A controller whose store has less than its load balancers have in force.
+
+use coreward_api::types::NewFleet;
+use coreward_wire::v1::{self, dataplane_update::Update, load_balancer_message::Message};
+use coreward_wire::{FleetConfiguration, v1::DataplaneUpdate};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use crate::support::{Home, Running, in_time};
+
+const WEB: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
+                   [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
+const NO_SERVICES: &str = "report_interval = \"50ms\"\n";
+
+/// A load balancer that has this configuration in force, and is on record.
+struct LoadBalancer {
+    updates: Streaming<DataplaneUpdate>,
+    _messages: mpsc::Sender<v1::LoadBalancerMessage>,
+}
+
+impl LoadBalancer {
+    async fn connect(running: &Running, configuration_generation: u64) -> Self {
+        let (messages, receiver) = mpsc::channel(4);
+        let first = v1::LoadBalancerHello { name: "lb1".into(), configuration_generation, ..Default::default() };
+        let message = Some(Message::Hello(first));
+        messages.send(v1::LoadBalancerMessage { message }).await.unwrap();
+        let updates = running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        in_time("the load balancer on record", async {
+            while running.status().await.load_balancers.iter().all(|balancer| balancer.owner.is_none()) {
+                tokio::time::sleep(std::time::Duration::from_millis(60)).await;
+            }
+        })
+        .await;
+        Self { updates, _messages: messages }
+    }
+
+    /// The next configuration: how many services it has.
+    async fn services(&mut self) -> usize {
+        loop {
+            let update = in_time("an update", self.updates.message()).await.unwrap().unwrap().update;
+            if let Some(Update::Configuration(configuration)) = update {
+                return FleetConfiguration::decode(configuration).unwrap().1.services.len();
+            }
+        }
+    }
+}
+
+async fn apply(running: &Running, text: &str, generation: u64) {
+    let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
+    running.asking.put_fleet(&fleet).await.unwrap();
+}
+
+fn metric(running: &Running, name: &str) -> String {
+    let text = (running.metrics)();
+    text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
+}
+
+/// Without a file: the fleet is applied.
+fn home() -> Home {
+    let home = Home { directory: tempfile::tempdir().unwrap() };
+    home.write_controllers_file("");
+    home
+}
+
+#[tokio::test]
+async fn controller_without_a_document_sends_no_configuration() {
+    let home = home();
+    let running = home.start().await;
+    let mut balancer = LoadBalancer::connect(&running, 27).await;
+    let warnings = running.status().await.warnings;
+    assert!(warnings.iter().any(|warning| warning.starts_with("the store has no document")), "{warnings:?}");
+    let ahead = "load balancer lb1 had configuration 27 in force, and the store has ";
+    assert!(warnings.iter().any(|warning| warning.starts_with(ahead)), "{warnings:?}");
+    assert_eq!(metric(&running, "coreward_store_behind"), "1.0");
+    assert_eq!(metric(&running, "coreward_store_has_document"), "0.0");
+
+    apply(&running, WEB, 0).await;
+    assert_eq!(balancer.services().await, 1, "the first configuration that was sent");
+    assert_eq!(running.status().await.warnings, [""; 0]);
+    assert_eq!(metric(&running, "coreward_store_behind"), "0.0");
+    assert_eq!(metric(&running, "coreward_store_has_document"), "1.0");
+}
+
+#[tokio::test]
+async fn applied_document_without_services_is_obeyed() {
+    let home = home();
+    let running = home.start().await;
+    let mut balancer = LoadBalancer::connect(&running, 0).await;
+    apply(&running, WEB, 0).await;
+    assert_eq!(balancer.services().await, 1);
+    apply(&running, NO_SERVICES, 1).await;
+    while balancer.services().await > 0 {}
+}
+
+#[tokio::test]
+async fn older_copy_of_the_store_is_reported() {
+    let home = home();
+    let running = home.start().await;
+    apply(&running, WEB, 0).await;
+    let generation = running.status().await.configuration_generation;
+    let _same = LoadBalancer::connect(&running, generation).await;
+    assert_eq!(running.status().await.warnings, [""; 0]);
+    running.kill().await;
+    let running = home.start().await;
+    let mut balancer = LoadBalancer::connect(&running, generation + 20).await;
+    assert_eq!(balancer.services().await, 1);
+    assert_eq!(running.status().await.warnings.len(), 1);
+    assert_eq!(metric(&running, "coreward_store_behind"), "1.0");
+}

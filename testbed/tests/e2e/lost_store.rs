@@ -1,0 +1,55 @@
+//! A controller that has lost its store: load balancers and agents go on by what they have in force.
+
+use std::fs;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use serde_json::Value;
+
+use crate::support::{AT_EVERY_SERVER, eventually, open};
+
+const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
+                        [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
+                        [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
+
+#[test]
+fn lost_store_takes_no_service_away() {
+    if skip_without_privilege("lost_store_takes_no_service_away") {
+        return;
+    }
+    let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
+    let options = FleetOptions { steer: false, applied: Some(DOCUMENT.to_owned()), ..FleetOptions::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    let mut before = open(&testbed, AT_EVERY_SERVER);
+
+    fleet.kill("controller").unwrap();
+    fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
+    fleet.restart(&testbed, "controller").unwrap();
+    let status = || fleet.status(&testbed).unwrap_or_default();
+    let lb1 = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
+    eventually(*TIMEOUT, "the load balancer reports to the controller without a store", || {
+        lb1(&status())["state"].is_object()
+    });
+    let warnings = status()["warnings"].to_string();
+    assert!(warnings.contains("the store has no document"), "{warnings}");
+    assert!(warnings.contains("load balancer lb1 had configuration"), "{warnings}");
+    let in_force = lb1(&status())["state"]["table_generations"].to_string();
+    assert!(in_force.contains("web"), "{in_force}");
+    open(&testbed, AT_EVERY_SERVER);
+    testbed
+        .client()
+        .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.who().map(drop)))
+        .expect("connections of before go on");
+
+    // An operator decides, also that there are no services.
+    let none = testbed.directory().join("none.toml");
+    fs::write(&none, "report_interval = \"50ms\"\n").unwrap();
+    let apply = asking(&testbed, &["apply", "--yes", &none.display().to_string()]).unwrap();
+    testbed.run(testbed.controller(), apply).unwrap();
+    eventually(*TIMEOUT, "the load balancer has no service", || {
+        lb1(&status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
+    });
+    assert_eq!(status()["warnings"].to_string(), "[]");
+}
