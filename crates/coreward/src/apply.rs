@@ -24,7 +24,8 @@ pub struct ApplyArgs {
     /// Only show what it would change
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
-    /// End when all load balancers and agents that are connected have it in force; an error names who has not, and why
+    /// End when all load balancers, and agents that are connected, have it in force; an error names those that have not
+    /// and why, at once where one refuses it or only load balancers that are not connected are left
     #[arg(long, conflicts_with = "dry_run")]
     wait: bool,
     /// How long to wait at most
@@ -66,33 +67,49 @@ fn wait(client: &Client, timeout: Duration) -> anyhow::Result<()> {
     let limit = Instant::now() + timeout;
     loop {
         let seen = ask(client.acknowledgements())?;
-        let is_over = Instant::now() >= limit;
-        if seen.waiting_count == 0 && seen.refused_count == 0 {
+        if is_in_force(&seen) {
             return Ok(());
         }
-        if is_over || seen.waiting_count == 0 {
+        if is_final(&seen) || Instant::now() >= limit {
             anyhow::bail!("{}", not_in_force(&seen));
         }
         std::thread::sleep(LOOK_INTERVAL);
     }
 }
 
-/// Who has the newest configuration not, or not all of it, in force.
+fn is_in_force(seen: &Acknowledgements) -> bool {
+    seen.waiting_count == 0 && seen.refused_count == 0 && seen.lost.is_empty()
+}
+
+/// Whether waiting longer changes nothing: a part refuses this configuration, or all that are connected have answered.
+fn is_final(seen: &Acknowledgements) -> bool {
+    let newest = seen.configuration_generation;
+    let refuses_it = |refused: &RefusedUpdate| refused.what == "configuration" && refused.generation == newest;
+    seen.waiting_count == 0 || seen.refused.iter().any(refuses_it)
+}
+
+/// Which parts do not have the newest configuration, or not all of it, in force.
 fn not_in_force(seen: &Acknowledgements) -> String {
     let mut lines = vec![format!(
-        "configuration {} is in force at {}, not at {}, and {} of it or of tables refused:",
-        seen.configuration_generation, seen.acknowledged_count, seen.waiting_count, seen.refused_count
+        "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
+        seen.configuration_generation,
+        seen.acknowledged_count,
+        seen.waiting_count,
+        seen.refused_count,
+        seen.lost.len()
     )];
     let waiting = |waiting: &Waiting| {
         format!("  {} {}: has configuration {}", waiting.part, waiting.name, waiting.configuration_generation)
     };
-    let refused = |refused: &RefusedUpdate| {
-        let service = refused.service.as_ref().map_or_else(String::new, |service| format!(" of service {service}"));
-        let RefusedUpdate { part, name, what, generation, reason, .. } = refused;
-        format!("  {part} {name}: refuses {what} {generation}{service}: {reason}")
+    let lost = |Waiting { name, .. }: &Waiting| {
+        format!(
+            "  lb {name}: is not connected, and forwards by what it has, if it runs: expected its daemon to run, or \
+             `coreward lb forget {name}` if it is gone for good"
+        )
     };
     lines.extend(seen.waiting.iter().map(waiting));
-    lines.extend(seen.refused.iter().map(refused));
+    lines.extend(RefusedUpdate::lines(&seen.refused).into_iter().map(|line| format!("  {line}")));
+    lines.extend(seen.lost.iter().map(lost));
     lines.join("\n")
 }
 
@@ -103,4 +120,48 @@ fn asked() -> anyhow::Result<bool> {
     let mut answer = String::new();
     std::io::stdin().lock().read_line(&mut answer)?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(waiting: u64, refused: &[u64], lost: &[&str]) -> Acknowledgements {
+        let part = |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
+        let refused: Vec<RefusedUpdate> = refused
+            .iter()
+            .map(|generation| RefusedUpdate {
+                part: "lb".to_owned(),
+                name: "lb1".to_owned(),
+                what: "configuration".to_owned(),
+                service: None,
+                generation: *generation,
+                reason: "too many services".to_owned(),
+            })
+            .collect();
+        Acknowledgements {
+            configuration_generation: 5,
+            acknowledged_count: 1,
+            waiting_count: waiting,
+            waiting: (0..waiting).map(|_| part("lb1")).collect(),
+            refused_count: refused.len() as u64,
+            refused,
+            lost: lost.iter().copied().map(part).collect(),
+        }
+    }
+
+    #[test]
+    fn refusal_of_this_configuration_ends_the_wait() {
+        assert!(is_final(&seen(1, &[5], &[])));
+        assert!(!is_final(&seen(1, &[4], &[])), "the refusal of an older one");
+        assert!(!is_final(&seen(1, &[], &[])));
+        assert!(is_in_force(&seen(0, &[], &[])));
+    }
+
+    #[test]
+    fn stopped_load_balancer_is_named() {
+        let stopped = seen(0, &[], &["lb2"]);
+        assert!(!is_in_force(&stopped) && is_final(&stopped));
+        assert!(not_in_force(&stopped).contains("  lb lb2: is not connected"), "{}", not_in_force(&stopped));
+    }
 }

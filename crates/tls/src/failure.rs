@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
+use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::identity::{Identity, Name, Role};
@@ -175,12 +176,13 @@ impl Failure {
                 Some(not_accepted) => (not_accepted.reason(), not_accepted.to_string()),
                 None => (Reason::Broken, error.to_string()),
             },
-            Error::InvalidCertificate(Wrong::Expired | Wrong::ExpiredContext { .. }) => {
-                (Reason::Expired, "its certificate has expired".to_owned())
+            Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => {
+                (Reason::Expired, format!("its certificate has expired: {}", clocks("until", *not_after, *time)))
             }
-            Error::InvalidCertificate(Wrong::NotValidYet | Wrong::NotValidYetContext { .. }) => {
-                (Reason::NotYetValid, "its certificate is not valid yet: are the clocks right?".to_owned())
-            }
+            Error::InvalidCertificate(Wrong::NotValidYetContext { time, not_before }) => (
+                Reason::NotYetValid,
+                format!("its certificate is not valid yet: {}", clocks("from", *not_before, *time)),
+            ),
             Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => {
                 (Reason::UnknownAuthority, "its certificate is signed by nobody in `ca`".to_owned())
             }
@@ -204,10 +206,21 @@ impl Failure {
     }
 }
 
+/// "valid from 2026-11-24T19:00:00Z, and this machine's clock is at 2026-11-22T19:00:00Z".
+fn clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
+    let date = |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
+    format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", date(bound), date(now))
+}
+
 /// What the peer's alert means for whom it is sent to.
 fn refusal(alert: AlertDescription) -> String {
     let why = match alert {
-        AlertDescription::CertificateExpired => "it has expired there, or is not valid yet",
+        // By RFC 8446 also for one that is not valid yet.
+        AlertDescription::CertificateExpired => {
+            return "the peer refuses our certificate: by the peer's clock it has expired or is not valid yet; compare \
+                    the clocks (timedatectl) and its dates (coreward certs show)"
+                .to_owned();
+        }
         AlertDescription::UnknownCA | AlertDescription::DecryptError => "its signer is not in the peer's `ca`",
         AlertDescription::CertificateUnknown | AlertDescription::AccessDenied => {
             "wrong fleet, role or name, or on the deny list; the peer's log says which"

@@ -188,8 +188,12 @@ async fn who_does_not_belong_here_is_refused() {
             Reason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
-        (ours(Role::Agent, "old", expired), Reason::Expired, "it has expired there, or is not valid yet"),
-        (ours(Role::Agent, "new", early), Reason::NotYetValid, "it has expired there, or is not valid yet"),
+        (ours(Role::Agent, "old", expired), Reason::Expired, "by the peer's clock it has expired or is not valid yet"),
+        (
+            ours(Role::Agent, "new", early),
+            Reason::NotYetValid,
+            "by the peer's clock it has expired or is not valid yet",
+        ),
     ];
     for (tls, reason, words) in cases {
         let error = listening.meet(&tls).await.unwrap_err();

@@ -117,7 +117,7 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
         (
             ours(Role::Agent, "old", "testbed", expired),
             "(expired): its certificate has expired",
-            "the peer refuses our certificate: it has expired there",
+            "the peer refuses our certificate: by the peer's clock it has expired",
         ),
     ];
     let own = bundle(&testbed, Role::Agent, "s1");
@@ -137,7 +137,7 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     ours(Role::Agent, "s1", "testbed", expired);
     fleet.restart(&testbed, "agent-s1").unwrap();
     // Who starts while its files are written finds a key that is not the certificate's, and ends (a unit starts it again).
-    let expired = "the peer refuses our certificate: it has expired there";
+    let expired = "the peer refuses our certificate: by the peer's clock it has expired";
     eventually(*TIMEOUT, expired, || log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);
     eventually(*TIMEOUT, "the agent is back", || log(&testbed, "agent-s1", before).contains("connected to controller"));

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use coreward_wire::v1;
 
-use super::{DispatchedService, DispatchedWorker, LoadBalancerState, ServerClock};
+use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock};
 
 /// Always in the same order.
 fn sorted(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
@@ -51,7 +51,28 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
             connections: state.connections,
             unresolved_load_balancers: state.unresolved_load_balancers.clone(),
             server_clocks: state.server_clocks.iter().map(ServerClock::from).collect(),
-            warnings: state.warnings.clone(),
+            warnings: warnings_of(state),
+        }
+    }
+}
+
+/// Returns the faults of a load balancer's machine, then its refusals.
+fn warnings_of(state: &v1::LoadBalancerState) -> Vec<String> {
+    let refused: Vec<RefusedUpdate> =
+        state.refused.iter().map(|refused| RefusedUpdate::new("it", "", refused)).collect();
+    state.warnings.iter().cloned().chain(RefusedUpdate::lines(&refused)).collect()
+}
+
+impl RefusedUpdate {
+    /// A refusal by the part of that name.
+    pub fn new(part: &str, name: &str, refused: &v1::RefusedUpdate) -> Self {
+        Self {
+            part: part.to_owned(),
+            name: name.to_owned(),
+            what: if refused.table { "table" } else { "configuration" }.to_owned(),
+            service: (!refused.service.is_empty()).then(|| refused.service.clone()),
+            generation: refused.generation,
+            reason: refused.reason.clone(),
         }
     }
 }

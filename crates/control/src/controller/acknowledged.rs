@@ -13,19 +13,8 @@ const NAMED: usize = 100;
 const LB: &str = "lb";
 const AGENT: &str = "agent";
 
-fn refused<'a>(
-    part: &'a str,
-    name: &'a str,
-    list: &'a [v1::RefusedUpdate],
-) -> impl Iterator<Item = RefusedUpdate> + 'a {
-    list.iter().map(move |refused| RefusedUpdate {
-        part: part.to_owned(),
-        name: name.to_owned(),
-        what: if refused.table { "table" } else { "configuration" }.to_owned(),
-        service: (!refused.service.is_empty()).then(|| refused.service.clone()),
-        generation: refused.generation,
-        reason: refused.reason.clone(),
-    })
+fn waiting(part: &str, name: &str, configuration_generation: u64) -> Waiting {
+    Waiting { part: part.to_owned(), name: name.to_owned(), configuration_generation }
 }
 
 impl Controller {
@@ -36,14 +25,14 @@ impl Controller {
         let lacking: Vec<Waiting> = parts
             .iter()
             .filter(|(_, _, confirmed, _)| *confirmed < newest)
-            .map(|(part, name, confirmed, _)| Waiting {
-                part: (*part).to_owned(),
-                name: (*name).to_owned(),
-                configuration_generation: *confirmed,
-            })
+            .map(|(part, name, confirmed, _)| waiting(part, name, *confirmed))
             .collect();
-        let all_refused: Vec<RefusedUpdate> =
-            parts.iter().flat_map(|(part, name, _, list)| refused(part, name, list)).collect();
+        let of_part = |(part, name, _, list): &(&str, &str, u64, &[v1::RefusedUpdate])| {
+            list.iter().map(|refused| RefusedUpdate::new(part, name, refused)).collect::<Vec<_>>()
+        };
+        let all_refused: Vec<RefusedUpdate> = parts.iter().flat_map(of_part).collect();
+        let lost = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
+        let lost = lost.map(|(name, balancer)| waiting(LB, name, balancer.confirmed));
         let (waiting_count, refused_count) = (lacking.len() as u64, all_refused.len() as u64);
         Acknowledgements {
             configuration_generation: newest,
@@ -52,6 +41,7 @@ impl Controller {
             waiting: lacking.into_iter().take(NAMED).collect(),
             refused_count,
             refused: all_refused.into_iter().take(NAMED).collect(),
+            lost: lost.take(NAMED).collect(),
         }
     }
 

@@ -131,6 +131,8 @@ fn what_nobody_says_is_not_known() {
     let generation = world.records.generation;
     world.report(&session, Some((0, generation, 0)), at(11));
     assert_eq!(world.status(at(11)).remaining, Some(100));
+    let lost = |now| world.controller.acknowledgements(now).lost.into_iter().map(|lost| lost.name).collect::<Vec<_>>();
+    assert_eq!((lost(at(11)), lost(at(80))), (vec![], vec!["lb1".to_owned()]));
     // Its agent is gone: what it said holds no longer than its report does.
     world.confirm(balancer, generation, at(80));
     assert_eq!(world.waits_for(at(80)), ["its agent, which does not report"]);

@@ -88,7 +88,7 @@ impl Controller {
             connected: balancer.is_connected(),
             alive: balancer.is_alive(now),
             xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
-            warnings: balancer.state.iter().flat_map(|(state, _)| state.warnings.clone()).collect(),
+            warnings: balancer.state.iter().flat_map(|(state, _)| LoadBalancerState::from(state).warnings).collect(),
         };
         Overview {
             configuration_generation: self.fleet.generation,

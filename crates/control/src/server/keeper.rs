@@ -63,6 +63,25 @@ impl Default for Counts {
 }
 
 impl Counts {
+    /// For `status`.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if !self.is_writable.load(Ordering::Relaxed) {
+            warnings.push(
+                "the store cannot be written, and nothing can be changed: expected free space and write access (the \
+                 controller's log has the error)"
+                    .to_owned(),
+            );
+        }
+        if self.file_refused.load(Ordering::Relaxed) {
+            warnings.push(
+                "the fleet's file is wrong, and an older document is in force: `coreward check` names the mistakes"
+                    .to_owned(),
+            );
+        }
+        warnings
+    }
+
     /// What Prometheus is told.
     pub fn add_metrics(&self, page: &mut Page) {
         let number = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
@@ -491,9 +510,13 @@ mod tests {
         assert!(!directory.path().join("store").exists(), "nothing is left behind");
         let mut first = keeper(directory.path(), "alpha = 0.25\n").unwrap();
         assert!(!is_refused(&first));
+        assert_eq!(first.counts().warnings(), [""; 0]);
         std::fs::write(directory.path().join("fleet.toml"), wrong).unwrap();
         assert!(first.make(Change::Reload, &Author::signal()).is_err());
         assert!(is_refused(&first));
+        assert!(first.counts().warnings()[0].starts_with("the fleet's file is wrong"));
+        first.counts().is_writable.store(false, Ordering::Relaxed);
+        assert!(first.counts().warnings()[0].starts_with("the store cannot be written"));
         drop(first);
         let mut second = keeper(directory.path(), wrong).unwrap();
         assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("alpha = 0.25\n", true));

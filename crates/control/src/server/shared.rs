@@ -206,6 +206,7 @@ impl Shared {
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_head(now);
+        status.warnings.extend(self.counts.warnings());
         status.services = self.each_service(|controller, position| controller.service_status(position, rss_keys, now));
         status.servers = self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now));
         status

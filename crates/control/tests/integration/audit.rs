@@ -124,6 +124,9 @@ async fn what_a_load_balancer_cannot_use_is_named() {
     assert_eq!((refused.name.as_str(), refused.service.as_deref()), ("lb1", Some("web")));
     assert_eq!((refused.what.as_str(), refused.reason.as_str()), ("configuration", reason.as_str()));
 
+    let state = running.status().await.load_balancers.remove(0).state.unwrap();
+    assert_eq!(state.warnings, [format!("it refuses configuration 2 of service web: {reason}")]);
+
     let connected = running.asking.forget_load_balancer("lb1").await.unwrap_err();
     assert_eq!(connected.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     drop(balancer);
