@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * How long each CPU has been busy, in ns: the time in which it ran a task other than idle. /proc/stat counts in ticks of
- * 10 ms or less well, and /proc/schedstat is not in every kernel.
+ * Busy time of each CPU in ns: tasks, and the interrupts and softirqs that run while the CPU's task is idle.
  *
- * 1. What passes. Every switch from one task to another, on every CPU (tracepoint sched_switch): up to a million a
- *    second on a busy machine, so it does as little as possible: two helpers, one cache line of this CPU's own.
+ * Inside a task's time, interrupts and softirqs are part of it: from one switch to the next the CPU is busy. ksoftirqd
+ * and threaded NAPI are tasks. Not counted while idle: the local timer and interrupts between CPUs, which have no
+ * generic tracepoint (about 1 us each), and the way into and out of the first handler.
  *
- * 2. What it means. Interrupts and softirqs that strike while a CPU idles count as idle; with some load they run in, or
- *    after, a task's time and count as busy. So a core that does nothing but receive shows too little. (The load that
- *    coreward balances is the applications'.)
+ * Sources that were not taken: /proc/stat has ticks of 10 ms, samples at the timer interrupt on most kernels and does
+ * not separate a softirq in a task from one while idle; /proc/schedstat is not in every kernel.
  *
- * 3. Reading. User space adds the stretch since the last switch itself, if a task is running (a CPU may run one task
- *    for seconds). It may read between two of the three stores below: it reads since_ns twice and tries again.
+ * The tracepoints fire up to a million times a second, so each does little: one cache line of this CPU, and the clock
+ * only where the CPU becomes busy or idle.
  *
- * What can go wrong: at start `running` is not known until a CPU's first switch, and that stretch is lost. CPUs beyond
- * MAX_CPUS are not counted.
+ * Limits: at start a CPU counts as idle until its first switch between idle and a task. CPUs from MAX_CPUS on are not
+ * counted. A virtual CPU's stolen time counts as time of the task that it interrupts.
  */
 #include <linux/bpf.h>
 #include <bpf/bpf_core_read.h>
@@ -29,26 +28,89 @@ struct task_struct {
 
 struct cpu_busy_time cpus[MAX_CPUS] __attribute__((aligned(64)));
 
+static __always_inline struct cpu_busy_time *this_cpu(void)
+{
+	__u32 cpu = bpf_get_smp_processor_id();
+
+	return cpu < MAX_CPUS ? &cpus[cpu] : NULL;
+}
+
+static __always_inline void set_busy(struct cpu_busy_time *time, __u32 busy)
+{
+	__u64 account = time->account, now;
+
+	if ((account & 1) == busy)
+		return;
+	now = 2 * bpf_ktime_get_ns();
+	/* One store: user space reads whole words. */
+	time->account = busy ? account - now + 1 : account + now - 1;
+}
+
 /* TP_PROTO(bool preempt, struct task_struct *prev, struct task_struct *next, unsigned int prev_state) */
 SEC("tp_btf/sched_switch")
-int cpu_load(__u64 *arguments)
+int task_switch(__u64 *arguments)
 {
 	struct task_struct *next = (void *)arguments[2];
-	__u32 cpu = bpf_get_smp_processor_id();
-	struct cpu_busy_time *time;
-	__u64 now;
+	struct cpu_busy_time *time = this_cpu();
+	__u32 running;
 
-	if (cpu >= MAX_CPUS)
+	if (!time)
 		return 0;
-	time = &cpus[cpu];
-	now = bpf_ktime_get_ns();
-	if (time->running)
-		time->busy_ns += now - time->since_ns;
 	/* The idle tasks of all CPUs have pid 0. */
-	time->running = next->pid != 0;
-	barrier();
-	time->since_ns = now;
+	running = next->pid != 0;
+	if (time->running == running)
+		return 0;
+	time->running = running;
+	time->depth = 0;
+	set_busy(time, running);
 	return 0;
+}
+
+/*
+ * Interrupts nest in softirqs. `depth` changes before the account is opened and after it was read as open, so a nested
+ * interrupt, which leaves `depth` as it was, leaves the account of the outer one alone.
+ */
+static __always_inline int begin(void)
+{
+	struct cpu_busy_time *time = this_cpu();
+
+	if (time && !time->running && time->depth++ == 0)
+		set_busy(time, 1);
+	return 0;
+}
+
+static __always_inline int end(void)
+{
+	struct cpu_busy_time *time = this_cpu();
+
+	/* Depth 0: it began before this program was attached. */
+	if (time && !time->running && time->depth != 0 && --time->depth == 0)
+		set_busy(time, 0);
+	return 0;
+}
+
+SEC("tp_btf/irq_handler_entry")
+int interrupt_begins(void *ctx __attribute__((unused)))
+{
+	return begin();
+}
+
+SEC("tp_btf/irq_handler_exit")
+int interrupt_ends(void *ctx __attribute__((unused)))
+{
+	return end();
+}
+
+SEC("tp_btf/softirq_entry")
+int softirq_begins(void *ctx __attribute__((unused)))
+{
+	return begin();
+}
+
+SEC("tp_btf/softirq_exit")
+int softirq_ends(void *ctx __attribute__((unused)))
+{
+	return end();
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

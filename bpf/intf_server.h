@@ -128,16 +128,18 @@ struct steer_state {
 	__u64 counters[STEER_COUNTER_COUNT];
 };
 
-/* Busy time of one CPU, as cpu_load.bpf.c keeps it. A cache line of its own. */
+/* Busy time of one CPU, written by cpu_load.bpf.c on that CPU. A cache line of its own. */
 struct cpu_busy_time {
-	/* Time not in the idle task up to `since_ns`. */
-	__u64 busy_ns;
-	/* The last switch between two tasks (CLOCK_MONOTONIC). */
-	__u64 since_ns;
-	/* 1: a task other than idle runs since then. */
+	/*
+	 * Idle: 2 * busy time. Busy: 2 * (busy time - when it became busy) + 1. Times in ns, CLOCK_MONOTONIC; arithmetic
+	 * modulo 2^64.
+	 */
+	__u64 account;
+	/* 1: a task other than idle runs. */
 	__u32 running;
-	__u32 reserved;
-	__u64 unused[5];
+	/* While idle: interrupts and softirqs that run, one inside the other. */
+	__u32 depth;
+	__u64 unused[6];
 };
 
 #endif

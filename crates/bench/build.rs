@@ -13,7 +13,7 @@ fn main() {
     let include = format!("-I{}", headers.display());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     println!("cargo::rerun-if-changed={}", headers.display());
-    for name in ["fresh_packets", "live_frames", "empty_reuseport"] {
+    for name in ["fresh_packets", "live_frames", "empty_reuseport", "empty_tracepoint"] {
         let source = here.join(format!("bpf/{name}.bpf.c"));
         println!("cargo::rerun-if-changed={}", source.display());
         SkeletonBuilder::new()

@@ -4,6 +4,7 @@ mod agent;
 mod certificates;
 mod controller;
 mod counting;
+mod cpu_load;
 mod dispatch;
 mod idle;
 mod placement;
@@ -45,6 +46,8 @@ enum Command {
     Throughput(throughput::Args),
     /// What it costs to choose a worker for a request (needs root)
     Dispatch(dispatch::Args),
+    /// The load of a core that receives packets, and the cost of measuring it (needs root)
+    CpuLoad(cpu_load::Args),
     /// What the agent costs (needs root)
     Agent(agent::Args),
     /// Cost of idle connections for the others at a server (needs root)
@@ -80,6 +83,7 @@ fn main() -> anyhow::Result<()> {
         Command::Flood(args) => arguments.show(&flood::run(args)?),
         Command::Throughput(args) => arguments.show(&throughput::run(args)?),
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
+        Command::CpuLoad(args) => arguments.show(&cpu_load::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Idle(args) => arguments.show(&idle::run(args)?),
         Command::Counting(args) => arguments.show(&counting::run(args)?),
@@ -95,6 +99,7 @@ fn main() -> anyhow::Result<()> {
             arguments.show(&flood::run(&flood::Args::default())?)?;
             arguments.show(&throughput::run(&throughput::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
+            arguments.show(&cpu_load::run(&cpu_load::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&idle::run(&idle::Args::default())?)?;
             arguments.show(&counting::run(&counting::Args::default())?)?;

@@ -1,26 +1,24 @@
-//! `bpf/cpu_load.bpf.c`: how long each CPU has been busy.
+//! `bpf/cpu_load.bpf.c`: busy time of each CPU.
 
 use std::mem::{MaybeUninit, offset_of};
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{Link, ProgramMut};
 
+use crate::clock::monotonic_ns;
 use crate::mapped::Mapped;
 use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
 type Cpus = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
-/// Counts from when it was started until it is dropped.
+/// Counts busy time of the CPUs until it is dropped.
 #[derive(Debug)]
 pub struct CpuLoad {
     cpus: Mapped<Cpus>,
-    _link: Link,
+    _links: Vec<Link>,
 }
-
-/// A CPU that switches all the time may be caught in the middle of its stores; hardly ever twice.
-const READ_ATTEMPTS: usize = 8;
 
 impl CpuLoad {
     /// Starts to count on all CPUs.
@@ -31,27 +29,57 @@ impl CpuLoad {
         let mut storage = MaybeUninit::uninit();
         let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/cpu_load.bpf.c")?;
         let skeleton = open.load().context("the kernel refused bpf/cpu_load.bpf.c")?;
-        let link = skeleton.progs.cpu_load.attach().context("attaching to sched_switch")?;
-        Ok(Self { cpus: Mapped::new(&skeleton.maps.bss).context("mapping busy times")?, _link: link })
+        // Ends before begins: an interrupt that was seen to begin is seen to end.
+        let programs = [
+            &skeleton.progs.interrupt_ends,
+            &skeleton.progs.softirq_ends,
+            &skeleton.progs.interrupt_begins,
+            &skeleton.progs.softirq_begins,
+            &skeleton.progs.task_switch,
+        ];
+        let attach =
+            |program: &ProgramMut<'_>| program.attach().with_context(|| format!("attaching {:?}", program.name()));
+        let links = programs.into_iter().map(attach).collect::<anyhow::Result<_>>()?;
+        Ok(Self { cpus: Mapped::new(&skeleton.maps.bss).context("mapping busy times")?, _links: links })
     }
 
-    /// How long `cpu` has been busy since the start (ns), at `now_ns` (CLOCK_MONOTONIC). 0 for CPUs that are not counted.
-    pub fn busy_ns(&self, cpu: usize, now_ns: u64) -> u64 {
+    /// Returns the busy time of `cpu` since the start (ns), now. 0 for CPUs that are not counted.
+    pub fn busy_ns(&self, cpu: usize) -> u64 {
         if cpu >= intf::MAX_CPUS as usize {
             return 0;
         }
-        let at = |field| cpu * size_of::<intf::cpu_busy_time>() + field;
-        let since = || self.cpus.load(at(offset_of!(intf::cpu_busy_time, since_ns)));
-        let mut busy_ns = 0;
-        for _ in 0..READ_ATTEMPTS {
-            let since_ns = since();
-            // `running` is the low half of its word.
-            let running = self.cpus.load(at(offset_of!(intf::cpu_busy_time, running))) as u32 != 0;
-            busy_ns = self.cpus.load(at(offset_of!(intf::cpu_busy_time, busy_ns)));
-            if since() == since_ns {
-                return busy_ns + if running { now_ns.saturating_sub(since_ns) } else { 0 };
+        let offset = cpu * size_of::<intf::cpu_busy_time>() + offset_of!(intf::cpu_busy_time, account);
+        let mut account = self.cpus.load(offset);
+        loop {
+            let busy_ns = busy_ns(account, monotonic_ns());
+            // Unchanged: the CPU was busy, or idle, all the time between the two loads, in which the clock was read.
+            let again = self.cpus.load(offset);
+            if again == account {
+                return busy_ns;
             }
+            account = again;
         }
-        busy_ns
+    }
+}
+
+/// Decodes `cpu_busy_time.account` at `now_ns`.
+fn busy_ns(account: u64, now_ns: u64) -> u64 {
+    match account % 2 {
+        0 => account / 2,
+        _ => account.wrapping_sub(1).wrapping_add(2 * now_ns) / 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn account_of_idle_and_busy_cpus() {
+        // Busy for 300 ns, then idle; then busy since 1,000 ns.
+        assert_eq!(busy_ns(600, 5_000), 300);
+        let since = 600_u64.wrapping_sub(2 * 1_000).wrapping_add(1);
+        assert_eq!(busy_ns(since, 1_000), 300);
+        assert_eq!(busy_ns(since, 1_700), 1_000);
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod check;
 pub mod checked_paths;
+pub mod clock;
 pub mod cpu_load;
 pub mod device;
 pub mod dispatch;

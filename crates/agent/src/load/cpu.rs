@@ -2,7 +2,7 @@
 
 use coreward_dataplane::cpu_load::CpuLoad;
 
-use super::{LoadSource, monotonic_ns};
+use super::LoadSource;
 
 /// The CPUs of one device's receive queues.
 #[derive(Debug)]
@@ -23,8 +23,7 @@ impl CpuLoadSource {
 
 impl LoadSource for CpuLoadSource {
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
-        let now_ns = monotonic_ns();
-        busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.load.busy_ns(*cpu, now_ns)));
+        busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.load.busy_ns(*cpu)));
         Ok(())
     }
 

@@ -8,6 +8,8 @@ pub mod cpu;
 pub mod published;
 pub mod queues;
 
+use coreward_dataplane::clock::monotonic_ns;
+
 /// Where busy times come from.
 pub trait LoadSource: Send {
     /// Appends the busy time of each core since some fixed moment (ns), in the order of receive queues.
@@ -28,10 +30,4 @@ pub trait LoadSource: Send {
 /// CLOCK_MONOTONIC in ms, modulo 2^32: the server's own TSval with `tcp_timestamps=2`.
 pub fn monotonic_ms() -> u32 {
     (monotonic_ns() / 1_000_000) as u32
-}
-
-/// CLOCK_MONOTONIC in ns, the clock of BPF programs.
-pub fn monotonic_ns() -> u64 {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every Linux has this clock");
-    now.tv_sec() as u64 * 1_000_000_000 + now.tv_nsec() as u64
 }

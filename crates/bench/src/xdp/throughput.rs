@@ -2,7 +2,7 @@
 //! MAC addresses.
 
 mod generator;
-mod wire;
+pub mod wire;
 
 use std::collections::HashSet;
 use std::time::Instant;
