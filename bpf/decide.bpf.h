@@ -122,6 +122,12 @@ static __always_inline void decide_unknown(__u32 number, __u32 source, struct de
 
 /* ---- what finds the server ------------------------------------------------------------------------------------- */
 
+/* The counter of a packet that the placement rule places. */
+static __always_inline enum lb_counter placed_as(bool opens)
+{
+	return opens ? LB_COUNTER_FIRST : LB_COUNTER_PLACED;
+}
+
 /* By the placement rule, counted as `outcome`. */
 static __always_inline void decide_by_rule(struct service_state *state, const struct packet *packet,
 					   enum lb_counter outcome, struct decision *decision)
@@ -404,7 +410,8 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 numb
 
 /*
  * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known, and if the
- * flow's server is down; a TCP packet that is not a SYN does not, or forged ones would fill the table.
+ * flow's server is down; a SYN, if no entry has a server that takes new connections: anybody can forge a SYN, which
+ * must not move an open connection. Another TCP packet begins none, or forged ones would fill the table.
  */
 static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 number, struct service_state *state,
 						 const struct packet *packet, struct decision *decision)
@@ -414,12 +421,18 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
 	bool first = syn || udp, known = false;
 	struct flow_table_entry entry = {};
 
-	if (!syn && find_flow(decision->service, packet, &entry)) {
+	/* A new flow reads both cache lines of the set: the second one is loaded while the look-up waits for the first one. */
+	if (syn)
+		touch_flow_set(decision->service, packet);
+	if (find_flow(decision->service, packet, &entry)) {
 		server_word server = server_at(decision->service, entry.server_id);
 
-		known = server_has(server, SERVER_KNOWN);
+		known = server_has(server, syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN);
 		if (known && !(udp && is_down(server))) {
-			decide_by_flow(entry, decision);
+			if (syn)
+				decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
+			else
+				decide_by_flow(entry, decision);
 			return;
 		}
 	}
@@ -427,9 +440,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
 		decide_other_balancer(number, decision);
 		return;
 	}
-	if (syn)
-		touch_flow_set(decision->service, packet);
-	decide_by_rule(state, packet, first ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
+	decide_by_rule(state, packet, placed_as(first), decision);
 	if (decision->outcome == LB_COUNTER_FIRST) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
 		insert_flow(ctx, decision->service, packet, entry, 0);
@@ -504,7 +515,7 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 	if (is_handed_over(number) && packet->flags & TCP_SYN)
 		decide_other_balancer(number, decision);
 	else if (mode_is(number, CONSISTENCY_NONE))
-		decide_by_rule(state, packet, packet->flags & TCP_SYN ? LB_COUNTER_FIRST : LB_COUNTER_PLACED, decision);
+		decide_by_rule(state, packet, placed_as(packet->flags & TCP_SYN), decision);
 	else if (mode_is(number, CONSISTENCY_HASH_TABLE))
 		decide_by_hash_table(ctx, number, state, packet, decision);
 	else if (mode_is(number, CONSISTENCY_BEAMER))

@@ -93,6 +93,35 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
     }
 }
 
+/// Anybody can send a SYN in a client's name.
+#[test]
+fn forged_syn_does_not_move_an_open_connection() {
+    if !may_load_bpf("forged_syn_does_not_move_an_open_connection") {
+        return;
+    }
+    let mut rng = seeded_rng(114, 0);
+    let by_hash_table = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let mut balancer = Balancer::with(&[(service(WEB), by_hash_table)], Options::default(), &mut rng);
+    let ids = balancer.replace_servers(0, 6, &mut rng);
+    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    let clients: Vec<_> = (0..50).map(|_| client(&mut rng)).collect();
+    let sent =
+        |balancer: &Balancer, client, flags| balancer.destination(&Tcp { flags, ..Tcp::new(client, WEB) }.frame());
+    let opened: Vec<_> = clients.iter().map(|client| sent(&balancer, *client, SYN)).collect();
+    // As loads change: most new connections go elsewhere.
+    balancer.install(0, &random_table(Rule::Table, 2, 1, &ids, &mut rng));
+    let moved = |balancer: &Balancer, flags| {
+        clients.iter().zip(&opened).filter(|(client, opened)| sent(balancer, **client, flags) != **opened).count()
+    };
+    assert_eq!((moved(&balancer, SYN), moved(&balancer, ACK)), (0, 0), "of 50 SYNs sent again, and of connections");
+    // No SYN goes to a server that drains, and the table holds one entry per tuple: such a connection can be moved.
+    let draining = opened[0];
+    let id = ids.iter().copied().find(|id| balancer.macs[&(0, *id)] == draining).unwrap();
+    drain(&mut balancer, id);
+    let there = opened.iter().filter(|server| **server == draining).count();
+    assert_eq!((moved(&balancer, ACK), moved(&balancer, SYN), moved(&balancer, ACK)), (0, there, there));
+}
+
 /// The server that may still have an older connection of the same ports is asked for what the new one does not know.
 #[test]
 fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {

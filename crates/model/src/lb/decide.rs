@@ -294,9 +294,7 @@ impl LoadBalancer {
             };
         }
         match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {
-            (Consistency::None, _) => {
-                self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED })
-            }
+            (Consistency::None, _) => self.by_rule(place, packet, placed_as(first)),
             (Consistency::HashTable, _) => self.by_hash_table(place, packet),
             (Consistency::Beamer, _) => self.by_bucket(place, packet).1,
             (Consistency::Stateless | Consistency::Stateful, None) => self.without_cookie(place, packet, now_ns),
@@ -420,16 +418,14 @@ impl LoadBalancer {
         let udp = packet.protocol == Protocol::Udp;
         // A datagram begins a flow if none is known.
         let first = syn || udp;
-        let known = if syn { None } else { self.find_flow_of(place, packet) };
-        let known = known.filter(|entry| self.is_usable(place, entry.server, false));
+        let known = self.find_flow_of(place, packet).filter(|entry| self.is_usable(place, entry.server, syn));
         if let Some(entry) = known.filter(|entry| !udp || !self.service(place).is_down(entry.server)) {
-            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
+            return self.deliver_to(place, entry.server, if syn { placed_as(true) } else { intf::LB_COUNTER_FLOW });
         }
         if let Some(other) = self.service(place).other_balancer().filter(|_| !first) {
             return self.to_other_balancer(place, other);
         }
-        let decision =
-            self.by_rule(place, packet, if first { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED });
+        let decision = self.by_rule(place, packet, placed_as(first));
         match (decision.server.filter(|_| first), known) {
             (Some(server), _) => self.remembering(place, packet, FlowEntry::of(server), Kind::Needed, decision),
             (None, Some(entry)) => self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW),
@@ -463,6 +459,11 @@ impl LoadBalancer {
         let lost = reason == intf::BROADCAST_OWNER_LOST;
         Decision::forward(if lost { intf::LB_COUNTER_TO_ALL_OWNER_LOST } else { intf::LB_COUNTER_TO_ALL }, BROADCAST)
     }
+}
+
+/// Returns the counter of a packet that the placement rule places.
+fn placed_as(opens: bool) -> intf::lb_counter {
+    if opens { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED }
 }
 
 /// The client's address.
