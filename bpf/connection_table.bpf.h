@@ -134,14 +134,17 @@ static __always_inline struct connection *find_connection(__u64 hash, __u32 plac
 	return connection;
 }
 
-/* Counts a packet that is no SYN. */
-static __always_inline void update_connection(struct connection *connection, __u8 tcp_flags, __u64 bytes)
+/* Counts a packet that is no SYN. Returns whether it is the first one that ends the connection. */
+static __always_inline bool update_connection(struct connection *connection, __u8 tcp_flags, __u64 bytes)
 {
+	bool closes = tcp_flags & (TCP_FIN | TCP_RST) && !(connection->flags & CONNECTION_CLOSING);
+
 	connection->packets++;
 	connection->bytes += bytes;
 	connection->last_seen = lb_state.clock;
-	if (tcp_flags & (TCP_FIN | TCP_RST))
+	if (closes)
 		connection->flags |= CONNECTION_CLOSING;
+	return closes;
 }
 
 /* ---- first packets --------------------------------------------------------------------------------------------- */
@@ -166,12 +169,15 @@ static __always_inline void remember_connection(__u64 hash, __u32 place)
 
 /*
  * Another SYN of the same connection. Not counted: an entry that never saw anything but SYNs stays half-open, however
- * often they come.
+ * often they come. Returns whether the connection was closing.
  */
-static __always_inline void reopen_connection(struct connection *connection)
+static __always_inline bool reopen_connection(struct connection *connection)
 {
+	bool was_closing = connection->flags & CONNECTION_CLOSING;
+
 	connection->last_seen = lb_state.clock;
 	connection->flags &= ~CONNECTION_CLOSING;
+	return was_closing;
 }
 
 /* Fills an entry that nobody else knows, its identity last. `next_free` stays: user space may be following it. */

@@ -45,6 +45,12 @@ struct decision {
 	__u32 before;
 	/* What TSecr becomes: in a first packet SYN_ECHO_HOLDS_COOKIE or 0, else the server's own time; or KEEP_ECHO. */
 	__u32 echo;
+	/*
+	 * Counts by server, which policies use. Anybody can forge packets: a SYN that the bucket or an entry sends to a
+	 * server of the sender's choice does not count, nor a FIN or RST without a cookie. (A forged SYN makes an entry.)
+	 */
+	bool opens; /* the placement rule has placed a new connection */
+	bool closes; /* the packet ends a connection that its cookie names */
 };
 
 /* The outcomes of enum lb_counter stand in this order: passed, forwarded, dropped. */
@@ -134,10 +140,12 @@ static __always_inline void decide_by_rule(struct service_state *state, const st
 {
 	__u32 id = place(state, decision->service, packet);
 
-	if (id == NO_SERVER)
+	if (id == NO_SERVER) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
-	else
-		decide_server(id, outcome, decision);
+		return;
+	}
+	decide_server(id, outcome, decision);
+	decision->opens = outcome == placed_as(true);
 }
 
 /* Whether the service's server is down: by our own checks, or it is not draining, and the placement table has been made without it. */
@@ -255,11 +263,12 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, c
 		if (!decide_index(ctx, number, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
 			decide_unknown(number, packet->client_address, decision);
 		if (connection)
-			update_connection(connection, packet->flags, frame_bytes(ctx));
+			decision->closes = update_connection(connection, packet->flags, frame_bytes(ctx));
 	} else if (cookie & COOKIE_KIND_BIT || !server_is_known(decision->service, cookie)) {
 		decide_unknown(number, packet->client_address, decision);
 	} else {
 		decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);
+		decision->closes = packet->flags & (TCP_FIN | TCP_RST);
 	}
 }
 
@@ -318,8 +327,8 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 
 	connection = find_recent_connection(hash, decision->service, &place, &id);
 	if (connection && owner < MAX_OWNERS && server_has(server_at(decision->service, id), TAKES_NEW_CONNECTIONS)) {
-		reopen_connection(connection);
 		decide_server(id, LB_COUNTER_FIRST, decision);
+		decision->opens = reopen_connection(connection);
 		decision->echo = syn_echo(owner, place);
 		return;
 	}
@@ -497,6 +506,7 @@ static __always_inline void decide_corrected(struct service_state *state, const 
 		return;
 	}
 	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
+	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
 	decision->echo = corrected_echo(decision->service, decision->destination, packet);
 }
 

@@ -426,9 +426,9 @@ struct corrected_server {
  * for policies and for people.
  */
 struct server_traffic {
-	/* First packets. */
+	/* New connections that the placement rule sent to it. */
 	__u64 opened;
-	/* Packets with FIN or RST sent to it: no more than a hint (a retransmission counts again). */
+	/* Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.) */
 	__u64 closed;
 	__u64 packets;
 	__u64 bytes;

@@ -98,15 +98,14 @@
 #include "stats.bpf.h"
 
 /* Counts by server what a decision about a packet of a service did. */
-static __always_inline void count_by_server(struct xdp_md *ctx, const struct packet *packet,
-					    const struct decision *decision, __u64 bytes)
+static __always_inline void count_by_server(struct xdp_md *ctx, const struct decision *decision, __u64 bytes)
 {
 	if (decision->server_id == NO_SERVER)
 		return;
 	count_traffic(ctx, decision->server_id, bytes);
-	if (packet->flags & TCP_SYN || decision->outcome == LB_COUNTER_FIRST)
+	if (decision->opens)
 		count_opened(ctx, decision->service, decision->server_id);
-	if (packet->flags & (TCP_FIN | TCP_RST))
+	if (decision->closes)
 		count_closed(ctx, decision->server_id);
 }
 
@@ -133,7 +132,7 @@ static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, 
 		rewrite_identification(data, decision->before);
 	if (decision->echo != KEEP_ECHO)
 		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
-	count_by_server(ctx, packet, decision, data_end - data);
+	count_by_server(ctx, decision, data_end - data);
 	count_packet(ctx, decision->service, decision->outcome, data_end - data);
 	return XDP_TX;
 }

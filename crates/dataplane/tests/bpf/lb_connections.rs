@@ -73,7 +73,12 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
     let slots: Vec<_> = opened.iter().map(|opened| balancer.hash(opened.client).recent_slot()).collect();
     for (position, (opened, flags)) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()).enumerate() {
         let frame = packet(&balancer.keys, opened.client, opened.number, flags).frame();
-        balancer.expect_sent_to(0, &frame, opened.server, "connection");
+        let closed = || balancer.lb.traffic(opened.server).closed;
+        let before = closed();
+        for _ in 0..3 {
+            balancer.expect_sent_to(0, &frame, opened.server, "connection");
+        }
+        assert_eq!(closed(), before + 1, "sent again it closes nothing");
         assert!(balancer.entry(opened.client).unwrap().closing);
         if !slots[position + 1..].contains(&slots[position]) {
             assert_eq!(balancer.open(opened.client).1, Some(opened.number));

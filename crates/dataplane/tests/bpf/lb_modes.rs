@@ -272,6 +272,28 @@ fn traffic_is_counted_by_server() {
     assert_eq!(balancer.lb.traffic(server).packets, 4);
 }
 
+/// Anybody can send these, again and again to the same server.
+#[test]
+fn forged_packets_do_not_move_counts() {
+    if !may_load_bpf("forged_packets_do_not_move_counts") {
+        return;
+    }
+    let mut rng = seeded_rng(49, 0);
+    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
+    let modes = [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode);
+    for mode in modes.into_iter().chain([off]) {
+        let (balancer, ids, _) = balancer(mode, Rule::Table, &mut rng);
+        let sum = |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
+        let from = client(&mut rng);
+        // The ACK enters a hint in the flow table, the SYN of a hash-table service an entry.
+        for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
+            balancer.run(&packet(from, flags, 0));
+        }
+        let is_placed = mode.consistency == Consistency::HashTable;
+        assert_eq!((sum(|of| of.opened), sum(|of| of.closed)), (u64::from(is_placed), 0), "{mode:?}");
+    }
+}
+
 /// Services of every mode side by side: the program that knows them all treats each as the one that knows it alone.
 #[test]
 fn modes_live_side_by_side_and_change() {

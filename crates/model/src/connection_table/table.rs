@@ -149,21 +149,25 @@ impl<M: Memory> ConnectionTable<M> {
     }
 
     /// `update_connection()`: counts a packet that is not a SYN.
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: Clock) {
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: Clock) -> bool {
         self.add(index, PACKETS, 1);
         self.add(index, BYTES, bytes);
         self.set_last_seen(index, now);
-        if closing {
-            let word = Word::Entry(index, PORT_FLAGS_NEXT);
-            self.memory.store(word, self.memory.load(word) | u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        let (word, flag) = (Word::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        let closes = closing && self.memory.load(word) & flag == 0;
+        if closes {
+            self.memory.store(word, self.memory.load(word) | flag);
         }
+        closes
     }
 
-    /// `reopen_connection()`: another SYN of the same connection.
-    pub fn reopen(&self, index: ConnectionIndex, now: Clock) {
-        let word = Word::Entry(index, PORT_FLAGS_NEXT);
+    /// `reopen_connection()`: another SYN of the same connection. Returns whether the connection was closing.
+    pub fn reopen(&self, index: ConnectionIndex, now: Clock) -> bool {
+        let (word, flag) = (Word::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         self.set_last_seen(index, now);
-        self.memory.store(word, self.memory.load(word) & !(u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT));
+        let before = self.memory.load(word);
+        self.memory.store(word, before & !flag);
+        before & flag != 0
     }
 
     // ---- what user space does ----

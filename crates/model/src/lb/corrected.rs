@@ -233,7 +233,7 @@ impl LoadBalancer {
         let Some(server) = self.service(place).server(id) else {
             return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
-        let decision = self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED);
+        let decision = self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
         let known = server.mac.and_then(|mac| self.correction.servers.get(&(place, mac)));
         let clock_ms = known.map(|known| known.clock.at(self.now_ms()));
         let restored = clock_ms

@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use coreward_intf as intf;
 
 use super::flow::{Datagram, Kind};
-use super::packet::{self, Echo, Ended, FIN, Ipv4, Packet, Part, RST, SYN};
+use super::packet::{self, Echo, Ended, Ipv4, Packet, Part, RST, SYN};
 use super::stateful::Indexed;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic, Verdict};
 use crate::consistency::{Consistency, Transfer};
@@ -41,6 +41,10 @@ pub(super) struct Decision {
     /// What TSecr becomes.
     echo: Option<(Echo, u32)>,
     event: Option<intf::lb_event>,
+    /// The placement rule has placed a new connection.
+    opens: bool,
+    /// The packet ends a connection that its cookie names.
+    closes: bool,
 }
 
 impl Decision {
@@ -52,6 +56,8 @@ impl Decision {
             identification: Identification::Kept,
             echo: None,
             event: None,
+            opens: false,
+            closes: false,
         }
     }
 
@@ -62,6 +68,14 @@ impl Decision {
     /// The first packet tells the server `value` in its TSecr.
     pub fn telling(self, echo: Echo, value: u32) -> Self {
         Self { echo: Some((echo, value)), ..self }
+    }
+
+    pub fn opening(self, opens: bool) -> Self {
+        Self { opens, ..self }
+    }
+
+    pub fn closing(self, closes: bool) -> Self {
+        Self { closes, ..self }
     }
 
     pub fn with_identification(self, identification: Identification) -> Self {
@@ -108,7 +122,7 @@ impl LoadBalancer {
         }
         let mut read = None;
         let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::end);
-        let outcome = decision.outcome(read.as_ref().map(|(service, _)| *service));
+        let outcome = decision.outcome(read);
         if decision.forwards() {
             frame[..6].copy_from_slice(&decision.destination);
             frame[6..12].copy_from_slice(&self.own_mac);
@@ -118,20 +132,15 @@ impl LoadBalancer {
             if let Some((echo, value)) = &decision.echo {
                 packet::set_echo(frame, echo, *value);
             }
-            if let (Some((_, flags)), Some(server)) = (read, outcome.server) {
-                self.count_traffic(&outcome, server, flags, frame.len() as u64);
+            if let (Some(service), Some(server)) = (outcome.service, outcome.server) {
+                self.count_traffic(&decision, (service, server), frame.len() as u64);
             }
         }
         outcome
     }
 
-    /// `read`: the service and the packet's flags, as soon as they are known.
-    fn read_and_decide(
-        &mut self,
-        frame: &[u8],
-        now_ns: u64,
-        read: &mut Option<(usize, u8)>,
-    ) -> Result<Decision, Ended> {
+    /// `read`: the service, as soon as it is known.
+    fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, Ended> {
         let outer = packet::outer(frame).ok_or(NOT_OURS)?;
         if !self.looks_at(outer.protocol) || outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
             return Err(NOT_OURS);
@@ -144,7 +153,7 @@ impl LoadBalancer {
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
                 let place = self.service_at(whole.vip, ports.1, UDP)?;
-                *read = Some((place, 0));
+                *read = Some(place);
                 let packet = packet::udp(&whole, ports)?;
                 let decision = self.decide(place, &packet, &sender, now_ns);
                 self.remember_fragment(&whole, place, &decision);
@@ -153,9 +162,8 @@ impl LoadBalancer {
             (_, Part::Whole) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
                 let place = self.service_at(whole.vip, ports.1, TCP)?;
-                *read = Some((place, 0));
+                *read = Some(place);
                 let packet = packet::tcp(&whole, ports)?;
-                *read = Some((place, packet.flags));
                 Ok(self.decide(place, &packet, &sender, now_ns))
             }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
@@ -179,12 +187,12 @@ impl LoadBalancer {
         whole: &Ipv4<'_>,
         sender: Sender,
         now_ns: u64,
-        read: &mut Option<(usize, u8)>,
+        read: &mut Option<usize>,
     ) -> Result<Decision, Ended> {
         const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::quote(whole)?;
         let place = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
-        *read = Some((place, 0));
+        *read = Some(place);
         let tuple = FourTuple::ipv4(quote.client, quote.vip);
         let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
         if self.is_corrected(place) && quote.value.is_some() && self.find_flow(place, &tuple, protocol).is_none() {
@@ -220,13 +228,13 @@ impl LoadBalancer {
         Ok(Decision { event, ..decision })
     }
 
-    fn later_fragment(&self, whole: &Ipv4<'_>, read: &mut Option<(usize, u8)>) -> Result<Decision, Ended> {
+    fn later_fragment(&self, whole: &Ipv4<'_>, read: &mut Option<usize>) -> Result<Decision, Ended> {
         let known = self
             .fragments
             .get(&Datagram::of(whole))
             .filter(|(place, id)| self.services[*place].as_ref().is_some_and(|service| service.server(*id).is_some()));
         let (place, id) = *known.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
-        *read = Some((place, 0));
+        *read = Some(place);
         Ok(self.deliver_to(place, id, intf::LB_COUNTER_FRAGMENT))
     }
 
@@ -236,14 +244,12 @@ impl LoadBalancer {
         }
     }
 
-    fn count_traffic(&mut self, outcome: &Outcome, server: ServerId, flags: u8, bytes: u64) {
-        let Some(service) = outcome.service else { return };
+    fn count_traffic(&mut self, decision: &Decision, (service, server): (usize, ServerId), bytes: u64) {
         let counted = self.constants.count_traffic;
-        let opened = u64::from(flags & SYN != 0 || outcome.counter == intf::LB_COUNTER_FIRST);
-        *self.opened.entry(service).or_default() += opened;
+        *self.opened.entry(service).or_default() += u64::from(decision.opens);
         let traffic: &mut ServerTraffic = self.traffic.entry(server).or_default();
-        traffic.opened += opened;
-        traffic.closed += u64::from(flags & (FIN | RST) != 0);
+        traffic.opened += u64::from(decision.opens);
+        traffic.closed += u64::from(decision.closes);
         if counted {
             traffic.packets += 1;
             traffic.bytes += bytes;
@@ -318,7 +324,7 @@ impl LoadBalancer {
         let service = self.services[place].as_mut().expect("in the directory");
         let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent);
         match service.place(place, recent, &packet.tuple()) {
-            Some(id) => self.deliver_to(place, id, counter),
+            Some(id) => self.deliver_to(place, id, counter).opening(counter == placed_as(true)),
             None => Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
@@ -327,15 +333,13 @@ impl LoadBalancer {
         let tuple = packet.tuple();
         match cookie::recognise(&self.keys, &tuple, echo) {
             Cookie::Server(id) if self.service(place).server(id).is_some() => {
-                self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED)
+                self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
             }
             Cookie::TableIndex(number) if self.service(place).is_stateful() => {
                 match self.by_index(place, &tuple, number, intf::LB_COUNTER_CONNECTION, sender.mac, now_ns) {
-                    Indexed::Decided(decision, entry) => {
-                        if let Some(index) = entry {
-                            self.stateful.update(index, sender.bytes, packet.flags & (FIN | RST) != 0);
-                        }
-                        decision
+                    Indexed::Decided(decision, None) => decision,
+                    Indexed::Decided(decision, Some(index)) => {
+                        decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
                     }
                     Indexed::UnknownConnection => {
                         self.unknown((place, packet.client.0), now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)

@@ -95,9 +95,9 @@ pub struct Server {
 /// What a load balancer sent to one server since its maps were made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
-    /// First packets.
+    /// New connections that the placement rule sent to it.
     pub opened: u64,
-    /// Packets with FIN or RST: no more than a hint (a retransmission counts again).
+    /// Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.)
     pub closed: u64,
     /// All packets, while they are counted: where a policy asks for them.
     pub packets: u64,

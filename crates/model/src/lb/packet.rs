@@ -163,6 +163,10 @@ impl Packet {
     pub fn tuple(&self) -> FourTuple {
         FourTuple::ipv4(self.client, self.vip)
     }
+
+    pub fn is_closing(&self) -> bool {
+        self.flags & (FIN | RST) != 0
+    }
 }
 
 /// TCP between `ports` in `packet`, which a client sent.

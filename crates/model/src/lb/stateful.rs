@@ -108,8 +108,8 @@ impl Stateful {
         }
     }
 
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool) {
-        self.table.update(index, bytes, closing, self.clock);
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool) -> bool {
+        self.table.update(index, bytes, closing, self.clock)
     }
 }
 
@@ -163,8 +163,9 @@ impl LoadBalancer {
         if let (Some((index, id)), Some(owner)) = (before, owner)
             && self.service(place).takes_new_connections(id)
         {
-            self.stateful.table.reopen(index, self.stateful.clock);
-            return self.deliver_to(place, id, intf::LB_COUNTER_FIRST).telling(echo, syn_echo(owner, index.place()));
+            let opens = self.stateful.table.reopen(index, self.stateful.clock);
+            let decision = self.deliver_to(place, id, intf::LB_COUNTER_FIRST).opening(opens);
+            return decision.telling(echo, syn_echo(owner, index.place()));
         }
         let decision = self.by_rule(place, packet, intf::LB_COUNTER_FIRST);
         let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
