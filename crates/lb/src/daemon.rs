@@ -18,7 +18,7 @@ use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
-use coreward_wire::{FleetChange, FleetConfiguration, STATE_INTERVAL, SocketAnswer, table, v1};
+use coreward_wire::{FleetChange, FleetConfiguration, STATE_INTERVAL, SocketAnswer, SocketQuery, table, v1};
 use prost::Message as _;
 use prost::bytes::Bytes;
 use tokio::sync::mpsc;
@@ -116,7 +116,8 @@ async fn serve(
         None => None,
     };
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
-    let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer };
+    let sweeper = Sweeper::new(&config.connection_timers);
+    let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer, sweeper };
     let work = follow_for_ever(&config, &mut connection, &mut forwarder, &mut around);
     let outcome = coreward_daemon::until_told(work).await;
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
@@ -149,9 +150,18 @@ struct Around {
     beat: Interval,
     scrapes: Scrapes,
     announcer: Option<Announcer>,
+    sweeper: Sweeper,
 }
 
 impl Around {
+    /// Does what is due ten times a second. Returns questions for agents, at most `limit`.
+    fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
+        forwarder.beat();
+        let due = forwarder.sweep()?;
+        forwarder.free(&self.sweeper.queue(&due, since_start()))?;
+        Ok(self.sweeper.ask(since_start(), limit))
+    }
+
     /// Looks after the forwarder, and announces what it can do.
     async fn look_after(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.look_after()?;
@@ -181,7 +191,8 @@ impl Around {
             tokio::select! {
                 outcome = &mut other => return Ok(outcome),
                 change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
-                _ = self.beat.tick() => forwarder.beat(),
+                // No controller forwards the questions: they time out, and agents count as away.
+                _ = self.beat.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 // Who asked may have gone.
                 scrape = self.scrapes.next() => drop(scrape.send(metrics(forwarder, connection))),
             }
@@ -222,7 +233,6 @@ async fn follow(
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut traffic = every(forwarder.report_interval());
-    let mut sweeper = Sweeper::new(&config.connection_timers);
     let mut told = (0, 0);
     let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
@@ -235,7 +245,7 @@ async fn follow(
                 if let Some(Update::Leader(state)) = &update.update {
                     connection.leader_state(state);
                 }
-                let in_force = apply(forwarder, &mut sweeper, update);
+                let in_force = apply(forwarder, &mut around.sweeper, update);
                 anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
                     // Only measured by: one that is lost does not matter.
@@ -272,11 +282,8 @@ async fn follow(
                 false
             }
             _ = around.beat.tick() => {
-                forwarder.beat();
-                let due = forwarder.sweep()?;
-                forwarder.free(&sweeper.queue(&due, since_start()))?;
                 // Half of the queue is for what is not asked.
-                for query in sweeper.ask(since_start(), messages.capacity() / 2) {
+                for query in around.tick(forwarder, messages.capacity() / 2)? {
                     let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
                 }
                 if let Some(news) = forwarder.health_news() {

@@ -216,7 +216,9 @@ impl Forwarder {
     /// # Errors
     /// When the kernel offers no grace period.
     pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
-        if !self.services.values().any(|(service, _)| service.mode.consistency == Consistency::Stateful) {
+        // Before the first configuration the table may have entries of a daemon before this one.
+        let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
+        if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
             return Ok(Vec::new());
         }
         let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_BEATS).min(SWEPT_AT_ONCE);

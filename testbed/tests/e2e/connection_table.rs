@@ -1,19 +1,20 @@
 //! Which connections leave a load balancer's connection table: those that are gone, and never one that is only silent.
 
 use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 
 use coreward_model::consistency::Consistency;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::{PACKET_BYTES, Request, content};
 use coreward_testbed::topology::SERVICE;
-use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
+use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use crate::support::{Site, eventually, pause};
 
-fn site() -> Site {
-    let options = TestbedOptions { instance: "silent".to_owned(), servers: 2, ..TestbedOptions::default() };
+fn site(instance: &str) -> Site {
+    let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..TestbedOptions::default() };
     let fleet = FleetOptions {
         consistency: Consistency::Stateful,
         policy: "rr".to_owned(),
@@ -43,7 +44,7 @@ fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
     if skip_without_privilege("a_silent_connection_stays_and_those_that_are_gone_are_freed") {
         return;
     }
-    let site = site();
+    let site = site("silent");
     let mut silent = connect(&site);
     let closed: Vec<TcpStream> = (0..5).map(|_| connect(&site)).collect();
     eventually(*TIMEOUT, "six connections", || connections(&site) == 6);
@@ -63,4 +64,34 @@ fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
     eventually(*TIMEOUT, "its packets go by the table", || site.counter("lb1", "connection") > by_table);
     drop(silent);
     eventually(*TIMEOUT, "nothing is left", || connections(&site) == 0);
+}
+
+/// A client that gets no answers: no machine has a route to it.
+const UNREACHABLE: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 0);
+
+/// Sends a SYN only.
+fn half_open(client: &Namespace) {
+    let sent = client.within(|| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        // The address is of no device.
+        socket.set_ip_transparent_v4(true)?;
+        socket.set_nonblocking(true)?;
+        socket.bind(&UNREACHABLE.into())?;
+        Ok(socket.connect(&SERVICE.into()))
+    });
+    assert_eq!(sent.unwrap().unwrap_err().raw_os_error(), Some(libc::EINPROGRESS));
+}
+
+#[test]
+fn half_open_entries_are_freed_without_a_controller() {
+    if skip_without_privilege("half_open_entries_are_freed_without_a_controller") {
+        return;
+    }
+    let mut site = site("halves");
+    let _open = connect(&site);
+    eventually(*TIMEOUT, "a connection", || connections(&site) == 1);
+    site.fleet.kill("controller").unwrap();
+    (0..20).for_each(|_| half_open(site.testbed.client()));
+    eventually(*TIMEOUT, "twenty half-open ones", || connections(&site) == 21);
+    eventually(*TIMEOUT, "they are freed, and no other", || connections(&site) == 1);
 }
