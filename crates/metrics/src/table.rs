@@ -273,7 +273,7 @@ pub const METRICS: &[Metric] = &[
         &[Controller],
         "Smoothed load of a core, of its capacity",
     ),
-    metric("coreward_server_open_connections", Gauge, &["server"], &[Controller], "Open TCP connections"),
+    metric("coreward_server_open_connections", Gauge, &["server"], &[Controller], "TCP connections of its services"),
     metric(
         "coreward_server_service_connections",
         Gauge,
@@ -424,7 +424,7 @@ pub const METRICS: &[Metric] = &[
         &[Agent],
         "Busy time of a core, by receive queue",
     ),
-    metric("coreward_agent_open_connections", Gauge, &[], &[Agent], "Open TCP connections"),
+    metric("coreward_agent_open_connections", Gauge, &[], &[Agent], "TCP connections of its services"),
     metric(
         "coreward_dispatch_outstanding_requests",
         Gauge,

@@ -7,7 +7,7 @@ use coreward_metrics::parts;
 use coreward_metrics::table::Part;
 
 use super::{Agent, named};
-use crate::{connections, dispatch};
+use crate::dispatch;
 
 impl Agent {
     /// Everything, as it is now; the cores' busy time as of the newest report.
@@ -16,7 +16,8 @@ impl Agent {
         let server = self.config.server.as_str();
         page.add("coreward_configuration_generation", &[], self.confirmed() as f64);
         page.add("coreward_agent_reports_total", &[], self.sequence as f64);
-        page.add("coreward_agent_open_connections", &[], connections::open().into());
+        let open: u32 = self.counting.newest().iter().flat_map(|counted| counted.services.values()).sum();
+        page.add("coreward_agent_open_connections", &[], open.into());
         page.add("coreward_server_warnings", &[server], self.warnings.len() as f64);
         for (core, busy_ns) in self.readings.iter().enumerate() {
             page.add("coreward_agent_core_busy_seconds_total", &[&core.to_string()], *busy_ns as f64 / 1e9);

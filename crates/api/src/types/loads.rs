@@ -29,7 +29,7 @@ pub struct ServerLoads {
     pub name: String,
     /// Load of each core in fractions of its capacity, to three decimals; empty: not known.
     pub cores: Vec<f64>,
-    /// Open TCP connections.
+    /// TCP connections of its services, as its agent last counted them.
     pub open_connections: u32,
     /// Connections of its services, as its agent last counted them (for up to 5 s, and while it drains 1 s); null: not known.
     #[serde(default)]

@@ -189,7 +189,7 @@ pub struct Server {
     pub core_load: Vec<f64>,
     /// Of its newest report.
     pub report_age_ms: u32,
-    /// Open TCP connections.
+    /// TCP connections of its services, as its agent last counted them.
     pub open_connections: u32,
     /// What its NIC says; null: not known.
     pub rss: Option<ServerRss>,

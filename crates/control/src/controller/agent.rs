@@ -153,6 +153,14 @@ impl Agent {
         self.newest.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
+    /// The services' connections as last counted. An agent that does not count them (an older version) reports the
+    /// kernel's number of sockets, listening ones included.
+    pub fn open_connections(&self) -> u32 {
+        let Some(newest) = &self.newest else { return 0 };
+        let counted = newest.details.connections.as_ref().map(Counted::sum);
+        counted.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
+    }
+
     /// Its NIC's key and table.
     pub fn rss(&self) -> Option<&Rss> {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())

@@ -63,7 +63,7 @@ impl World {
         // Some are reported at one moment here, but its clock goes on.
         let readings = CoreReadings { sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
         let details = Some(ReportDetails { connections, ..ReportDetails::default() });
-        let report = Report { details, readings, ..plain_report(self.sequence, now, &[0]) };
+        let report = Report { details, readings, open_connections: 11, ..plain_report(self.sequence, now, &[0]) };
         self.controller.report(session, Ok(report), now).unwrap();
     }
 
@@ -74,6 +74,13 @@ impl World {
 
     fn status(&self, now: Now) -> DrainStatus {
         self.controller.drain_status("s1", now).unwrap()
+    }
+
+    /// Open connections of s1, as `status` and `top` show them.
+    fn open(&self, now: Now) -> [u32; 2] {
+        let (id, server) = self.controller.servers_after(None).find(|(_, server)| server.name == "s1").unwrap();
+        let status = self.controller.server_status(id, server, false, now);
+        [status.open_connections, self.controller.server_loads(id, server, now).open_connections]
     }
 
     fn waits_for(&self, now: Now) -> Vec<String> {
@@ -114,6 +121,7 @@ fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
     world.report(&session, Some((0, generation, 3)), at(14));
     let status = world.status(at(14));
     assert_eq!((status.remaining, status.not_counted), (Some(103), vec!["dns".to_owned()]));
+    assert_eq!(world.open(at(14)), [103, 103], "connections of services, and no other sockets");
 }
 
 #[test]

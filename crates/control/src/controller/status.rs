@@ -75,7 +75,7 @@ impl Controller {
         ServerLoads {
             name: server.name.clone(),
             cores: loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
-            open_connections: newest.map_or(0, |newest| newest.open_connections),
+            open_connections: agent.open_connections(),
             service_connections: agent.connections(now).map(Counted::sum),
             new_connections: newest.map_or(0, |newest| newest.rss_matched.saturating_add(newest.rss_mismatched)),
         }
@@ -272,7 +272,7 @@ impl Controller {
             reports: reports(agent, now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
-            open_connections: newest.map_or(0, |newest| newest.open_connections),
+            open_connections: agent.open_connections(),
             rss,
             rss_matched: newest.map_or(0, |newest| newest.rss_matched),
             rss_mismatched: newest.map_or(0, |newest| newest.rss_mismatched),
