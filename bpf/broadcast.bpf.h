@@ -5,8 +5,11 @@
  *
  * Rates bound it three times, so that it is no amplifier and no sender starves another (struct broadcast_buckets): per source
  * address (sources share a bucket by a keyed hash), per service, and for the whole load balancer. Each enum broadcast_reason has
- * rates of its own: a flood of forged cookies leaves resets and ICMP errors alone. The source comes first: what one source sends
- * above its rate takes no token of the service.
+ * rates of its own: a flood of forged cookies leaves resets and ICMP errors alone.
+ *
+ * A source above its rate may use half of the burst of the service and of the load balancer: what the others leave. The
+ * other half is for sources within their rates. A limit that held always would be a weapon: packets with a router's
+ * forged address would silence that router.
  */
 #ifndef COREWARD_BROADCAST_BPF_H
 #define COREWARD_BROADCAST_BPF_H
@@ -38,14 +41,15 @@ _Static_assert((BROADCAST_REASON_COUNT & (BROADCAST_REASON_COUNT - 1)) == 0, "a 
 
 /*
  * The generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all tokens taken are paid
- * for. Two CPUs at the same moment: the one that loses the exchange is over the rate.
+ * for. Two CPUs at the same moment: the one that loses the exchange is over the rate. `halvings`: of the burst.
  */
-static __always_inline bool take_token(__u64 *paid_until_word, const volatile struct token_bucket *bucket, __u64 now)
+static __always_inline bool take_token(__u64 *paid_until_word, const volatile struct token_bucket *bucket, __u64 now,
+				       __u32 halvings)
 {
 	__u64 paid_until = *(volatile __u64 *)paid_until_word;
 	__u64 start = paid_until > now ? paid_until : now;
 
-	if (start - now > bucket->burst_ns)
+	if (start - now > bucket->burst_ns >> halvings)
 		return false;
 	return __sync_val_compare_and_swap(paid_until_word, paid_until, start + bucket->interval_ns) == paid_until;
 }
@@ -55,15 +59,16 @@ __noinline int may_broadcast(__u32 service, __u32 source, __u32 reason)
 {
 	__u64 hash = connection_hash(service, source, reason);
 	__u64 now = bpf_ktime_get_ns();
+	__u32 halvings;
 
 	/* Kernel 6.1's verifier must see the masks on the very registers that become indexes. */
 	barrier_var(reason);
 	reason &= BROADCAST_REASON_COUNT - 1;
 	barrier_var(service);
 	service &= MAX_SERVICES - 1;
-	return take_token(&broadcast.by_source[hash & (BROADCAST_SHARDS - 1)], &broadcast_by_source[reason], now) &&
-	       take_token(&broadcast.by_service[service][reason], &broadcast_by_service[reason], now) &&
-	       take_token(&broadcast.of_all[reason], &broadcast_of_all[reason], now);
+	halvings = !take_token(&broadcast.by_source[hash & (BROADCAST_SHARDS - 1)], &broadcast_by_source[reason], now, 0);
+	return take_token(&broadcast.by_service[service][reason], &broadcast_by_service[reason], now, halvings) &&
+	       take_token(&broadcast.of_all[reason], &broadcast_of_all[reason], now, halvings);
 }
 
 #endif

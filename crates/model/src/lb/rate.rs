@@ -101,9 +101,11 @@ impl Broadcast {
         let sender = SocketAddrV4::new(source, (reason as u16).swap_bytes());
         let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.by_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
-        self.by_source[shard].take(rates.by_source, now_ns)
-            && self.by_service[service][reason].take(rates.by_service, now_ns)
-            && self.of_all[reason].take(rates.of_all, now_ns)
+        let is_within = self.by_source[shard].take(rates.by_source, now_ns);
+        // A source above its rate leaves half of the burst to the others.
+        let shared = |rate: Rate| Rate { burst_ns: rate.burst_ns >> u32::from(!is_within), ..rate };
+        self.by_service[service][reason].take(shared(rates.by_service), now_ns)
+            && self.of_all[reason].take(shared(rates.of_all), now_ns)
     }
 
     pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
