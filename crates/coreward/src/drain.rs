@@ -164,7 +164,7 @@ fn shown(status: &DrainStatus, format: Format) -> anyhow::Result<String> {
     }
 }
 
-/// "s1 is drained by command: 12 connections remain (api 2, web 10)".
+/// "s1 is draining by command: 12 connections remain (api 2, web 10)".
 fn words(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drained) = &status.drained else {
@@ -191,7 +191,8 @@ fn words(status: &DrainStatus) -> String {
         [] => String::new(),
         services => format!("; flows of UDP are not counted ({})", services.join(", ")),
     };
-    format!("{server} is drained{}: {remains}{by_service}{not_counted}", place(drained))
+    let state = if status.remaining == Some(0) { "drained" } else { "draining" };
+    format!("{server} is {state}{}: {remains}{by_service}{not_counted}", place(drained))
 }
 
 fn place(drained: &Drained) -> String {
@@ -229,16 +230,16 @@ mod tests {
 
     #[test]
     fn what_remains_is_said_in_words() {
-        assert_eq!(words(&status(Some(12))), "s1 is drained: 12 connections remain (api 2, web 10)");
+        assert_eq!(words(&status(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
         assert_eq!(words(&status(Some(0))), "s1 is drained: no connection remains");
         let in_web = Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
         let some = DrainStatus { drained: in_web, remaining: Some(1), ..status(Some(1)) };
-        assert_eq!(words(&some), "s1 is drained in web: 1 connection remains");
+        assert_eq!(words(&some), "s1 is draining in web: 1 connection remains");
         let of_udp = DrainStatus { not_counted: vec!["dns".into()], ..status(Some(0)) };
         assert_eq!(words(&of_udp), "s1 is drained: no connection remains; flows of UDP are not counted (dns)");
         assert_eq!(
             words(&status(None)),
-            "s1 is drained: what remains is not known (waiting for a count that begins now)"
+            "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
         let active =
             DrainStatus { drained: None, state: ServerState::Active, state_reason: String::new(), ..status(None) };

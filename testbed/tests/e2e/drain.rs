@@ -112,7 +112,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     let (mut leaving, mut staying) = of_server(open_at_each(&site.testbed, &[1, 2], 2), 1);
     let remain = leaving.len();
     let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
-    waiting.says(&format!("s1 is drained: {remain} connections remain\n"));
+    waiting.says(&format!("s1 is draining: {remain} connections remain\n"));
     assert!(site.all_go_to(2));
 
     site.fleet.kill("controller").unwrap();
@@ -120,7 +120,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     still_answered(&mut leaving);
     leaving.truncate(1);
     site.fleet.restart(&site.testbed, "controller").unwrap();
-    waiting.says("s1 is drained: 1 connection remains\n");
+    waiting.says("s1 is draining: 1 connection remains\n");
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     assert_eq!(site.state("s1"), "draining");
     assert!(site.all_go_to(2));

@@ -273,12 +273,12 @@ fn drain(site: &Site) {
     command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
     let mut waiting = site.testbed.spawn(site.testbed.controller(), command).unwrap();
     let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&said).unwrap().contains(words));
-    says("s2 is drained: 3 connections remain\n");
+    says("s2 is draining: 3 connections remain\n");
     let elsewhere = open(&site.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
     still_answered(&mut leaving);
     leaving.truncate(1);
-    says("s2 is drained: 1 connection remains\n");
+    says("s2 is draining: 1 connection remains\n");
     leaving.clear();
     let ended = waiting.wait(*TIMEOUT).unwrap();
     let said = fs::read_to_string(&said).unwrap();

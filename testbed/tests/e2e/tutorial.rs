@@ -35,6 +35,8 @@ fn the_tutorials_commands_work_as_they_are_written() {
         ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
     }
     ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
+    // Debian's default.
+    testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
 
     let hosts = [
         ("client", testbed.client()),

@@ -67,6 +67,9 @@ pub struct FleetChange {
     pub new: Option<String>,
     /// All of that in one line.
     pub message: String,
+    /// Why established connections break by it; null: they go on.
+    #[serde(default)]
+    pub breaks: Option<String>,
 }
 
 /// A document that is to be looked at.

@@ -119,8 +119,15 @@ impl Api {
 
 fn change_document(change: &config::Change) -> FleetChange {
     let message = change.to_string();
-    let whole =
-        |what: &String| FleetChange { what: what.clone(), key: None, old: None, new: None, message: String::new() };
+    let breaks = change.breaks().map(str::to_owned);
+    let whole = |what: &String| FleetChange {
+        what: what.clone(),
+        key: None,
+        old: None,
+        new: None,
+        message: String::new(),
+        breaks: breaks.clone(),
+    };
     let document = match change {
         config::Change::Added { what, .. } | config::Change::Removed { what } => whole(what),
         config::Change::Changed { what, key, old, new } => {

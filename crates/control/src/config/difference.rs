@@ -34,6 +34,28 @@ pub enum Change {
     },
 }
 
+impl Change {
+    /// Why established connections break by it; `None`: they go on.
+    pub fn breaks(&self) -> Option<&'static str> {
+        let (what, key) = match self {
+            Self::Removed { what } if what.starts_with("service ") => {
+                return Some("its connections break: load balancers forward nothing to its address any more");
+            }
+            Self::Added { .. } | Self::Removed { .. } => return None,
+            Self::Changed { what, key, .. } => (what, key.as_str()),
+        };
+        match (what.split(' ').next()?, key) {
+            ("service", "vip" | "protocol") => Some("connections to the old address break"),
+            ("service", "consistency" | "timestamps") => {
+                Some("established connections are found by the new way or break: expected few of them")
+            }
+            ("server", "address") => Some("its connections break: they go to the new address"),
+            ("server", "id") => Some("its stamped connections break: they name the old id"),
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -126,5 +148,24 @@ mod tests {
             ]
         );
         assert_eq!(difference(&old, &old), []);
+    }
+
+    #[test]
+    fn changes_that_break_connections_are_named() {
+        let document = |server: &str, services: &str| {
+            Source::from_text("fleet", &format!("[[server]]\nname = \"s1\"\n{server}\n{services}"))
+        };
+        let web = |keys: &str| format!("[[service]]\nname = \"web\"\n{keys}\n");
+        let old = document("address = \"10.0.0.1\"\nid = 1", &web("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
+        let breaking = |server: &str, services: &str| {
+            let changes = difference(&old, &document(server, services));
+            changes.iter().filter(|change| change.breaks().is_some()).map(Change::to_string).collect::<Vec<_>>()
+        };
+        let (same, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
+        assert_eq!(breaking(same, ""), ["- service web"]);
+        assert_eq!(breaking(same, &web("vip = \"10.1.0.2:80\"")).len(), 1);
+        assert_eq!(breaking(same, &web(&format!("{vip}consistency = \"stateful\""))).len(), 1);
+        assert_eq!(breaking("address = \"10.0.0.2\"\nid = 2", &web(vip)).len(), 2);
+        assert_eq!(breaking("address = \"10.0.0.1\"\nid = 1\nweight = 2", &web(vip)), [""; 0]);
     }
 }

@@ -74,6 +74,9 @@ impl Wanted {
         let mut text = format!("against generation {generation}:\n");
         for change in &self.looked.changes {
             let _ = writeln!(text, "  {}", change.message);
+            if let Some(breaks) = &change.breaks {
+                let _ = writeln!(text, "    ! {breaks}");
+            }
         }
         if self.looked.changes.is_empty() {
             text += "  no value changes, only how the document is written\n";
