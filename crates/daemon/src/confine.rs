@@ -24,16 +24,16 @@ impl Daemon {
     /// The capabilities that it keeps for as long as it lives. Programs are loaded and attached anew whenever services
     /// change, so that those for BPF cannot go after the start.
     pub fn keeps(self) -> &'static [Capability] {
-        use Capability::{CAP_BPF, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE};
+        use Capability::{CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE};
         match self {
             // They decide, add up and listen.
             Self::Controller | Self::Rack => &[],
             // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
             Self::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
             // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are handed
-            // on to. SYS_PTRACE: other processes' listening sockets.
-            Self::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE],
-            Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE],
+            // on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users (/proc/PID/fd).
+            Self::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
+            Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
         }
     }
 

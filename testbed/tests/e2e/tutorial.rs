@@ -64,6 +64,7 @@ fn the_tutorials_commands_work_as_they_are_written() {
             let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line));
             let printed = machine.run(block, &log).unwrap_or_else(|error| panic!("{error:#}"));
             println!("== line {}, {name}\n{printed}", block.line);
+            assert!(!printed.contains("not every listening socket"), "the agent finds nginx's workers");
         }
     }
 }
