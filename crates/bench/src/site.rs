@@ -77,10 +77,11 @@ impl Balancer {
     pub fn start(controller: &Controller, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
         let config = scratch.0.join("lb.toml");
         let text = format!(
-            "name = \"lb1\"\ncontroller = \"{}\"\ninterface = \"eth0\"\npin_directory = {:?}\nxdp_mode = \
-             \"generic\"\n{}",
+            "name = \"lb1\"\ncontroller = \"{}\"\ninterface = \"eth0\"\npin_directory = {:?}\n\
+             state_directory = {:?}\nxdp_mode = \"generic\"\n{}",
             controller.address,
             pins.0.join("lb1"),
+            scratch.0,
             controller.tls_table(Role::Lb, "lb1")?,
         );
         std::fs::write(&config, text)?;

@@ -324,7 +324,7 @@ impl LoadBalancer {
     }
 
     /// Whether a program of another version is still at work, and this one waits for [`switch_over`](Self::switch_over).
-    pub fn is_beside(&self) -> bool {
+    pub fn is_upgrade_pending(&self) -> bool {
         self.beside.is_some()
     }
 

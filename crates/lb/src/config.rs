@@ -22,6 +22,8 @@ pub struct Config {
     pub interface: String,
     /// A directory in a BPF file system: the data plane lives there and outlives the daemon.
     pub pin_directory: PathBuf,
+    /// Directory of the last configuration, for a start without controller.
+    pub state_directory: PathBuf,
     /// Where in the kernel the program runs.
     pub xdp_mode: XdpMode,
     /// Where other load balancers reach this one; without it the interface's first IPv4 address.
@@ -71,6 +73,8 @@ table! {
         interface: Interface,
         /// A directory in a BPF file system, made when missing; one per load balancer.
         pin_directory: AbsolutePath,
+        /// A directory on disk for the last configuration: a start without controller goes on by it.
+        state_directory: AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
         /// Where in the kernel the program runs: "native" in the driver, "generic" after it, "auto" the first that goes.
         xdp_mode: XdpMode = XdpMode::Auto,
         /// Where other load balancers reach this one; without it the interface's first IPv4 address.
@@ -138,6 +142,7 @@ impl Config {
             controllers: file.controllers,
             interface: file.interface.0,
             pin_directory: file.pin_directory.0,
+            state_directory: file.state_directory.0,
             xdp_mode: file.xdp_mode,
             address: file.address,
             flow_table: file.flow_table.0 as u32,
@@ -246,7 +251,8 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             (
                 "interfaces = \"eth1\"",
                 "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `pin_directory`, \
-                 `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `tls`, `connection_timers`, `announce` (nearest: `interface`)",
+                 `state_directory`, `xdp_mode`, `address`, `flow_table`, `connection_table`, `metrics`, `tls`, \
+                 `connection_timers`, `announce` (nearest: `interface`)",
             ),
             ("flow_table = 0", "5:14: key `flow_table`: 0: expected a whole number from 1 to 16777216"),
             (

@@ -29,6 +29,7 @@ use crate::announce::{Able, Announcer};
 use crate::config::{Announce, Config, OnStop, XdpMode};
 use crate::forwarder::Forwarder;
 use crate::health::Health;
+use crate::last_configuration::LastConfiguration;
 use crate::sweeper::Sweeper;
 
 /// How often packets are told the time, and a part of the connection table is looked through.
@@ -50,7 +51,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let _claim = Claim::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
-    let verb = match (balancer.taken_over(), balancer.is_beside()) {
+    let verb = match (balancer.taken_over(), balancer.is_upgrade_pending()) {
         (true, _) => "taken over",
         (_, true) => "to take another version's place",
         _ => "attached",
@@ -72,7 +73,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _claim = Claim::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
-    if !balancer.taken_over() && !balancer.is_beside() {
+    if !balancer.taken_over() && !balancer.is_upgrade_pending() {
         tracing::info!("nothing was pinned in {}", config.pin_directory.display());
     } else {
         balancer.attach(&config.interface, config.xdp_mode.into())?;
@@ -117,9 +118,15 @@ async fn serve(
     };
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
-    let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer, sweeper };
+    let mut last = LastConfiguration::new(&config.state_directory, &config.name);
+    // Another version's program goes on by its own tables until a controller sends this one its own.
+    if !forwarder.is_upgrade_pending() {
+        last.restore(&mut forwarder);
+    }
+    let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer, sweeper, last };
     let work = follow_for_ever(&config, &mut connection, &mut forwarder, &mut around);
     let outcome = coreward_daemon::until_told(work).await;
+    around.last.save(&mut forwarder);
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
         && let Some(mut announcer) = around.announcer.take()
     {
@@ -151,6 +158,7 @@ struct Around {
     scrapes: Scrapes,
     announcer: Option<Announcer>,
     sweeper: Sweeper,
+    last: LastConfiguration,
 }
 
 impl Around {
@@ -165,6 +173,7 @@ impl Around {
     /// Looks after the forwarder, and announces what it can do.
     async fn look_after(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.look_after()?;
+        self.last.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Nothing is known yet: what a process before this one announced stays.
         let Some(mut able) = forwarder.able() else { return Ok(()) };
@@ -299,6 +308,7 @@ async fn follow(
             // A controller that does not read misses a state; the next one has it all.
             let mut state = forwarder.state();
             state.warnings.extend(connection.warnings());
+            state.warnings.extend(around.last.problem().map(str::to_owned));
             let _ = messages.try_send(message(Message::State(state)));
         }
     }

@@ -15,6 +15,7 @@ use coreward_dataplane::neighbour::{Change, Resolver};
 use coreward_metrics::latency::Latencies;
 use coreward_model::connection_table::{Connection, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::cookie::FleetKeys;
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
@@ -60,6 +61,10 @@ pub struct Forwarder {
     number: Option<u64>,
     /// Generation of the configuration in force, whichever controller sent it; 0: none came.
     in_force: u64,
+    /// The cookie keys in force; `None`: no configuration came.
+    keys: Option<FleetKeys>,
+    /// The configuration in force is not saved yet.
+    is_unsaved: bool,
     /// A change came of another configuration than the one in force.
     lacks_configuration: bool,
     /// The device's name.
@@ -110,6 +115,8 @@ impl Forwarder {
             confirmed: 0,
             number: None,
             in_force: 0,
+            keys: None,
+            is_unsaved: false,
             lacks_configuration: false,
             interface,
             problems: BTreeSet::new(),
@@ -142,6 +149,11 @@ impl Forwarder {
     /// Generation of the configuration in force, whichever controller sent it; 0: none came.
     pub fn in_force(&self) -> u64 {
         self.in_force
+    }
+
+    /// Whether another version's program forwards until this one's tables are there.
+    pub fn is_upgrade_pending(&self) -> bool {
+        self.balancer.is_upgrade_pending()
     }
 
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
@@ -297,7 +309,7 @@ impl Forwarder {
     /// Takes the place of another version's program once this one can do as well: all tables are there, and all servers are
     /// found, or do not answer.
     fn switch_when_ready(&mut self) -> anyhow::Result<()> {
-        let Some(configured) = self.configured_at.filter(|_| self.balancer.is_beside()) else { return Ok(()) };
+        let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
         let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
         if ready || waited > LONGEST_BESIDE {

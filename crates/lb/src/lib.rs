@@ -7,6 +7,7 @@
 //! * [`daemon`]: follows the controller
 //! * [`forwarder`]: what the controller says, put into the data plane
 //! * [`health`]: checks of the services' servers
+//! * [`last_configuration`]: the configuration in force, kept for a start without controller
 //! * [`routing`]: whether the kernel hands servers' answers on
 //! * [`sweeper`]: which entries of the connection table may be freed
 
@@ -17,5 +18,6 @@ pub mod connections_command;
 pub mod daemon;
 pub mod forwarder;
 pub mod health;
+pub mod last_configuration;
 pub mod routing;
 pub mod sweeper;

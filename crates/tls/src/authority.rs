@@ -128,7 +128,7 @@ impl Authority {
         let certificate = params.self_signed(&key)?;
         write(&self.path(&format!("{name}.crt")), &certificate.pem())?;
         self.publish(published)?;
-        write_secret(&self.path(&format!("{name}.key")), &key.serialize_pem())
+        write_secret(&self.path(&format!("{name}.key")), key.serialize_pem())
     }
 
     /// Puts these authorities' certificates into ca.crt.

@@ -9,16 +9,19 @@ use anyhow::Context as _;
 
 /// What everybody may read.
 pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_as(path, text, 0o644)
+    write_as(path, text.as_bytes(), 0o644)
 }
 
-/// What only its owner may read.
-pub(crate) fn write_secret(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_as(path, text, 0o600)
+/// Writes a file that only its owner may read. It replaces an older one once it is on the disk.
+///
+/// # Errors
+/// When it cannot be written: the older one stays.
+pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()> {
+    write_as(path, content.as_ref(), 0o600)
 }
 
 /// Who reads it meanwhile has the old one.
-fn write_as(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
+fn write_as(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let new = path.with_extension("new");
     let write = || {
         // What an attempt before left may be readable by others.
@@ -27,7 +30,7 @@ fn write_as(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
             _ => {}
         }
         let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
-        file.write_all(text.as_bytes())?;
+        file.write_all(content)?;
         file.sync_all()
     };
     write().with_context(|| path.display().to_string())?;

@@ -28,6 +28,7 @@ pub mod verify;
 
 pub use caller::Caller;
 pub use changes::Changes;
+pub use disk::write_secret;
 pub use gate::{Admitted, Gate, Limits};
 pub use identity::{Identity, Name, Role};
 pub use material::{ClientCertificates, Files, Unusable, read_certificates};

@@ -82,9 +82,11 @@ pub(super) fn write_controller_files(
 pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let name = load_balancer_name(number);
     let text = format!(
-        "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n{}",
+        "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
+         state_directory = \"{}\"\n{}",
         options.controllers(),
         testbed.load_balancer_pin_directory(number).display(),
+        testbed.directory().display(),
         options.more_of_load_balancers.clone() + &tls_table_if(options.tls, testbed, Role::Lb, &name),
     );
     write(&configuration(testbed, &name), &text)

@@ -22,13 +22,13 @@ const FOUND_WITHIN: Duration = Duration::from_millis(3 * 200 + 500);
 const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \"200ms\"\n\
                      timeout = \"500ms\"\nrise = 2\nfall = 3\n";
 
-struct Site {
+struct TestEnv {
     fleet: Fleet,
     nginx: Vec<Option<Nginx>>,
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     fn start(instance: &str, load_balancers: u16, keys: &str) -> Self {
         let options = TestbedOptions {
             instance: instance.to_owned(),
@@ -153,7 +153,7 @@ fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
         return;
     }
     // `joining` for so long that a look each half second finds it.
-    let mut site = Site::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
+    let mut site = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     site.wait_until_checked();
     let mut connections = site.open(AT_EVERY_SERVER);
     site.only_go_to(&[1, 2, 3]);
@@ -209,13 +209,13 @@ fn when_all_are_down() {
     if skip_without_privilege("when_all_are_down") {
         return;
     }
-    let mut site = Site::start("alldown", 1, CHECK);
+    let mut site = TestEnv::start("alldown", 1, CHECK);
     site.wait_until_checked();
     let mut connections = site.open(6);
     (1..=3).for_each(|number| site.set_well(number, false));
     eventually(LIMIT, "the service fails open", || site.status()["services"][0]["failing_open"] == true);
     site.only_go_to(&[1, 2, 3]);
-    let dropped = |site: &Site| {
+    let dropped = |site: &TestEnv| {
         let status = site.status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
     };
@@ -239,13 +239,13 @@ fn when_all_are_down() {
 }
 
 /// Who answers so many new connections; `None`: one is refused, or nobody answers.
-fn served_by(site: &Site) -> Vec<Option<u16>> {
+fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
     let one = || Connection::open(None).and_then(|mut connection| connection.who()).ok().map(|who| who.server);
     site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| one()).collect())).unwrap()
 }
 
 /// Waits until new connections go to these servers and none fails; how long that took.
-fn until_served_by(site: &Site, servers: &[u16]) -> Duration {
+fn until_served_by(site: &TestEnv, servers: &[u16]) -> Duration {
     let start = Instant::now();
     eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
         let mut found = served_by(site);
@@ -264,7 +264,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     // What a load balancer begins with; it raises it as far as it may.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
-    let mut site = Site::start("static", 2, CHECK);
+    let mut site = TestEnv::start("static", 2, CHECK);
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     site.wait_until_checked();
     let limits = fs::read_to_string(format!("/proc/{}/limits", site.fleet.daemon("lb1").unwrap().pid())).unwrap();
@@ -303,5 +303,28 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     (1..=3).for_each(|number| site.set_well(number, true));
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     until_served_by(&site, &[1, 2, 3]);
+    site.still_answered(&mut connections);
+}
+
+#[test]
+fn load_balancer_restarted_without_controller_goes_on_checking() {
+    if skip_without_privilege("load_balancer_restarted_without_controller_goes_on_checking") {
+        return;
+    }
+    let mut site = TestEnv::start("restarted", 1, CHECK);
+    site.wait_until_checked();
+    let mut connections = site.open(AT_EVERY_SERVER);
+    site.fleet.kill("controller").unwrap();
+    site.nginx[1] = None;
+    until_served_by(&site, &[1, 3]);
+    connections.retain(|(_, server)| *server == 1);
+
+    site.fleet.kill("lb1").unwrap();
+    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    // A server that recovers gets new connections again, one that goes down then gets none.
+    site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
+    until_served_by(&site, &[1, 2, 3]);
+    site.nginx[2] = None;
+    until_served_by(&site, &[1, 2]);
     site.still_answered(&mut connections);
 }

@@ -269,14 +269,14 @@ fn what_another_version_pinned_forwards_until_this_one_is_ready() {
     // Ended before it was ready: nothing has changed.
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);
-    assert!(lb.is_beside() && !lb.taken_over());
+    assert!(lb.is_upgrade_pending() && !lb.taken_over());
     drop(lb);
     assert_eq!((program(), problem()), (at_work, Some(found)));
     // And once more, to its end.
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     let attachment = attach(&mut lb);
     lb.switch_over().unwrap();
-    assert!(!lb.is_beside());
+    assert!(!lb.is_upgrade_pending());
     assert_ne!(program(), at_work);
     assert_eq!(problem(), None);
     drop(lb);
@@ -308,7 +308,7 @@ fn what_another_version_pinned_forwards_until_this_one_is_ready() {
     drop(lb);
     assert!(state.exists());
     let lb = LoadBalancer::load(options(&pins)).unwrap();
-    assert!(!lb.taken_over() && !lb.is_beside());
+    assert!(!lb.taken_over() && !lb.is_upgrade_pending());
     lb.detach().unwrap();
 }
 

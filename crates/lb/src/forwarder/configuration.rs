@@ -3,11 +3,11 @@
 use std::collections::{BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
 
+use anyhow::Context as _;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::Timestamps;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::policy::TrafficWanted;
 use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
@@ -120,6 +120,7 @@ impl Forwarder {
             }
         }
         self.balancer.set_keys(&configuration.keys);
+        (self.keys, self.is_unsaved) = (Some(configuration.keys), true);
         self.services = configuration
             .services
             .into_iter()
@@ -162,10 +163,12 @@ impl Forwarder {
         let peers_moved = peer_addresses(&self.peers) != peer_addresses(&next.load_balancers);
         if !change.gone.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
             let number = change.number;
-            let whole = change.applied_to(self.configuration());
+            let before = self.configuration().context("a change before any configuration")?;
+            let whole = change.applied_to(before);
             return self.configure(number, whole);
         }
         self.balancer.set_keys(&next.keys);
+        (self.keys, self.is_unsaved) = (Some(next.keys), true);
         self.report_interval = next.report_interval;
         self.peers = change.configuration.load_balancers;
         let (mut moved, mut checked) = (false, false);
@@ -196,15 +199,29 @@ impl Forwarder {
         self.lacks_configuration
     }
 
-    /// As it is in force, but for generation and keys, which every change brings.
-    fn configuration(&self) -> FleetConfiguration {
-        FleetConfiguration {
-            generation: self.confirmed,
-            keys: FleetKeys { keys: [CookieKey { k0: 0, k1: 0 }; 2], current: KeyIndex::First },
+    /// Puts a configuration in force that a daemon before this one saved. The next one of a controller is to be whole.
+    ///
+    /// # Errors
+    /// As [`Forwarder::configure`].
+    pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
+        self.configure(0, configuration)?;
+        (self.confirmed, self.number, self.is_unsaved) = (0, None, false);
+        Ok(())
+    }
+
+    /// Returns the configuration in force, if it changed since the last call.
+    pub fn changed_configuration(&mut self) -> Option<FleetConfiguration> {
+        std::mem::take(&mut self.is_unsaved).then(|| self.configuration()).flatten()
+    }
+
+    fn configuration(&self) -> Option<FleetConfiguration> {
+        Some(FleetConfiguration {
+            generation: self.in_force,
+            keys: self.keys?,
             services: self.services.values().map(|(service, _)| service.clone()).collect(),
             load_balancers: self.peers.clone(),
             report_interval: self.report_interval,
-        }
+        })
     }
 
     fn count_traffic(&mut self) -> anyhow::Result<()> {

@@ -1,0 +1,124 @@
+//! The last configuration in force, in a file: a daemon that starts while no controller runs checks servers and frees
+//! connections by it.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use coreward_wire::{FleetConfiguration, v1};
+use prost::Message as _;
+use prost::bytes::Bytes;
+
+use crate::forwarder::Forwarder;
+
+/// The file. It holds the cookie keys, so only its owner may read it.
+pub struct LastConfiguration {
+    path: PathBuf,
+    /// Why it was not written or read.
+    problem: Option<String>,
+}
+
+impl LastConfiguration {
+    /// The file of the load balancer `name`.
+    pub fn new(state_directory: &Path, name: &str) -> Self {
+        Self { path: state_directory.join(format!("{name}.configuration")), problem: None }
+    }
+
+    /// Puts the saved configuration in force, if there is one that this version can read.
+    pub fn restore(&mut self, forwarder: &mut Forwarder) {
+        let restored = self.read().and_then(|configuration| {
+            let Some(configuration) = configuration else { return Ok(()) };
+            let generation = configuration.generation;
+            forwarder.restore(configuration)?;
+            tracing::info!(
+                "configuration {generation} of {} is in force until a controller sends one",
+                self.path.display()
+            );
+            Ok(())
+        });
+        self.note(restored.context("the last configuration is not restored"));
+    }
+
+    /// Writes the configuration in force, if it changed since the last call. Called once a second.
+    pub fn save(&mut self, forwarder: &mut Forwarder) {
+        let Some(configuration) = forwarder.changed_configuration() else { return };
+        let written =
+            self.write(&configuration).context("the configuration is not saved for a restart without controller");
+        self.note(written);
+    }
+
+    /// What is wrong, for `coreward status`.
+    pub fn problem(&self) -> Option<&str> {
+        self.problem.as_deref()
+    }
+
+    fn read(&self) -> anyhow::Result<Option<FleetConfiguration>> {
+        match fs::read(&self.path) {
+            Ok(content) => {
+                let configuration = FleetConfiguration::decode(Bytes::from(content));
+                let (_, configuration, _) = configuration.with_context(|| self.path.display().to_string())?;
+                Ok(Some(configuration))
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error).with_context(|| self.path.display().to_string()),
+        }
+    }
+
+    fn write(&self, configuration: &FleetConfiguration) -> anyhow::Result<()> {
+        let directory = self.path.parent().context("a path without directory")?;
+        fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+        coreward_tls::write_secret(&self.path, v1::FleetConfiguration::from(configuration).encode_to_vec())
+    }
+
+    fn note(&mut self, outcome: anyhow::Result<()>) {
+        let problem = outcome.err().map(|error| format!("{error:#}"));
+        if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
+            tracing::warn!("{problem}");
+        }
+        self.problem = problem;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::time::Duration;
+
+    use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+
+    use super::*;
+
+    fn configuration() -> FleetConfiguration {
+        FleetConfiguration {
+            generation: 7,
+            keys: FleetKeys {
+                keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+                current: KeyIndex::First,
+            },
+            services: vec![],
+            load_balancers: vec![],
+            report_interval: Duration::from_millis(50),
+        }
+    }
+
+    #[test]
+    fn saved_configuration_is_read_again_by_its_owner_only() {
+        let directory = tempfile::tempdir().unwrap();
+        let last = LastConfiguration::new(&directory.path().join("made"), "lb1");
+        assert_eq!(last.read().unwrap(), None);
+        last.write(&configuration()).unwrap();
+        assert_eq!(last.read().unwrap(), Some(configuration()));
+        let mode = fs::metadata(&last.path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn damaged_file_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let last = LastConfiguration::new(directory.path(), "lb1");
+        fs::write(&last.path, "not a configuration").unwrap();
+        let error = format!("{:#}", last.read().unwrap_err());
+        assert!(error.contains("lb1.configuration"), "{error}");
+    }
+}
