@@ -47,6 +47,8 @@ pub struct Settings {
     pub controllers: Vec<SocketAddr>,
     /// An agent's: it sets net.ipv4.tcp_timestamps itself.
     pub manage_timestamps: bool,
+    /// The load of cores is the busy time of CPUs.
+    pub load_by_cpu_time: bool,
     /// An agent's: which worker takes the connections of a core.
     pub steer: Steer,
     /// A load balancer's.
@@ -98,8 +100,21 @@ pub struct Facts {
     pub announcement: Option<Announcement>,
     /// What a controller needs.
     pub controller_place: Option<ControllerPlace>,
+    /// Threads that poll.
+    pub polling: Vec<PollingThread>,
     /// Those of `[tls]`; empty: it has none.
     pub certificates: Vec<CertificateFacts>,
+}
+
+/// A thread that is pinned to one CPU and never waits: a server that polls, or one at full load.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PollingThread {
+    /// Its id.
+    pub thread: u32,
+    /// Its name.
+    pub name: String,
+    /// Its CPU.
+    pub cpu: usize,
 }
 
 /// A certificate that the daemon has.

@@ -355,6 +355,10 @@ fn workers_of_a_server(site: &mut Site, server: &Patient) {
     }
     site.serve(true, true);
     server.is_well(site, "workers");
+    let pid = site.testbed.directory().join("polling.pid");
+    let polls = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
+    let inject = format!("{polls} > /dev/null 2>&1 & echo $! > {}", pid.display());
+    server.catches(site, "polling", &inject, &format!("kill $(cat {})", pid.display()));
 }
 
 fn load_balancer(site: &Site, balancer: &Patient) {

@@ -112,6 +112,7 @@ pub const CHECKS: &[Check] = &[
         "each service has listening sockets, with SO_REUSEPORT, one per core",
         workers::listeners,
     ),
+    check("polling", SERVER, "no thread polls, where `load` is CPU time", workers::polling),
     check("workers", SERVER, "workers are pinned to CPUs, where the agent steers by that", workers::pinned),
     check("controller", BOTH, "the controller answers", controller::answers),
     check(

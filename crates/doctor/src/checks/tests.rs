@@ -62,6 +62,7 @@ fn fit(role: Role) -> Facts {
             pin_directory: Some("/sys/fs/bpf/coreward".into()),
             controllers: vec!["10.1.0.2:7400".parse().unwrap()],
             manage_timestamps: true,
+            load_by_cpu_time: true,
             steer: Steer::Affinity,
             xdp_mode: XdpMode::Auto,
             announce_table: None,
@@ -110,6 +111,7 @@ fn fit(role: Role) -> Facts {
             running: false,
             store: StoreFacts::File { path: "/var/lib/coreward/store".into(), problem: None, mode: Some(0o600) },
         }),
+        polling: vec![],
         certificates: vec![certificate(60)],
     }
 }
@@ -284,6 +286,19 @@ fn queues_and_interrupts() {
     let finding = super::device::interrupts(&facts).remove(0);
     assert_eq!(finding.found, "CPU 0 serves queues 0, 3");
     assert_eq!(finding.mend[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
+}
+
+#[test]
+fn polling_threads_matter_where_cpu_time_is_the_load() {
+    let polls = |facts: &mut Facts| {
+        facts.polling = vec![PollingThread { thread: 41, name: "dpdk-worker".to_owned(), cpu: 2 }];
+    };
+    assert_eq!(found(Role::Server, polls), [("polling", WARNING)]);
+    let published = |facts: &mut Facts| {
+        polls(facts);
+        facts.settings.load_by_cpu_time = false;
+    };
+    assert_eq!(found(Role::Server, published), []);
 }
 
 #[test]

@@ -50,6 +50,27 @@ fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usiz
     Finding::ok(format!("{name}: sockets: {count}"))
 }
 
+/// Threads that poll, where the load of cores is CPU time.
+pub fn polling(facts: &Facts) -> Vec<Finding> {
+    if !facts.settings.load_by_cpu_time {
+        return vec![];
+    }
+    if facts.polling.is_empty() {
+        return vec![Finding::ok("no pinned thread polls")];
+    }
+    let threads: Vec<String> = facts
+        .polling
+        .iter()
+        .map(|polling| format!("{} (thread {}) on CPU {}", polling.name, polling.thread, polling.cpu))
+        .collect();
+    let found = format!("never waiting, so at full load or polling: {}", threads.join(", "));
+    let why = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
+    vec![Finding::warning(found, why).mend(
+        "if it polls: let it publish its load, and set `load = { source = \"published\", path = \"FILE\" }` in the \
+         agent's file",
+    )]
+}
+
 /// Pinned workers.
 pub fn pinned(facts: &Facts) -> Vec<Finding> {
     if facts.settings.steer != Steer::Affinity {

@@ -5,6 +5,7 @@ mod certificates;
 mod controller;
 mod device;
 mod netfilter;
+mod polling;
 mod settings;
 mod sockets;
 
@@ -57,6 +58,7 @@ pub fn gather(told: &Told) -> anyhow::Result<Facts> {
         reports_from_the_future: fleet.reports_from_the_future,
         announcement: settings.announce_table.map(announcement::look),
         controller_place: told.controller_place,
+        polling: if role == Role::Server { polling::threads() } else { Vec::new() },
         certificates: certificates::look(role, told.tls.as_ref(), told.name.as_deref())?,
         settings,
         missing_rights,

@@ -103,6 +103,7 @@ fn without_file(role: Role) -> Read {
         pin_directory: None,
         controllers: Vec::new(),
         manage_timestamps: true,
+        load_by_cpu_time: true,
         steer: agent::Steer::default(),
         xdp_mode: XdpMode::default(),
         announce_table: None,
@@ -138,6 +139,7 @@ fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
                 pin_directory: Some(config.pin_directory),
                 controllers: config.controllers.addresses().to_vec(),
                 manage_timestamps: config.manage_timestamps,
+                load_by_cpu_time: matches!(config.load, agent::Load::Cpu {}),
                 steer: config.steer,
                 ..read.settings
             };
