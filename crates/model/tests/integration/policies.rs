@@ -3,9 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
 
-use coreward_model::placement::{BucketCount, PlacementState, Rule};
+use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
 use coreward_model::policy::{
-    Capacity, Pool, PoolServer, REGISTRY, TrafficRates, TrafficWanted, Weight, named, names, traffic_wanted,
+    Capacity, Policy, Pool, PoolServer, REGISTRY, TrafficRates, TrafficWanted, Weight, named, names, traffic_wanted,
 };
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -27,6 +27,10 @@ fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer 
         open_connections: 10,
         ..PoolServer::new(id(number))
     }
+}
+
+fn table_of(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
+    policy.place(pool, BucketCount::PUBLISHED, generation.into())
 }
 
 fn tuples(count: u32) -> impl Iterator<Item = FourTuple> {
@@ -62,7 +66,7 @@ fn crossrss_before_the_first_report_stripes_the_buckets() {
     let rss_key = key(1);
     let pool = Pool::new([9, 3, 5].map(|n| server(n, &rss_key, None)).to_vec(), 1);
     for policy in ["crossrss", "crossrss-plus"] {
-        let table = named(policy, 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+        let table = table_of(named(policy, 1).unwrap().as_mut(), &pool, 1);
         for bucket in 0..128 {
             assert_eq!(table.candidates_of(0, bucket)[0].server, id([3, 5, 9][bucket as usize % 3]), "bucket {bucket}");
         }
@@ -75,7 +79,7 @@ fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
     let loads = [[0.5, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.3], [0.2, 0.2, 0.9, 0.9]];
     let servers: Vec<_> = (0..3).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
     let pool = Pool::new(servers, 1);
-    let table = named("crossrss", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let table = table_of(named("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.rule, Rule::Table);
     for bucket in 0..128 {
         let load = |server: &&PoolServer| {
@@ -94,7 +98,7 @@ fn a_burst_between_two_reports_is_spread_by_crossrss_plus() {
     let servers: Vec<_> = (1..=4).map(|n| server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
     let pool = Pool::new(servers, 1);
     let largest_share = |policy: &str| {
-        let table = named(policy, 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+        let table = table_of(named(policy, 1).unwrap().as_mut(), &pool, 1);
         let mut state = PlacementState::for_table(&table);
         let mut counts: HashMap<ServerId, u32> = HashMap::new();
         tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
@@ -109,7 +113,7 @@ fn an_idle_pool_is_filled_evenly_by_crossrss_plus() {
     let rss_key = key(1);
     let idle = |n| PoolServer { open_connections: 0, ..server(n, &rss_key, Some([0.0; 4])) };
     let pool = Pool::new((1..=4).map(idle).collect(), 1);
-    let table = named("crossrss-plus", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<ServerId, u32> = HashMap::new();
     tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
@@ -120,7 +124,7 @@ fn an_idle_pool_is_filled_evenly_by_crossrss_plus() {
 fn before_the_first_report_crossrss_plus_fills_cores_evenly() {
     let rss_key = key(1);
     let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
-    let table = named("crossrss-plus", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in tuples(1_600) {
@@ -175,7 +179,7 @@ fn requests_count_what_they_bring() {
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let pool = pool.with_opened_connections(400).of_requests();
-    let table = named("crossrss-plus", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // All load, 4, over the requests of an interval; each of the two load balancers sees half of them.
     let cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
     assert!((cost - 0.02).abs() < 1e-5, "{cost}");
@@ -187,7 +191,7 @@ fn servers_with_other_keys_are_groups_and_the_rest_takes_part() {
     let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
     servers.push(PoolServer { rss: None, ..server(8, &key(1), Some([0.0, 0.0, 0.2, 0.2])) });
     let pool = Pool::new(servers, 1);
-    let table = named("crossrss", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let table = table_of(named("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.groups.len(), 4);
     assert_eq!(table.groups[0], key(6));
     let chosen: HashSet<_> =
@@ -203,7 +207,7 @@ fn a_server_without_a_fresh_report_is_neutral_and_one_that_drains_gets_nothing()
     servers.push(server(3, &rss_key, None));
     let first = |servers: &[PoolServer]| {
         let pool = Pool::new(servers.to_vec(), 1);
-        let table = named("crossrss", 1).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+        let table = table_of(named("crossrss", 1).unwrap().as_mut(), &pool, 1);
         table.candidates_of(0, 0)[0].server
     };
     assert_eq!(first(&servers), id(1));
@@ -280,4 +284,55 @@ fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
          pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, crossrss, \
          crossrss-plus"
     );
+}
+
+/// The part of new connections that a server of weight 2 gets next to two of weight 1, over 50 s. A core's load is
+/// `base` and `cost` for each connection of the last interval.
+fn part_of_heavy(policy: &str, base: f64, cost: f64) -> f64 {
+    const PER_INTERVAL: u32 = 60;
+    let rss_key = key(7);
+    let mut policy = named(policy, 5).unwrap();
+    let mut loads = [[base; 4]; 3];
+    let mut counts = [0u32; 3];
+    for generation in 1..=500u32 {
+        let servers: Vec<PoolServer> = (0..3)
+            .map(|n| PoolServer {
+                weight: Weight::new(if n == 0 { 2 } else { 1 }).unwrap(),
+                ..server(n as u64 + 1, &rss_key, Some(loads[n]))
+            })
+            .collect();
+        let pool = Pool::new(servers.clone(), 1).with_opened_connections(PER_INTERVAL.into());
+        let table = table_of(policy.as_mut(), &pool, generation);
+        let mut state = PlacementState::for_table(&table);
+        loads = [[base; 4]; 3];
+        for tuple in tuples(PER_INTERVAL * (generation + 1)).skip((PER_INTERVAL * generation) as usize) {
+            let chosen = usize::from(table.choose(&mut state, &tuple).unwrap().get()) - 1;
+            loads[chosen][usize::from(core_of(&servers[chosen], &tuple))] += cost;
+            counts[chosen] += 1;
+        }
+    }
+    f64::from(counts[0]) / f64::from(counts.iter().sum::<u32>())
+}
+
+#[test]
+fn server_of_weight_two_gets_half_of_the_connections_next_to_two_of_one() {
+    // Connections make the load.
+    for policy in ["crossrss-plus", "crossrss", "least:cpu", "hash", "awrr", "pow2"] {
+        let part = part_of_heavy(policy, 0.0, 0.02);
+        assert!((0.42..0.52).contains(&part), "{policy}: {part}");
+    }
+    // They make next to none of it: policies that do not level loads.
+    for policy in ["hash", "awrr", "pow2", "least:cpu"] {
+        let part = part_of_heavy(policy, 0.2, 0.001);
+        assert!((0.42..0.6).contains(&part), "{policy}: {part}");
+    }
+}
+
+/// docs/policies.md: where connections make next to none of the load, its level by weight is never reached.
+#[test]
+fn weight_of_crossrss_needs_a_load_that_connections_make() {
+    for policy in ["crossrss-plus", "crossrss"] {
+        let part = part_of_heavy(policy, 0.02, 0.001);
+        assert!(part > 0.8, "{policy}: {part}: the limit is gone");
+    }
 }
