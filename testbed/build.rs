@@ -11,6 +11,9 @@ const PROGRAMS: [&str; 4] = ["rss_emulation", "xdp_pass", "receive_queues", "pur
 fn main() {
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
+    // target/PROFILE/build/coreward-testbed-HASH/out: the demo's text names the profile.
+    let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
+    println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
     let layouts = here.join("../bpf");
     for layout in ["intf.h", "intf_connections.h", "intf_counters.h", "intf_server.h", "dispatch_queue.bpf.h"] {
         println!("cargo::rerun-if-changed={}", layouts.join(layout).display());

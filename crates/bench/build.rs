@@ -13,6 +13,9 @@ fn main() {
     let include = format!("-I{}", headers.display());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     println!("cargo::rerun-if-changed={}", headers.display());
+    // target/PROFILE/build/coreward-bench-HASH/out
+    let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
+    println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
     for name in ["fresh_packets", "live_frames", "empty_reuseport", "empty_tracepoint"] {
         let source = here.join(format!("bpf/{name}.bpf.c"));
         println!("cargo::rerun-if-changed={}", source.display());

@@ -18,6 +18,7 @@ mod start;
 use std::path::PathBuf;
 
 use clap::Parser;
+use coreward_bench::environment;
 use coreward_bench::report::{self, Report};
 use coreward_bench::xdp::{self, flood, throughput};
 
@@ -111,6 +112,7 @@ fn main() -> anyhow::Result<()> {
 
 impl Arguments {
     fn show(&self, report: &Report) -> anyhow::Result<()> {
+        let report = &Report { about: format!("{} {}", report.about, environment::sentence()), ..report.clone() };
         if self.json {
             println!("{}", report.json())
         } else {

@@ -246,7 +246,8 @@ impl DemoResults {
     fn warning(&self) -> Option<String> {
         let late_us = self.runs.iter().flat_map(|runs| &runs.seeds).map(|seed| seed.load.lateness_us.p99).max()?;
         let state = format!(
-            "The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
+            "Profile {}. The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
+            env!("COREWARD_PROFILE"),
             self.machine_busy_pct,
             late_us as f64 / 1_000.0
         );
