@@ -376,19 +376,23 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 		entry.before = stale;
 	entry.server_id = decision->server_id;
 	decision->before = entry.before;
+	if (!*(volatile __u64 *)&state->has_flows)
+		*(volatile __u64 *)&state->has_flows = 1;
 	insert_flow(ctx, decision->service, packet, entry, hint);
 }
 
 /*
- * A packet without a cookie at a service whose connections have one: the client does not do timestamps, or the service
- * has them switched off.
+ * A packet without a cookie: the client does not do timestamps, the service has them switched off, or it is
+ * CONSISTENCY_BEAMER. Then only a SYN enters a flow (has_flows), and all else goes by the bucket, a reset, too.
  */
 static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
 						  const struct packet *packet, struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
+	bool by_bucket = mode_is(number, CONSISTENCY_BEAMER);
 	struct flow_table_entry entry = {.server_id = NO_SERVER};
-	bool found = find_flow(decision->service, packet, &entry);
+	bool found = (!by_bucket || *(volatile __u64 *)&state->has_flows) &&
+		     find_flow(decision->service, packet, &entry);
 
 	if (found &&
 	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
@@ -398,6 +402,10 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 numb
 	}
 	if (syn) {
 		decide_first_without_cookie(ctx, state, packet, found, entry.server_id, decision);
+		return;
+	}
+	if (by_bucket) {
+		decide_by_bucket(state, packet, decision);
 		return;
 	}
 	/* A host that has no such connection resets without timestamps whatever the connection had. */
@@ -528,8 +536,6 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 		decide_by_rule(state, packet, placed_as(packet->flags & TCP_SYN), decision);
 	else if (mode_is(number, CONSISTENCY_HASH_TABLE))
 		decide_by_hash_table(ctx, number, state, packet, decision);
-	else if (mode_is(number, CONSISTENCY_BEAMER))
-		decide_by_bucket(state, packet, decision);
 	else if (is_corrected(number) && !(packet->has_timestamp && packet->flags & TCP_SYN))
 		decide_corrected(state, packet, decision);
 	else if (!packet->has_timestamp || (!has_cookies(number) && !is_corrected(number)))

@@ -108,7 +108,8 @@ enum consistency {
 	CONSISTENCY_STATEFUL, /* by an index in the cookie: the connection table */
 	CONSISTENCY_NONE, /* not at all: each packet by the placement rule; `udp = "packet"` */
 	CONSISTENCY_HASH_TABLE, /* by the flow table, every connection in it; `udp = "flow"` */
-	CONSISTENCY_BEAMER, /* by the bucket, and the server hands what it does not know to the bucket's server before it */
+	/* By the bucket, and the server hands what it does not know to the bucket's server before it; see has_flows. */
+	CONSISTENCY_BEAMER,
 	CONSISTENCY_COUNT,
 };
 
@@ -310,7 +311,9 @@ struct service_state {
 	__u64 round_robin;
 	/* `timestamps = "lb"`: masks the time part. The same at all load balancers, never changed while connections live. */
 	struct cookie_key time_key;
-	__u64 unused[3];
+	/* 1: a SYN has entered a flow into the flow table. Until then a service of CONSISTENCY_BEAMER looks up none there. */
+	__u64 has_flows;
+	__u64 unused[2];
 };
 
 /* ---- the broadcast fallback ------------------------------------------------------------------------------------ */

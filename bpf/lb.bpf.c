@@ -34,8 +34,8 @@
  *    is none). The IP header's checksum is mended; an identification means nothing in a packet that is not a fragment.
  *    Other modes of consistency (enum consistency), by service: HASH_TABLE (the flow table for all: what a UDP service
  *    has, and TCP may have for comparison), NONE (each packet by the placement table), BEAMER (the bucket and the server
- *    before for all packets). The constant modes_in_use says at load time which there are: what no service needs is not
- *    compiled in.
+ *    before, unless a SYN had to leave its bucket). The constant modes_in_use says at load time which there are: what
+ *    no service needs is not compiled in.
  *    Another load balancer may have some of a service's connections, while the service is adopted from it or handed over
  *    to it (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/adopting.md): what nothing here knows goes there, and what goes to
  *    a server names it as "the server before", since an echo of a foreign connection may look like any cookie.

@@ -128,6 +128,53 @@ fn beamer_goes_by_the_bucket_and_names_the_server_before() {
     assert_eq!(balancer.events(0, "flow_inserted"), 0);
 }
 
+/// Without a controller no table without the server comes: then this is all that new connections have.
+#[test]
+fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
+    if !may_load_bpf("beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections") {
+        return;
+    }
+    let mut rng = seeded_rng(50, 0);
+    for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
+        let (mut balancer, ids, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
+        let left = table.consistent[0];
+        let place = balancer.services[0];
+        let clients: Vec<_> = std::iter::repeat_with(|| client(&mut rng))
+            .filter(|client| table.choose_consistent(&tuple(*client)) == Some(left))
+            .take(50)
+            .collect();
+        // To which server, and which one is named as the server before.
+        let sent = |balancer: &Balancer, client, flags| {
+            let (verdict, frame) = balancer.run(&packet(client, flags, 1));
+            assert_eq!(verdict, XDP_TX, "{name}: flags {flags:#x}");
+            let to = ids.iter().copied().find(|id| frame[..6] == balancer.macs[&(0, *id)].0).unwrap();
+            (to, u16::from_be_bytes([frame[18], frame[19]]))
+        };
+        let mac = Some(balancer.macs[&(0, left)]);
+        balancer.lb.set_server(place, left, Server { mac, eligible: false });
+        balancer.lb.set_down(place, left, is_down);
+        // A connection that is open stays: its packets go by the bucket.
+        let (open, clients) = clients.split_last().unwrap();
+        assert_eq!(sent(&balancer, *open, ACK).0, left, "{name}");
+        let opened: Vec<_> = clients.iter().map(|client| sent(&balancer, *client, SYN)).collect();
+        for (client, opened) in clients.iter().zip(&opened) {
+            assert!(opened.0 != left && opened.1 == left.get(), "{name}: {opened:?}, and {left} is the server before");
+            for flags in [SYN, ACK, RST] {
+                assert_eq!(sent(&balancer, *client, flags), *opened, "{name}");
+            }
+        }
+        assert_eq!(sent(&balancer, *open, RST).0, left, "{name}");
+        // The server takes new connections again: those that went elsewhere meanwhile stay there.
+        balancer.lb.set_server(place, left, Server { mac, eligible: true });
+        balancer.lb.set_down(place, left, false);
+        for (client, opened) in clients.iter().zip(&opened) {
+            assert_eq!(sent(&balancer, *client, ACK), *opened, "{name}, and returned");
+        }
+        assert_eq!(sent(&balancer, *open, SYN).0, left, "{name}, and returned");
+        assert_eq!(balancer.events(0, "flow_inserted"), 49, "{name}");
+    }
+}
+
 #[test]
 fn with_timestamps_off_a_connection_goes_as_one_without_them() {
     if !may_load_bpf("with_timestamps_off_a_connection_goes_as_one_without_them") {

@@ -302,8 +302,7 @@ impl LoadBalancer {
         match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {
             (Consistency::None, _) => self.by_rule(place, packet, placed_as(first)),
             (Consistency::HashTable, _) => self.by_hash_table(place, packet),
-            (Consistency::Beamer, _) => self.by_bucket(place, packet).1,
-            (Consistency::Stateless | Consistency::Stateful, None) => self.without_cookie(place, packet, now_ns),
+            (Consistency::Beamer, _) | (_, None) => self.without_cookie(place, packet, now_ns),
             (Consistency::Stateful, Some(echo)) if first => self.first_stateful(place, packet, echo, sender.bytes),
             (Consistency::Stateless, Some(_)) if first => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
             (Consistency::Stateless | Consistency::Stateful, Some(echo)) => {
@@ -390,17 +389,23 @@ impl LoadBalancer {
             before = Some(stale.server);
         }
         let entry = FlowEntry { before, ..FlowEntry::of(server) };
+        self.services[place].as_mut().expect("in the directory").has_flows = true;
         self.remembering(place, packet, entry, kind, decision.naming(entry.before_field()))
     }
 
     fn without_cookie(&mut self, place: usize, packet: &Packet, now_ns: u64) -> Decision {
         let first = packet.flags & SYN != 0;
-        let found = self.find_flow_of(place, packet);
+        let service = self.service(place);
+        let by_bucket = service.mode.consistency == Consistency::Beamer;
+        let found = if by_bucket && !service.has_flows { None } else { self.find_flow_of(place, packet) };
         if let Some(entry) = found.filter(|entry| self.is_usable(place, entry.server, first)) {
             return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW).naming(entry.before_field());
         }
         if first {
             return self.first_without_cookie(place, packet, found);
+        }
+        if by_bucket {
+            return self.by_bucket(place, packet).1;
         }
         if packet.flags & RST != 0 {
             let (of, over_rate) = ((place, packet.client.0), intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED);

@@ -118,6 +118,8 @@ struct Service {
     placement: Option<Placement>,
     /// The counter of rule `RoundRobin`: it goes on from table to table.
     round_robin: u64,
+    /// A SYN has entered a flow into the flow table.
+    has_flows: bool,
 }
 
 impl Service {
@@ -130,6 +132,7 @@ impl Service {
             down: HashSet::new(),
             placement: None,
             round_robin: 0,
+            has_flows: false,
         }
     }
 

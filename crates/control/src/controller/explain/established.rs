@@ -34,7 +34,9 @@ impl Case<'_> {
         match mode.consistency {
             Consistency::None => self.by_rule_again(table),
             Consistency::HashTable => (None, self.hash_table_words()),
-            Consistency::Beamer => self.by_bucket(table, "every packet goes by its bucket"),
+            Consistency::Beamer => {
+                self.by_bucket(table, "if the load balancer's flow table does not know the connection, it goes by")
+            }
             Consistency::Stateless | Consistency::Stateful => match cookie {
                 Some(echo) if mode.timestamps == Timestamps::LoadBalancer => self.by_corrected_cookie(echo),
                 _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, CORRECTED_RESET.to_owned()),
