@@ -46,7 +46,7 @@ struct Said {
     drop_in: String,
 }
 
-struct Site {
+struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx: Option<Process>,
@@ -54,7 +54,7 @@ struct Site {
     wrong: RefCell<Vec<String>>,
 }
 
-impl Site {
+impl TestEnv {
     fn doctor(&self, host: &Namespace, config: &Path, how: How, more: &[&str]) -> Said {
         let limits = match how {
             How::FewFiles => "ulimit -n 256; ",
@@ -169,14 +169,14 @@ struct Patient {
 }
 
 impl Patient {
-    fn new(site: &Site, host: &Namespace, config: PathBuf) -> Self {
+    fn new(site: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
         let well = site.doctor(host, &config, How::Plain, &[]);
         assert!(well.fit, "{}: {well:?}", config.display());
         Self { host: host.clone(), config, well }
     }
 
     /// Exactly `check` is found beside what there was, and not before or after.
-    fn has(&self, site: &Site, what: &str, check: &str, how: How, more: &[&str]) {
+    fn has(&self, site: &TestEnv, what: &str, check: &str, how: How, more: &[&str]) {
         let said = site.doctor(&self.host, &self.config, how, more);
         let new: Vec<&String> = said.found.keys().filter(|name| !self.well.found.contains_key(*name)).collect();
         site.expect(new == [check], || format!("{what}: expected {check} alone: {said:?}; before: {:?}", self.well));
@@ -195,14 +195,14 @@ impl Patient {
         Self { host: self.host.clone(), config, well: self.well.clone() }
     }
 
-    fn is_well(&self, site: &Site, after: &str) {
+    fn is_well(&self, site: &TestEnv, after: &str) {
         let said = site.doctor(&self.host, &self.config, How::Plain, &[]);
         let names = |said: &Said| said.found.keys().cloned().collect::<Vec<_>>();
         site.expect(names(&said) == names(&self.well), || format!("after {after}: {said:?}"));
     }
 
     /// Injected by a shell script, found, undone.
-    fn catches(&self, site: &Site, check: &str, inject: &str, undo: &str) {
+    fn catches(&self, site: &TestEnv, check: &str, inject: &str, undo: &str) {
         site.shell(&self.host, inject);
         self.has(site, inject, check, How::Plain, &[]);
         site.shell(&self.host, undo);
@@ -210,7 +210,7 @@ impl Patient {
     }
 
     /// The same, and mended by `--fix`, which says so.
-    fn mends(&self, site: &Site, check: &str, inject: &str, how: How) -> Said {
+    fn mends(&self, site: &TestEnv, check: &str, inject: &str, how: How) -> Said {
         self.has(site, inject, check, how, &[]);
         let said = site.doctor(&self.host, &self.config, how, &["--fix"]);
         site.expect(!said.found.contains_key(check), || format!("{inject}: not mended: {said:?}"));
@@ -222,7 +222,7 @@ impl Patient {
 }
 
 /// A testbed whose services are one that servers stamp and one that load balancers do, each served by two workers.
-fn site() -> (Site, Fleet, Patient, Patient, Patient) {
+fn site() -> (TestEnv, Fleet, Patient, Patient, Patient) {
     let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
     let mut testbed = Testbed::create(options).unwrap();
     let by_lb = format!("\n[[service]]\nname = \"old\"\nvip = \"{VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
@@ -249,7 +249,7 @@ fn site() -> (Site, Fleet, Patient, Patient, Patient) {
     fs::write(directory.join("doctor-s1.toml"), agent).unwrap();
     let mount_point = directory.join("doctor-bpf");
     fs::create_dir_all(&mount_point).unwrap();
-    let mut site = Site { testbed, mount_point, nginx: None, wrong: RefCell::default() };
+    let mut site = TestEnv { testbed, mount_point, nginx: None, wrong: RefCell::default() };
     site.serve(true, true);
     let server = Patient::new(&site, site.server(), directory.join("doctor-s1.toml"));
     let balancer = Patient::new(&site, site.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
@@ -284,13 +284,29 @@ fn every_injected_misconfiguration_is_named() {
     eventually(Duration::from_secs(30), "the agent has pinned its state", || pins.exists());
     let at_work = site.doctor(site.server(), &agent, How::Plain, &[]);
     assert!(at_work.fit, "{at_work:?}");
+    frames_that_veth_drops(&site);
     let wrong = site.wrong.take();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     site.stop_serving();
     fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
 }
 
-fn addresses_of_a_server(site: &Site, server: &Patient) {
+/// The load balancer at work, whose switch takes no frames from XDP. Last: the driver's counter stays.
+fn frames_that_veth_drops(site: &TestEnv) {
+    site.shell(site.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
+    let config = site.testbed.directory().join("lb1.toml");
+    let connect = || {
+        let address = coreward_testbed::topology::SERVICE.into();
+        Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok())
+    };
+    eventually(Duration::from_secs(30), "frames are dropped and named", || {
+        assert!(!site.testbed.client().within(connect).unwrap(), "a connection through a switch that takes no frames");
+        let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, How::Plain, &[]);
+        report.found.contains_key("xdp-send")
+    });
+}
+
+fn addresses_of_a_server(site: &TestEnv, server: &Patient) {
     let add = format!("ip address add {VIP}/32 dev lo");
     server.catches(site, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
     let on_device = format!("ip address add {VIP}/32 dev {DEVICE}");
@@ -309,7 +325,7 @@ fn addresses_of_a_server(site: &Site, server: &Patient) {
     }
 }
 
-fn kernel_of_a_server(site: &Site, server: &Patient) {
+fn kernel_of_a_server(site: &TestEnv, server: &Patient) {
     let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
     server.catches(site, "rp-filter", &format!("echo 1 > {conf}/rp_filter"), &format!("echo 0 > {conf}/rp_filter"));
     let timestamps = "/proc/sys/net/ipv4/tcp_timestamps";
@@ -343,7 +359,7 @@ fn kernel_of_a_server(site: &Site, server: &Patient) {
     server.has(site, "a port at which no controller listens", "controller", How::Plain, &["--controller", &nobody]);
 }
 
-fn workers_of_a_server(site: &mut Site, server: &Patient) {
+fn workers_of_a_server(site: &mut TestEnv, server: &Patient) {
     site.stop_serving();
     server.has(site, "nobody listens", "listeners", How::Plain, &[]);
     site.serve(true, false);
@@ -361,7 +377,7 @@ fn workers_of_a_server(site: &mut Site, server: &Patient) {
     server.catches(site, "polling", &inject, &format!("kill $(cat {})", pid.display()));
 }
 
-fn load_balancer(site: &Site, balancer: &Patient) {
+fn load_balancer(site: &TestEnv, balancer: &Patient) {
     balancer.has(site, "ulimit -n 256", "open-files", How::FewFiles, &[]);
     balancer.has(site, "no CAP_BPF, no CAP_PERFMON", "rights", How::WithoutRights, &[]);
     balancer.mends(site, "bpf-file-system", "no BPF file system", How::WithoutBpfFileSystem);
@@ -379,7 +395,7 @@ fn load_balancer(site: &Site, balancer: &Patient) {
     balancer.is_well(site, "mtu");
 }
 
-fn addresses_of_a_load_balancer(site: &Site, balancer: &Patient) {
+fn addresses_of_a_load_balancer(site: &TestEnv, balancer: &Patient) {
     let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
     let delete = format!("ip address delete {VIP}/32 dev {DEVICE}");
     balancer.catches(site, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
@@ -404,7 +420,7 @@ fn addresses_of_a_load_balancer(site: &Site, balancer: &Patient) {
     balancer.is_well(site, redirects);
 }
 
-fn a_controller(site: &Site, controller: &Patient) {
+fn a_controller(site: &TestEnv, controller: &Patient) {
     let store = site.testbed.directory().join("controller.redb");
     let readable = format!("chmod 644 {}", store.display());
     site.shell(&controller.host, &readable);

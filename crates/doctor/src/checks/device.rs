@@ -84,6 +84,27 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
     })
 }
 
+/// Frames that the program sent and the driver dropped.
+pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
+    with_device(facts, |device| {
+        let name = facts.interface();
+        if device.xdp_send_errors.is_empty() {
+            return vec![Finding::ok(format!("{name} dropped no frame that XDP sent, as far as its driver counts"))];
+        }
+        let counters: Vec<String> =
+            device.xdp_send_errors.iter().map(|(counter, count)| format!("{counter} {count}")).collect();
+        let found = format!("{name} dropped frames that XDP sent: {}", counters.join(", "));
+        let finding = Finding::fault(found, "packets that coreward forwards are lost");
+        vec![match device.driver.as_str() {
+            // veth_xdp_xmit() in drivers/net/veth.c: the peer must poll by NAPI.
+            "veth" => finding
+                .mend("ethtool -K PEER gro on  # at the other end, in its namespace; or an XDP program there")
+                .mend("or set `xdp_mode = \"generic\"` in the load balancer's file"),
+            _ => finding.mend(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
+        }]
+    })
+}
+
 /// ena_xdp_legal_queue_count() in drivers/net/ethernet/amazon/ena/ena_netdev.h: half of the queues at most.
 fn refuses_by_queues(device: &Device) -> Option<String> {
     let channels = device.channels?;

@@ -71,6 +71,7 @@ pub const CHECKS: &[Check] = &[
     check("open-files", ALL, "enough files may be open (hard limit)", machine::open_files),
     check("interface", BOTH, "the device exists, is Ethernet, up, and has a carrier", device::interface),
     check("xdp", LB, "no other XDP program at the device; XDP in the driver", device::xdp),
+    check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::xdp_send),
     check("mtu", LB, "frames fit one page, as XDP in the driver needs", device::mtu),
     check("lro", LB, "the device does not merge packets in hardware", device::lro),
     check("vlan-tags", LB, "the device leaves VLAN tags in frames, where it carries VLANs", device::vlan_tags),

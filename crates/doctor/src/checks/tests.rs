@@ -86,6 +86,7 @@ fn fit(role: Role) -> Facts {
             lro: false,
             udp_ports: Some(true),
             xdp: Xdp { native: Some(7), generic: None, native_possible: Some(true) },
+            xdp_send_errors: vec![],
             own_xdp: Some(7),
             hazards: Hazards::default(),
             interrupts: (0..4).map(|queue| (queue, Interrupt { number: 30, cpu: Some(queue.into()) })).collect(),
@@ -286,6 +287,20 @@ fn queues_and_interrupts() {
     let finding = super::device::interrupts(&facts).remove(0);
     assert_eq!(finding.found, "CPU 0 serves queues 0, 3");
     assert_eq!(finding.mend[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
+}
+
+#[test]
+fn frames_that_the_driver_drops() {
+    let drops = |facts: &mut Facts| {
+        device(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
+    };
+    assert_eq!(found(Role::Lb, drops), [("xdp-send", FAULT)]);
+    let mut facts = fit(Role::Lb);
+    drops(&mut facts);
+    device(&mut facts).driver = "veth".to_owned();
+    let finding = super::device::xdp_send(&facts).remove(0);
+    assert_eq!(finding.found, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
+    assert!(finding.mend[0].command.starts_with("ethtool -K PEER gro on"), "{:?}", finding.mend);
 }
 
 #[test]
