@@ -9,7 +9,8 @@ use coreward_intf as intf;
 
 use super::link::{self, XdpLink};
 use super::variant::Variant;
-use super::{Attachment, LoadBalancer, XdpMode};
+use super::{Attachment, LoadBalancer, XdpMode, pinned_program};
+use crate::device;
 use crate::mac::MacAddress;
 use crate::pins;
 
@@ -91,9 +92,11 @@ impl LoadBalancer {
     fn who_is_at(&self, interface: &str, index: u32) -> String {
         let own = self.pins.as_deref().and_then(Path::parent);
         let others = own.map(|own| pins::others(own, "lb/link")).unwrap_or_default();
+        // By program: an index alone may be another network namespace's interface.
+        let xdp = device::xdp(index).unwrap_or_default();
         let at_device = |directory: &&PathBuf| {
-            let link = XdpLink::pinned(&directory.join("lb").join("link"));
-            link.is_ok_and(|link| link.is_some_and(|link| link.interface_index().is_ok_and(|found| found == index)))
+            let program = pinned_program(directory).ok().flatten();
+            program.is_some() && (program == xdp.native || program == xdp.generic)
         };
         match others.iter().find(at_device) {
             Some(directory) => format!(

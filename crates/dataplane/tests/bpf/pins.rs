@@ -77,16 +77,21 @@ fn a_load_balancer_that_is_pinned_elsewhere_is_named() {
     if !may_load_bpf("a_load_balancer_that_is_pinned_elsewhere_is_named") {
         return;
     }
-    let (pair, pins, elsewhere) = (Pair::new(), PinDirectory::new(), PinDirectory::new());
-    let attach = |pins: &PinDirectory| {
+    let attach = |pair: &Pair, pins: &PinDirectory| {
         let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
         pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;
         anyhow::Ok(lb)
     };
-    let lb = attach(&pins).unwrap();
-    let refused = attach(&elsewhere).unwrap_err().to_string();
-    let named = format!("has the program of a load balancer that is pinned in {}: expected", pins.path().display());
-    assert!(refused.contains(&named), "{refused}");
-    lb.detach().unwrap();
-    attach(&elsewhere).unwrap().detach().unwrap();
+    // The devices of the two network namespaces have the same index.
+    let machines = [(Pair::new(), PinDirectory::new()), (Pair::new(), PinDirectory::new())];
+    assert_eq!(machines[0].0.server_interface(), machines[1].0.server_interface());
+    let balancers = [0, 1].map(|number| attach(&machines[number].0, &machines[number].1).unwrap());
+    let elsewhere = PinDirectory::new();
+    for (pair, pins) in &machines {
+        let refused = attach(pair, &elsewhere).unwrap_err().to_string();
+        let named = format!("has the program of a load balancer that is pinned in {}: expected", pins.path().display());
+        assert!(refused.contains(&named), "{refused}");
+    }
+    balancers.into_iter().for_each(|lb| lb.detach().unwrap());
+    attach(&machines[0].0, &elsewhere).unwrap().detach().unwrap();
 }
