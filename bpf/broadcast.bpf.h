@@ -66,7 +66,8 @@ __noinline int may_broadcast(__u32 service, __u32 source, __u32 reason)
 	reason &= BROADCAST_REASON_COUNT - 1;
 	barrier_var(service);
 	service &= MAX_SERVICES - 1;
-	halvings = !take_token(&broadcast.by_source[hash & (BROADCAST_SHARDS - 1)], &broadcast_by_source[reason], now, 0);
+	halvings =
+		!take_token(&broadcast.by_source[hash & (BROADCAST_SHARDS - 1)], &broadcast_by_source[reason], now, 0);
 	return take_token(&broadcast.by_service[service][reason], &broadcast_by_service[reason], now, halvings) &&
 	       take_token(&broadcast.of_all[reason], &broadcast_of_all[reason], now, halvings);
 }

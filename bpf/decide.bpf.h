@@ -391,8 +391,8 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 numb
 	bool syn = packet->flags & TCP_SYN;
 	bool by_bucket = mode_is(number, CONSISTENCY_BEAMER);
 	struct flow_table_entry entry = {.server_id = NO_SERVER};
-	bool found = (!by_bucket || *(volatile __u64 *)&state->has_flows) &&
-		     find_flow(decision->service, packet, &entry);
+	bool found =
+		(!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
 
 	if (found &&
 	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
