@@ -1,5 +1,5 @@
-//! Who changed what: part of the records, so that a change and its entry are written together, and a restart or another
-//! leader loses neither.
+//! The audit log is part of the records: a change and its entry are written together, so a restart or another leader
+//! loses neither.
 
 use std::sync::Arc;
 use std::time::Duration;

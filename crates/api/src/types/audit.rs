@@ -1,4 +1,4 @@
-//! Who changed what.
+//! The audit log: each change and its author.
 
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};

@@ -1,4 +1,4 @@
-//! Who changed what.
+//! The audit log: each change and its author.
 
 use axum::Extension;
 use axum::extract::State;
