@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, ensure};
 use coreward_daemon::Controllers;
-use coreward_dataplane::clock::monotonic_ns;
+use coreward_dataplane::clock::{monotonic_ms, monotonic_ns};
 use coreward_dataplane::pins;
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
 use coreward_dataplane::sockets::open_sockets;
@@ -31,7 +31,7 @@ use crate::forwarded::Forwarded;
 use crate::hazards::Hazards;
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
-use crate::load::{LoadSource, monotonic_ms, queues};
+use crate::load::{LoadSource, queues};
 use crate::remembered::Memory;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;

@@ -9,16 +9,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_bench::namespace::{self, ip};
+use coreward_bench::cpus::{self, THIS_THREAD};
+use coreward_bench::namespace::{self, ip, with_sysfs};
 use coreward_bench::report::{Report, Table};
 use coreward_bench::run_time::enable_statistics;
-use coreward_bench::xdp::throughput::wire::{NapiThread, Wire};
+use coreward_bench::xdp::throughput::wire::{NapiThread, OWN_MAC, Wire};
 use coreward_bench::xdp::{median_of, quartiles};
 use coreward_dataplane::cpu_load::CpuLoad;
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::Pid;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -133,7 +132,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// What one window measured. Loads in % of one CPU.
+/// Measurements of one window. Loads in % of one CPU.
 struct Window {
     load: f64,
     kernel: KernelLoad,
@@ -218,31 +217,19 @@ fn run_times() -> HashMap<u32, RunTime> {
 fn receive_on(wire: &Wire, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
     let Wire { generator_end, tested_end } = wire;
     ip(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
-    let address = format!("cat /sys/class/net/{tested_end}/address");
-    let address = in_sysfs(&address)?;
-    ip(&format!("neigh replace {FLOODED} lladdr {} dev {generator_end}", address.trim()))?;
+    ip(&format!("neigh replace {FLOODED} lladdr {OWN_MAC} dev {generator_end}"))?;
     if threaded {
         // veth polls by NAPI once it has GRO.
         let status = Command::new("ethtool").args(["-K", tested_end, "gro", "on"]).status().context("ethtool")?;
         ensure!(status.success(), "ethtool -K {tested_end} gro on: {status}");
         return NapiThread::start(tested_end, cpu).map(Some);
     }
-    in_sysfs(&format!("echo {:x} > /sys/class/net/{tested_end}/queues/rx-0/rps_cpus", 1_u64 << cpu))?;
+    with_sysfs(&format!("echo {:x} > /sys/class/net/{tested_end}/queues/rx-0/rps_cpus", 1_u64 << cpu))?;
     Ok(None)
 }
 
-/// Runs `script` where /sys shows this thread's network namespace, and returns its output.
-fn in_sysfs(script: &str) -> anyhow::Result<String> {
-    let script = format!("mount -t sysfs none /sys && {script}");
-    let output = Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().context("unshare(1)")?;
-    ensure!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(String::from_utf8(output.stdout)?)
-}
-
 fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result<()> {
-    let mut only = CpuSet::new();
-    only.set(SENDER)?;
-    sched_setaffinity(Pid::from_raw(0), &only)?;
+    cpus::bind(THIS_THREAD, SENDER)?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     while !done.load(Ordering::Relaxed) {
         for _ in 0..burst {

@@ -1,5 +1,6 @@
 //! What the benches and the live figures share: measuring the packet path, and what was found.
 
+pub mod cpus;
 pub mod environment;
 pub mod figure;
 pub mod namespace;

@@ -13,6 +13,18 @@ pub fn enter_new() -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")
 }
 
+/// Runs a shell script where /sys shows this thread's network namespace, and returns its output.
+///
+/// # Errors
+/// When /sys cannot be mounted, or the script fails.
+pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
+    // /sys shows the network namespace in which it was mounted.
+    let script = format!("mount -t sysfs none /sys && {script}");
+    let output = Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().context("unshare(1)")?;
+    ensure!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?)
+}
+
 /// ip(8) in this thread's namespace. Arguments are separated by blanks.
 ///
 /// # Errors

@@ -6,10 +6,9 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use coreward_bench::cpus::{self, THIS_THREAD};
 use coreward_bench::namespace::{self, ip};
 use coreward_tls::Role;
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::Pid;
 
 use crate::agent::Pins;
 use crate::certificates::Certificates;
@@ -39,9 +38,9 @@ where
     let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
     // A process has the CPU of the thread that starts it.
-    run_on(0)?;
+    cpus::bind(THIS_THREAD, 0)?;
     let mut controller = Controller::start(fleet, certificates, &scratch.0)?;
-    run_on(1)?;
+    cpus::bind(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.listens().await?;
@@ -113,16 +112,6 @@ pub fn make_network() -> anyhow::Result<()> {
         ip(command)?;
     }
     Ok(())
-}
-
-/// Gives the calling thread, and what it starts from then on, that CPU and no other.
-///
-/// # Errors
-/// When there is no such CPU.
-fn run_on(cpu: usize) -> anyhow::Result<()> {
-    let mut cpus = CpuSet::new();
-    cpus.set(cpu)?;
-    sched_setaffinity(Pid::from_raw(0), &cpus).with_context(|| format!("CPU {cpu}"))
 }
 
 /// Agents that pretend have what the load balancer beside them leaves, from when it wants it: in life they are elsewhere. To be

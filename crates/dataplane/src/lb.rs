@@ -357,8 +357,7 @@ impl LoadBalancer {
 
     /// Sets the cookie's keys.
     pub fn set_keys(&mut self, keys: &FleetKeys) {
-        // Without a clock the switch is at once: a connection under way may lose one packet.
-        let switch_ms = self.switch_ms(keys).unwrap_or_default();
+        let switch_ms = self.switch_ms(keys);
         let fleet =
             intf::fleet_keys { key: keys.keys.map(|key| key.layout()), current: keys.current.get() as u32, switch_ms };
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);

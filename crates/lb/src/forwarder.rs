@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
+use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
@@ -472,11 +473,6 @@ impl Forwarder {
             refused: self.refusals.list(),
         }
     }
-}
-
-/// The machine's monotonic clock, as BPF programs and other processes read it.
-fn monotonic() -> Duration {
-    nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every Linux has this clock").into()
 }
 
 /// IPv6 servers cannot be configured yet: the data plane refuses their services.

@@ -48,7 +48,7 @@ impl LastConfiguration {
         self.note(written);
     }
 
-    /// What is wrong, for `coreward status`.
+    /// Returns the last fault of reading or writing, for `coreward status`.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()
     }

@@ -8,8 +8,6 @@ pub mod cpu;
 pub mod published;
 pub mod queues;
 
-use coreward_dataplane::clock::monotonic_ns;
-
 /// Where busy times come from.
 pub trait LoadSource: Send {
     /// Appends the busy time of each core since some fixed moment (ns), in the order of receive queues.
@@ -25,9 +23,4 @@ pub trait LoadSource: Send {
     fn warnings(&self) -> Vec<String> {
         vec![]
     }
-}
-
-/// CLOCK_MONOTONIC in ms, modulo 2^32: the server's own TSval with `tcp_timestamps=2`.
-pub fn monotonic_ms() -> u32 {
-    (monotonic_ns() / 1_000_000) as u32
 }

@@ -20,8 +20,8 @@ use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
 use super::runner::{Feed, PACKETS, Runner};
 use super::turns::{Rounds, above, median_of, quartiles};
 use super::workload::{Case, XDP_TX};
+use crate::cpus::THIS_THREAD;
 use crate::report::{Report, Table};
-pub use flooder::pin_to;
 use flooder::{Flooder, Order, Sent};
 use memory::Memory;
 
@@ -119,7 +119,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure_all(args: &Args) -> anyhow::Result<Report> {
     let cpus = two_cpus("coreward-bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
-    pin_to(cpus[0])?;
+    crate::cpus::bind(THIS_THREAD, cpus[0])?;
     let measured = Victim::ALL.map(|victim| measure(victim, args, &flooder).with_context(|| victim.to_string()));
     let measured = measured.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
     Ok(report(&measured, args, cpus))

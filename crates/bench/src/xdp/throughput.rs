@@ -18,6 +18,7 @@ use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES, Setup};
 use super::flood::two_cpus;
 use super::turns::{Rounds, median_of, quartiles_with};
 use super::workload::{Case, syn};
+use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::report::{Cell, Report, Table};
 use generator::{Floor, Generator, LIVE_PACKETS, Traffic};
@@ -225,7 +226,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let lanes = Lane::all().into_iter().enumerate();
     let beds = lanes.map(|(number, lane)| Bed::new(lane, number, cpus).context(lane.name));
     let beds: Vec<Bed> = beds.collect::<anyhow::Result<_>>()?;
-    super::flood::pin_to(cpus[0])?;
+    cpus::bind(THIS_THREAD, cpus[0])?;
     prefer(nix::unistd::gettid())?;
     let mut turns: Vec<Vec<Turn>> = beds.iter().map(|_| Vec::new()).collect();
     // The first round warms up and does not count.

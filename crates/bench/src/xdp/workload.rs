@@ -19,6 +19,7 @@ pub const XDP_TX: i32 = 3;
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Nobody's port.
 const OTHER_PORT: u16 = 81;
+/// Address of the load balancer's device.
 pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
 /// What the flags byte of a TCP header says.

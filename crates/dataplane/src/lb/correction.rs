@@ -11,11 +11,11 @@ use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::correction::{self, AGREEING};
 use coreward_model::{ServerId, key_switch};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
-use nix::time::{ClockId, clock_gettime};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::program::Maps;
 use super::{CorrectionClock, LoadBalancer, ServiceIndex, state_of};
+use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
 /// What a server's SYN-ACKs have told of its clock.
@@ -117,16 +117,16 @@ impl LoadBalancer {
     }
 
     /// From which of a server's TSvals on which key stamps, by this machine's clock.
-    pub(super) fn switch_ms(&self, new: &FleetKeys) -> anyhow::Result<u32> {
+    pub(super) fn switch_ms(&self, new: &FleetKeys) -> u32 {
         let now_ms = match self.variant.correction_clock {
-            CorrectionClock::Kernel => now_ms()?,
+            CorrectionClock::Kernel => monotonic_ms(),
             CorrectionClock::Ticks => self.clock().0.wrapping_mul(100),
         };
         let known = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
         let key = |index: usize| CookieKey { k0: known.key[index].k0, k1: known.key[index].k1 };
         let current = if known.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         let before = (FleetKeys { keys: [key(0), key(1)], current }, known.switch_ms);
-        Ok(key_switch::switch_ms(&before, new, now_ms))
+        key_switch::switch_ms(&before, new, now_ms)
     }
 
     /// What is known of each server's clock, by id. Of two ids with one MAC address (the operator changed it) the one that
@@ -265,9 +265,4 @@ fn write(
 
 fn key_of(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
     (mac.word() | u64::from(service.0) << intf::CORRECTED_SERVICE_SHIFT).to_ne_bytes()
-}
-
-/// The clock that the program reads (CLOCK_MONOTONIC), modulo 2^32 ms.
-fn now_ms() -> anyhow::Result<u32> {
-    Ok(std::time::Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?).as_millis() as u32)
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
 
 use anyhow::Context as _;
+use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
@@ -13,7 +14,7 @@ use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
 use super::refusals::Subject;
-use super::{Forwarder, ipv4, monotonic};
+use super::{Forwarder, ipv4};
 
 /// What MAC addresses are found by, and places in lists.
 fn identity(server: &Server) -> (ServerId, IpAddr) {

@@ -8,9 +8,8 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::test_run::ReceiveQueue;
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::Pid;
 
+use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::xdp::runner::{Feed, Packet, Runner};
 use crate::xdp::workload::{XDP_TX, syn};
@@ -108,19 +107,9 @@ impl Drop for Flooder {
     }
 }
 
-/// Binds the calling thread to one CPU.
-///
-/// # Errors
-/// When it may not run there.
-pub fn pin_to(cpu: usize) -> anyhow::Result<()> {
-    let mut only = CpuSet::new();
-    only.set(cpu)?;
-    sched_setaffinity(Pid::from_raw(0), &only).with_context(|| format!("binding a thread to CPU {cpu}"))
-}
-
 /// The flood comes by another receive queue than what is measured, as on a NIC with RSS: counters have a row per queue.
 fn prepare(cpu: usize) -> anyhow::Result<Runner> {
-    pin_to(cpu)?;
+    cpus::bind(THIS_THREAD, cpu)?;
     namespace::enter_new()?;
     namespace::ip("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;

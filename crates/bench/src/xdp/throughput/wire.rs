@@ -5,11 +5,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
+use crate::cpus;
 use crate::namespace;
-use crate::xdp::workload::OWN_MAC;
+pub use crate::xdp::workload::OWN_MAC;
 
 /// The pair. It goes with the network namespace.
 pub struct Wire {
@@ -78,14 +78,10 @@ impl NapiThread {
     /// # Errors
     /// When the kernel has no threaded NAPI for the device, or the CPU does not exist.
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
-        // /sys shows the network namespace in which it was mounted.
-        let script = format!("mount -t sysfs none /sys && echo 1 > /sys/class/net/{device}/threaded");
-        let status = Command::new("unshare").args(["--mount", "sh", "-c", &script]).status().context("unshare(1)")?;
-        ensure!(status.success(), "threaded NAPI for {device}: {status}");
+        namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
+            .with_context(|| format!("threaded NAPI for {device}"))?;
         let process = process_named(&format!("napi/{device}-"))?;
-        let mut only = CpuSet::new();
-        only.set(cpu)?;
-        sched_setaffinity(process, &only).with_context(|| format!("binding the NAPI thread to CPU {cpu}"))?;
+        cpus::bind(process, cpu)?;
         prefer(process)?;
         Ok(Self { device: device.to_owned(), process })
     }
