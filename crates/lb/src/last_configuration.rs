@@ -15,6 +15,8 @@ use crate::forwarder::Forwarder;
 /// The file. It holds the cookie keys, so only its owner may read it.
 pub struct LastConfiguration {
     path: PathBuf,
+    /// A configuration in force that is not written yet.
+    unsaved: Option<FleetConfiguration>,
     /// Why it was not written or read.
     problem: Option<String>,
 }
@@ -22,7 +24,7 @@ pub struct LastConfiguration {
 impl LastConfiguration {
     /// The file of the load balancer `name`.
     pub fn new(state_directory: &Path, name: &str) -> Self {
-        Self { path: state_directory.join(format!("{name}.configuration")), problem: None }
+        Self { path: state_directory.join(format!("{name}.configuration")), unsaved: None, problem: None }
     }
 
     /// Puts the saved configuration in force, if there is one that this version can read.
@@ -40,11 +42,22 @@ impl LastConfiguration {
         self.note(restored.context("the last configuration is not restored"));
     }
 
-    /// Writes the configuration in force, if it changed since the last call. Called once a second.
+    /// Writes the configuration in force, if it changed since it was written. Called once a second, so a write that
+    /// failed is retried then.
     pub fn save(&mut self, forwarder: &mut Forwarder) {
-        let Some(configuration) = forwarder.changed_configuration() else { return };
+        self.save_changed(forwarder.changed_configuration());
+    }
+
+    /// `changed`: the configuration in force, if it changed since the last call.
+    fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
+        let Some(configuration) = changed.or_else(|| self.unsaved.take()) else { return };
         let written =
             self.write(&configuration).context("the configuration is not saved for a restart without controller");
+        if written.is_err() {
+            self.unsaved = Some(configuration);
+        } else if self.unsaved.take().is_some() || self.problem.is_some() {
+            tracing::info!("configuration {} is saved in {}", configuration.generation, self.path.display());
+        }
         self.note(written);
     }
 

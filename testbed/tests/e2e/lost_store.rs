@@ -1,4 +1,4 @@
-//! A controller that has lost its store: load balancers and agents go on by what they have in force.
+//! State that is lost or cannot be written: load balancers and agents go on by what they have in force.
 
 use std::fs;
 
@@ -52,4 +52,35 @@ fn lost_store_takes_no_service_away() {
         lb1(&status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
     });
     assert_eq!(status()["warnings"].to_string(), "[]");
+}
+
+#[test]
+fn configuration_is_saved_when_the_disk_takes_it_again() {
+    if skip_without_privilege("configuration_is_saved_when_the_disk_takes_it_again") {
+        return;
+    }
+    let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let options = FleetOptions { steer: false, ..FleetOptions::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    let saved = testbed.directory().join("lb1.configuration");
+    eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
+
+    // The new file is written there, and then renamed.
+    let obstacle = testbed.directory().join("lb1.new");
+    eventually(*TIMEOUT, "no write is under way", || fs::create_dir(&obstacle).is_ok());
+    let before = fs::read(&saved).unwrap();
+    let mut pool = fleet.pool().clone();
+    pool.remove(&2);
+    fleet.set_pool(&testbed, pool).unwrap();
+    let warnings = |fleet: &Fleet| {
+        let status = fleet.status(&testbed).unwrap_or_default();
+        status["load_balancers"][0]["state"]["warnings"].to_string()
+    };
+    eventually(*TIMEOUT, "status has the failure", || warnings(&fleet).contains("the configuration is not saved"));
+    assert_eq!(fs::read(&saved).unwrap(), before);
+
+    fs::remove_dir(&obstacle).unwrap();
+    eventually(*TIMEOUT, "the write is retried", || fs::read(&saved).unwrap() != before);
+    eventually(*TIMEOUT, "the failure is over", || warnings(&fleet) == "[]");
 }
