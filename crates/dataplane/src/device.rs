@@ -6,6 +6,8 @@ use std::os::fd::AsRawFd as _;
 use libbpf_rs::libbpf_sys;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
+use crate::ethtool::interface_request;
+
 /// XDP at a device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Xdp {
@@ -60,14 +62,7 @@ fn kernel_tells_features() -> bool {
 /// When there is no such device.
 pub fn mtu(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-    // SAFETY: a struct of integers and pointers, for which zero is a value.
-    let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
-    if interface.len() >= ifreq.ifr_name.len() {
-        return Err(io::Error::from_raw_os_error(libc::ENODEV));
-    }
-    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
-        *to = from as libc::c_char;
-    }
+    let mut ifreq = interface_request(interface)?;
     // SAFETY: SIOCGIFMTU writes into the struct alone, which lives through the call.
     if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut ifreq) } < 0 {
         return Err(io::Error::last_os_error());

@@ -6,6 +6,7 @@ pub mod clock;
 pub mod cpu_load;
 pub mod device;
 pub mod dispatch;
+pub mod ethtool;
 mod grace;
 pub mod lb;
 pub mod listeners;

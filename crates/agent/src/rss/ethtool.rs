@@ -4,23 +4,18 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::AsRawFd as _;
 
+use coreward_dataplane::ethtool;
 use coreward_model::rss::Rss;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use super::{RssDevice, RssSettings, RssUnknown};
 
-const SIOCETHTOOL: libc::c_ulong = 0x8946;
 const ETHTOOL_GFLAGS: u32 = 0x25;
 const ETHTOOL_GDRVINFO: u32 = 0x03;
-const ETHTOOL_GSTRINGS: u32 = 0x1b;
-const ETHTOOL_GSTATS: u32 = 0x1d;
 const ETHTOOL_GPFLAGS: u32 = 0x27;
 const ETHTOOL_GRXFH: u32 = 0x29;
 const ETHTOOL_GRXRINGS: u32 = 0x2d;
 const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
-const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
@@ -57,19 +52,8 @@ const HOST_KEY_BYTES: usize = 40;
 
 /// One ethtool request; `request` holds it as 32-bit words and gets the answer.
 fn ethtool(interface: &str, request: &mut [u32]) -> io::Result<()> {
-    let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-    // SAFETY: a struct of integers and pointers, for which zero is a value.
-    let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
-    if interface.len() >= ifreq.ifr_name.len() {
-        return Err(io::Error::from_raw_os_error(libc::ENODEV));
-    }
-    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
-        *to = from as libc::c_char;
-    }
-    ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
     // SAFETY: `request` is as long as its header says, which every caller of this private function ensures.
-    let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut ifreq) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    unsafe { ethtool::request(interface, request) }
 }
 
 /// `struct ethtool_rxnfc`: cmd, flow_type, data (64 bits) ...
@@ -148,46 +132,11 @@ pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
     Ok(request[1] & ETH_FLAG_RXVLAN != 0)
 }
 
-/// Names of one of the driver's string sets, at most `most`.
-fn names(interface: &str, set: u32, most: u32) -> io::Result<Vec<String>> {
-    const NAME_WORDS: usize = 8;
-    // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
-    let mut info = [ETHTOOL_GSSET_INFO, 0, 1 << set, 0, 0];
-    ethtool(interface, &mut info)?;
-    let count = info[4].min(most);
-    // struct ethtool_gstrings: cmd, string_set, len, then names of 32 bytes. The kernel writes as many as there are.
-    let mut names = vec![0; 3 + info[4] as usize * NAME_WORDS];
-    names[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set, info[4]]);
-    ethtool(interface, &mut names)?;
-    let text = |words: &[u32]| {
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
-        String::from_utf8_lossy(&bytes).into_owned()
-    };
-    Ok(names[3..].chunks(NAME_WORDS).take(count as usize).map(text).collect())
-}
-
-/// Counters of the driver (`ethtool -S`), by name. Empty: it has none.
-pub fn counters(interface: &str) -> Vec<(String, u64)> {
-    const ETH_SS_STATS: u32 = 1;
-    // A NIC has some thousand.
-    let names = names(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
-    // struct ethtool_stats: cmd, n_stats, then 64 bits each. Room for some that a changed number of queues brings.
-    let mut request = vec![0; 2 + 2 * (2 * names.len() + 1024)];
-    request[..2].copy_from_slice(&[ETHTOOL_GSTATS, names.len() as u32]);
-    if names.is_empty() || ethtool(interface, &mut request).is_err() {
-        return vec![];
-    }
-    let value = |words: &[u32]| {
-        u64::from_ne_bytes([words[0].to_ne_bytes(), words[1].to_ne_bytes()].concat().try_into().expect("8 bytes"))
-    };
-    names.into_iter().zip(request[2..].chunks(2).map(value)).collect()
-}
-
 /// A switch of the driver's own (`ethtool --show-priv-flags`); `None`: it has none of that name.
 pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
     // Flags are bits of one word.
-    let names = names(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
+    let names = ethtool::strings(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
     let position = names.iter().position(|flag| flag == name)?;
     let mut flags = [ETHTOOL_GPFLAGS, 0];
     ethtool(interface, &mut flags).ok()?;

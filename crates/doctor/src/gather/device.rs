@@ -32,7 +32,7 @@ pub(super) fn look(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevic
         lro: ethtool::merges_what_it_receives(name).unwrap_or(false),
         udp_ports: ethtool::hashes_udp_ports(name),
         xdp: device::xdp(index).unwrap_or_default(),
-        xdp_send_errors: xdp_send_errors(ethtool::counters(name)),
+        xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
         own_xdp: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
         hazards,
         interrupts: queues::interrupts(name),
@@ -56,15 +56,6 @@ fn moves_connections(name: &str, driver: &str, hazards: &Hazards) -> Option<bool
     }
 }
 
-/// veth: `rx_queue_0_xdp_tx_errors`; mlx5: `rx_xdp_tx_full`, `rx_xdp_tx_err`; bnxt, ena, virtio_net have like names.
-fn xdp_send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
-    let is_error = |name: &str| {
-        let of_xdp = name.split_once("xdp_tx").map(|(_, rest)| rest);
-        of_xdp.is_some_and(|kind| ["err", "full", "drop"].iter().any(|word| kind.contains(word)))
-    };
-    counters.into_iter().filter(|(name, count)| *count > 0 && is_error(name)).collect()
-}
-
 /// The VLAN devices on top of this one.
 fn vlans(name: &str) -> Vec<String> {
     let Some(directory) = sysfs::device_directory(name) else { return vec![] };
@@ -77,23 +68,4 @@ fn vlans(name: &str) -> Vec<String> {
         std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(upper).filter(is_vlan).collect();
     vlans.sort();
     vlans
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn counters_of_dropped_xdp_frames() {
-        let counters = [
-            ("rx_queue_0_xdp_tx", 9),
-            ("rx_queue_0_xdp_tx_errors", 4),
-            ("rx_queue_1_xdp_tx_errors", 0),
-            ("rx_xdp_tx_full", 2),
-            ("rx_xdp_drop", 3),
-        ];
-        let found = xdp_send_errors(counters.map(|(name, count)| (name.to_owned(), count)).into());
-        let expected = [("rx_queue_0_xdp_tx_errors", 4), ("rx_xdp_tx_full", 2)];
-        assert_eq!(found, expected.map(|(name, count)| (name.to_owned(), count)));
-    }
 }

@@ -1,0 +1,116 @@
+//! The driver by the ethtool ioctl: requests, and its counters.
+//!
+//! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer, headed by its number.
+
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+
+const SIOCETHTOOL: libc::c_ulong = 0x8946;
+const ETHTOOL_GSTRINGS: u32 = 0x1b;
+const ETHTOOL_GSTATS: u32 = 0x1d;
+const ETHTOOL_GSSET_INFO: u32 = 0x37;
+
+/// One ethtool request; `request` holds it as 32-bit words and gets the answer.
+///
+/// # Errors
+/// When there is no such device, or its driver refuses the request.
+///
+/// # Safety
+/// `request` must have the length that its header gives: the kernel writes so much.
+pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
+    let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    let mut ifreq = interface_request(interface)?;
+    ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
+    // SAFETY: `request` has the length that its header gives, by this function's contract.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut ifreq) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// A request about a device, with its name.
+pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
+    // SAFETY: a struct of integers and pointers, for which zero is a value.
+    let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
+    if interface.len() >= ifreq.ifr_name.len() {
+        return Err(io::Error::from_raw_os_error(libc::ENODEV));
+    }
+    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
+        *to = from as libc::c_char;
+    }
+    Ok(ifreq)
+}
+
+/// Names of one of the driver's string sets, at most `limit`.
+///
+/// # Errors
+/// When there is no such device, or its driver has no such set.
+pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
+    const NAME_WORDS: usize = 8;
+    // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
+    let mut info = [ETHTOOL_GSSET_INFO, 0, 1 << set, 0, 0];
+    // SAFETY: one set is asked for, and there is room for its count.
+    unsafe { request(interface, &mut info) }?;
+    let count = info[4].min(limit);
+    // struct ethtool_gstrings: cmd, string_set, len, then names of 32 bytes. The kernel writes as many as there are.
+    let mut names = vec![0; 3 + info[4] as usize * NAME_WORDS];
+    names[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set, info[4]]);
+    // SAFETY: there is room for as many names as the driver has.
+    unsafe { request(interface, &mut names) }?;
+    let text = |words: &[u32]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    Ok(names[3..].chunks(NAME_WORDS).take(count as usize).map(text).collect())
+}
+
+/// Counters of the driver (`ethtool -S`), by name. Empty: it has none.
+pub fn counters(interface: &str) -> Vec<(String, u64)> {
+    const ETH_SS_STATS: u32 = 1;
+    // A NIC has some thousand.
+    let names = strings(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
+    // struct ethtool_stats: cmd, n_stats, then 64 bits each. Room for some that a changed number of queues brings.
+    let mut words = vec![0; 2 + 2 * (2 * names.len() + 1024)];
+    words[..2].copy_from_slice(&[ETHTOOL_GSTATS, names.len() as u32]);
+    // SAFETY: there is room for all counters.
+    if names.is_empty() || unsafe { request(interface, &mut words) }.is_err() {
+        return vec![];
+    }
+    let value = |words: &[u32]| {
+        u64::from_ne_bytes([words[0].to_ne_bytes(), words[1].to_ne_bytes()].concat().try_into().expect("8 bytes"))
+    };
+    names.into_iter().zip(words[2..].chunks(2).map(value)).collect()
+}
+
+/// Returns the driver's counters of frames that XDP programs sent and it dropped, without those that are 0.
+pub fn xdp_send_errors(interface: &str) -> Vec<(String, u64)> {
+    send_errors(counters(interface))
+}
+
+/// veth: `rx_queue_0_xdp_tx_errors`; mlx5: `rx_xdp_tx_full`, `rx_xdp_tx_err`; bnxt, ena, virtio_net have like names.
+fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
+    let is_error = |name: &str| {
+        let of_xdp = name.split_once("xdp_tx").map(|(_, rest)| rest);
+        of_xdp.is_some_and(|kind| ["err", "full", "drop"].iter().any(|word| kind.contains(word)))
+    };
+    counters.into_iter().filter(|(name, count)| *count > 0 && is_error(name)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_of_dropped_xdp_frames() {
+        let counters = [
+            ("rx_queue_0_xdp_tx", 9),
+            ("rx_queue_0_xdp_tx_errors", 4),
+            ("rx_queue_1_xdp_tx_errors", 0),
+            ("rx_xdp_tx_full", 2),
+            ("rx_xdp_drop", 3),
+        ];
+        let found = send_errors(counters.map(|(name, count)| (name.to_owned(), count)).into());
+        let expected = [("rx_queue_0_xdp_tx_errors", 4), ("rx_xdp_tx_full", 2)];
+        assert_eq!(found, expected.map(|(name, count)| (name.to_owned(), count)));
+    }
+}
