@@ -3,6 +3,7 @@
 mod configuration;
 mod metrics;
 mod refusals;
+mod symptoms;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
@@ -26,6 +27,7 @@ use crate::announce::Able;
 use crate::health::{Health, Target};
 use crate::routing;
 use refusals::Refusals;
+use symptoms::Symptoms;
 
 /// Until a configuration says otherwise.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -88,6 +90,8 @@ pub struct Forwarder {
     configured_at: Option<Duration>,
     /// What of the controller's updates cannot be used.
     refusals: Refusals,
+    /// Faults that counters of the last seconds show.
+    symptoms: Symptoms,
 }
 
 impl Forwarder {
@@ -129,6 +133,7 @@ impl Forwarder {
             masked: BTreeSet::new(),
             configured_at: None,
             refusals: Refusals::default(),
+            symptoms: Symptoms::default(),
         }
     }
 
@@ -332,6 +337,7 @@ impl Forwarder {
             self.counted = now;
         }
         self.log_problems();
+        self.look_for_symptoms();
         self.balancer.refresh_own_mac()?;
         self.switch_when_ready()
     }
@@ -350,6 +356,7 @@ impl Forwarder {
         let mut problems = self.routing_problems();
         problems.extend(self.unable.iter().cloned());
         problems.extend(self.health.problem().map(str::to_owned));
+        problems.extend(self.symptoms.list().cloned());
         problems
     }
 

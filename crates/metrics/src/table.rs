@@ -354,6 +354,13 @@ pub const METRICS: &[Metric] = &[
         "What is wrong with the machine; `coreward status` has the words",
     ),
     metric(
+        "coreward_lb_send_drops_total",
+        Counter,
+        &[],
+        &[Lb],
+        "Frames sent by XDP that the driver dropped, by its counters",
+    ),
+    metric(
         "coreward_lb_masked_servers",
         Gauge,
         &[],
@@ -387,6 +394,13 @@ pub const METRICS: &[Metric] = &[
         &["service"],
         &[Lb],
         "Frame bytes of a service's packets that were forwarded",
+    ),
+    metric(
+        "coreward_lb_service_handshakes_fail",
+        Gauge,
+        &["service"],
+        &[Lb],
+        "1: most new TCP connections do not become established",
     ),
     metric(
         "coreward_lb_table_to_kernel_seconds",

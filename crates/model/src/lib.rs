@@ -14,6 +14,7 @@
 //! * [`consistency`]: how packets find the server of their connection
 //! * [`connection_table`]: its entries, when they may be freed, and what packets and user space do with them
 //! * [`load`]: absolute reports become smoothed loads per core
+//! * [`recent`]: how much counters have grown in the last seconds, and what follows
 //! * [`placement`]: the table that the data plane consults for a first packet, and how it does
 //! * [`lb`]: the load balancer, packet by packet, as `bpf/lb.bpf.c` is
 //! * [`bucket_history`]: whose a bucket was before
@@ -41,6 +42,7 @@ pub mod lb;
 pub mod load;
 pub mod placement;
 pub mod policy;
+pub mod recent;
 pub mod replay;
 pub mod rss;
 pub mod statistics;

@@ -16,6 +16,7 @@ mod key_value;
 mod lb_timestamps;
 mod load_balancers;
 mod load_connections;
+mod lost_frames;
 mod lost_store;
 mod metrics;
 mod mptcp;

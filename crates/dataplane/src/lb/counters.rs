@@ -23,6 +23,24 @@ pub struct Counters {
     pub forwarded_bytes: u64,
 }
 
+impl Counters {
+    fn sum(&self, outcomes: &[&str]) -> u64 {
+        let counted = super::COUNTER_NAMES.iter().zip(self.packets);
+        counted.filter(|(name, _)| outcomes.contains(name)).map(|(_, count)| count).sum()
+    }
+
+    /// Returns the SYNs sent to servers by the placement rule or an entry. Clients without timestamps and those
+    /// of a `beamer` service are counted by [`Counters::established`] alone.
+    pub fn syns(&self) -> u64 {
+        self.sum(&["first"])
+    }
+
+    /// Returns the packets that were sent to servers as those of connections.
+    pub fn established(&self) -> u64 {
+        self.sum(&["established", "connection", "flow", "placed", "consistent", "to_owner"])
+    }
+}
+
 impl LoadBalancer {
     /// What was done with a service's packets.
     pub fn counters(&self, service: ServiceIndex) -> Counters {

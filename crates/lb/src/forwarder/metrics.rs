@@ -22,6 +22,7 @@ impl Forwarder {
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);
         parts::load_balancer(&mut page, &self.name, &self.state());
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
+        page.add("coreward_lb_send_drops_total", &[], self.symptoms.send_drops_total as f64);
         page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);
         if let Some(announced) = self.announced {
             page.add("coreward_lb_announced_vips", &[], announced as f64);
@@ -32,8 +33,10 @@ impl Forwarder {
             let of_service = checked.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
             parts::health_checks(&mut page, &service.name, of_service);
         }
-        for (service, index) in self.services.values() {
+        for (number, (service, index)) in &self.services {
             let name = service.name.as_str();
+            let fail = self.symptoms.handshakes_fail.contains(number);
+            page.add("coreward_lb_service_handshakes_fail", &[name], f64::from(u8::from(fail)));
             if let Some(generation) = self.balancer.table_generation(*index) {
                 page.add("coreward_table_generation", &[name], generation as f64);
             }

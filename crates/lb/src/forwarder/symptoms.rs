@@ -1,0 +1,85 @@
+//! Faults that only counters of the last seconds show: frames that the program sent and the driver dropped, and new
+//! connections that do not become established.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use coreward_dataplane::clock::monotonic;
+use coreward_dataplane::ethtool;
+use coreward_model::recent::{Recent, WINDOW, handshakes_fail};
+use coreward_model::tuple::Protocol;
+use coreward_wire::ServiceIndex;
+
+use super::Forwarder;
+
+/// Conclusions of the counters, as they were read last.
+#[derive(Default)]
+pub(super) struct Symptoms {
+    send_drops: Recent<1>,
+    /// Frames that the program sent and the driver dropped, as far as it counts them, since the device is there.
+    pub send_drops_total: u64,
+    /// SYNs and other packets, by service.
+    packets: BTreeMap<ServiceIndex, Recent<2>>,
+    /// Services whose new connections do not become established.
+    pub handshakes_fail: BTreeSet<ServiceIndex>,
+    /// In words, by what they are about.
+    found: BTreeMap<String, String>,
+}
+
+impl Symptoms {
+    /// In words.
+    pub fn list(&self) -> impl Iterator<Item = &String> {
+        self.found.values()
+    }
+}
+
+impl Forwarder {
+    /// Reads the counters, once a second, and logs what begins and what ends.
+    pub(super) fn look_for_symptoms(&mut self) {
+        let now = monotonic();
+        let mut found: BTreeMap<String, String> = self.failing_handshakes(now).into_iter().collect();
+        found.extend(self.new_send_drops(now));
+        for (what, words) in &found {
+            if !self.symptoms.found.contains_key(what) {
+                tracing::warn!("{words}");
+            }
+        }
+        for what in self.symptoms.found.keys().filter(|what| !found.contains_key(*what)) {
+            tracing::info!("not in the last {} s: {what}", WINDOW.as_secs());
+        }
+        self.symptoms.found = found;
+    }
+
+    fn new_send_drops(&mut self, now: Duration) -> Option<(String, String)> {
+        let counters = ethtool::xdp_send_errors(&self.interface);
+        let total = counters.iter().map(|(_, count)| count).sum();
+        self.symptoms.send_drops_total = total;
+        let [dropped] = self.symptoms.send_drops.growth(now, [total]);
+        let names: Vec<&str> = counters.iter().map(|(name, _)| name.as_str()).collect();
+        let what = format!("{} drops frames that XDP sent", self.interface);
+        let words =
+            format!("{what}: {dropped} in {} s ({}); see `coreward doctor`", WINDOW.as_secs(), names.join(", "));
+        (dropped > 0).then_some((what, words))
+    }
+
+    fn failing_handshakes(&mut self, now: Duration) -> Vec<(String, String)> {
+        self.symptoms.packets.retain(|index, _| self.services.contains_key(index));
+        self.symptoms.handshakes_fail.clear();
+        let mut found = Vec::new();
+        for (index, (service, place)) in &self.services {
+            if service.address.protocol != Protocol::Tcp {
+                continue;
+            }
+            let counters = self.balancer.counters(*place);
+            let counts = [counters.syns(), counters.established()];
+            let [syns, others] = self.symptoms.packets.entry(*index).or_default().growth(now, counts);
+            if handshakes_fail(syns, others) {
+                self.symptoms.handshakes_fail.insert(*index);
+                let what = format!("service {}: most new connections do not become established", service.name);
+                let words = format!("{what}: {syns} SYNs and {others} other packets in {} s", WINDOW.as_secs());
+                found.push((what, words));
+            }
+        }
+        found
+    }
+}

@@ -1,0 +1,72 @@
+//! Growth of counters over the last seconds, and conclusions of it.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Time over which growth is measured.
+pub const WINDOW: Duration = Duration::from_secs(10);
+/// SYNs in [`WINDOW`] below which nothing is concluded.
+const MIN_SYNS: u64 = 20;
+
+/// Counters of the last [`WINDOW`].
+#[derive(Debug, Clone)]
+pub struct Recent<const N: usize> {
+    samples: VecDeque<(Duration, [u64; N])>,
+}
+
+impl<const N: usize> Default for Recent<N> {
+    fn default() -> Self {
+        Self { samples: VecDeque::new() }
+    }
+}
+
+impl<const N: usize> Recent<N> {
+    /// Takes the counters as of `now` and returns how much each has grown in the last [`WINDOW`], or since the first
+    /// call. A counter that shrinks begins a new window.
+    pub fn growth(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
+        let is_less = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
+        if self.samples.back().is_some_and(is_less) {
+            self.samples.clear();
+        }
+        // The newest one that is older than the window is what the growth counts from.
+        while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW) {
+            self.samples.pop_front();
+        }
+        self.samples.push_back((now, counts));
+        let (_, oldest) = self.samples[0];
+        std::array::from_fn(|i| counts[i] - oldest[i])
+    }
+}
+
+/// Returns whether most new connections of a service do not become established: each one that does sends more packets
+/// than its SYN. `syns` and `others`: packets of the service's clients in [`WINDOW`].
+pub fn handshakes_fail(syns: u64, others: u64) -> bool {
+    syns >= MIN_SYNS && others < syns / 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_that_of_the_window() {
+        let mut recent = Recent::default();
+        let mut at = |second, count| recent.growth(Duration::from_secs(second), [count])[0];
+        assert_eq!(at(1, 1000), 0, "what was counted before the first call is not recent");
+        assert_eq!(at(2, 1010), 10);
+        assert_eq!(at(11, 1030), 30);
+        assert_eq!(at(12, 1030), 20);
+        assert_eq!(at(30, 1030), 0);
+        assert_eq!(at(31, 5), 0, "the counter began again at 0");
+        assert_eq!(at(32, 9), 4);
+    }
+
+    #[test]
+    fn handshakes_fail_where_syns_have_no_packets_behind_them() {
+        assert!(!handshakes_fail(MIN_SYNS - 1, 0));
+        assert!(handshakes_fail(MIN_SYNS, 0));
+        assert!(handshakes_fail(100, 49));
+        // A client that connects and resets sends one more packet.
+        assert!(!handshakes_fail(100, 50));
+    }
+}

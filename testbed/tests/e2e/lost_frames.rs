@@ -1,0 +1,86 @@
+//! Frames that the load balancer's program sends and its device drops.
+
+use std::net::TcpStream;
+use std::process::Command;
+use std::time::Duration;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::rss_emulation::attach_xdp_pass;
+use coreward_testbed::topology::{DEVICE, SERVICE};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+
+use crate::support::eventually;
+
+const METRICS: &str = "127.0.0.1:9440";
+
+struct TestEnv {
+    fleet: Fleet,
+    testbed: Testbed,
+}
+
+impl TestEnv {
+    fn start(instance: &str) -> Self {
+        let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
+        let testbed = Testbed::create(options).unwrap();
+        let more = format!("metrics = \"{METRICS}\"\n");
+        let options = FleetOptions { steer: false, more_of_load_balancers: more, ..FleetOptions::default() };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        Self { fleet, testbed }
+    }
+
+    /// At the switch, which is the other end of the load balancer's device.
+    fn at_switch(&self, command: &str) {
+        let mut shell = Command::new("sh");
+        shell.args(["-ec", command]);
+        self.testbed.run(self.testbed.switch(), shell).unwrap();
+    }
+
+    /// Whether a client's new connection becomes established in this time.
+    fn connects(&self, limit: Duration) -> bool {
+        let connect = || Ok(TcpStream::connect_timeout(&SERVICE.into(), limit).is_ok());
+        self.testbed.client().within(connect).unwrap()
+    }
+
+    fn warnings(&self) -> String {
+        let status = self.fleet.status(&self.testbed).unwrap_or_default();
+        status["load_balancers"][0]["state"]["warnings"].to_string()
+    }
+
+    /// The value of a series that the load balancer serves.
+    fn metric(&self, series: &str) -> f64 {
+        let mut curl = Command::new("curl");
+        curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{METRICS}/metrics")]);
+        let page = self.testbed.run(self.testbed.load_balancer(1).unwrap(), curl).unwrap().stdout;
+        let page = String::from_utf8(page).unwrap();
+        let value = page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok());
+        value.unwrap_or_else(|| panic!("no {series} in {page}"))
+    }
+}
+
+#[test]
+fn dropped_transmissions_and_failing_handshakes_are_reported() {
+    if skip_without_privilege("dropped_transmissions_and_failing_handshakes_are_reported") {
+        return;
+    }
+    let env = TestEnv::start("lostframes");
+    let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
+    (0..20).for_each(|_| assert!(env.connects(*TIMEOUT)));
+    eventually(*TIMEOUT, "no warning", || env.warnings() == "[]");
+
+    // veth drops frames that XDP sends to a device that has neither an XDP program nor GRO.
+    env.at_switch("ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
+    let dropped = format!("{DEVICE} drops frames that XDP sent");
+    let failing = "service web0: most new connections do not become established";
+    eventually(*TIMEOUT, "status has both", || {
+        (0..8).for_each(|_| assert!(!env.connects(Duration::from_millis(50))));
+        env.warnings().contains(&dropped) && env.warnings().contains(failing)
+    });
+    assert_eq!(env.metric("coreward_lb_service_handshakes_fail{service=\"web0\"} "), 1.0);
+    assert!(env.metric("coreward_lb_send_drops_total ") >= 20.0);
+
+    attach_xdp_pass(env.testbed.switch(), "lb1").unwrap();
+    eventually(*TIMEOUT, "the warnings end", || {
+        assert!(env.connects(*TIMEOUT));
+        env.warnings() == "[]"
+    });
+}
