@@ -13,6 +13,7 @@ use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::topology::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
 use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, skip_without_privilege};
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -429,7 +430,40 @@ fn a_controller(site: &TestEnv, controller: &Patient) {
     let missing = store.with_file_name("no/controller.redb");
     let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
     elsewhere.has(site, "the store's directory is missing", "store", How::Plain, &[]);
+    a_disk(site, controller, &store);
     let listen = [(controller_address(), "192.0.2.1:7400")];
     let elsewhere = controller.with(&[(&listen[0].0, listen[0].1)], "");
     elsewhere.has(site, "an address of another machine", "listen", How::Plain, &[]);
+}
+
+/// A store on a disk of its own.
+fn a_disk(site: &TestEnv, controller: &Patient, store: &Path) {
+    let disk = Disk::mount(site.testbed.directory().join("doctor-disk"));
+    let on_disk = disk.0.join("controller.redb");
+    fs::copy(store, &on_disk).unwrap();
+    let controller = controller.with(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
+    controller.is_well(site, "a store on another disk");
+    let fill = disk.0.join("fill");
+    let full = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", fill.display());
+    controller.catches(site, "store", &full, &format!("rm {}", fill.display()));
+    let remount = |how: &str| format!("mount -o remount,{how} {}", disk.0.display());
+    controller.catches(site, "store", &remount("ro"), &remount("rw"));
+}
+
+/// A file system of 16 MiB that goes with its owner.
+struct Disk(PathBuf);
+
+impl Disk {
+    fn mount(place: PathBuf) -> Self {
+        fs::create_dir_all(&place).unwrap();
+        let options = Some("size=16m,mode=700");
+        mount(Some("tmpfs"), &place, Some("tmpfs"), MsFlags::empty(), options).unwrap();
+        Self(place)
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        umount2(&self.0, MntFlags::MNT_DETACH).unwrap();
+    }
 }

@@ -42,7 +42,12 @@ pub fn store(facts: &Facts) -> Vec<Finding> {
     if let Some(problem) = problem {
         let why = "the controller does not start, or loses server ids and keys: connections break";
         let directory = path.parent().map_or(path.display(), |parent| parent.display());
-        return vec![Finding::fault(format!("{store}: {problem}"), why).mend(format!("install -d -m 700 {directory}"))];
+        let finding = Finding::fault(format!("{store}: {problem}"), why);
+        return vec![
+            finding
+                .mend(format!("install -d -m 700 {directory}"))
+                .mend(format!("df {directory}  # room for the store to be written again")),
+        ];
     }
     match mode {
         Some(mode) if mode & 0o077 != 0 => {

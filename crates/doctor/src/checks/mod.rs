@@ -126,7 +126,7 @@ pub const CHECKS: &[Check] = &[
     fixing(
         "store",
         CONTROLLER,
-        "the store's file can be written, and only its owner can read it; or etcd answers, and who leads",
+        "the store's file and its disk can be written, and only its owner can read it; or etcd answers, and who leads",
         controller::store,
     ),
 ];

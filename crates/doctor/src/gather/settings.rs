@@ -1,7 +1,9 @@
 //! What the command line and the daemon's file say.
 
+use std::fs::File;
+use std::io::{self, Write as _};
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
@@ -13,9 +15,13 @@ use coreward_control::config::{ControllerConfig, StorePlace};
 use coreward_lb::config::{Config as LbConfig, XdpMode};
 use coreward_model::ServiceAddress;
 use coreward_tls::Files;
+use nix::sys::statvfs;
 
 use super::{bind_problem, controller, directory_of};
 use crate::facts::{ControllerPlace, Role, Service, Settings, StoreFacts};
+
+/// Free space that a store needs in any case (bytes): redb makes a file of half of it.
+const MIN_STORE_SPACE: u64 = 1 << 20;
 
 /// The command line.
 #[derive(Debug, Clone, Default)]
@@ -183,8 +189,36 @@ fn store_file(store: &Path) -> StoreFacts {
         Err(_) if !directory.is_dir() => Some(format!("{} is no directory", directory.display())),
         Err(_) => writable(&directory).err().map(|error| format!("{}: {error}", directory.display())),
     };
+    let problem = problem.or_else(|| space_problem(store, &directory));
     let mode = store.metadata().ok().map(|metadata| metadata.permissions().mode() & 0o777);
     StoreFacts::File { path: store.to_owned(), problem, mode }
+}
+
+/// Why the store's next transaction has no room. It keeps the pages in force, so it takes up to the file's size again.
+/// `None`: there is room.
+fn space_problem(store: &Path, directory: &Path) -> Option<String> {
+    let needed = store.metadata().map_or(0, |metadata| metadata.len()).max(MIN_STORE_SPACE);
+    // The controller is not root: it gets what is available, and not all that is free.
+    let available = |status: statvfs::Statvfs| status.blocks_available().saturating_mul(status.fragment_size());
+    let outcome = statvfs::statvfs(directory).map(available);
+    match outcome {
+        Ok(available) if available < needed => {
+            Some(format!("the disk is full: {available} bytes are available, expected {needed}"))
+        }
+        // A quota shows only when something is written.
+        Ok(_) => write_probe(directory).err().map(|error| format!("{}: {error}", directory.display())),
+        Err(error) => Some(format!("{}: {error}", directory.display())),
+    }
+}
+
+/// Writes a file without a name, which is gone when it is closed. A file system that has none is not probed.
+fn write_probe(directory: &Path) -> io::Result<()> {
+    let open = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
+    let written = open.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));
+    match written {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => Ok(()),
+        written => written,
+    }
 }
 
 #[cfg(test)]
