@@ -192,14 +192,12 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
                             let _ = messages.try_send(message(Message::SocketAnswer(answer)));
                         }
                     }
-                    Some(Update::Leader(state)) => connection.leader_state(&state),
                     None => tracing::error!("the controller's update is of a kind that this version does not know"),
                 }
                 if tick.period() != agent.report_interval() {
                     tick = every(agent.report_interval());
                 }
             }
-            newer = connection.newer_leader() => return Err(newer.into()),
             _ = tick.tick() => {
                 let Some(report) = agent.report(&told, &connection.warnings()) else { continue };
                 let then = told.after(&report);

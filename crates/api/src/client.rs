@@ -196,14 +196,8 @@ impl Client {
             });
         }
         let mut said = BTreeMap::new();
-        let mut without_etcd = None;
         while let Some(look) = looks.join_next().await {
             match look? {
-                // Another one may have been elected.
-                (position, Ok(Health { without_etcd: true, .. })) => {
-                    without_etcd = Some(position);
-                    continue;
-                }
                 (position, Ok(Health { state: HealthState::Ready | HealthState::Settling, .. })) => {
                     return Ok(&self.controllers[position]);
                 }
@@ -214,9 +208,6 @@ impl Client {
                 (position, Ok(_)) => said.insert(position, "no controller leads".to_owned()),
                 (position, Err(error)) => said.insert(position, format!("{error:#}")),
             };
-        }
-        if let Some(position) = without_etcd {
-            return Ok(&self.controllers[position]);
         }
         let said: Vec<String> =
             said.into_iter().map(|(position, said)| format!("{}: {said}", self.controllers[position])).collect();

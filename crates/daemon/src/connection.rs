@@ -1,7 +1,5 @@
 //! The way to the controller: which one of several, what is done when it is silent, and when to try again.
 
-mod search;
-
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,13 +8,12 @@ use anyhow::anyhow;
 use coreward_metrics::page::Page;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Role, Tls, table};
-use coreward_wire::{LEADER, TERM, WITHOUT_ETCD, v1};
+use coreward_wire::{LEADER, TERM};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
 
 use crate::controllers::Controllers;
-use search::{NewLeader, Search};
 
 /// Time between two attempts: doubles from the first to the second, once per round of all controllers.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
@@ -43,8 +40,6 @@ pub struct Connection {
     expected: &'static [Role],
     turns: Turns,
     terms: Terms,
-    /// While the leader is without etcd.
-    search: Option<Search>,
 }
 
 impl Connection {
@@ -63,7 +58,7 @@ impl Connection {
             ),
         }
         let turns = Turns::new(controllers.addresses().len());
-        Ok(Self { turns, terms: Terms::default(), search: None, tls, expected, controllers })
+        Ok(Self { turns, terms: Terms::default(), tls, expected, controllers })
     }
 
     /// What an operator should know: certificates that end soon.
@@ -86,31 +81,17 @@ impl Connection {
     /// # Errors
     /// When it does not answer within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
-        connect(self.controller(), self.connector(self.controller()))
-    }
-
-    fn connector(&self, address: SocketAddr) -> Connector {
-        Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected)))
-    }
-
-    /// The leader has lost etcd, or has it back. Meanwhile the other controllers are asked whether one of them was elected.
-    pub fn leader_state(&mut self, state: &v1::LeaderState) {
-        self.search = None;
-        let (leader, mut others) = (self.controller(), self.controllers.addresses().to_vec());
-        others.retain(|other| *other != leader);
-        if state.without_etcd && !others.is_empty() {
-            let term = self.terms.newest.map_or(0, |(term, _)| term);
-            let others = others.into_iter().map(|address| (address, self.connector(address))).collect();
-            self.search = Some(Search::begin(others, term));
-        }
-    }
-
-    /// Returns when another controller was elected; the stream is to end with this error. Nothing is lost when the future is
-    /// dropped.
-    pub async fn newer_leader(&mut self) -> NewLeader {
-        match &mut self.search {
-            Some(search) => search.found().await,
-            None => std::future::pending().await,
+        let address = self.controller();
+        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected)));
+        async move {
+            let endpoint = Endpoint::from_shared(format!("http://{address}"))?
+                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+                .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
+                .keep_alive_while_idle(true)
+                .initial_stream_window_size(WINDOW_BYTES)
+                .initial_connection_window_size(WINDOW_BYTES);
+            let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
+            Ok(connected.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
         }
     }
 
@@ -120,9 +101,7 @@ impl Connection {
     /// When it led before one that was heard a moment ago: it was stopped, and does not know yet.
     pub fn begun<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM).and_then(|term| term.to_str().ok()?.parse().ok());
-        let without_etcd = response.metadata().contains_key(WITHOUT_ETCD);
-        self.terms.begun((term, without_etcd), Instant::now())?;
-        self.leader_state(&v1::LeaderState { without_etcd });
+        self.terms.begun(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
@@ -135,7 +114,6 @@ impl Connection {
     /// The stream has ended, by `error` or in order: logged, and whose turn is next is chosen. Gives the time to wait
     /// before that; it is drawn anew each time, so that a fleet does not come back in one moment.
     pub fn ended(&mut self, error: Option<&anyhow::Error>) -> Duration {
-        self.search = None;
         let (controller, end) = (self.controller(), self.end(error));
         let pause = self.turns.ended(&end);
         let next = self.controller();
@@ -155,36 +133,18 @@ impl Connection {
     }
 
     fn end(&self, error: Option<&anyhow::Error>) -> End {
-        if let Some(NewLeader(leader)) = error.and_then(|error| error.downcast_ref()) {
-            return self.place(*leader);
-        }
         let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return End::Lost };
         match status.code() {
             Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => End::Refused,
             Code::Unavailable => {
                 let named = status.metadata().get(LEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
-                named.map_or(End::Lost, |leader| self.place(leader))
+                let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
+                // An address that is not in our file is nobody we know.
+                named.and_then(place).map_or(End::Lost, End::NotTheLeader)
             }
             _ => End::Lost,
         }
     }
-
-    /// An address that is not in our file is nobody we know.
-    fn place(&self, leader: SocketAddr) -> End {
-        let place = self.controllers.addresses().iter().position(|address| *address == leader);
-        place.map_or(End::Lost, End::NotTheLeader)
-    }
-}
-
-async fn connect(address: SocketAddr, connector: Connector) -> anyhow::Result<Channel> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))?
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
-        .keep_alive_while_idle(true)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES);
-    let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
-    Ok(connected.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
 }
 
 /// What somebody can act on: of an error below gRPC its cause.
@@ -268,13 +228,12 @@ struct Terms {
 }
 
 impl Terms {
-    /// `term`: of whom there is a stream now; `None`: it does not say. One beyond its lease is not limited by time.
-    fn begun(&mut self, (term, without_etcd): (Option<u64>, bool), now: Instant) -> anyhow::Result<()> {
-        let is_recent = |heard| without_etcd || now.duration_since(heard) < TERM_MEMORY;
+    /// `term`: of whom there is a stream now; `None`: it does not say.
+    fn begun(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {
-            (Some(term), Some((newest, heard))) if term < newest && is_recent(heard) => Err(anyhow!(
-                "it led before the controller that was heard last (term {term}, expected {newest} or more)"
-            )),
+            (Some(term), Some((newest, heard))) if term < newest && now.duration_since(heard) < TERM_MEMORY => Err(
+                anyhow!("it led before the controller that was heard last (term {term}, expected {newest} or more)"),
+            ),
             _ => {
                 self.newest = term.map(|term| (term, now));
                 Ok(())

@@ -2,11 +2,11 @@
 //! this key (the term), and etcd does it only while the key is that one: whoever was deposed and does not know it yet (stopped,
 //! cut off) can write nothing.
 //!
-//! The leader counts its lease by its own clock from the moment before it asked for it, so it ends here before it ends in
-//! etcd. Clocks may differ in speed by [`MARGIN`]. While no member of etcd answers, nobody can be elected by it, and the leader
-//! goes on beyond its lease with what needs no write: tables ([`Span`]). The daemons take care that none of them follows two.
+//! The leader counts its lease by its own clock from the moment before it asked for it, so the lease ends here before it
+//! ends in etcd, and there are never two leaders. Clocks may differ in speed by [`MARGIN`].
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use etcd_client::{
@@ -18,7 +18,6 @@ use tokio::task::AbortHandle;
 use crate::EtcdError;
 use crate::clock::Moment;
 use crate::cluster::{Cluster, PATIENCE};
-use crate::span::Span;
 
 /// Of a lease, that is not used: 1 / MARGIN.
 const MARGIN: u32 = 10;
@@ -28,8 +27,6 @@ const RENEWALS: u32 = 5;
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// How often whoever waits for its end looks at the clock.
 const CLOCK_LOOK: Duration = Duration::from_millis(100);
-/// For one renewal; meanwhile all members are asked again and again.
-const RENEWAL_LIMIT: Duration = Duration::from_secs(3600);
 /// Before etcd is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -62,7 +59,7 @@ pub struct Leadership {
     key: String,
     lease: i64,
     term: i64,
-    span: Arc<Span>,
+    until: Arc<AtomicU64>,
     ended: watch::Receiver<Option<String>>,
     renewing: AbortHandle,
 }
@@ -192,9 +189,9 @@ impl Candidate {
 
     fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, until: Moment) -> Leadership {
         let (ending, ended) = watch::channel(None);
-        let span = Arc::new(Span::until(until));
-        let renewing = cluster.spawn(renew(cluster.clone(), lease, time, span.clone(), ending)).abort_handle();
-        Leadership { cluster: cluster.clone(), key: self.key(), lease, term, span, ended, renewing }
+        let until = Arc::new(AtomicU64::new(until.since_boot().as_nanos() as u64));
+        let renewing = cluster.spawn(renew(cluster.clone(), lease, time, until.clone(), ending)).abort_handle();
+        Leadership { cluster: cluster.clone(), key: self.key(), lease, term, until, ended, renewing }
     }
 
     /// Returns when the leader's key is no more what it was at `revision`, or it is time to look.
@@ -233,27 +230,33 @@ async fn renew(
     cluster: Arc<Cluster>,
     lease: i64,
     time: Duration,
-    span: Arc<Span>,
+    until: Arc<AtomicU64>,
     ending: watch::Sender<Option<String>>,
 ) {
-    let pause = time / RENEWALS;
-    let reason = loop {
-        tokio::time::sleep(pause.min(span.end().left())).await;
-        let began = Moment::now();
-        let renewal = cluster
-            .call(began + RENEWAL_LIMIT, |mut client: Client| async move { client.lease_keep_alive(lease).await });
-        match span.outlast(renewal, pause, time).await {
-            None => break "its lease has ended: etcd has not renewed it in time".to_owned(),
-            Some(Ok(_)) if span.has_lost_an_answer() => {
-                break "etcd did not say whether a change was made: the records are to be read again".to_owned();
-            }
-            Some(Ok(_)) => span.renewed(began + (time - time / MARGIN)),
-            Some(Err(EtcdError::Refused(reason))) => break format!("etcd has ended its lease: {reason}"),
-            Some(Err(error)) => tracing::warn!("the leader's lease is not renewed: {error}"),
+    let end = || Moment::at(Duration::from_nanos(until.load(Ordering::Relaxed)));
+    loop {
+        tokio::time::sleep((time / RENEWALS).min(end().left())).await;
+        if end().left().is_zero() {
+            let _ = ending.send(Some("its lease has ended: etcd has not renewed it in time".to_owned()));
+            return;
         }
-    };
-    span.close();
-    let _ = ending.send(Some(reason));
+        let began = Moment::now();
+        let renewed =
+            cluster.call(end(), |mut client: Client| async move { client.lease_keep_alive(lease).await }).await;
+        match renewed {
+            Ok(_) => {
+                let next = began + (time - time / MARGIN);
+                until.store(next.since_boot().as_nanos() as u64, Ordering::Relaxed);
+            }
+            Err(EtcdError::Refused(reason)) => {
+                until.store(0, Ordering::Relaxed);
+                let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
+                return;
+            }
+            // Until its time is over.
+            Err(error) => tracing::warn!("the leader's lease is not renewed: {error}"),
+        }
+    }
 }
 
 impl Leadership {
@@ -262,24 +265,14 @@ impl Leadership {
         self.term.unsigned_abs()
     }
 
-    /// Whether it holds now, by this machine's clock: by the lease, or beyond it because etcd does not answer.
+    /// Whether it holds now, by this machine's clock.
     pub fn holds(&self) -> bool {
-        !self.span.end().left().is_zero()
+        !self.until().left().is_zero()
     }
 
-    /// When the lease ends, unless it is renewed.
+    /// When it ends, unless it is renewed.
     pub fn until(&self) -> Moment {
-        self.span.lease()
-    }
-
-    /// Whether it holds beyond the lease: nothing can be written.
-    pub fn is_without_etcd(&self) -> bool {
-        self.span.is_without_etcd()
-    }
-
-    /// Returns when [`Leadership::is_without_etcd`] is another than `told`: what it is now.
-    pub async fn etcd_changed(&self, told: bool) -> bool {
-        self.span.etcd_changed(told).await
+        Moment::at(Duration::from_nanos(self.until.load(Ordering::Relaxed)))
     }
 
     /// Returns when it has ended, and says why.
@@ -302,15 +295,12 @@ impl Leadership {
     /// When etcd cannot be told; then the others wait.
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
-        self.span.close();
+        self.until.store(0, Ordering::Relaxed);
         self.cluster.revoke(self.lease, Moment::now() + PATIENCE).await
     }
 
     /// Does these operations while it leads; `also`: a key, and at which revision it must have been written last.
     pub(crate) async fn guarded(&self, also: Option<(&str, i64)>, operations: &[TxnOp]) -> Result<Guarded, EtcdError> {
-        if self.is_without_etcd() {
-            return Err(EtcdError::Away(self.cluster.endpoints()));
-        }
         let leads = Compare::create_revision(self.key.clone(), CompareOp::Equal, self.term);
         let mut conditions = vec![leads];
         let mut looks = vec![TxnOp::get(self.key.clone(), Some(GetOptions::new().with_keys_only()))];
@@ -323,11 +313,7 @@ impl Leadership {
             let transaction = transaction.clone();
             async move { client.txn(transaction).await }
         };
-        let answer = self.cluster.call(self.until(), request).await;
-        if matches!(answer, Err(EtcdError::Unreachable { .. })) {
-            self.span.lose_an_answer();
-        }
-        let answer = answer?;
+        let answer = self.cluster.call(self.until(), request).await?;
         if answer.succeeded() {
             let revision = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
             return Ok(Guarded::Done { revision });
@@ -337,7 +323,7 @@ impl Leadership {
             _ => None,
         });
         if found.next().flatten().is_none_or(|leader| leader.create_revision() != self.term) {
-            self.span.close();
+            self.until.store(0, Ordering::Relaxed);
             return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
         }
         Ok(Guarded::Differs(found.next().flatten()))

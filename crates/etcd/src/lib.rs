@@ -19,7 +19,6 @@ pub mod cluster;
 pub mod leadership;
 pub mod local;
 pub mod parts;
-mod span;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
@@ -38,9 +37,6 @@ pub enum EtcdError {
         /// What the last one that was asked said, or that it said nothing.
         problem: String,
     },
-    /// The lease has ended while etcd does not answer: nothing was written.
-    #[error("etcd at {0} does not answer: nothing can be changed until it does; tables and health checks go on")]
-    Away(String),
     /// etcd does not want to.
     #[error("etcd refuses: {0}")]
     Refused(String),

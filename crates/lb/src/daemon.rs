@@ -251,9 +251,6 @@ async fn follow(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
-                if let Some(Update::Leader(state)) = &update.update {
-                    connection.leader_state(state);
-                }
                 let in_force = apply(forwarder, &mut around.sweeper, update);
                 anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
@@ -265,7 +262,6 @@ async fn follow(
                 }
                 told != (forwarder.tables(), forwarder.confirmed())
             }
-            newer = connection.newer_leader() => return Err(newer.into()),
             change = around.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
                 // Of ten thousand servers at a time one at a time would be told ten thousand states.
@@ -384,7 +380,6 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
                 .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start())));
             logged(freed);
         }
-        Some(Update::Leader(_)) => {}
         None => tracing::error!("the controller's update is of a kind that this version does not know"),
     }
     None

@@ -223,13 +223,6 @@ pub const METRICS: &[Metric] = &[
         "How long the leader leads unless etcd renews its lease; only where there is etcd, and at the leader",
     ),
     metric(
-        "coreward_leader_without_etcd",
-        Gauge,
-        &[],
-        &[Controller],
-        "1: the lease is over and etcd does not answer: tables go on, nothing can be changed; only where there is etcd, and at the leader",
-    ),
-    metric(
         "coreward_etcd_request_seconds",
         Histogram,
         &[],

@@ -107,7 +107,6 @@ impl Shared {
                 up.reducer.configure((&configuration).try_into()?);
             }
             Some(v1::rack_update::Update::Agent(to_agent)) => up.tell(to_agent),
-            Some(v1::rack_update::Update::Leader(_)) => {}
             None => tracing::error!("the controller's update is of a kind that this version does not know"),
         }
         Ok(())
@@ -305,10 +304,6 @@ impl Control for Service {
     }
 
     async fn fleet(&self, _request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        Err(only_agents())
-    }
-
-    async fn leader(&self, _request: Request<v1::LeaderRequest>) -> Result<Response<v1::LeaderReply>, Status> {
         Err(only_agents())
     }
 }

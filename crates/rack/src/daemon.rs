@@ -15,7 +15,6 @@ use coreward_metrics::table::Part;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
-use coreward_wire::v1::rack_update::Update;
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -168,12 +167,8 @@ async fn follow(config: &Config, connection: &mut Connection, shared: &Shared) -
                     tracing::info!("connected to controller {}", connection.controller());
                     shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
                 }
-                if let Some(Update::Leader(state)) = &update.update {
-                    connection.leader_state(state);
-                }
                 shared.update(update)?;
             }
-            newer = connection.newer_leader() => return Err(newer.into()),
             () = tokio::time::sleep_until(due) => {
                 let interval = shared.report_interval().unwrap_or(std::time::Duration::from_millis(10));
                 due = (due + interval).max(Instant::now());

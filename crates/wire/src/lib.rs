@@ -54,9 +54,6 @@ pub const LEADER: &str = "coreward-leader";
 /// where one controller has a store of its own.
 pub const TERM: &str = "coreward-term";
 
-/// Metadata of a stream's beginning: the controller leads beyond its lease, as etcd does not answer.
-pub const WITHOUT_ETCD: &str = "coreward-without-etcd";
-
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {

@@ -74,10 +74,6 @@ impl Control for Listener {
     async fn fleet(&self, _: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         Err(Status::unimplemented("not here"))
     }
-
-    async fn leader(&self, _: Request<v1::LeaderRequest>) -> Result<Response<v1::LeaderReply>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
 }
 
 /// Lets the agent follow a controller until that has heard enough, or for a minute; what it heard.

@@ -60,9 +60,6 @@ pub struct Health {
     #[serde(default)]
     #[schema(format = "uri")]
     pub leader_api: Option<String>,
-    /// This controller leads beyond its lease, as etcd does not answer: tables go on, nothing can be changed. Another one may lead.
-    #[serde(default)]
-    pub without_etcd: bool,
 }
 
 /// What a controller does.

@@ -24,16 +24,14 @@ pub async fn version() -> Json<Version> {
 /// Whether the controller does its work
 #[utoipa::path(get, path = "/v1/health", responses((status = 200, description = "What it does", body = Health)))]
 pub async fn health(State(api): State<Api>) -> Json<Health> {
-    let shared = api.shared();
-    let without_etcd = shared.as_ref().is_ok_and(|shared| shared.is_without_etcd());
-    let state = match shared {
+    let state = match api.shared() {
         Ok(shared) if shared.is_settled() => HealthState::Ready,
         Ok(_) => HealthState::Settling,
         Err(_) => HealthState::Following,
     };
     let leader = api.office.leader();
     let address = leader.as_ref().map(|leader| leader.address.to_string());
-    Json(Health { state, leader: address, leader_api: leader.and_then(|leader| leader.api), without_etcd })
+    Json(Health { state, leader: address, leader_api: leader.and_then(|leader| leader.api) })
 }
 
 /// Everything there is to see: services, servers, load balancers, keys

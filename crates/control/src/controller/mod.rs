@@ -112,11 +112,6 @@ impl Session {
     pub fn number(&self) -> u64 {
         self.number
     }
-
-    /// Whether the agent speaks through a rack.
-    pub fn is_behind_rack(&self) -> bool {
-        self.behind.is_some()
-    }
 }
 
 /// A table that load balancers are to have.

@@ -121,7 +121,6 @@ async fn converse(
         shared.leads() && answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
     };
     let mut log = RefusalLog::default();
-    let mut without_etcd = false;
     loop {
         tokio::select! {
             message = next_message(shared, session, messages, &mut log) => match message? {
@@ -144,13 +143,6 @@ async fn converse(
                 let configuration = shared.controller().agent_configuration(session);
                 let configuration = configuration.map_err(|refused| refused_status(&refused))?;
                 if !send(Update::Configuration((&configuration).into())).await {
-                    return Ok(());
-                }
-            }
-            // A rack looks for another controller itself.
-            now = shared.etcd_changed(without_etcd), if !session.is_behind_rack() => {
-                without_etcd = now;
-                if !send(Update::Leader(v1::LeaderState { without_etcd })).await {
                     return Ok(());
                 }
             }

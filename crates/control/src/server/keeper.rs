@@ -350,7 +350,7 @@ impl Keeper {
                 Ok(()) => {}
                 // When who came and went is no configuration: it goes on record with the next change. A load balancer that
                 // comes back while the disk is full gets its tables.
-                Err(error) if !is_new && error.is_of_now() => {
+                Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
                     tracing::error!("not on record yet: {error}")
                 }
                 Err(error) => return Err(error).context("the change is not on record, and not in force"),

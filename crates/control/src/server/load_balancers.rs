@@ -151,7 +151,6 @@ async fn tell(shared: &Shared, mut seen: Seen, mut answers: mpsc::Receiver<Socke
     };
     let mut changes = shared.board.changes();
     changes.mark_changed();
-    let mut without_etcd = false;
     loop {
         tokio::select! {
             changed = changes.changed() => {
@@ -172,12 +171,6 @@ async fn tell(shared: &Shared, mut seen: Seen, mut answers: mpsc::Receiver<Socke
                     if !send(update).await {
                         return;
                     }
-                }
-            }
-            now = shared.etcd_changed(without_etcd) => {
-                without_etcd = now;
-                if !send(Update::Leader(v1::LeaderState { without_etcd })).await {
-                    return;
                 }
             }
             Some(answer) = answers.recv() => {

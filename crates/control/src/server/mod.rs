@@ -41,14 +41,13 @@ use coreward_metrics::endpoint;
 use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1::control_server::Control;
-use coreward_wire::{TERM, WITHOUT_ETCD, v1};
+use coreward_wire::{TERM, v1};
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api;
@@ -442,9 +441,6 @@ async fn look(shared: &Shared) {
         {
             tracing::error!("after a restart servers will not know whose buckets were before: {error:#}");
         }
-        if shared.is_without_etcd() {
-            continue;
-        }
         let step = shared.controller().due_key_step(now);
         match step {
             Ok(None) => not_rotated = None,
@@ -484,9 +480,6 @@ fn begun<T>(shared: &Shared, stream: mpsc::Receiver<T>) -> Response<ReceiverStre
     let mut response = Response::new(ReceiverStream::new(stream));
     if let Some(leadership) = shared.leadership() {
         response.metadata_mut().insert(TERM, leadership.term().into());
-        if leadership.is_without_etcd() {
-            response.metadata_mut().insert(WITHOUT_ETCD, MetadataValue::from_static("true"));
-        }
     }
     response
 }
@@ -551,13 +544,5 @@ impl Control for Service {
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         self.visitor(&request, PARTS)?;
         Ok(Response::new(machines::fleet(&*self.office.shared()?)))
-    }
-
-    async fn leader(&self, request: Request<v1::LeaderRequest>) -> Result<Response<v1::LeaderReply>, Status> {
-        self.visitor(&request, PARTS)?;
-        let shared = self.office.shared()?;
-        let term = shared.leadership().map_or(0, |leadership| leadership.term());
-        let state = v1::LeaderState { without_etcd: shared.is_without_etcd() };
-        Ok(Response::new(v1::LeaderReply { term, state: Some(state) }))
     }
 }

@@ -126,7 +126,6 @@ impl Office {
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
             page.add("coreward_leader_term", &[], leadership.term() as f64);
             page.add("coreward_leader_lease_seconds", &[], leadership.until().left().as_secs_f64());
-            page.add("coreward_leader_without_etcd", &[], f64::from(u8::from(leadership.is_without_etcd())));
         }
         if let Some(cluster) = &self.cluster {
             page.add_latencies("coreward_etcd_request_seconds", cluster.latencies());

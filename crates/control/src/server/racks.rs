@@ -146,8 +146,7 @@ fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
 /// What the rack must know: looked at once per report interval, and told when it has changed. Ends when the rack does, or says why the
 /// rack must.
 async fn tell(shared: &Shared, session: u64, updates: &Updates) -> Option<Refused> {
-    let (mut told, mut looked_at, mut without_etcd) = (None, None, false);
-    let send = async |update| shared.leads() && updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_ok();
+    let (mut told, mut looked_at) = (None, None);
     loop {
         let now = shared.now();
         let changes = shared.controller().rack_changes(session);
@@ -158,18 +157,13 @@ async fn tell(shared: &Shared, session: u64, updates: &Updates) -> Option<Refuse
             };
             if told.as_ref() != Some(&configuration) {
                 let update = v1::rack_update::Update::Configuration((&configuration).into());
-                if !send(update).await {
+                if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
                     return None;
                 }
                 told = Some(configuration);
             }
         }
         let interval = shared.controller().fleet().report_interval;
-        if let Ok(now) = tokio::time::timeout(interval, shared.etcd_changed(without_etcd)).await {
-            without_etcd = now;
-            if !send(v1::rack_update::Update::Leader(v1::LeaderState { without_etcd })).await {
-                return None;
-            }
-        }
+        tokio::time::sleep(interval).await;
     }
 }

@@ -164,19 +164,6 @@ impl Shared {
         self.leadership.as_ref().is_none_or(|leadership| leadership.holds())
     }
 
-    /// Whether this controller leads beyond its lease, as etcd does not answer: nothing can be written.
-    pub fn is_without_etcd(&self) -> bool {
-        self.leadership.as_ref().is_some_and(|leadership| leadership.is_without_etcd())
-    }
-
-    /// Returns when that is another than `told`: what it is now.
-    pub async fn etcd_changed(&self, told: bool) -> bool {
-        match &self.leadership {
-            Some(leadership) => leadership.etcd_changed(told).await,
-            None => std::future::pending().await,
-        }
-    }
-
     /// Returns when this controller leads no more ([`Shared::depose`]). Every stream waits here, and nothing wakes it before.
     pub async fn deposed(&self) {
         // The sender is this one's own.

@@ -76,13 +76,6 @@ pub enum StoreError {
     Etcd(#[from] EtcdError),
 }
 
-impl StoreError {
-    /// Whether nothing was written, and the next attempt may succeed.
-    pub fn is_of_now(&self) -> bool {
-        !matches!(self, Self::Etcd(error) if !matches!(error, EtcdError::Away(_)))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

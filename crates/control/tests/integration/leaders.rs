@@ -1,4 +1,4 @@
-//! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it; and a leader without etcd.
+//! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it.
 
 use std::net::SocketAddr;
 use std::process::Child;
@@ -8,7 +8,7 @@ use coreward_api::tokens::token_file;
 use coreward_api::types::{Health, HealthState, NewFleet};
 use coreward_api::{Problem, ProblemKind};
 use coreward_etcd::local::Member;
-use coreward_wire::{TERM, WITHOUT_ETCD, v1};
+use coreward_wire::{TERM, v1};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
@@ -182,7 +182,7 @@ async fn who_follows_names_the_leader_and_every_leader_has_a_later_term() {
 }
 
 #[tokio::test]
-async fn a_leader_without_etcd_goes_on_until_another_one_was_elected_and_etcd_says_so() {
+async fn leader_that_loses_etcd_ends_before_another_one_is_elected() {
     let etcd = Etcd::start();
     let mut way = Way::to(etcd.member.client).await;
     let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
@@ -196,35 +196,20 @@ async fn a_leader_without_etcd_goes_on_until_another_one_was_elected_and_etcd_sa
     sender.send(v1::LoadBalancerMessage { message: Some(hello) }).await.unwrap();
     let mut client = first.running.client().await;
     let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-    // Once it is on record it has its configuration.
     in_time("a configuration", stream.message()).await.unwrap().unwrap();
     let second = Controller::start(&etcd, "c2").await;
 
-    // The first one alone does not reach etcd.
     way.close();
-    loop {
-        let update = in_time("an update", stream.message()).await.unwrap().unwrap().update.unwrap();
-        if let v1::dataplane_update::Update::Leader(state) = update {
-            assert!(state.without_etcd);
-            break;
-        }
-    }
     assert!(second.leads().await > term);
-    let reply = client.leader(v1::LeaderRequest {}).await.unwrap().into_inner();
-    assert_eq!((reply.term, reply.state.unwrap().without_etcd), (term, true));
-    let (_, health) = first.get::<Health>("health").await;
-    assert_eq!((health.state, health.without_etcd), (HealthState::Ready, true));
-    let problem = first.rotate().await;
-    assert_eq!(problem.kind, ProblemKind::NotStored);
-    let expected = "does not answer: nothing can be changed until it does; tables and health checks go on";
-    assert!(problem.detail.contains(expected), "{}", problem.detail);
-    // Whoever comes now is told so.
-    let (_sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
-    let begun = first.running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();
-    assert!(begun.metadata().contains_key(WITHOUT_ETCD));
+    let (status, problem) = first.get::<Problem>("status").await;
+    assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading), "two leaders at once");
+    in_time("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
 
     way.open().await;
-    in_time("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
-    let (status, _) = first.get::<Problem>("status").await;
-    assert_eq!(status, 503);
+    let follows = async {
+        while first.get::<Health>("health").await.1.leader_api.as_deref() != Some("https://c2.example:7401") {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    in_time("the first one to follow the second", follows).await;
 }

@@ -2,21 +2,17 @@
 
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
-use coreward_wire::v1::control_server::{Control, ControlServer};
 use tokio::net::TcpListener;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::wrappers::TcpListenerStream;
 use tonic::body::Body;
-use tonic::{Request, Streaming};
 
 use super::*;
 
 const FIRST: Duration = RETRY_INTERVALS.0;
-const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 fn one_controller_is_tried_at_growing_intervals_until_it_answers() {
@@ -65,29 +61,19 @@ fn a_leader_of_before_is_not_believed_for_a_minute() {
     let (start, mut terms) = (Instant::now(), Terms::default());
     let at = |seconds| start + Duration::from_secs(seconds);
     // A controller with a store of its own, or one of an older version.
-    terms.begun((None, false), at(0)).unwrap();
-    terms.begun((Some(9), false), at(1)).unwrap();
+    terms.begun(None, at(0)).unwrap();
+    terms.begun(Some(9), at(1)).unwrap();
     terms.heard(at(30));
-    let refused = terms.begun((Some(8), false), at(89)).unwrap_err().to_string();
+    let refused = terms.begun(Some(8), at(89)).unwrap_err().to_string();
     assert_eq!(refused, "it led before the controller that was heard last (term 8, expected 9 or more)");
-    terms.begun((Some(9), false), at(89)).unwrap();
-    terms.begun((Some(12), false), at(90)).unwrap();
-    terms.begun((Some(11), false), at(149)).unwrap_err();
+    terms.begun(Some(9), at(89)).unwrap();
+    terms.begun(Some(12), at(90)).unwrap();
+    terms.begun(Some(11), at(149)).unwrap_err();
     // Of another etcd.
-    terms.begun((Some(2), false), at(150)).unwrap();
-    terms.begun((Some(1), false), at(151)).unwrap_err();
-    terms.begun((None, false), at(152)).unwrap();
-    terms.begun((Some(1), false), at(153)).unwrap();
-}
-
-#[test]
-fn a_leader_without_etcd_is_never_believed_after_a_newer_one() {
-    let (start, mut terms) = (Instant::now(), Terms::default());
-    let day = start + Duration::from_secs(86_400);
-    terms.begun((Some(9), true), start).unwrap();
-    terms.begun((Some(9), true), day).unwrap();
-    terms.begun((Some(12), false), day).unwrap();
-    terms.begun((Some(9), true), day + Duration::from_secs(86_400)).unwrap_err();
+    terms.begun(Some(2), at(150)).unwrap();
+    terms.begun(Some(1), at(151)).unwrap_err();
+    terms.begun(None, at(152)).unwrap();
+    terms.begun(Some(1), at(153)).unwrap();
 }
 
 #[tokio::test]
@@ -233,85 +219,4 @@ async fn one_that_refuses_this_daemon_is_not_the_last_word() {
     let stranger = listen(Status::not_found("server s1 is not in the fleet")).await;
     let mut connection = connection(&[stranger, leader]);
     assert_eq!(ask(&mut connection, 9).await, [stranger, leader]);
-}
-
-/// The other controllers' answers to the question who leads.
-async fn newer_than(term: u64, others: &[v1::LeaderReply]) -> Option<usize> {
-    let mut addresses = vec![nobody(), nobody()];
-    let asked: Vec<Arc<AtomicUsize>> = others.iter().map(|_| Arc::default()).collect();
-    for (reply, asked) in others.iter().zip(&asked) {
-        addresses.push(leads_by(*reply, asked.clone()).await);
-    }
-    let mut connection = connection(&addresses);
-    let mut begun = Response::new(());
-    begun.metadata_mut().insert(TERM, term.into());
-    connection.begun(begun).unwrap();
-    connection.leader_state(&v1::LeaderState { without_etcd: true });
-    // A second question to each follows the first answer of all.
-    let all_have_answered = async {
-        while asked.iter().any(|count| count.load(Ordering::Relaxed) < 2) {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    let found = async {
-        tokio::select! {
-            found = connection.newer_leader() => Some(found),
-            () = all_have_answered => None,
-        }
-    };
-    let found = tokio::time::timeout(TIMEOUT, found).await.expect("the search asks all in time")?;
-    connection.ended(Some(&found.into()));
-    addresses.iter().position(|address| *address == connection.controller())
-}
-
-/// A controller that answers this to whatever it is asked.
-async fn leads_by(reply: v1::LeaderReply, asked: Arc<AtomicUsize>) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().add_service(ControlServer::new(Replying { reply, asked }));
-    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
-    address
-}
-
-struct Replying {
-    reply: v1::LeaderReply,
-    asked: Arc<AtomicUsize>,
-}
-
-#[tonic::async_trait]
-impl Control for Replying {
-    type AgentStream = ReceiverStream<Result<v1::AgentUpdate, Status>>;
-    type LoadBalancerStream = ReceiverStream<Result<v1::DataplaneUpdate, Status>>;
-    type RackStream = ReceiverStream<Result<v1::RackUpdate, Status>>;
-
-    async fn agent(&self, _: Request<Streaming<v1::AgentMessage>>) -> Result<Response<Self::AgentStream>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn load_balancer(
-        &self,
-        _: Request<Streaming<v1::LoadBalancerMessage>>,
-    ) -> Result<Response<Self::LoadBalancerStream>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn rack(&self, _: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn fleet(&self, _: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        Err(Status::unimplemented("not here"))
-    }
-
-    async fn leader(&self, _: Request<v1::LeaderRequest>) -> Result<Response<v1::LeaderReply>, Status> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
-        Ok(Response::new(self.reply))
-    }
-}
-
-#[tokio::test]
-async fn while_the_leader_is_without_etcd_one_that_was_elected_since_is_found() {
-    let reply = |term, without_etcd| v1::LeaderReply { term, state: Some(v1::LeaderState { without_etcd }) };
-    assert_eq!(newer_than(7, &[reply(6, false), reply(9, true), reply(8, false)]).await, Some(4));
-    assert_eq!(newer_than(8, &[reply(8, false), reply(9, true)]).await, None);
 }
