@@ -5,7 +5,7 @@
 
 pub mod load;
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, asking};
 use coreward_testbed::http::{Answerer, Connection};
@@ -120,6 +120,15 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
         let of_balancers = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
         of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= wanted)
     });
+}
+
+/// Returns the time from `since` to a load balancer's next log line with these words; `None`: there is none yet.
+pub fn logged_after(testbed: &Testbed, load_balancer: u16, words: &str, since: SystemTime) -> Option<Duration> {
+    let log = testbed.directory().join(format!("lb{load_balancer}.log"));
+    let log = std::fs::read_to_string(log).unwrap();
+    let lines = log.lines().filter(|line| line.contains(words));
+    let times = lines.map(|line| humantime::parse_rfc3339(line.split_whitespace().next().unwrap()).unwrap());
+    times.filter_map(|time| time.duration_since(since).ok()).min()
 }
 
 pub fn pause(milliseconds: u64) {
