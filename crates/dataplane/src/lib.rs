@@ -23,6 +23,7 @@ pub mod sockets;
 pub mod steer;
 pub mod tc;
 pub mod test_run;
+pub mod veth;
 
 /// What libbpf-cargo generates from each `bpf/*.bpf.c`.
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]

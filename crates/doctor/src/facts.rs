@@ -182,6 +182,8 @@ pub struct Device {
     pub udp_ports: Option<bool>,
     /// XDP programs.
     pub xdp: Xdp,
+    /// Whether the other end has an XDP program; `None`: the device is no veth, or the other end is not shown.
+    pub veth_peer_has_xdp: Option<bool>,
     /// Counters of frames that XDP programs sent and the driver dropped, where they are not 0.
     pub xdp_send_errors: Vec<(String, u64)>,
     /// The id of coreward's own, by its pinned link.

@@ -305,6 +305,11 @@ fn frames_that_veth_drops(site: &TestEnv) {
         let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, How::Plain, &[]);
         report.found.contains_key("xdp-send")
     });
+    // GRO alone takes the frames, and delivers none.
+    site.shell(site.testbed.switch(), "ethtool -K lb1 gro on");
+    let report = site.doctor(site.testbed.load_balancer(1).unwrap(), &config, How::Plain, &[]);
+    let found = report.found.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
+    site.expect(found, || format!("GRO alone at the other end of a veth: {report:?}"));
 }
 
 fn addresses_of_a_server(site: &TestEnv, server: &Patient) {

@@ -7,11 +7,18 @@ use std::time::Duration;
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::topology::{DEVICE, SERVICE};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use serde_json::Value;
 
 use crate::support::eventually;
 
 const METRICS: &str = "127.0.0.1:9440";
+
+fn shell(testbed: &Testbed, namespace: &Namespace, command: &str) {
+    let mut shell = Command::new("sh");
+    shell.args(["-ec", command]);
+    testbed.run(namespace, shell).unwrap();
+}
 
 struct TestEnv {
     fleet: Fleet,
@@ -19,20 +26,20 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn start(instance: &str) -> Self {
+    /// `at_switch`: what is done at the other end of the load balancer's device before its daemon starts.
+    fn start(instance: &str, at_switch: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
+        shell(&testbed, testbed.switch(), at_switch);
         let more = format!("metrics = \"{METRICS}\"\n");
         let options = FleetOptions { steer: false, more_of_load_balancers: more, ..FleetOptions::default() };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, testbed }
     }
 
-    /// At the switch, which is the other end of the load balancer's device.
-    fn at_switch(&self, command: &str) {
-        let mut shell = Command::new("sh");
-        shell.args(["-ec", command]);
-        self.testbed.run(self.testbed.switch(), shell).unwrap();
+    fn state(&self) -> Value {
+        let status = self.fleet.status(&self.testbed).unwrap_or_default();
+        status["load_balancers"][0]["state"].clone()
     }
 
     /// Whether a client's new connection becomes established in this time.
@@ -42,8 +49,7 @@ impl TestEnv {
     }
 
     fn warnings(&self) -> String {
-        let status = self.fleet.status(&self.testbed).unwrap_or_default();
-        status["load_balancers"][0]["state"]["warnings"].to_string()
+        self.state()["warnings"].to_string()
     }
 
     /// The value of a series that the load balancer serves.
@@ -62,18 +68,19 @@ fn dropped_transmissions_and_failing_handshakes_are_reported() {
     if skip_without_privilege("dropped_transmissions_and_failing_handshakes_are_reported") {
         return;
     }
-    let env = TestEnv::start("lostframes");
+    let env = TestEnv::start("lostframes", "");
     let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
     (0..20).for_each(|_| assert!(env.connects(*TIMEOUT)));
     eventually(*TIMEOUT, "no warning", || env.warnings() == "[]");
 
     // veth drops frames that XDP sends to a device that has neither an XDP program nor GRO.
-    env.at_switch("ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
+    shell(&env.testbed, env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let dropped = format!("{DEVICE} drops frames that XDP sent");
     let failing = "service web0: most new connections do not become established";
-    eventually(*TIMEOUT, "status has both", || {
+    let no_program = format!("the other end of the veth {DEVICE} has no XDP program");
+    eventually(*TIMEOUT, "status has all three", || {
         (0..8).for_each(|_| assert!(!env.connects(Duration::from_millis(50))));
-        env.warnings().contains(&dropped) && env.warnings().contains(failing)
+        [&dropped, failing, &no_program].iter().all(|warning| env.warnings().contains(*warning))
     });
     assert_eq!(env.metric("coreward_lb_service_handshakes_fail{service=\"web0\"} "), 1.0);
     assert!(env.metric("coreward_lb_send_drops_total ") >= 20.0);
@@ -83,4 +90,25 @@ fn dropped_transmissions_and_failing_handshakes_are_reported() {
         assert!(env.connects(*TIMEOUT));
         env.warnings() == "[]"
     });
+}
+
+/// With GRO alone at the other end of a veth, native XDP seems to work while the daemon does: its own frames wake that
+/// end's poll. The connections stall when it is killed.
+#[test]
+fn new_connections_go_on_when_the_daemon_is_killed() {
+    if skip_without_privilege("new_connections_go_on_when_the_daemon_is_killed") {
+        return;
+    }
+    for (instance, at_switch, mode) in [
+        ("killednative", "", "native"),
+        ("killedgeneric", "ip link set dev lb1 xdp off; ethtool -K lb1 gro on", "generic"),
+    ] {
+        let mut env = TestEnv::start(instance, at_switch);
+        shell(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {DEVICE} tso off"));
+        let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
+        eventually(*TIMEOUT, "the load balancer reports", || env.state()["xdp_mode"] == mode);
+        (0..20).for_each(|n| assert!(env.connects(*TIMEOUT), "connection {n}, {mode}"));
+        env.fleet.kill("lb1").unwrap();
+        (0..20).for_each(|n| assert!(env.connects(*TIMEOUT), "connection {n} after SIGKILL, {mode}"));
+    }
 }

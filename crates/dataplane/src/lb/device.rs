@@ -13,6 +13,7 @@ use super::{Attachment, LoadBalancer, XdpMode, pinned_program};
 use crate::device;
 use crate::mac::MacAddress;
 use crate::pins;
+use crate::veth;
 
 impl LoadBalancer {
     /// Puts the program at the device `interface`: in the place of the pinned one if there is one.
@@ -65,7 +66,13 @@ impl LoadBalancer {
     }
 
     fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<Attachment> {
-        if mode != XdpMode::Generic {
+        // Frames that native XDP sends would stay at the other end.
+        let is_cut_off = mode == XdpMode::Auto && veth::peer_has_xdp(index) == Some(false);
+        if is_cut_off {
+            tracing::warn!(
+                "the other end of the veth {interface} has no XDP program: trying generic XDP, which is slower"
+            );
+        } else if mode != XdpMode::Generic {
             match self.attach_in(Attachment::Native, interface, index) {
                 Err(error) if mode == XdpMode::Auto => {
                     tracing::warn!("{error:#}; trying generic XDP, which is slower");

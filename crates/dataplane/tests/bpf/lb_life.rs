@@ -94,7 +94,7 @@ fn a_new_process_takes_over_while_packets_pass() {
     let mac = pair.server.within(device_mac);
     let start = || {
         let mut lb = LoadBalancer::load(options(&pins)).unwrap();
-        let attachment = pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        let attachment = pair.server.within(|| lb.attach("eth0", XdpMode::Native)).unwrap();
         assert_eq!(attachment, Attachment::Native);
         lb
     };
@@ -255,7 +255,7 @@ fn what_another_version_pinned_forwards_until_this_one_is_ready() {
         return;
     }
     let (pair, pins) = (Pair::new(), PinDirectory::new());
-    let attach = |lb: &mut LoadBalancer| pair.server.within(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let attach = |lb: &mut LoadBalancer| pair.server.within(|| lb.attach("eth0", XdpMode::Native)).unwrap();
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);
     drop(lb);

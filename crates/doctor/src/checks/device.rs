@@ -84,25 +84,38 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Frames that the program sent and the driver dropped.
+/// Frames that the program sends and the driver drops or keeps.
 pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
+        let why = "packets that coreward forwards are lost";
+        let is_native = device.own_xdp.is_some() && device.xdp.native == device.own_xdp;
+        if is_native && device.veth_peer_has_xdp == Some(false) {
+            let found = format!(
+                "the other end of the veth {name} has no XDP program: frames that XDP sends are dropped, or with GRO \
+                 there wait until this machine sends something itself"
+            );
+            return vec![mend_veth(Finding::fault(found, why))];
+        }
         if device.xdp_send_errors.is_empty() {
             return vec![Finding::ok(format!("{name} dropped no frame that XDP sent, as far as its driver counts"))];
         }
         let counters: Vec<String> =
             device.xdp_send_errors.iter().map(|(counter, count)| format!("{counter} {count}")).collect();
         let found = format!("{name} dropped frames that XDP sent: {}", counters.join(", "));
-        let finding = Finding::fault(found, "packets that coreward forwards are lost");
+        let finding = Finding::fault(found, why);
         vec![match device.driver.as_str() {
-            // veth_xdp_xmit() in drivers/net/veth.c: the peer must poll by NAPI.
-            "veth" => finding
-                .mend("ethtool -K PEER gro on  # at the other end, in its namespace; or an XDP program there")
-                .mend("or set `xdp_mode = \"generic\"` in the load balancer's file"),
+            "veth" => mend_veth(finding),
             _ => finding.mend(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
         }]
     })
+}
+
+/// veth_xdp_flush() in drivers/net/veth.c wakes the other end's poll only if an XDP program is there.
+fn mend_veth(finding: Finding) -> Finding {
+    finding
+        .mend("ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS")
+        .mend("or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again")
 }
 
 /// ena_xdp_legal_queue_count() in drivers/net/ethernet/amazon/ena/ena_netdev.h: half of the queues at most.

@@ -86,6 +86,7 @@ fn fit(role: Role) -> Facts {
             lro: false,
             udp_ports: Some(true),
             xdp: Xdp { native: Some(7), generic: None, native_possible: Some(true) },
+            veth_peer_has_xdp: None,
             xdp_send_errors: vec![],
             own_xdp: Some(7),
             hazards: Hazards::default(),
@@ -300,7 +301,22 @@ fn frames_that_the_driver_drops() {
     device(&mut facts).driver = "veth".to_owned();
     let finding = super::device::xdp_send(&facts).remove(0);
     assert_eq!(finding.found, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
-    assert!(finding.mend[0].command.starts_with("ethtool -K PEER gro on"), "{:?}", finding.mend);
+    assert!(finding.mend[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.mend);
+}
+
+#[test]
+fn veth_whose_other_end_has_no_program() {
+    let cut_off = |facts: &mut Facts| {
+        device(facts).driver = "veth".to_owned();
+        device(facts).veth_peer_has_xdp = Some(false);
+    };
+    assert_eq!(found(Role::Lb, cut_off), [("xdp-send", FAULT)]);
+    let generic = |facts: &mut Facts| {
+        cut_off(facts);
+        let xdp = &mut device(facts).xdp;
+        (xdp.generic, xdp.native) = (xdp.native, None);
+    };
+    assert_eq!(found(Role::Lb, generic), []);
 }
 
 #[test]

@@ -32,6 +32,7 @@ pub(super) fn look(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevic
         lro: ethtool::merges_what_it_receives(name).unwrap_or(false),
         udp_ports: ethtool::hashes_udp_ports(name),
         xdp: device::xdp(index).unwrap_or_default(),
+        veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
         xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
         own_xdp: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
         hazards,

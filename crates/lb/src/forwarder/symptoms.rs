@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
-use coreward_dataplane::ethtool;
+use coreward_dataplane::{ethtool, lb, veth};
 use coreward_model::recent::{Recent, WINDOW, handshakes_fail};
 use coreward_model::tuple::Protocol;
 use coreward_wire::ServiceIndex;
@@ -39,6 +39,7 @@ impl Forwarder {
         let now = monotonic();
         let mut found: BTreeMap<String, String> = self.failing_handshakes(now).into_iter().collect();
         found.extend(self.new_send_drops(now));
+        found.extend(self.veth_without_peer_program());
         for (what, words) in &found {
             if !self.symptoms.found.contains_key(what) {
                 tracing::warn!("{words}");
@@ -60,6 +61,14 @@ impl Forwarder {
         let words =
             format!("{what}: {dropped} in {} s ({}); see `coreward doctor`", WINDOW.as_secs(), names.join(", "));
         (dropped > 0).then_some((what, words))
+    }
+
+    fn veth_without_peer_program(&self) -> Option<(String, String)> {
+        let index = nix::net::if_::if_nametoindex(self.interface.as_str()).ok()?;
+        let is_lost = self.attachment == lb::Attachment::Native && veth::peer_has_xdp(index) == Some(false);
+        let what = format!("the other end of the veth {} has no XDP program", self.interface);
+        let words = format!("{what}: frames that XDP sends are dropped or wait there; see `coreward doctor`");
+        is_lost.then_some((what, words))
     }
 
     fn failing_handshakes(&mut self, now: Duration) -> Vec<(String, String)> {

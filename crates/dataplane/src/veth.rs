@@ -1,0 +1,110 @@
+//! The other end of a veth device, by rtnetlink(7), also in another network namespace.
+//!
+//! veth gives a frame that XDP sends to the other end's ring, and wakes its poll only if an XDP program is there
+//! (veth_xdp_flush() in drivers/net/veth.c). With GRO alone frames wait until the kernel itself sends something through
+//! the ring; with neither they are dropped.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+
+use nix::sys::socket::MsgFlags;
+use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, recv, send, setsockopt, socket, sockopt};
+use nix::sys::time::{TimeVal, TimeValLike as _};
+
+const IFLA_LINK: u16 = 5;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_LINK_NETNSID: u16 = 37;
+const IFLA_XDP: u16 = 43;
+const IFLA_TARGET_NETNSID: u16 = 46;
+const IFLA_INFO_KIND: u16 = 1;
+const IFLA_XDP_ATTACHED: u16 = 2;
+/// XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
+const ATTACHED_IN_DRIVER: [u8; 2] = [1, 4];
+/// struct nlmsghdr and struct ifinfomsg.
+const HEADER: usize = 16 + 16;
+
+/// Returns whether the other end of a veth, given by its index, has an XDP program in its driver. `None`: the device is
+/// no veth, or the kernel does not show the other end.
+pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
+    let own = link(interface_index, None).ok()?;
+    let kind = attribute(attribute(&own, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
+    if kind.strip_suffix(b"\0").unwrap_or(kind) != b"veth" {
+        return None;
+    }
+    let number = |of: u16| Some(u32::from_ne_bytes(attribute(&own, of)?.try_into().ok()?));
+    let peer = link(number(IFLA_LINK)?, number(IFLA_LINK_NETNSID)).ok()?;
+    let attached = attribute(attribute(&peer, IFLA_XDP)?, IFLA_XDP_ATTACHED)?;
+    Some(attached.first().is_some_and(|attached| ATTACHED_IN_DRIVER.contains(attached)))
+}
+
+/// The attributes of a link. `namespace`: another network namespace, by its number in this one.
+fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
+    let target = namespace.map(|namespace| {
+        [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
+    });
+    let target = target.unwrap_or_default();
+    let mut request = Vec::new();
+    request.extend(((HEADER + target.len()) as u32).to_ne_bytes());
+    request.extend(libc::RTM_GETLINK.to_ne_bytes());
+    request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
+    // Sequence and port of the header; family, padding and type.
+    request.extend([0; 4 + 4 + 4]);
+    request.extend(interface_index.to_ne_bytes());
+    // Flags, and which of them change.
+    request.extend([0; 4 + 4]);
+    request.extend(target);
+    let socket = open()?;
+    send(socket.as_raw_fd(), &request, MsgFlags::empty())?;
+    let mut answer = vec![0; 1 << 16];
+    let length = recv(socket.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+    answer.truncate(length);
+    let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
+    match (kind, answer.get(HEADER..)) {
+        (Some(libc::RTM_NEWLINK), Some(attributes)) => Ok(attributes.to_vec()),
+        _ => Err(io::Error::other("the kernel does not show the link")),
+    }
+}
+
+/// A socket whose answers come within a second or not at all.
+fn open() -> io::Result<OwnedFd> {
+    let protocol = SockProtocol::NetlinkRoute;
+    let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
+    setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
+    Ok(socket)
+}
+
+/// The value of the first attribute of that type.
+fn attribute(mut attributes: &[u8], wanted: u16) -> Option<&[u8]> {
+    // NLA_F_NESTED and NLA_F_NET_BYTEORDER.
+    const TYPE_MASK: u16 = 0x3fff;
+    loop {
+        let length = usize::from(u16::from_ne_bytes(attributes.get(..2)?.try_into().ok()?));
+        let kind = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & TYPE_MASK;
+        if kind == wanted {
+            return attributes.get(4..length);
+        }
+        attributes = attributes.get(length.max(4).next_multiple_of(4)..)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attribute_is_found_by_type() {
+        let attributes = [5, 0, 1, 0, 7, 0, 0, 0, 6, 0, 2, 0x80, 8, 9, 0, 0];
+        assert_eq!(attribute(&attributes, 1), Some(&[7][..]));
+        assert_eq!(attribute(&attributes, 2), Some(&[8, 9][..]));
+        assert_eq!(attribute(&attributes, 3), None);
+        assert_eq!(attribute(&[0, 0, 1, 0], 2), None, "a length of 0 does not make a loop without end");
+    }
+
+    #[test]
+    fn loopback_has_no_other_end() {
+        let index = nix::net::if_::if_nametoindex("lo").unwrap();
+        assert!(link(index, None).is_ok());
+        assert_eq!(peer_has_xdp(index), None);
+        assert_eq!(peer_has_xdp(u32::MAX), None);
+    }
+}
