@@ -37,9 +37,6 @@ pub struct FigureArgs {
     /// Write NAME.csv, NAME.svg, NAME.json and index.html (one page with all) into this directory
     #[arg(long, value_name = "DIR", required_if_eq("all", "true"))]
     out: Option<PathBuf>,
-    /// Take over what is in DIR already, made by this version from the same scenario
-    #[arg(long, requires = "out")]
-    resume: bool,
     /// What to print of each figure when nothing is written
     #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
     format: Format,
@@ -68,21 +65,10 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     let asked = asked(&args, live)?;
     let open = |path| Directory::open(path, library::with_live(live));
     let directory = args.out.as_deref().map(open).transpose()?;
-    let names = asked.iter().map(|figure| figure.name.clone()).collect();
-    let session = Session::begin(names, directory.is_some())?;
+    let session = Session::begin()?;
     let mut page: Vec<(FigureResult, Scenario)> = Vec::new();
     for figure in asked {
-        let found = match &directory {
-            Some(directory) if args.resume => directory.resumed(&figure.name, &figure.provenance),
-            _ => None,
-        };
-        let result = match found {
-            Some(result) => {
-                eprintln!("{}: taken over", figure.name);
-                result
-            }
-            None => session.make(&figure)?,
-        };
+        let result = session.make(&figure)?;
         page.push((result, figure.scenario));
         let (result, scenario) = page.last().expect("just pushed");
         match &directory {

@@ -12,7 +12,7 @@
 //! 3. An entry in `crates/coreward/src/live.rs`, with the scenario by `include_str!`.
 //!
 //! A live figure is asked for by name only: `--all` does not make it, since it needs root and its bytes differ from run to
-//! run. Files, page, claims and `--resume` are those of every other figure.
+//! run. Files, page and claims are those of every other figure.
 
 use std::collections::HashMap;
 

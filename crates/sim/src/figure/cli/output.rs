@@ -27,15 +27,17 @@ impl Directory {
         Ok(Self { path: path.to_owned(), of_papers })
     }
 
-    /// The figure of that name that is there already, if it is whole and was made from the same.
-    pub fn resumed(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
+    /// The figure of that name that an earlier run left here, if it is whole and was made from the same.
+    fn stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.makes_the_same(provenance).then_some(result)
     }
 
-    /// Writes the files of one figure, then the page; the JSON last but the page, since it is what [`Directory::resumed`]
-    /// goes by.
+    /// Writes the files of one figure, then the page.
+    ///
+    /// # Errors
+    /// When a file cannot be written; names it.
     pub fn write(
         &self,
         result: &FigureResult,
@@ -55,7 +57,7 @@ impl Directory {
     fn with_earlier(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
         let of_papers = self.of_papers.iter().filter_map(|figure| {
-            let earlier = || Some((self.resumed(figure.name, &figure.provenance())?, figure.scenario().ok()?));
+            let earlier = || Some((self.stored(figure.name, &figure.provenance())?, figure.scenario().ok()?));
             made_named(figure.name).or_else(earlier)
         });
         let own = made.iter().filter(|(result, _)| !self.of_papers.iter().any(|figure| figure.name == result.name));

@@ -1,4 +1,4 @@
-//! One run of `coreward figure`: progress for people, and what is said when it is interrupted.
+//! One run of `coreward figure`: progress bars and the end by a signal.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,14 +15,10 @@ use crate::figure::{live, run};
 /// Exit code of a command that was interrupted (128 + SIGINT).
 const INTERRUPTED: i32 = 130;
 
-/// What is done and what is not. Files are written while this is locked, so that whoever ends the process (which locks it
-/// first) cannot do so in the middle of a file.
-#[derive(Debug)]
+/// Files are written while this is locked, so that a signal does not end the process between two files of one figure.
+#[derive(Debug, Default)]
 struct State {
-    finished: Vec<String>,
-    to_do: Vec<String>,
-    writes: bool,
-    /// While this machine is measured: how to have that end in order, instead of ending the process.
+    /// While this machine is measured: ends that in order, instead of ending the process.
     interrupt: Option<fn()>,
     interrupted: bool,
 }
@@ -37,19 +33,19 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Session {
-    /// From here on SIGINT, SIGTERM and SIGHUP end the process between two files, with a word on what was finished.
+    /// From here on SIGINT, SIGTERM and SIGHUP end the process between two figures' files, a measurement in order.
     ///
     /// # Errors
     /// When signals cannot be handled.
-    pub fn begin(names: Vec<String>, writes: bool) -> anyhow::Result<Self> {
-        let state = Arc::new(Mutex::new(State::new(names, writes)));
-        let seen = Arc::clone(&state);
+    pub fn begin() -> anyhow::Result<Self> {
+        let state = Arc::new(Mutex::new(State::default()));
+        let shared = Arc::clone(&state);
         ctrlc::set_handler(move || {
-            let mut state = lock(&seen);
+            let mut state = lock(&shared);
             state.interrupted = true;
             match state.interrupt {
                 Some(interrupt) => interrupt(),
-                None => state.end(),
+                None => std::process::exit(INTERRUPTED),
             }
         })?;
         Ok(Self { state })
@@ -89,44 +85,17 @@ impl Session {
         let mut state = lock(&self.state);
         state.interrupt = None;
         if state.interrupted {
-            state.end();
+            std::process::exit(INTERRUPTED);
         }
         table
     }
 
-    /// Writes a figure's files while nobody can end the process in between.
+    /// Writes a figure's files; a signal waits until all of them are there.
     ///
     /// # Errors
     /// Those of `write`.
     pub fn writing(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
-        let mut state = lock(&self.state);
-        write()?;
-        let name = state.to_do.remove(0);
-        state.finished.push(name);
-        Ok(())
-    }
-}
-
-impl State {
-    fn new(to_do: Vec<String>, writes: bool) -> Self {
-        Self { finished: Vec::new(), to_do, writes, interrupt: None, interrupted: false }
-    }
-
-    /// Ends the process, as an interrupted command ends.
-    fn end(&self) -> ! {
-        eprintln!("\n{}", self.word());
-        std::process::exit(INTERRUPTED);
-    }
-
-    fn word(&self) -> String {
-        if !self.writes {
-            return "interrupted".to_owned();
-        }
-        let names = |names: &[String]| if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-        format!(
-            "interrupted. Finished, with whole files: {}. Not finished: {}. The same command with --resume goes on.",
-            names(&self.finished),
-            names(&self.to_do)
-        )
+        let _state = lock(&self.state);
+        write()
     }
 }
