@@ -2,8 +2,7 @@
 
 CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-COREWARD := $(TARGET)/debug/coreward
-FUZZ := $(TARGET)/debug/coreward-fuzz
+LAB := $(TARGET)/debug/coreward-lab
 DIST := $(TARGET)/dist
 
 FIGURES ?= out/figures
@@ -20,14 +19,14 @@ build: install ## everything, by the development profile that demo and tests use
 	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --workspace --locked
 
 dist: install ## the same, fully optimised, for packages and published figures: target/dist
-	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --profile dist --locked -p coreward -p coreward-bench
+	@PATH="$$HOME/.cargo/bin:$$PATH" $(CARGO) build --profile dist --locked -p coreward -p coreward-lab
 
 demo: build ## the whole system in namespaces, five policies side by side (DEMO="--seconds 20 ...")
 	@scripts/install run
-	@$(COREWARD) demo $(DEMO)
+	@$(LAB) demo $(DEMO)
 
 figures: build ## every figure of the papers, simulated, as CSV, SVG and one page: out/figures/index.html
-	@$(COREWARD) figure --all --out $(FIGURES)
+	@$(LAB) figure --all --out $(FIGURES)
 
 test: ## all tests that can run in parallel; names the tests that lack rights
 	@scripts/test default $(FILTER)
@@ -65,8 +64,8 @@ deb: dist ## Debian packages with systemd units, man pages and completions: out/
 
 conformity: build ## stock clients and servers for minutes while everything changes, with and without SYN cookies
 	@scripts/install run
-	@$(COREWARD) testbed conformity
-	@$(COREWARD) testbed conformity --syncookies 2
+	@$(LAB) testbed conformity
+	@$(LAB) testbed conformity --syncookies 2
 
 api-test: build ## the HTTP API against its OpenAPI document, by schemathesis (EXAMPLES=100)
 	@scripts/install api
@@ -74,25 +73,25 @@ api-test: build ## the HTTP API against its OpenAPI document, by schemathesis (E
 
 soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="--seconds 300 --seed 1")
 	@scripts/install run
-	@$(COREWARD) testbed dispatch-soak $(SOAK)
+	@$(LAB) testbed dispatch-soak $(SOAK)
 
 chaos: build ## faults under load: one controller, then three on etcd with racks, 10 minutes (CHAOS="--seed 2")
 	@scripts/install run
-	@$(COREWARD) testbed chaos --seconds 225 --changes 500 $(CHAOS)
-	@$(COREWARD) testbed chaos --seconds 225 --changes 500 --controllers 3 --racks 2 $(CHAOS)
+	@$(LAB) testbed chaos --seconds 225 --changes 500 $(CHAOS)
+	@$(LAB) testbed chaos --seconds 225 --changes 500 --controllers 3 --racks 2 $(CHAOS)
 
 fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
-	@$(FUZZ) packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+	@$(LAB) fuzz packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 consistency: build ## a million connections while servers, load balancers and keys change (CONSISTENCY="--mode stateful ...")
-	@$(FUZZ) consistency $(CONSISTENCY)
+	@$(LAB) fuzz consistency $(CONSISTENCY)
 
 lint: install ## formatting, clippy, licences
 	@scripts/lint
 
 bench: dist ## what a packet, a report and a table cost; writes docs/cost.md
 	@scripts/install run
-	@$(DIST)/coreward-bench all --write docs/cost.md
+	@$(DIST)/coreward-lab bench all --write docs/cost.md
 
 clean: ## build products
 	@$(CARGO) clean

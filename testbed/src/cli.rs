@@ -1,8 +1,8 @@
-//! The sub-commands of `coreward testbed`.
+//! The sub-commands of `coreward-lab testbed`.
 
 use crate::{chaos, conformity, dispatch_soak, instance, key_value, load, paced_server, pcc, stock_server, stream};
 
-/// Options of `coreward testbed`.
+/// Options of `coreward-lab testbed`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct TestbedArgs {
     #[command(subcommand)]
@@ -39,7 +39,7 @@ enum TestbedCommand {
     },
 }
 
-/// Runs a sub-command of `coreward testbed`. Call it before any thread is started: some servers fork.
+/// Runs a sub-command of `coreward-lab testbed`. Call it before any thread is started: some servers fork.
 ///
 /// # Errors
 /// As the sub-command does.

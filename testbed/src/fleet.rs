@@ -23,7 +23,7 @@ use crate::process::{Process, TIMEOUT};
 use crate::topology::{Testbed, load_balancer_name, rack_name};
 
 pub(crate) use daemons::logs;
-pub use daemons::{asking, asking_of, coreward_command, unit_capabilities};
+pub use daemons::{asking, asking_of, coreward_command, lab_command, unit_capabilities};
 pub use files::{bundle, busy_file, certificate_files, certificates, issue};
 pub use names::{
     CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,

@@ -18,7 +18,7 @@
 //! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
 //! * [`walkthrough`]: documents whose commands are run as they are written
 //! * [`process`], [`namespace`]: what runs where
-//! * [`demo`]: `coreward demo`; [`cli`]: `coreward testbed`
+//! * [`demo`]: `coreward-lab demo`; [`cli`]: `coreward-lab testbed`
 
 pub mod broken;
 mod busy;

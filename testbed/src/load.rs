@@ -29,7 +29,7 @@ const SWEEP_NS: u64 = 500_000_000;
 /// Time between start and the log's time 0, when none is given (ns).
 const LEAD_NS: u64 = 50_000_000;
 
-/// Options of `coreward testbed load`.
+/// Options of `coreward-lab testbed load`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LoadArgs {
     /// Arrival log to replay

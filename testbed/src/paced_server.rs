@@ -33,7 +33,7 @@ use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_M
 /// A burst of connections to one core must not overflow its accept queue (cut by net.core.somaxconn, 4096).
 const BACKLOG: i32 = 4096;
 
-/// Options of `coreward testbed paced-server`.
+/// Options of `coreward-lab testbed paced-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PacedServerArgs {
     /// Where to listen
@@ -251,7 +251,7 @@ impl Testbed {
     /// When there is no such server, or it does not listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let busy_file = fleet::busy_file(self, number);
-        let mut command = Command::new(fleet::coreward_command()?);
+        let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "paced-server", "--listen", &SERVICE.to_string()]);
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&busy_file);

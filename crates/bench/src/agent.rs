@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{self, Config, Steer};
 use coreward_agent::daemon;
-use coreward_bench::namespace::{self, ip};
+use crate::namespace::{self, ip};
 use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::time::{ClockId, clock_gettime};
@@ -17,7 +17,7 @@ use nix::time::{ClockId, clock_gettime};
 use crate::controller::{self, Controller, Scratch};
 use crate::report::{Report, Table};
 
-/// Options of `coreward-bench agent`.
+/// Options of `coreward-lab bench agent`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Cores (receive queues) of the server
@@ -47,7 +47,7 @@ impl Default for Args {
 /// # Errors
 /// Without root; when the agent or the controller do not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench agent loads BPF programs: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench agent loads BPF programs: run it as root");
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

@@ -28,7 +28,7 @@ use crate::certificates::Certificates;
 use crate::pretend::pretend;
 use crate::report::{Report, Table};
 
-/// Options of `coreward-bench controller`.
+/// Options of `coreward-lab bench controller`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Agents, each with a connection of its own
@@ -157,7 +157,7 @@ impl Controller {
             ),
         )?;
         let mut command = Command::new(std::env::current_exe()?);
-        let process = command.arg("controller-process").arg("--config").arg(config).spawn()?;
+        let process = command.args(["bench", "controller-process"]).arg("--config").arg(config).spawn()?;
         let token_file = token_file(directory, coreward_api::Role::Operator);
         Ok(Self { process, address, api, token_file, metrics, certificates })
     }

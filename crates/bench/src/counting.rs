@@ -4,14 +4,14 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_bench::namespace::{self, ip};
+use crate::namespace::{self, ip};
 use coreward_dataplane::sockets::counts::connections_of;
 use coreward_model::statistics::median;
 use nix::time::{ClockId, clock_gettime};
 
 use crate::report::{Report, Table};
 
-/// Options of `coreward-bench counting`.
+/// Options of `coreward-lab bench counting`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Connections at the server
@@ -42,7 +42,7 @@ const BACKLOG: i32 = 1 << 20;
 /// # Errors
 /// Without root; when there can be no more sockets.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench counting makes a network namespace: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench counting makes a network namespace: run it as root");
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

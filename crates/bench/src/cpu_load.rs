@@ -1,4 +1,4 @@
-//! `coreward-bench cpu-load`: the load of a core that only receives packets, against the kernel's account, and the
+//! `coreward-lab bench cpu-load`: the load of a core that only receives packets, against the kernel's account, and the
 //! cost of `cpu_load.bpf.c` per event.
 
 use std::collections::HashMap;
@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_bench::cpus::{self, THIS_THREAD};
-use coreward_bench::namespace::{self, ip, with_sysfs};
-use coreward_bench::report::{Report, Table};
-use coreward_bench::run_time::enable_statistics;
-use coreward_bench::xdp::throughput::wire::{NapiThread, OWN_MAC, Wire};
-use coreward_bench::xdp::{median_of, quartiles};
+use crate::cpus::{self, THIS_THREAD};
+use crate::namespace::{self, ip, with_sysfs};
+use crate::report::{Report, Table};
+use crate::run_time::enable_statistics;
+use crate::xdp::throughput::wire::{NapiThread, OWN_MAC, Wire};
+use crate::xdp::{median_of, quartiles};
 use coreward_dataplane::cpu_load::CpuLoad;
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
@@ -24,7 +24,7 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/empty_tracepoint.skel.rs"));
 }
 
-/// Options of `coreward-bench cpu-load`.
+/// Options of `coreward-lab bench cpu-load`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Windows per case
@@ -66,11 +66,11 @@ const CASES: [Case; 5] = [
 /// # Errors
 /// Without root, or on one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench cpu-load loads BPF programs: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench cpu-load loads BPF programs: run it as root");
     let cpus = std::thread::available_parallelism()?.get();
     ensure!(
         cpus > RECEIVER,
-        "coreward-bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpus}"
+        "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpus}"
     );
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -1,4 +1,4 @@
-//! `coreward-bench dispatch`: what `dispatch.bpf.c` costs per request, above a program that leaves the choice to the kernel.
+//! `coreward-lab bench dispatch`: what `dispatch.bpf.c` costs per request, above a program that leaves the choice to the kernel.
 //!
 //! Programs of type sk_reuseport cannot be test-run. So real requests go over the loopback of a network namespace to sockets of
 //! this process, and the kernel says how long the programs ran (BPF_ENABLE_STATS): its two clock reads are in every figure
@@ -11,23 +11,23 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 
 use anyhow::{Context as _, ensure};
-use coreward_bench::namespace::{self, ip};
-use coreward_bench::report::{Report, Table};
-use coreward_bench::run_time::{enable_statistics, run_time};
+use crate::namespace::{self, ip};
+use crate::report::{Report, Table};
+use crate::run_time::{enable_statistics, run_time};
 use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, RequestType};
 use coreward_dataplane::reuseport;
 use coreward_model::dispatch::ClassBounds;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Link, MapCore as _, MapFlags};
 
-use coreward_bench::xdp::{above, fastest_above, median_of};
+use crate::xdp::{above, fastest_above, median_of};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/empty_reuseport.skel.rs"));
 }
 
-/// Options of `coreward-bench dispatch`.
+/// Options of `coreward-lab bench dispatch`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Rounds; in each, all programs run one after the other
@@ -54,7 +54,7 @@ const BURST: u32 = 48;
 /// # Errors
 /// Without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench dispatch loads BPF programs: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench dispatch loads BPF programs: run it as root");
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

@@ -1,4 +1,4 @@
-//! `coreward-bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that the
+//! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that the
 //! PAWS clamp applies to them (bpf/server_time.bpf.h), so that others search an entry of their own.
 //!
 //! Real connections over the loopback of a network namespace; the kernel counts how long the programs run
@@ -10,10 +10,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_bench::namespace::{self, ip};
-use coreward_bench::report::{Report, Table};
-use coreward_bench::run_time::{enable_statistics, run_time};
-use coreward_bench::xdp::{median_of, quartiles};
+use crate::namespace::{self, ip};
+use crate::report::{Report, Table};
+use crate::run_time::{enable_statistics, run_time};
+use crate::xdp::{median_of, quartiles};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_dataplane::tc::Direction;
 use coreward_intf as intf;
@@ -22,7 +22,7 @@ use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
-/// Options of `coreward-bench idle`.
+/// Options of `coreward-lab bench idle`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Connections
@@ -117,7 +117,7 @@ fn now_ms() -> anyhow::Result<u32> {
 /// # Errors
 /// Without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench idle loads BPF programs: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench idle loads BPF programs: run it as root");
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

@@ -1,4 +1,4 @@
-//! `coreward-bench placement`: the policies side by side on four workloads in virtual time, and how much an assigned
+//! `coreward-lab bench placement`: the policies side by side on four workloads in virtual time, and how much an assigned
 //! connection should count in `crossrss-plus`. The table of docs/policies.md.
 
 use comfy_table::Table;
@@ -7,7 +7,7 @@ use coreward_model::policy::{CrossRssPlus, Policy, named};
 use coreward_model::replay::{Placer, Pools, replay};
 use coreward_model::statistics::median;
 
-/// Options of `coreward-bench placement`.
+/// Options of `coreward-lab bench placement`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Seeds 1 to this

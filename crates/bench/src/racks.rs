@@ -29,7 +29,7 @@ use crate::site;
 const ROUNDS: usize = 4;
 const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Options of `coreward-bench racks`.
+/// Options of `coreward-lab bench racks`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Agents behind racks

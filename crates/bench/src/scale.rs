@@ -17,7 +17,7 @@ use crate::pretend::pretend;
 use crate::report::{Report, Table};
 use crate::site;
 
-/// Options of `coreward-bench scale`.
+/// Options of `coreward-lab bench scale`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Agents, each with a connection of its own

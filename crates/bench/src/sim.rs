@@ -13,7 +13,7 @@ use coreward_sim::{lb, rpc};
 
 use crate::report::{Cell, Report, Table};
 
-/// Options of `coreward-bench sim`.
+/// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Rounds, in each of which every case is measured once
@@ -64,8 +64,8 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         name: "sim",
         title: "The simulator",
         about: format!(
-            "`coreward sim rpc` on one CPU, load 0.8: {} requests per case unless said otherwise, {} rounds, all cases one \
-             after the other in each; medians. To reach: 8 million requests/s for JSQ on 16 cores. `coreward sim lb` on both \
+            "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case unless said otherwise, {} rounds, all cases one \
+             after the other in each; medians. To reach: 8 million requests/s for JSQ on 16 cores. `coreward-lab sim lb` on both \
              CPUs: a capture of {} s of campus traffic, {SNAP_LENGTH} bytes of each packet, read from the page cache. To \
              reach: 20 million packets/s with one policy.",
             args.requests, args.rounds, args.capture_seconds

@@ -6,8 +6,8 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_bench::cpus::{self, THIS_THREAD};
-use coreward_bench::namespace::{self, ip};
+use crate::cpus::{self, THIS_THREAD};
+use crate::namespace::{self, ip};
 use coreward_tls::Role;
 
 use crate::agent::Pins;
@@ -85,7 +85,7 @@ impl Balancer {
         );
         std::fs::write(&config, text)?;
         let mut command = Command::new(std::env::current_exe()?);
-        Ok(Self(command.arg("load-balancer-process").arg("--config").arg(config).spawn()?))
+        Ok(Self(command.args(["bench", "load-balancer-process"]).arg("--config").arg(config).spawn()?))
     }
 }
 

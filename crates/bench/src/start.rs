@@ -20,7 +20,7 @@ use crate::controller::{self, Controller, Scratch, fleet, vip};
 use crate::report::{Report, Table};
 use crate::site::{Balancer, make_network};
 
-/// Options of `coreward-bench start`.
+/// Options of `coreward-lab bench start`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Services
@@ -45,7 +45,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// # Errors
 /// Without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench start loads BPF programs: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench start loads BPF programs: run it as root");
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

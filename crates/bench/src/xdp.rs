@@ -1,4 +1,4 @@
-//! `coreward-bench xdp`: what `lb.bpf.c` costs per packet, above an XDP program that does nothing.
+//! `coreward-lab bench xdp`: what `lb.bpf.c` costs per packet, above an XDP program that does nothing.
 
 mod balancer;
 mod established;

@@ -12,6 +12,7 @@
 //! * [`shrink`]: the least that shows a difference
 
 pub mod campaign;
+pub mod cli;
 pub mod consistency;
 pub mod cookies;
 pub mod dice;

@@ -1,4 +1,4 @@
-//! `coreward load`.
+//! `coreward-lab load`.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ const PURPOSE_MEASURE_DEMANDS: u64 = 0x6c6f_6114;
 /// A signal came (SIGINT, SIGTERM): what was measured until then is reported.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Options of `coreward load`.
+/// Options of `coreward-lab load`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LoadArgs {
     /// The service to load
@@ -67,7 +67,7 @@ pub struct LoadArgs {
     #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
     pub mix: Mix,
     /// Ask for service times of a distribution, for paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
-    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or as `coreward sim rpc` takes it (fixed, exp, lognormal:SIGMA,
+    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or as `coreward-lab sim rpc` takes it (fixed, exp, lognormal:SIGMA,
     /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
     #[arg(long, value_name = "DISTRIBUTION")]
     pub service: Option<ServiceDistribution>,
@@ -164,7 +164,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let mut tags: Vec<String> = classes.iter().map(RequestType::to_string).collect();
     tags.push(format!("{measured}-measuring"));
     let mut output = Output::create(args.histogram_log.as_deref())?;
-    let mut log = HistogramLog::begin(&mut output, tags, &format!("coreward load {}", args.target))?;
+    let mut log = HistogramLog::begin(&mut output, tags, &format!("coreward-lab load {}", args.target))?;
     let intervals = args.histogram_log.is_some();
     ctrlc::set_handler(|| INTERRUPTED.store(true, Ordering::Relaxed))?;
     let mut results = generator::run(streams, transport.as_mut(), durations, intervals, |since_ns, results| {

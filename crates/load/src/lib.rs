@@ -1,4 +1,4 @@
-//! An open-loop load generator (`coreward load`), and the protocols that it speaks.
+//! An open-loop load generator (`coreward-lab load`), and the protocols that it speaks.
 //!
 //! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server (TCP)
 //! * [`dns`]: as much of DNS as it takes to load a server

@@ -106,7 +106,7 @@ impl fmt::Display for Mix {
     }
 }
 
-/// A distribution of service times, in microseconds where it says so: `exp:3`, or as `coreward sim rpc` takes it.
+/// A distribution of service times, in microseconds where it says so: `exp:3`, or as `coreward-lab sim rpc` takes it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
     service: Service,

@@ -1,6 +1,6 @@
-//! `coreward sim`: one sub-command per kind of simulation. Each has its arguments beside its code.
+//! `coreward-lab sim`: one sub-command per kind of simulation. Each has its arguments beside its code.
 
-/// Arguments of `coreward sim`.
+/// Arguments of `coreward-lab sim`.
 #[derive(Debug, clap::Args)]
 pub struct SimArgs {
     #[command(subcommand)]

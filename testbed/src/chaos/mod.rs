@@ -1,4 +1,4 @@
-//! `coreward testbed chaos`: everything goes wrong, by a schedule that a seed gives, while clients go on and somebody changes
+//! `coreward-lab testbed chaos`: everything goes wrong, by a schedule that a seed gives, while clients go on and somebody changes
 //! the configuration all the time. No connection may break, and whatever the controller acknowledged must be there.
 //!
 //! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
@@ -51,7 +51,7 @@ use traffic::{STREAM_SERVICE, Traffic};
 use watch::{Taken, Watch};
 use writer::{Model, Writer};
 
-/// Options of `coreward testbed chaos`.
+/// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
     /// Seconds in which faults begin

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, coreward_command};
+use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, lab_command};
 use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
@@ -91,7 +91,7 @@ impl Lane {
     /// When it cannot be started.
     pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses * position as u16);
-        let mut command = Command::new(coreward_command()?);
+        let mut command = Command::new(lab_command()?);
         command.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
         command.stdout(File::create(self.report_path())?);

@@ -1,4 +1,4 @@
-//! `coreward demo`: the same connections under every policy, side by side, at the same moments.
+//! `coreward-lab demo`: the same connections under every policy, side by side, at the same moments.
 //!
 //! Each policy has a testbed of its own with the real controller, load balancer and agents; the arrival logs are the
 //! same, so are the moments. In every seed's run one server joins the pool after a third of the time, and another

@@ -1,4 +1,4 @@
-//! The command line of `coreward demo`.
+//! The command line of `coreward-lab demo`.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use super::timeline::SECONDS_MIN;
 /// The policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20) and our own: each takes a run of its own for every seed.
 const COMPARED: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
-/// Options of `coreward demo`.
+/// Options of `coreward-lab demo`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DemoOptions {
     /// Length of each seed's run

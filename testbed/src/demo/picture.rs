@@ -39,7 +39,7 @@ pub fn draw(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
     let drawn = (|| -> Result<(), DrawingAreaErrorKind<_>> {
         root.fill(&WHITE)?;
         let title = format!(
-            "coreward demo: {} servers x {} cores (RSS and cores emulated), medians over {} seeds",
+            "coreward-lab demo: {} servers x {} cores (RSS and cores emulated), medians over {} seeds",
             results.servers,
             results.cores,
             results.runs[0].seeds.len()

@@ -2,7 +2,7 @@
 //! `ringleader-classes-live` and `path-live`. What the simulator gives for the same scenario stands beside it there.
 //!
 //! * [`dispatcher`]: `coreward dispatch` on a server of a testbed
-//! * [`requests`]: one measurement by `coreward load`
+//! * [`requests`]: one measurement by `coreward-lab load`
 //! * [`server_figure`]: one server; [`path_figure`]: several behind the load balancer
 //! * [`points`]: which measurements a scenario asks for, and in which order
 

@@ -1,4 +1,4 @@
-//! `coreward figure path-live`: datagrams through the load balancer to several servers, `coreward dispatch` in each: every
+//! `coreward-lab figure path-live`: datagrams through the load balancer to several servers, `coreward dispatch` in each: every
 //! policy of the one with every policy of the other.
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
 /// What may wait in a worker's socket (bytes).
 const RECEIVE_BUFFER: &str = "16000000";
 
-/// Measures every series of `scenario`, which says what `coreward sim path` would simulate, with connections of one request:
+/// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of one request:
 /// the load balancer decides by datagram.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! One measurement: `coreward load` from the testbed's client, and what it saw.
+//! One measurement: `coreward-lab load` from the testbed's client, and what it saw.
 
 use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;
 
-use crate::fleet::coreward_command;
+use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::{SERVICE, Testbed};
 
@@ -68,7 +68,7 @@ pub struct Class {
     pub latency_us: Latency,
 }
 
-/// What `coreward load --format json` says, as far as it is wanted here.
+/// What `coreward-lab load --format json` says, as far as it is wanted here.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Report {
     /// Responses a second of the measured time.
@@ -117,7 +117,7 @@ impl Requests {
     }
 }
 
-/// `coreward load TARGET` from the testbed's client at so many requests a second for so many seconds, with further options;
+/// `coreward-lab load TARGET` from the testbed's client at so many requests a second for so many seconds, with further options;
 /// once more when the machine was busy with something else.
 ///
 /// # Errors
@@ -168,13 +168,13 @@ fn max_lateness_us() -> anyhow::Result<f64> {
 fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {
     // Before whatever else wants the CPU: clients are other machines, which a server that computes does not slow down.
     let mut command = Command::new("chrt");
-    command.args(["--fifo", "1"]).arg(coreward_command()?);
+    command.args(["--fifo", "1"]).arg(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut load = testbed.spawn(testbed.client(), command)?;
     // The report fits into the pipe: it is read when it is there.
     let status = load.wait(limit)?;
-    ensure!(status.success(), "coreward load failed: {status}");
+    ensure!(status.success(), "coreward-lab load failed: {status}");
     Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
 }
 

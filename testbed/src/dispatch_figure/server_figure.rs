@@ -1,4 +1,4 @@
-//! `coreward figure turbo-9-live` and `ringleader-classes-live`: one server, paced workers, and every policy in turns.
+//! `coreward-lab figure turbo-9-live` and `ringleader-classes-live`: one server, paced workers, and every policy in turns.
 
 use std::collections::HashMap;
 use std::process::Command;

@@ -1,8 +1,8 @@
-//! `coreward testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and come back, the dispatch is
+//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and come back, the dispatch is
 //! detached and attached, and datagrams come that nobody asked for. At the end the books must be right to the datagram, and
 //! every request that was lost must be one that the kernel had already queued, or could not queue.
 //!
-//! It goes in segments. In each `coreward load` sends the whole time while [`trouble`] makes trouble; one second after the
+//! It goes in segments. In each `coreward-lab load` sends the whole time while [`trouble`] makes trouble; one second after the
 //! last request the books are compared with what the kernel counts by itself ([`accounts`]). In every second segment the
 //! dispatch is also detached and attached, and the server restarted: its books then begin in the middle.
 
@@ -31,7 +31,7 @@ const MIN_SETTLE: Duration = Duration::from_secs(1);
 /// A segment needs some time for what goes wrong.
 const SHORTEST_SEGMENT: Duration = Duration::from_secs(4);
 
-/// Options of `coreward testbed dispatch-soak`.
+/// Options of `coreward-lab testbed dispatch-soak`.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Options {
     /// Seconds of load

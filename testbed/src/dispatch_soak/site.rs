@@ -15,7 +15,7 @@ use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::fleet::coreward_command;
+use crate::fleet::{coreward_command, lab_command};
 use crate::key_value::handle::KeyValueServer;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::{SERVICE, Testbed, TestbedOptions, VIP, server_address};
@@ -166,7 +166,7 @@ impl Site {
     /// # Errors
     /// When it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
-        let mut command = Command::new(coreward_command()?);
+        let mut command = Command::new(lab_command()?);
         command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE]);
         command.args(["--timeout", LOAD_TIMEOUT, "--flows", &FLOWS.to_string(), "--seed", &seed.to_string()]);
         command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
@@ -180,7 +180,7 @@ impl Site {
     /// When it fails.
     pub fn load_report(&self, mut load: Process) -> anyhow::Result<Value> {
         let status = load.wait(*TIMEOUT)?;
-        ensure!(status.success(), "coreward load: {status}");
+        ensure!(status.success(), "coreward-lab load: {status}");
         Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
     }
 }

@@ -15,18 +15,27 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// The `coreward` command: this program, or, from a test, the one built beside it.
+/// Returns the path of the command `coreward`, which is built into the same directory as this program.
 ///
 /// # Errors
 /// When there is none.
 pub fn coreward_command() -> anyhow::Result<PathBuf> {
+    command_named("coreward")
+}
+
+/// Returns the path of the command `coreward-lab`.
+///
+/// # Errors
+/// When there is none.
+pub fn lab_command() -> anyhow::Result<PathBuf> {
+    command_named("coreward-lab")
+}
+
+fn command_named(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
-    if own.file_name().is_some_and(|name| name == "coreward") {
-        return Ok(own);
-    }
-    let beside =
-        own.ancestors().skip(1).take(2).map(|directory| directory.join("coreward")).find(|path| path.is_file());
-    beside.with_context(|| format!("no coreward beside {}: `make build` makes it", own.display()))
+    // Tests are built into a directory below.
+    let found = own.ancestors().skip(1).take(2).map(|directory| directory.join(name)).find(|path| path.is_file());
+    found.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own.display()))
 }
 
 /// `coreward ARGUMENTS` with the operator's token, to be run beside the only controller.

@@ -57,7 +57,7 @@ impl KeyValueServer {
 
 impl Testbed {
     /// Starts a key-value server on a server, listening on UDP at [`SERVICE`], with further `options` as
-    /// `coreward testbed key-value-server` takes them, and waits until all its sockets are bound.
+    /// `coreward-lab testbed key-value-server` takes them, and waits until all its sockets are bound.
     ///
     /// # Errors
     /// When there is no such server, or it is not ready in time.
@@ -65,7 +65,7 @@ impl Testbed {
         let counter_file = self.directory().join(format!("key-value-s{number}"));
         // One that was killed before may have left its file.
         let _ = fs::remove_file(&counter_file);
-        let mut command = Command::new(fleet::coreward_command()?);
+        let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "key-value-server", "--listen", &SERVICE.to_string()]);
         command.arg("--counter-file").arg(&counter_file).arg("--busy-file").arg(fleet::busy_file(self, number));
         command.args(options);

@@ -1,4 +1,4 @@
-//! `coreward testbed key-value-server`: the master, which starts the workers.
+//! `coreward-lab testbed key-value-server`: the master, which starts the workers.
 
 use std::fs;
 use std::net::{SocketAddrV4, UdpSocket};
@@ -27,7 +27,7 @@ const MORE_PAIRS: usize = 1_000_000;
 /// How often the master looks for workers that have ended and for signals.
 const LOOK_FOR_ENDED: Duration = Duration::from_millis(20);
 
-/// Options of `coreward testbed key-value-server`.
+/// Options of `coreward-lab testbed key-value-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KeyValueServerArgs {
     /// Where to listen (UDP)

@@ -1,4 +1,4 @@
-//! `coreward figure cheetah-9-live`: every method's runs, as the figure's panels want them.
+//! `coreward-lab figure cheetah-9-live`: every method's runs, as the figure's panels want them.
 
 use anyhow::{Context as _, anyhow};
 use coreward_sim::figure::live::{Progress, Sample};

@@ -7,7 +7,7 @@
 //! * [`method`]: what is compared
 //! * [`timeline`]: what happens when
 //! * [`run`]: one run
-//! * [`figure`]: `coreward figure cheetah-9-live`
+//! * [`figure`]: `coreward-lab figure cheetah-9-live`
 
 pub mod figure;
 pub mod method;
@@ -19,7 +19,7 @@ use crate::stream::client::Streams;
 use method::Method;
 use run::Run;
 
-/// Options of `coreward testbed pcc`.
+/// Options of `coreward-lab testbed pcc`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PccArgs {
     /// How packets find their servers

@@ -1,4 +1,4 @@
-//! `coreward testbed stock-server`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as Debian has
+//! `coreward-lab testbed stock-server`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as Debian has
 //! it, answers queries of unequal cost: most from memory, some with a signature that it makes when they come.
 
 pub mod knot;
@@ -19,7 +19,7 @@ use knot::{DNS, PLAIN, SIGNED};
 /// What stands for the kernel's own choice among [`StockServerArgs::policies`].
 const KERNEL: &str = "kernel";
 
-/// Options of `coreward testbed stock-server`.
+/// Options of `coreward-lab testbed stock-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StockServerArgs {
     /// What chooses the worker: kernel (no dispatch at all), random, rr, jsq

@@ -26,7 +26,7 @@ use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::broken::{Broken, Failure};
-use crate::fleet::coreward_command;
+use crate::fleet::lab_command;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram};
 use crate::process::Process;
@@ -48,7 +48,7 @@ const PORT_STEP: u64 = 7_919;
 /// How long a client goes on that nobody ends (s): two addresses have ports for so long at 150 connections per second.
 const ENDLESS_SECONDS: u32 = 600;
 
-/// Options of `coreward testbed stream-client`.
+/// Options of `coreward-lab testbed stream-client`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StreamClientArgs {
     /// Service to ask
@@ -414,7 +414,7 @@ impl Testbed {
         streams: &Streams,
         start_ns: Option<u64>,
     ) -> anyhow::Result<StreamClient> {
-        let mut command = Command::new(coreward_command()?);
+        let mut command = Command::new(lab_command()?);
         command.args(["testbed", "stream-client", "--vip", &service.to_string()]);
         command.args(["--first-address", &self.client_address(addresses.start).to_string()]);
         command.args(["--addresses", &addresses.len().to_string()]);

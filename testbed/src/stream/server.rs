@@ -31,7 +31,7 @@ const WORK_NS: u64 = 1_000_000;
 /// How often the busy times are published (ns).
 const PUBLISH_NS: u64 = 50_000_000;
 
-/// Options of `coreward testbed stream-server`.
+/// Options of `coreward-lab testbed stream-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StreamServerArgs {
     /// Where to listen, in each namespace
@@ -224,7 +224,7 @@ impl Testbed {
     ) -> anyhow::Result<StreamServers> {
         let numbers = self.server_numbers();
         ensure!(!numbers.is_empty(), "a testbed without servers");
-        let mut command = Command::new(fleet::coreward_command()?);
+        let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "stream-server", "--listen", &listen.to_string()]);
         for number in &numbers {
             let file = busy(*number);

@@ -1,4 +1,4 @@
-//! The short form of `coreward testbed chaos`: the same faults and clients, seconds instead of minutes.
+//! The short form of `coreward-lab testbed chaos`: the same faults and clients, seconds instead of minutes.
 
 use coreward_testbed::chaos::{Options, run};
 use coreward_testbed::skip_without_privilege;

@@ -1,4 +1,4 @@
-//! The short form of `coreward testbed conformity`: the same parts, seconds instead of minutes.
+//! The short form of `coreward-lab testbed conformity`: the same parts, seconds instead of minutes.
 
 use coreward_testbed::conformity::{Options, run};
 use coreward_testbed::skip_without_privilege;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
-use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, coreward_command};
+use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, lab_command};
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
 use fantoccini::elements::Element;
@@ -203,7 +203,7 @@ fn a_browser_shows_every_core_and_what_changes() {
         Workload { duration_us: TRAFFIC * 1_000_000, cores: (SERVERS * CORES).into(), ..Workload::default() };
     let log: PathBuf = testbed.directory().join("arrivals.txt");
     fs::write(&log, workload.generate(1).to_string()).unwrap();
-    let mut load = Command::new(coreward_command().unwrap());
+    let mut load = Command::new(lab_command().unwrap());
     load.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(&log);
     load.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
     let _load = testbed.spawn(testbed.client(), load).unwrap();

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::lab_command;
 use coreward_testbed::instance::remains;
 use coreward_testbed::skip_without_privilege;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 fn demo(arguments: &[&str], out: &Path) -> anyhow::Result<Command> {
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(lab_command()?);
     command.arg("demo").args(arguments).arg("--out").arg(out);
     Ok(command)
 }
@@ -98,7 +98,7 @@ fn interrupted_or_killed_it_leaves_nothing_behind() -> anyhow::Result<()> {
 
     let instance = signalled(Signal::SIGKILL)?;
     assert_ne!(remains(&instance), Vec::<PathBuf>::new());
-    let clean = Command::new(coreward_command()?).args(["testbed", "clean", &instance]).output()?;
+    let clean = Command::new(lab_command()?).args(["testbed", "clean", &instance]).output()?;
     let removed = String::from_utf8_lossy(&clean.stdout);
     assert!(removed.starts_with("removed testbed ") && removed.trim_end().ends_with(&instance), "{clean:?}");
     assert_eq!(remains(&instance), Vec::<PathBuf>::new());

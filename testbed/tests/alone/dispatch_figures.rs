@@ -3,11 +3,11 @@
 use std::process::Command;
 
 use coreward_sim::figure::result::FigureResult;
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::lab_command;
 use coreward_testbed::skip_without_privilege;
 
 fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(lab_command()?);
     command.arg("figure").args(arguments).args(["--runs", "1", "--format", "json"]);
     // The tests assert counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;

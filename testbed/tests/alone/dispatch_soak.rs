@@ -1,4 +1,4 @@
-//! The short form of `coreward testbed dispatch-soak`: the same troubles, seconds instead of minutes.
+//! The short form of `coreward-lab testbed dispatch-soak`: the same troubles, seconds instead of minutes.
 
 use coreward_testbed::dispatch_soak::{Options, run};
 use coreward_testbed::skip_without_privilege;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::Context as _;
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::lab_command;
 use coreward_testbed::skip_without_privilege;
 use coreward_testbed::stock_server::knot;
 
@@ -19,7 +19,7 @@ fn a_stock_server_answers_every_query_that_is_dispatched() -> anyhow::Result<()>
         return Ok(());
     }
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(lab_command()?);
     command.args(["testbed", "stock-server", "--format", "json"]).args(options);
     // The test asserts counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;

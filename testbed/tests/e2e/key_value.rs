@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
 use coreward_testbed::TIMEOUT;
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::lab_command;
 use coreward_testbed::key_value::handle::KeyValueServer;
 use coreward_testbed::skip_without_privilege;
 use coreward_testbed::topology::SERVICE;
@@ -217,7 +217,7 @@ fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
 #[test]
 fn what_makes_no_sense_is_refused() -> anyhow::Result<()> {
     let error = |arguments: &str| -> anyhow::Result<String> {
-        let output = Command::new(coreward_command()?).args(arguments.split(' ')).output()?;
+        let output = Command::new(lab_command()?).args(arguments.split(' ')).output()?;
         assert!(!output.status.success(), "{arguments}");
         Ok(String::from_utf8(output.stderr)?)
     };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::lab_command;
 use coreward_testbed::load::LoadReport;
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Process, Testbed, skip_without_privilege};
@@ -18,7 +18,7 @@ use crate::support::load::testbed;
 fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
     let path = testbed.directory().join("arrivals.txt");
     fs::write(&path, log.to_string())?;
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(lab_command()?);
     command.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)
@@ -92,7 +92,7 @@ fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
 
 #[test]
 fn a_log_that_is_none_is_refused() -> anyhow::Result<()> {
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(lab_command()?);
     command.args(["testbed", "load", "--vip", "10.200.0.1:80", "--first-address", "10.1.0.7", "--log", "/dev/null"]);
     let output = command.output()?;
     let error = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -38,7 +38,7 @@ fn packages_hold_what_is_needed() {
     let variables = [format!("OUT={}", out.display()), format!("COREWARD={}", command.display())];
     let built = succeeds("env", &[&variables[0], &variables[1], "scripts/deb"]);
     let packages: Vec<&str> = built.lines().collect();
-    assert_eq!(packages.len(), 5, "{built}");
+    assert_eq!(packages.len(), 6, "{built}");
     let into = directory.path().to_str().unwrap();
     for package in &packages {
         succeeds("dpkg-deb", &["--extract", package, into]);
@@ -49,7 +49,11 @@ fn packages_hold_what_is_needed() {
     let path = |path: &str| directory.path().join(path).to_str().unwrap().to_owned();
     assert!(succeeds(&path("usr/bin/coreward"), &["--version"]).starts_with("coreward "));
     assert!(succeeds("man", &["--local-file", &path("usr/share/man/man1/coreward-lb.1.gz")]).contains("--detach"));
-    succeeds("bash", &["-n", &path("usr/share/bash-completion/completions/coreward")]);
+    assert!(succeeds(&path("usr/bin/coreward-lab"), &["--version"]).starts_with("coreward-lab "));
+    assert!(succeeds("man", &["--local-file", &path("usr/share/man/man1/coreward-lab-sim.1.gz")]).contains("trace"));
+    for command in ["coreward", "coreward-lab"] {
+        succeeds("bash", &["-n", &path(&format!("usr/share/bash-completion/completions/{command}"))]);
+    }
 
     for (daemon, highest) in UNITS {
         let unit = path(&format!("usr/lib/systemd/system/coreward-{daemon}.service"));

@@ -1,10 +1,10 @@
-//! A server without a load balancer, and `coreward load` against it.
+//! A server without a load balancer, and `coreward-lab load` against it.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_testbed::fleet::coreward_command;
+use coreward_testbed::fleet::lab_command;
 use coreward_testbed::topology::{SERVICE, VIP, server_address};
 use coreward_testbed::{Process, Testbed, TestbedOptions};
 use serde_json::Value;
@@ -20,7 +20,7 @@ pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
 }
 
 pub fn start_load(testbed: &Testbed, options: &str) -> anyhow::Result<Process> {
-    let mut command = Command::new(coreward_command()?);
+    let mut command = Command::new(lab_command()?);
     command.args(["load", &SERVICE.to_string(), "--format", "json"]).args(options.split_whitespace());
     command.stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)

@@ -1,4 +1,4 @@
-//! `coreward-bench flood`: what packets of open connections cost on one CPU while another one runs a SYN flood through the
+//! `coreward-lab bench flood`: what packets of open connections cost on one CPU while another one runs a SYN flood through the
 //! same program and the same maps.
 
 mod flooder;
@@ -117,7 +117,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure_all(args: &Args) -> anyhow::Result<Report> {
-    let cpus = two_cpus("coreward-bench flood")?;
+    let cpus = two_cpus("coreward-lab bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
     crate::cpus::bind(THIS_THREAD, cpus[0])?;
     let measured = Victim::ALL.map(|victim| measure(victim, args, &flooder).with_context(|| victim.to_string()));

@@ -1,4 +1,4 @@
-//! `coreward-bench throughput`: live frames through the load balancer's native XDP hook, beside a program that only swaps
+//! `coreward-lab bench throughput`: live frames through the load balancer's native XDP hook, beside a program that only swaps
 //! MAC addresses.
 
 mod generator;
@@ -221,7 +221,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    let cpus = two_cpus("coreward-bench throughput")?;
+    let cpus = two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new()?;
     let lanes = Lane::all().into_iter().enumerate();
     let beds = lanes.map(|(number, lane)| Bed::new(lane, number, cpus).context(lane.name));

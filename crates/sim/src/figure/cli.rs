@@ -1,4 +1,4 @@
-//! `coreward figure`.
+//! `coreward-lab figure`.
 
 mod output;
 mod session;
@@ -18,7 +18,7 @@ use output::Directory;
 use session::Session;
 use smaller::Smaller;
 
-/// Arguments of `coreward figure`.
+/// Arguments of `coreward-lab figure`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).multiple(true))]
 pub struct FigureArgs {
@@ -113,7 +113,7 @@ fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
         let name =
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
         let file = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
-        let provenance = Provenance::new(format!("coreward figure --scenario {file}"), &text);
+        let provenance = Provenance::new(format!("coreward-lab figure --scenario {file}"), &text);
         asked.push(Asked { name: name.to_owned(), scenario, provenance, live: None });
     }
     if let Some(name) = twice(&asked) {

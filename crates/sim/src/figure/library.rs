@@ -27,7 +27,7 @@ impl Embedded {
 
     /// What makes it.
     pub fn provenance(&self) -> Provenance {
-        Provenance::new(format!("coreward figure {}", self.name), self.text)
+        Provenance::new(format!("coreward-lab figure {}", self.name), self.text)
     }
 }
 
@@ -68,7 +68,7 @@ fn in_order(name: &str) -> (usize, String, u64, String) {
 mod tests {
     use super::*;
 
-    /// What `coreward figure --all` makes.
+    /// What `coreward-lab figure --all` makes.
     const FIGURES: [&str; 29] = [
         "crossrss-2a",
         "crossrss-2b",

@@ -9,7 +9,7 @@ use super::table::{Table, number};
 /// A figure that was simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureResult {
-    /// As in `coreward figure --list`.
+    /// As in `coreward-lab figure --list`.
     pub name: String,
     /// What made it.
     pub provenance: Provenance,

@@ -60,7 +60,7 @@ pub struct Scenario {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Live {
-    /// About how long it takes, for `coreward figure --list`.
+    /// About how long it takes, for `coreward-lab figure --list`.
     pub minutes: f64,
     /// How long each point is measured in each run, where the figure leaves that open (s).
     #[serde(default)]

@@ -1,4 +1,4 @@
-//! The arguments of `coreward sim lb`.
+//! The arguments of `coreward-lab sim lb`.
 
 use coreward_model::fleet::TableDraw;
 use coreward_model::load::{Alpha, AlphaOutOfRange};
@@ -9,10 +9,10 @@ use crate::output::{Format, Printed as _};
 use crate::trace::Source;
 use crate::trace::capture::ReadOptions;
 
-/// Arguments of `coreward sim lb`.
+/// Arguments of `coreward-lab sim lb`.
 #[derive(Debug, clap::Args)]
 pub struct LbArgs {
-    /// The traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward demo`, or a
+    /// The traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward-lab demo`, or a
     /// generator: campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
     #[arg(long, default_value = "campus")]
     trace: Source,

@@ -1,4 +1,4 @@
-//! `coreward sim lb`: a trace through the load balancer, under several policies, packet by packet.
+//! `coreward-lab sim lb`: a trace through the load balancer, under several policies, packet by packet.
 //!
 //! * [`Config`] and [`run`]: what to simulate, and how
 //! * [`Outcome`]: what comes out

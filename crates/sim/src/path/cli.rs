@@ -1,4 +1,4 @@
-//! The arguments of `coreward sim path`.
+//! The arguments of `coreward-lab sim path`.
 
 use coreward_model::fleet::TableDraw;
 use coreward_model::load::Alpha;
@@ -9,7 +9,7 @@ use crate::lb::cli::{parse_alpha, parse_buckets};
 use crate::output::{Format, Printed as _};
 use crate::rpc::{Policy, Service};
 
-/// Arguments of `coreward sim path`.
+/// Arguments of `coreward-lab sim path`.
 #[derive(Debug, clap::Args)]
 pub struct PathArgs {
     /// Servers
@@ -21,7 +21,7 @@ pub struct PathArgs {
     /// Policies of the load balancer, separated by commas
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
     policy: Vec<String>,
-    /// Policies inside the servers, as `coreward sim rpc` takes them; give the option several times
+    /// Policies inside the servers, as `coreward-lab sim rpc` takes them; give the option several times
     #[arg(long, default_values = ["rss", "jsq"])]
     dispatch: Vec<Policy>,
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR

@@ -1,11 +1,11 @@
-//! Arguments of `coreward sim pcc`.
+//! Arguments of `coreward-lab sim pcc`.
 
 use coreward_model::placement::BucketCount;
 
 use super::{Arrivals, Config, DEFAULT_METHODS, Knowledge, Method, Updates, run};
 use crate::output::{Format, Printed as _};
 
-/// Arguments of `coreward sim pcc`.
+/// Arguments of `coreward-lab sim pcc`.
 #[derive(Debug, clap::Args)]
 pub struct PccArgs {
     /// Methods to compare, separated by commas: hash, consistent-hash, maglev, beamer[:THRESHOLD], stateful-hash[:LAYOUT],

@@ -1,4 +1,4 @@
-//! `coreward sim pcc`: which connections a reconfiguration breaks, and how evenly connections lie on the servers, by
+//! `coreward-lab sim pcc`: which connections a reconfiguration breaks, and how evenly connections lie on the servers, by
 //! method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/sim-pcc.md says what is modelled.
 
 mod arrivals;

@@ -1,4 +1,4 @@
-//! Arguments and output of `coreward sim rpc` and `coreward sim peak`.
+//! Arguments and output of `coreward-lab sim rpc` and `coreward-lab sim peak`.
 
 use std::num::NonZeroU32;
 use std::time::Instant;
@@ -56,7 +56,7 @@ impl ServerArgs {
     }
 }
 
-/// Arguments of `coreward sim rpc`.
+/// Arguments of `coreward-lab sim rpc`.
 #[derive(Debug, clap::Args)]
 pub struct RpcArgs {
     #[command(flatten)]
@@ -75,7 +75,7 @@ pub struct RpcArgs {
     window: Option<f64>,
 }
 
-/// Arguments of `coreward sim peak`.
+/// Arguments of `coreward-lab sim peak`.
 #[derive(Debug, clap::Args)]
 pub struct PeakArgs {
     #[command(flatten)]

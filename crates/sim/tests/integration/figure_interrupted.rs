@@ -1,4 +1,4 @@
-//! An interrupted `coreward figure` leaves whole files only.
+//! An interrupted `coreward-lab figure` leaves whole files only.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -42,7 +42,7 @@ const ENDLESS: LiveFigure = LiveFigure {
 };
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// Not a test: `coreward figure` as a process of its own, for the tests to send signals to.
+/// Not a test: `coreward-lab figure` as a process of its own, for the tests to send signals to.
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {

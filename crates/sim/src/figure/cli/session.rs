@@ -1,4 +1,4 @@
-//! One run of `coreward figure`: progress bars and the end by a signal.
+//! One run of `coreward-lab figure`: progress bars and the end by a signal.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -23,7 +23,7 @@ pub enum IndirectionTables {
 }
 
 parameters! {
-    /// `[lb]`: see `coreward sim lb --help`, which has the same names.
+    /// `[lb]`: see `coreward-lab sim lb --help`, which has the same names.
     pub struct Lb {
         /// Who places connections.
         pub policy: String,

@@ -22,7 +22,7 @@ pub enum Experiment {
 }
 
 parameters! {
-    /// `[pcc]`: see `coreward sim pcc --help`, which has the same names.
+    /// `[pcc]`: see `coreward-lab sim pcc --help`, which has the same names.
     pub struct Pcc {
         /// What holds where nothing is said.
         pub experiment: Experiment,

@@ -147,6 +147,11 @@ fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
     flags.filter(|flag| !known(flag)).map(|flag| format!("`{name}` has no flag `--{flag}`")).next()
 }
 
+/// What a line names of that command that does not exist.
+fn unknown_of<'a>(line: &'a str, of: &'a clap::Command) -> impl Iterator<Item = String> {
+    commands(line, of.get_name()).filter_map(|words| unknown(&words, of))
+}
+
 fn assert_none(mistakes: Vec<String>) {
     assert!(mistakes.is_empty(), "\n{}", mistakes.join("\n"));
 }
@@ -175,12 +180,12 @@ fn every_page_is_in_the_index() {
 
 #[test]
 fn every_command_exists_with_its_flags() {
-    let coreward = Cli::command();
+    let all = [coreward::command(), Cli::command()];
     let mistakes = documents().into_iter().flat_map(|(path, document)| {
         let mistakes: Vec<String> = document
             .code
             .iter()
-            .flat_map(|line| commands(line, "coreward").filter_map(|words| unknown(&words, &coreward)))
+            .flat_map(|line| all.iter().flat_map(|of| unknown_of(line, of)))
             .map(|why| format!("{}: {why}", path.display()))
             .collect();
         mistakes
@@ -278,7 +283,8 @@ fn mistakes_are_found() {
     assert_eq!(why("nowhere.md").unwrap(), "nowhere.md: there is no docs/nowhere.md");
     assert_eq!(why("../README.md#nothing").unwrap(), "../README.md#nothing: no heading has the anchor #nothing");
     assert_eq!((why("../README.md"), why("https://example.org/x")), (None, None));
-    let says = |line| commands(line, "coreward").find_map(|words| unknown(&words, &Cli::command()));
+    let coreward = coreward::command();
+    let says = |line| unknown_of(line, &coreward).next();
     assert_eq!(says("sudo coreward stauts").unwrap(), "`coreward` has no sub-command `stauts`");
     assert_eq!(says("true && coreward keys rotate --farce").unwrap(), "`rotate` has no flag `--farce`");
     assert_eq!(says("coreward doctor --config FILE [--fix] --config=x | head --no-such"), None);

@@ -1,22 +1,18 @@
-//! `coreward-fuzz`: the load balancer's BPF program against its twin.
+//! `coreward-lab fuzz`: the load balancer's BPF program against the reference model.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use clap::Parser;
-use coreward_fuzz::campaign::{Campaign, Failure, Summary, Until};
-use coreward_fuzz::consistency;
-use coreward_fuzz::epoch::Step;
-use coreward_fuzz::frame::hex;
-use coreward_fuzz::shrink::shrink;
 use coreward_intf as intf;
 
-#[derive(Parser)]
-#[command(
-    name = "coreward-fuzz",
-    version,
-    about = "Compares the load balancer's BPF program with its twin (needs root)"
-)]
-struct Arguments {
+use crate::campaign::{Campaign, Failure, Summary, Until};
+use crate::consistency;
+use crate::epoch::Step;
+use crate::frame::hex;
+use crate::shrink::shrink;
+
+/// Arguments of `coreward-lab fuzz`.
+#[derive(clap::Args)]
+pub struct FuzzArgs {
     #[command(subcommand)]
     command: Command,
 }
@@ -92,8 +88,12 @@ fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn main() -> anyhow::Result<()> {
-    match Arguments::parse().command {
+/// Runs a campaign or a consistency test.
+///
+/// # Errors
+/// The first difference, or a BPF program that cannot be loaded.
+pub fn run(arguments: FuzzArgs) -> anyhow::Result<()> {
+    match arguments.command {
         Command::Packets(arguments) => packets(&arguments),
         Command::Consistency(arguments) => consistency(&arguments),
     }
@@ -141,7 +141,7 @@ fn show(summary: &Summary) {
 /// Prints a difference, shrunk if it shows again.
 fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
     println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packets, failure.epoch, failure.difference);
-    println!("again: coreward-fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
+    println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
     println!("shrinking ...");
     match shrink(campaign.epoch_seed(failure.epoch), failure.packets) {
         Ok(Some(shrunk)) => {

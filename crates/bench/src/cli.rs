@@ -1,30 +1,16 @@
-//! `coreward-bench`: what the packet path, the agent and the controller cost, and what the policies give.
-
-mod agent;
-mod certificates;
-mod controller;
-mod counting;
-mod cpu_load;
-mod dispatch;
-mod idle;
-mod placement;
-mod pretend;
-mod racks;
-mod scale;
-mod sim;
-mod site;
-mod start;
+//! `coreward-lab bench`: cost of the packet path, the agent and the controller.
 
 use std::path::PathBuf;
 
-use clap::Parser;
-use coreward_bench::environment;
-use coreward_bench::report::{self, Report};
-use coreward_bench::xdp::{self, flood, throughput};
+use crate::report::{self, Report};
+use crate::xdp::{self, flood, throughput};
+use crate::{
+    agent, controller, counting, cpu_load, dispatch, environment, idle, placement, racks, scale, sim, site, start,
+};
 
-#[derive(Parser)]
-#[command(name = "coreward-bench", version, about = "Measures coreward on this machine")]
-struct Arguments {
+/// Arguments of `coreward-lab bench`.
+#[derive(clap::Args)]
+pub struct BenchArgs {
     #[command(subcommand)]
     command: Command,
     /// Print JSON, one line per report
@@ -73,8 +59,11 @@ enum Command {
     All,
 }
 
-fn main() -> anyhow::Result<()> {
-    let arguments = Arguments::parse();
+/// Measures, and prints or writes reports.
+///
+/// # Errors
+/// A machine that cannot be measured; a file that cannot be written.
+pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {
         Command::Placement(args) => {
             placement::run(args);
@@ -110,7 +99,7 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-impl Arguments {
+impl BenchArgs {
     fn show(&self, report: &Report) -> anyhow::Result<()> {
         let report = &Report { about: format!("{} {}", report.about, environment::sentence()), ..report.clone() };
         if self.json {

@@ -11,7 +11,7 @@ pub const FIGURES: &[LiveFigure] = &[
     LiveFigure {
         figure: Embedded { name: "cheetah-5-live", text: include_str!("../../../scenarios/live/cheetah-5-live.toml") },
         measure: |scenario, progress| {
-            rights::require("coreward figure cheetah-5-live")?;
+            rights::require("coreward-lab figure cheetah-5-live")?;
             figure::cheetah_5(scenario, progress)
         },
         // The kernel takes programs and maps back when the process ends.

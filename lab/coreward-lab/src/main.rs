@@ -1,0 +1,67 @@
+//! The laboratory's command; each sub-command is a crate's.
+
+#[cfg(test)]
+mod documents;
+mod live;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory as _, Parser as _};
+use coreward_bench::cli::{self as bench, BenchArgs};
+use coreward_cli::shell::{self, CompletionsArgs, ManArgs};
+use coreward_cli::{exit_status, print};
+use coreward_fuzz::cli::{self as fuzz, FuzzArgs};
+use coreward_load::cli::{self as load, LoadArgs};
+use coreward_sim::cli::{self as sim, SimArgs};
+use coreward_sim::figure::cli::{self as figure, FigureArgs};
+use coreward_testbed::cli::{self as testbed, TestbedArgs};
+use coreward_testbed::demo::{self, DemoOptions};
+
+#[derive(clap::Parser)]
+#[command(name = "coreward-lab", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Watch the whole system work: the same connections under every policy, side by side (needs root)
+    Demo(DemoOptions),
+    /// Simulate a policy on a trace or on random arrivals, without touching a network
+    Sim(SimArgs),
+    /// Draw the papers' figures with the published numbers in them, and check each statement
+    Figure(FigureArgs),
+    /// Load a service, open loop, and report the distribution of response times
+    Load(LoadArgs),
+    /// Pieces of the testbed
+    Testbed(TestbedArgs),
+    /// Measure coreward on this machine
+    Bench(BenchArgs),
+    /// Compare the load balancer's BPF program with the reference model (needs root)
+    Fuzz(FuzzArgs),
+    /// Print the completion script of a shell
+    Completions(CompletionsArgs),
+    /// Write man pages of every sub-command
+    Man(ManArgs),
+}
+
+fn main() -> ExitCode {
+    coreward_cli::start_logging();
+    exit_status("coreward-lab", run(Cli::parse().command))
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Demo(options) => demo::run(&options),
+        Command::Sim(args) => print(&sim::run(args)?),
+        Command::Figure(args) => figure::run(args, live::FIGURES),
+        Command::Load(args) => print(&load::run(&args)?),
+        // Before any thread is started: some of its servers fork.
+        Command::Testbed(args) => testbed::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Fuzz(args) => fuzz::run(args),
+        Command::Completions(args) => print(&shell::completions(&args, Cli::command())),
+        Command::Man(args) => shell::man(&args, Cli::command()),
+    }
+}
