@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{self, Config, Steer};
 use coreward_agent::daemon;
-use crate::namespace::{self, ip};
 use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::time::{ClockId, clock_gettime};

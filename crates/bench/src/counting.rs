@@ -3,8 +3,8 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
 use crate::namespace::{self, ip};
+use anyhow::{Context as _, ensure};
 use coreward_dataplane::sockets::counts::connections_of;
 use coreward_model::statistics::median;
 use nix::time::{ClockId, clock_gettime};

@@ -1,5 +1,5 @@
-//! `coreward-lab bench cpu-load`: the load of a core that only receives packets, against the kernel's account, and the
-//! cost of `cpu_load.bpf.c` per event.
+//! `coreward-lab bench cpu-load`: the load of a core that only receives packets, against the kernel's account, and
+//! the cost of `cpu_load.bpf.c` per event.
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
@@ -8,13 +8,13 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace::{self, ip, with_sysfs};
 use crate::report::{Report, Table};
 use crate::run_time::enable_statistics;
 use crate::xdp::throughput::wire::{NapiThread, OWN_MAC, Wire};
 use crate::xdp::{median_of, quartiles};
+use anyhow::{Context as _, ensure};
 use coreward_dataplane::cpu_load::CpuLoad;
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};

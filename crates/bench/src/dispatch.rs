@@ -1,4 +1,5 @@
-//! `coreward-lab bench dispatch`: what `dispatch.bpf.c` costs per request, above a program that leaves the choice to the kernel.
+//! `coreward-lab bench dispatch`: what `dispatch.bpf.c` costs per request, above a program that leaves the choice to
+//! the kernel.
 //!
 //! Programs of type sk_reuseport cannot be test-run. So real requests go over the loopback of a network namespace to sockets of
 //! this process, and the kernel says how long the programs ran (BPF_ENABLE_STATS): its two clock reads are in every figure
@@ -10,10 +11,10 @@ use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 
-use anyhow::{Context as _, ensure};
 use crate::namespace::{self, ip};
 use crate::report::{Report, Table};
 use crate::run_time::{enable_statistics, run_time};
+use anyhow::{Context as _, ensure};
 use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, RequestType};
 use coreward_dataplane::reuseport;
 use coreward_model::dispatch::ClassBounds;

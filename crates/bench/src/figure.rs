@@ -1,4 +1,5 @@
-//! `coreward-lab figure cheetah-5-live`: what the packet path costs, by how connections are remembered and how many there are.
+//! `coreward-lab figure cheetah-5-live`: what the packet path costs, by how connections are remembered and how many
+//! there are.
 
 use coreward_sim::figure::live::{Progress, Sample};
 use coreward_sim::figure::scenario::Scenario;

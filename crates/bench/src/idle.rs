@@ -1,5 +1,5 @@
-//! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that the
-//! PAWS clamp applies to them (bpf/server_time.bpf.h), so that others search an entry of their own.
+//! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that
+//! the PAWS clamp applies to them (bpf/server_time.bpf.h), so that others search an entry of their own.
 //!
 //! Real connections over the loopback of a network namespace; the kernel counts how long the programs run
 //! (BPF_ENABLE_STATS).
@@ -9,11 +9,11 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
 use crate::namespace::{self, ip};
 use crate::report::{Report, Table};
 use crate::run_time::{enable_statistics, run_time};
 use crate::xdp::{median_of, quartiles};
+use anyhow::{Context as _, ensure};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_dataplane::tc::Direction;
 use coreward_intf as intf;

@@ -1,5 +1,5 @@
-//! `coreward-lab bench placement`: the policies side by side on four workloads in virtual time, and how much an assigned
-//! connection should count in `crossrss-plus`. The table of docs/policies.md.
+//! `coreward-lab bench placement`: the policies side by side on four workloads in virtual time, and how much an
+//! assigned connection should count in `crossrss-plus`. The table of docs/policies.md.
 
 use comfy_table::Table;
 use coreward_model::arrivals::Workload;

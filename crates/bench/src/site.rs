@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace::{self, ip};
+use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 
 use crate::agent::Pins;

@@ -1,4 +1,5 @@
-//! Parts that the commands `coreward` and `coreward-lab` share: log, standard output, exit status, man pages, completions.
+//! Parts that the commands `coreward` and `coreward-lab` share: log, standard output, exit status, man pages,
+//! completions.
 
 pub mod shell;
 
@@ -7,8 +8,8 @@ use std::process::ExitCode;
 
 /// Starts logging to standard error; `RUST_LOG` sets the level (default: info).
 ///
-/// A line that cannot be written (a full disk) is lost: by default tracing-subscriber reports that with `eprintln!`, which
-/// panics then.
+/// A line that cannot be written (a full disk) is lost: by default tracing-subscriber reports that with `eprintln!`,
+/// which panics then.
 pub fn start_logging() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));

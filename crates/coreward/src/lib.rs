@@ -72,7 +72,8 @@ enum Command {
     Store(StoreArgs),
     /// The fleet's own certificate authority, and certificates that say what each part is
     Certs(CertsArgs),
-    /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees them
+    /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees
+    /// them
     Capture(CaptureArgs),
     /// The heaviest connections of a stateful service, live, from the load balancer's connection table
     Connections(ConnectionsArgs),
@@ -108,7 +109,8 @@ struct LbArgs {
 
 #[derive(clap::Subcommand)]
 enum LbCommand {
-    /// Have the controller forget a load balancer that is gone for good: its number is free for another one's connection table
+    /// Have the controller forget a load balancer that is gone for good: its number is free for another one's
+    /// connection table
     Forget {
         /// Its name
         name: String,
@@ -331,8 +333,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
-        Command::Completions(args) => print(&shell::completions(&args, command())),
-        Command::Man(args) => shell::man(&args, command()),
+        Command::Completions(args) => print(&shell::completions(&args, Cli::command())),
+        Command::Man(args) => shell::man(&args, Cli::command()),
     }
 }
 

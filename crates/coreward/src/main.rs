@@ -1,3 +1,5 @@
+//! The command `coreward`.
+
 fn main() -> std::process::ExitCode {
     coreward::main()
 }

@@ -67,8 +67,8 @@ pub struct LoadArgs {
     #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
     pub mix: Mix,
     /// Ask for service times of a distribution, for paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
-    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or as `coreward-lab sim rpc` takes it (fixed, exp, lognormal:SIGMA,
-    /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
+    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or as `coreward-lab sim rpc` takes it (fixed, exp,
+    /// lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
     #[arg(long, value_name = "DISTRIBUTION")]
     pub service: Option<ServiceDistribution>,
     /// The service times asked for, times this; with --mix: ask for those of Turbo's Figure 7 (GET 0.975 us ...) times this,

@@ -1,5 +1,6 @@
-//! `coreward-lab testbed chaos`: everything goes wrong, by a schedule that a seed gives, while clients go on and somebody changes
-//! the configuration all the time. No connection may break, and whatever the controller acknowledged must be there.
+//! `coreward-lab testbed chaos`: everything goes wrong, by a schedule that a seed gives, while clients go on and
+//! somebody changes the configuration all the time. No connection may break, and whatever the controller acknowledged
+//! must be there.
 //!
 //! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
 //! * [`traffic`]: the clients

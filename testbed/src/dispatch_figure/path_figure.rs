@@ -1,5 +1,5 @@
-//! `coreward-lab figure path-live`: datagrams through the load balancer to several servers, `coreward dispatch` in each: every
-//! policy of the one with every policy of the other.
+//! `coreward-lab figure path-live`: datagrams through the load balancer to several servers, `coreward dispatch` in
+//! each: every policy of the one with every policy of the other.
 
 use std::collections::HashMap;
 
@@ -20,8 +20,8 @@ use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
 /// What may wait in a worker's socket (bytes).
 const RECEIVE_BUFFER: &str = "16000000";
 
-/// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of one request:
-/// the load balancer decides by datagram.
+/// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of
+/// one request: the load balancer decides by datagram.
 ///
 /// # Errors
 /// Without root (one sentence), when the scenario asks for what is not measured, when something does not start, when requests

@@ -56,9 +56,9 @@ pub fn of_one_curve(a: &rpc::Config, b: &rpc::Config) -> bool {
     without(a) == without(b)
 }
 
-/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim peak` defines it: the load at which it first
-/// passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first point misses it, the last
-/// point when none does.
+/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim peak` defines it: the load at
+/// which it first passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first
+/// point misses it, the last point when none does.
 ///
 /// # Errors
 /// When there are no points.

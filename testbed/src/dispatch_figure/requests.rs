@@ -117,8 +117,8 @@ impl Requests {
     }
 }
 
-/// `coreward-lab load TARGET` from the testbed's client at so many requests a second for so many seconds, with further options;
-/// once more when the machine was busy with something else.
+/// `coreward-lab load TARGET` from the testbed's client at so many requests a second for so many seconds, with
+/// further options; once more when the machine was busy with something else.
 ///
 /// # Errors
 /// When the generator fails, or the machine is busy all the time.

@@ -1,4 +1,5 @@
-//! `coreward-lab figure turbo-9-live` and `ringleader-classes-live`: one server, paced workers, and every policy in turns.
+//! `coreward-lab figure turbo-9-live` and `ringleader-classes-live`: one server, paced workers, and every policy in
+//! turns.
 
 use std::collections::HashMap;
 use std::process::Command;

@@ -1,10 +1,11 @@
-//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and come back, the dispatch is
-//! detached and attached, and datagrams come that nobody asked for. At the end the books must be right to the datagram, and
-//! every request that was lost must be one that the kernel had already queued, or could not queue.
+//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and come back, the
+//! dispatch is detached and attached, and datagrams come that nobody asked for. At the end the books must be right to
+//! the datagram, and every request that was lost must be one that the kernel had already queued, or could not queue.
 //!
-//! It goes in segments. In each `coreward-lab load` sends the whole time while [`trouble`] makes trouble; one second after the
-//! last request the books are compared with what the kernel counts by itself ([`accounts`]). In every second segment the
-//! dispatch is also detached and attached, and the server restarted: its books then begin in the middle.
+//! It goes in segments. In each `coreward-lab load` sends the whole time while [`trouble`] makes trouble; one second
+//! after the last request the books are compared with what the kernel counts by itself ([`accounts`]). In every
+//! second segment the dispatch is also detached and attached, and the server restarted: its books then begin in the
+//! middle.
 
 pub mod accounts;
 pub mod site;

@@ -1,5 +1,6 @@
-//! `coreward-lab testbed stock-server`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as Debian has
-//! it, answers queries of unequal cost: most from memory, some with a signature that it makes when they come.
+//! `coreward-lab testbed stock-server`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as
+//! Debian has it, answers queries of unequal cost: most from memory, some with a signature that it makes when they
+//! come.
 
 pub mod knot;
 

@@ -36,7 +36,7 @@ fn packages_hold_what_is_needed() {
     let out = directory.path().join("packages");
     let command = coreward_command().unwrap();
     let variables = [format!("OUT={}", out.display()), format!("COREWARD={}", command.display())];
-    let built = succeeds("env", &[&variables[0], &variables[1], "scripts/deb"]);
+    let built = succeeds("env", &[&variables[0], &variables[1], "LEVEL=1", "scripts/deb"]);
     let packages: Vec<&str> = built.lines().collect();
     assert_eq!(packages.len(), 6, "{built}");
     let into = directory.path().to_str().unwrap();

@@ -1,5 +1,5 @@
-//! `coreward-lab bench flood`: what packets of open connections cost on one CPU while another one runs a SYN flood through the
-//! same program and the same maps.
+//! `coreward-lab bench flood`: what packets of open connections cost on one CPU while another one runs a SYN flood
+//! through the same program and the same maps.
 
 mod flooder;
 mod memory;

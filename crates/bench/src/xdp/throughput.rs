@@ -1,5 +1,5 @@
-//! `coreward-lab bench throughput`: live frames through the load balancer's native XDP hook, beside a program that only swaps
-//! MAC addresses.
+//! `coreward-lab bench throughput`: live frames through the load balancer's native XDP hook, beside a program that
+//! only swaps MAC addresses.
 
 mod generator;
 pub mod wire;

@@ -1,5 +1,5 @@
-//! `coreward-lab sim path`: the whole path of a request. The load balancer places connections on servers by reported loads, and in
-//! each server a policy gives the requests to cores: what does each tier give, and what do both?
+//! `coreward-lab sim path`: the whole path of a request. The load balancer places connections on servers by reported
+//! loads, and in each server a policy gives the requests to cores: what does each tier give, and what do both?
 //!
 //! * [`Config`] and [`run`]: what to simulate, and how
 //! * [`Outcome`]: what comes out

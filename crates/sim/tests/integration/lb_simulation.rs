@@ -1,4 +1,5 @@
-//! `coreward-lab sim lb` as a whole: the statements of the CrossRSS paper's Fig. 2, other ways to the same figures, bad input.
+//! `coreward-lab sim lb` as a whole: the statements of the CrossRSS paper's Fig. 2, other ways to the same figures,
+//! bad input.
 
 use coreward_model::arrivals::Workload;
 use coreward_model::policy::named;

@@ -1,4 +1,5 @@
-//! `coreward-lab sim pcc` beside Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and beside what can be calculated.
+//! `coreward-lab sim pcc` beside Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and beside what can be
+//! calculated.
 
 use coreward_model::placement::BucketCount;
 use coreward_sim::output::{Format, Printed as _};

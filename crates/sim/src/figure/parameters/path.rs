@@ -10,7 +10,8 @@ use crate::rpc::{Policy, Service};
 pub const KIND: &str = "path";
 
 parameters! {
-    /// `[path]`: see `coreward-lab sim path --help`, which has the same names. Times without a unit are in short service times.
+    /// `[path]`: see `coreward-lab sim path --help`, which has the same names. Times without a unit are in short
+    /// service times.
     pub struct Path {
         /// Of the load balancer.
         pub policy: String,

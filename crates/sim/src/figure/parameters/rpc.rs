@@ -12,7 +12,8 @@ use coreward_model::dispatch::Lambda;
 pub const KIND: &str = "rpc";
 
 parameters! {
-    /// `[rpc]`: see `coreward-lab sim rpc --help`, which has the same names. Times are in units of the short service time.
+    /// `[rpc]`: see `coreward-lab sim rpc --help`, which has the same names. Times are in units of the short service
+    /// time.
     pub struct Rpc {
         /// How requests get to cores.
         pub policy: Text<Policy>,
