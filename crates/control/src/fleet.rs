@@ -35,6 +35,8 @@ pub struct Fleet {
     pub report_interval: Duration,
     /// When tables are made.
     pub tables: TableTiming,
+    /// Time for which load balancers use a table that depends on loads while no controller leads.
+    pub table_lifetime: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// The cookie keys.
@@ -151,6 +153,8 @@ impl FleetService {
             eligible: false,
             // Nobody checks it: what is sent there is not a choice.
             left: true,
+            weight: Weight::ONE,
+            capacity: None,
         })
     }
 }
@@ -198,6 +202,7 @@ impl Fleet {
             generation: records.generation,
             report_interval: config.report_interval,
             tables: config.tables,
+            table_lifetime: config.table_lifetime,
             alpha: config.alpha,
             key_ring: records.key_ring.clone(),
             key_rotation: config.key_rotation,
@@ -281,7 +286,8 @@ impl Fleet {
             let server = &self.servers[&id];
             let eligible = self.eligible(service, id);
             let left = self.has_left(service, id);
-            Server { name: server.name.clone(), id, address: server.address, eligible, left }
+            let FleetServer { address, weight, capacity, .. } = *server;
+            Server { name: server.name.clone(), id, address, eligible, left, weight, capacity }
         };
         let service = |service: &FleetService| Service {
             name: service.name.clone(),
@@ -312,6 +318,7 @@ impl Fleet {
             services: self.services.iter().map(service).collect(),
             load_balancers: self.load_balancers.iter().map(peer).collect(),
             report_interval: self.report_interval,
+            table_lifetime: self.table_lifetime,
         }
     }
 

@@ -134,6 +134,20 @@ impl<T: ?Sized> Mapped<T> {
         value
     }
 
+    /// Returns a copy of `count` values from `offset` on, word by word as `read` does.
+    ///
+    /// # Panics
+    /// When `offset` is no multiple of 8, or they are outside.
+    pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
+        let mut values = V::new_vec_zeroed(count).expect("memory for the values");
+        let bytes = values.as_mut_slice().as_mut_bytes();
+        let words = self.words_at(offset, bytes.len().next_multiple_of(WORD));
+        for (bytes, word) in bytes.chunks_mut(WORD).zip(words) {
+            bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes()[..bytes.len()]);
+        }
+        values
+    }
+
     /// Copies all of it to the start of `other`, which is at least as large, word by word.
     ///
     /// # Panics

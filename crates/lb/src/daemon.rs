@@ -217,6 +217,7 @@ async fn follow_for_ever(
 ) -> anyhow::Result<()> {
     loop {
         let error = follow(config, connection, forwarder, around).await.err();
+        forwarder.end_stream();
         let pause = connection.ended(error.as_ref());
         around.meanwhile(forwarder, connection, tokio::time::sleep(pause)).await?;
         around.look_after(forwarder, &config.interface).await?;

@@ -4,6 +4,7 @@ mod configuration;
 mod metrics;
 mod refusals;
 mod symptoms;
+mod table_ages;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
@@ -18,7 +19,7 @@ use coreward_metrics::latency::Latencies;
 use coreward_model::connection_table::{Connection, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::FleetKeys;
-use coreward_model::placement::PlacementTable;
+use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
@@ -28,6 +29,7 @@ use crate::health::{Health, Target};
 use crate::routing;
 use refusals::Refusals;
 use symptoms::Symptoms;
+use table_ages::TableAges;
 
 /// Until a configuration says otherwise.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -55,6 +57,9 @@ pub struct Forwarder {
     peers: Vec<Peer>,
     /// Time between two messages of traffic.
     report_interval: Duration,
+    /// Time for which a table that depends on loads is in force without a controller.
+    table_lifetime: Duration,
+    table_ages: TableAges,
     timers: Timers,
     /// When the connections in the table were counted.
     counted: Duration,
@@ -115,6 +120,8 @@ impl Forwarder {
             name,
             peers: Vec::new(),
             report_interval: DEFAULT_REPORT_INTERVAL,
+            table_lifetime: DEFAULT_TABLE_LIFETIME,
+            table_ages: TableAges::new(monotonic()),
             timers,
             counted: monotonic(),
             confirmed: 0,
@@ -189,11 +196,13 @@ impl Forwarder {
     pub fn beat(&mut self) {
         self.balancer.tick(monotonic());
         self.balancer.guard_connection_table(&self.timers);
-        let Some(down) = self.health.newly_down() else { return };
-        let before = std::mem::replace(&mut self.down, down);
-        let changed: BTreeSet<ServiceIndex> =
-            before.symmetric_difference(&self.down).map(|(service, _)| *service).collect();
-        changed.into_iter().for_each(|service| self.set_servers(service));
+        if let Some(down) = self.health.newly_down() {
+            let before = std::mem::replace(&mut self.down, down);
+            let changed: BTreeSet<ServiceIndex> =
+                before.symmetric_difference(&self.down).map(|(service, _)| *service).collect();
+            changed.into_iter().for_each(|service| self.set_servers(service));
+        }
+        self.choose_for_expired_tables();
     }
 
     /// Masks the servers of a service that are down by this load balancer's own checks: it acts at once, also without a
@@ -306,10 +315,14 @@ impl Forwarder {
     /// # Errors
     /// When the service is not configured, or the data plane cannot hold the table: the one before stays then.
     pub fn install(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        let Some((_, index)) = self.services.get(&service) else {
+        let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!("a table for service index {}, which is not configured", service.get());
         };
-        self.balancer.install_table(*index, table)
+        self.balancer.install_table(*index, table)?;
+        if self.table_ages.renew(service) {
+            tracing::info!("table renewed: service={} generation={}", configuration.name, table.generation);
+        }
+        Ok(())
     }
 
     /// Takes the place of another version's program once this one can do as well: all tables are there, and all servers are
@@ -357,6 +370,7 @@ impl Forwarder {
         problems.extend(self.unable.iter().cloned());
         problems.extend(self.health.problem().map(str::to_owned));
         problems.extend(self.symptoms.list().cloned());
+        problems.extend(self.expired_tables());
         problems
     }
 

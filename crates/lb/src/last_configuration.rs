@@ -112,6 +112,7 @@ mod tests {
             services: vec![],
             load_balancers: vec![],
             report_interval: Duration::from_millis(50),
+            table_lifetime: Duration::from_secs(10),
         }
     }
 

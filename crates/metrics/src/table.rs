@@ -361,6 +361,13 @@ pub const METRICS: &[Metric] = &[
         "Servers that get no new connections from here: this load balancer's checks find them down",
     ),
     metric(
+        "coreward_lb_expired_tables",
+        Gauge,
+        &[],
+        &[Lb],
+        "Services whose placement table has expired: new connections go by this load balancer's own counts",
+    ),
+    metric(
         "coreward_lb_announced_vips",
         Gauge,
         &[],

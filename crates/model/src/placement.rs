@@ -7,11 +7,16 @@
 mod random;
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use coreward_intf as intf;
 
 use crate::rss::RssKey;
 use crate::{FourTuple, ServerId};
+
+/// Default lifetime of a placement table: a controller that is restarted, or elected in the place of another, makes new
+/// tables sooner.
+pub const DEFAULT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
 
 /// Number of buckets: a power of two from 1 to 2048.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -37,6 +37,7 @@ impl FleetChange {
             keys: new.keys,
             load_balancers: new.load_balancers.clone(),
             report_interval: new.report_interval,
+            table_lifetime: new.table_lifetime,
         };
         Self { base, number, configuration, gone }
     }

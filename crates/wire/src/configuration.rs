@@ -5,13 +5,15 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::health::Check;
+use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
+use coreward_model::policy::{Capacity, TrafficWanted, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
-use coreward_model::{ServerId, policy::TrafficWanted};
 use prost::Message as _;
 use prost::bytes::Bytes;
 
@@ -61,6 +63,8 @@ pub struct FleetConfiguration {
     pub load_balancers: Vec<Peer>,
     /// Time between two messages of traffic.
     pub report_interval: Duration,
+    /// Time for which a table that depends on loads is in force without a controller.
+    pub table_lifetime: Duration,
 }
 
 /// A load balancer as the others, and it itself, know it.
@@ -107,7 +111,7 @@ pub struct Service {
 }
 
 /// A server of a service.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Server {
     /// Its name in the controller's file.
     pub name: String,
@@ -119,6 +123,10 @@ pub struct Server {
     pub eligible: bool,
     /// It has left the service: nobody checks it.
     pub left: bool,
+    /// Its part of new connections.
+    pub weight: Weight,
+    /// Its configured capacity.
+    pub capacity: Option<Capacity>,
 }
 
 /// What an agent must know.
@@ -176,6 +184,7 @@ impl From<&FleetConfiguration> for v1::FleetConfiguration {
             load_balancers: configuration.load_balancers.iter().map(v1::LoadBalancer::from).collect(),
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             number: 0,
+            table_lifetime_ms: configuration.table_lifetime.as_millis() as u32,
         }
     }
 }
@@ -215,6 +224,8 @@ impl From<&Server> for v1::Server {
             address: address_bytes(server.address),
             eligible: server.eligible,
             left: server.left,
+            weight: server.weight.get(),
+            capacity: server.capacity.map_or(0.0, Capacity::get),
         }
     }
 }
@@ -285,6 +296,20 @@ fn parse_interval(milliseconds: u32) -> Result<Duration, WireError> {
     }
 }
 
+/// Controllers of versions without this field send 0.
+fn parse_lifetime(milliseconds: u32) -> Duration {
+    if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
+}
+
+fn parse_weight(weight: u32) -> Result<Weight, WireError> {
+    Weight::new(weight.max(1).into()).map_err(|error| WireError::new("weight", error))
+}
+
+fn parse_capacity(capacity: f64) -> Result<Option<Capacity>, WireError> {
+    let configured = (capacity != 0.0).then(|| Capacity::new(capacity)).transpose();
+    configured.map_err(|error| WireError::new("capacity", error))
+}
+
 /// Parses every element and says at which position one is wrong.
 pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
@@ -353,6 +378,7 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
             services,
             load_balancers,
             report_interval: parse_interval(message.report_interval_ms)?,
+            table_lifetime: parse_lifetime(message.table_lifetime_ms),
         })
     }
 }
@@ -401,6 +427,8 @@ impl TryFrom<&v1::Server> for Server {
             address: parse_address("address", &message.address)?,
             eligible: message.eligible,
             left: message.left,
+            weight: parse_weight(message.weight)?,
+            capacity: parse_capacity(message.capacity)?,
         })
     }
 }

@@ -9,6 +9,7 @@ mod controllers_tls;
 mod dispatch;
 mod doctor;
 mod drain;
+mod expired_tables;
 mod health;
 mod health_connections;
 mod key_rotation;

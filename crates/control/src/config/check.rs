@@ -32,6 +32,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |Period(interval)| interval),
         tables: file.tables,
+        table_lifetime: file.table_lifetime.0,
         alpha: file.alpha,
         retire_after,
         key_rotation,

@@ -12,7 +12,7 @@ use coreward_model::ServerId;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::health::WhenAllDown;
 use coreward_model::load::Alpha;
-use coreward_model::placement::BucketCount;
+use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
 use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
@@ -78,6 +78,9 @@ table! {
         /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or "interval", once
         /// per report_interval.
         pub tables: TableTiming = TableTiming::OnChange,
+        /// Time for which load balancers use a table that depends on loads while no controller leads; then they place
+        /// new connections by their own counts.
+        pub table_lifetime: Period<SECOND, HOUR> = Period(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
         pub alpha: Alpha = Alpha::PUBLISHED,
         /// Buckets of a service that names none of its own.

@@ -164,6 +164,8 @@ pub struct FleetConfig {
     pub report_interval: Duration,
     /// When tables are made.
     pub tables: TableTiming,
+    /// Time for which load balancers use a table that depends on loads while no controller leads.
+    pub table_lifetime: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// How long a cookie may live: the id of a server that left, and a key that stamps no more, are kept that long.

@@ -105,8 +105,9 @@ fn single_values() {
         (
             "alpha = 0.25",
             "alpah = 0.25",
-            "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, `alpha`, `buckets`, `retire_after`, \
-             `key_rotation`, `racks`, `load_balancers`, `server`, `service` (nearest: `alpha`)",
+            "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, \
+             `table_lifetime`, `alpha`, `buckets`, `retire_after`, `key_rotation`, `racks`, `load_balancers`, \
+             `server`, `service` (nearest: `alpha`)",
         ),
         (
             "\"50ms\"",

@@ -167,6 +167,7 @@ mod tests {
             services: Vec::new(),
             load_balancers: Vec::new(),
             report_interval: Duration::from_millis(100),
+            table_lifetime: Duration::from_secs(10),
         }
     }
 

@@ -8,7 +8,7 @@ use coreward_model::ServerId;
 use coreward_model::placement::PlacementTable;
 
 use super::services::in_use;
-use super::tables::{Full, Written};
+use super::tables::{Full, Hashing, Written};
 use super::variant::{InUse, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
@@ -25,11 +25,38 @@ impl LoadBalancer {
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
+        self.install(service, Hashing::Keys(self.address(service)), table)
+    }
+
+    /// Replaces the rule and the candidates of a service's table by those that `choose` returns for the table, which it
+    /// gets without candidates and keys. Hash, consistent choices, members and generation stay: established packets
+    /// depend on them. Nothing happens where the service has no table with members, or `choose` returns no candidates.
+    ///
+    /// # Errors
+    /// As [`install_table`](Self::install_table).
+    pub fn replace_candidates(
+        &mut self,
+        service: ServiceIndex,
+        choose: impl FnOnce(&PlacementTable) -> PlacementTable,
+    ) -> anyhow::Result<()> {
+        let at = self.maps.state.load(table_at(service)) as u32;
+        let Some(table) = self.maps.tables.read(at) else { return Ok(()) };
+        let chosen = choose(&table);
+        if chosen.candidates.is_empty() {
+            return Ok(());
+        }
+        let (generation, members) = (table.generation, table.members);
+        let (consistent, consistent_before) = (table.consistent, table.consistent_before);
+        let table = PlacementTable { generation, members, consistent, consistent_before, ..chosen };
+        self.install(service, Hashing::Kept, &table)
+    }
+
+    fn install(&mut self, service: ServiceIndex, hashing: Hashing, table: &PlacementTable) -> anyhow::Result<()> {
         tables::check(table)?;
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
         let with_rule = InUse { rules: rule.unwrap_or(0), ..self.variant.in_use };
         self.change_variant(Variant { in_use: self.variant.in_use.and(with_rule), ..self.variant })?;
-        let written = self.write_table(service, table)?;
+        let written = self.write_table(service, hashing, table)?;
         let mut members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
         members.sort_unstable();
         members.dedup();
@@ -59,11 +86,15 @@ impl LoadBalancer {
     }
 
     /// The table in the memory, which is made larger if there is no room.
-    fn write_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<Written> {
-        let vip = self.address(service);
+    fn write_table(
+        &mut self,
+        service: ServiceIndex,
+        hashing: Hashing,
+        table: &PlacementTable,
+    ) -> anyhow::Result<Written> {
         loop {
             let before = self.services.get(self.address_of(service)).and_then(|service| service.table.as_ref());
-            match self.maps.tables.write(before, vip, table, &self.grace_periods) {
+            match self.maps.tables.write(before, hashing, table, &self.grace_periods) {
                 Ok(written) => return Ok(written),
                 Err(Full) => match self.maps.tables.last_retired() {
                     Some(moment) if !self.grace_periods.has_passed(moment) => self.grace_periods.wait(moment)?,

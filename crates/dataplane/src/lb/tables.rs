@@ -10,7 +10,8 @@ use std::net::SocketAddrV4;
 use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
-use coreward_model::placement::{CountedTable, PlacementTable, Rule};
+use coreward_model::ServerId;
+use coreward_model::placement::{BucketCount, CountedTable, Member, PlacementTable, Rule};
 use coreward_model::rss::{InputTransform, RssKey};
 
 use super::blocks::{Block, Blocks};
@@ -122,6 +123,15 @@ impl Written {
     pub fn at(&self) -> u32 {
         self.block.at
     }
+}
+
+/// Origin of a table's hashes.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Hashing {
+    /// The keys of its groups, at this VIP.
+    Keys(SocketAddrV4),
+    /// The first group of the service's table so far.
+    Kept,
 }
 
 /// What source tables depend on: the key, and the service where the NIC mixes source and destination before it hashes them.
@@ -238,6 +248,25 @@ impl Tables {
         self.memory.load(field!(at, generation))
     }
 
+    /// Returns the table at `at` without its candidates and the keys of its groups; `None`: there is none, or it has no
+    /// members.
+    pub fn read(&self, at: u32) -> Option<PlacementTable> {
+        rule_bit(&self.memory, at)?;
+        let header = self.memory.read::<intf::placement_table>(at as usize);
+        let buckets = BucketCount::new(header.bucket_count.into()).ok()?;
+        let id = |id: u16| ServerId::try_from(u64::from(id)).ok();
+        let ids = |at: u32| self.memory.read_slice::<u16>(at as usize, buckets.get() as usize);
+        let members = self.memory.read_slice::<intf::member>(header.members_at as usize, header.member_count as usize);
+        let member = |member: intf::member| Some(Member { server: id(member.server_id)?, load: member.load });
+        Some(PlacementTable {
+            generation: header.generation,
+            members: members.into_iter().filter_map(member).collect(),
+            consistent: ids(header.consistent_at).into_iter().filter_map(id).collect(),
+            consistent_before: ids(header.consistent_before_at).into_iter().map(id).collect(),
+            ..PlacementTable::empty(buckets)
+        })
+    }
+
     /// What the counts of assigned connections begin with in `next`: of a core whose load is no newer they go on, of the
     /// others they start at 0, as what a core got before, its load shows (docs/policies.md).
     fn counts(&self, before: Option<&Written>, next: &PlacementTable) -> Vec<u32> {
@@ -252,7 +281,7 @@ impl Tables {
     pub fn write(
         &mut self,
         before: Option<&Written>,
-        vip: SocketAddrV4,
+        hashing: Hashing,
         table: &PlacementTable,
         grace_periods: &GracePeriods,
     ) -> Result<Written, Full> {
@@ -264,19 +293,14 @@ impl Tables {
         let members = layout.part::<intf::member>(table.members.len());
         let assigned = layout.part::<u32>(table.core_slots.len());
         let block = self.blocks.take(layout.bytes).ok_or(Full)?;
-        let mut sources = Vec::new();
-        for key in &table.groups {
-            let Ok(source) = self.source(key, vip) else {
-                self.blocks.free(block);
-                self.release_sources(&sources);
-                return Err(Full);
-            };
-            sources.push(source);
-        }
+        let Ok(hashes) = self.hashes(before, hashing, table) else {
+            self.blocks.free(block);
+            return Err(Full);
+        };
         let mut header = intf::placement_table {
             generation: table.generation,
             bucket_count: table.bucket_count.get(),
-            group_count: table.groups.len() as u32,
+            group_count: hashes.len() as u32,
             candidates_per_bucket: table.candidates_per_bucket,
             assignment_cost: table.assignment_cost,
             member_count: table.members.len() as u32,
@@ -290,14 +314,15 @@ impl Tables {
             assigned_at: block.at + assigned,
             bytes: layout.bytes,
         };
-        for (group, (key, source)) in table.groups.iter().zip(&sources).enumerate() {
-            header.toeplitz_destination[group] = key.destination_part(vip);
+        for (group, (source, destination)) in hashes.iter().enumerate() {
+            header.toeplitz_destination[group] = *destination;
             header.toeplitz_source_at[group] = source.at;
         }
         let counts = self.counts(before, table);
         self.memory.write(block.at as usize, &header);
         self.write_lists(&header, table, counts);
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
+        let sources = hashes.into_iter().map(|(source, _)| source).collect();
         Ok(Written { block, sources, counted: CountedTable::of(table), rule })
     }
 
@@ -330,6 +355,34 @@ impl Tables {
         self.memory.write(header.members_at as usize, members.as_slice());
         counts.resize(counts.len().next_multiple_of(2), 0);
         self.memory.write(header.assigned_at as usize, counts.as_slice());
+    }
+
+    /// Returns the Toeplitz tables of each group's sources and its destination's part of the hash.
+    fn hashes(
+        &mut self,
+        before: Option<&Written>,
+        hashing: Hashing,
+        table: &PlacementTable,
+    ) -> Result<Vec<(Block, u32)>, Full> {
+        let vip = match (hashing, before) {
+            (Hashing::Keys(vip), _) => vip,
+            (Hashing::Kept, None) => return Ok(Vec::new()),
+            (Hashing::Kept, Some(before)) => {
+                let header = self.memory.read::<intf::placement_table>(before.at() as usize);
+                let first = before.sources.first().map(|source| (*source, header.toeplitz_destination[0]));
+                first.iter().for_each(|(source, _)| self.sources.entry(*source).or_default().users += 1);
+                return Ok(first.into_iter().collect());
+            }
+        };
+        let mut hashes: Vec<(Block, u32)> = Vec::new();
+        for key in &table.groups {
+            let Ok(source) = self.source(key, vip) else {
+                self.release_sources(&hashes.into_iter().map(|(source, _)| source).collect::<Vec<_>>());
+                return Err(Full);
+            };
+            hashes.push((source, key.destination_part(vip)));
+        }
+        Ok(hashes)
     }
 
     /// The Toeplitz tables of a key: large, and the same for all tables with that key, unless its input is transformed.

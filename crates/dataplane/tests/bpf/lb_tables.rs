@@ -1,4 +1,5 @@
 //! Tables that are switched while packets pass: every decision belongs to one of the two tables, never to a mixture.
+//! Tables whose candidates are replaced.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -10,12 +11,13 @@ use coreward_dataplane::test_run;
 use coreward_model::placement::{
     BucketCount, Candidate, Core, Member, PlacementState, PlacementTable, Rule, rendezvous,
 };
+use coreward_model::policy::{Least, Pool, PoolServer};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, XDP_TX};
-use crate::support::{SYN, Tcp, may_load_bpf, usual_timestamp};
+use crate::support::balancer::{Balancer, XDP_TX, id, random_table};
+use crate::support::{ACK, SYN, Tcp, may_load_bpf, usual_timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const SWITCHES: u64 = 1_000;
@@ -117,4 +119,65 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
     let decided = decided.map(|count| count.load(Ordering::Relaxed));
     println!("{SWITCHES} switches, decisions by table {decided:?}");
     assert!(decided.iter().all(|count| *count > 10 * SWITCHES), "{decided:?}");
+}
+
+/// Candidates by open connections: the servers' positions.
+fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
+    let server = |(open, id): (usize, &ServerId)| PoolServer { open_connections: open as u32, ..PoolServer::new(*id) };
+    Least::new(3).candidates(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
+}
+
+#[test]
+fn replaced_candidates_decide_new_connections_only() {
+    if !may_load_bpf("replaced_candidates_decide_new_connections_only") {
+        return;
+    }
+    let mut rng = seeded_rng(32, 0);
+    for groups in [1, 3] {
+        let mut balancer = Balancer::new(&[VIP], &mut rng);
+        let ids = balancer.replace_servers(0, 12, &mut rng);
+        let table = random_table(Rule::Table, 7, groups, &ids, &mut rng);
+        balancer.install(0, &table);
+        let service = balancer.services[0];
+        balancer.lb.replace_candidates(service, |in_force| least(&ids[..6], in_force.bucket_count)).unwrap();
+        assert_eq!(balancer.lb.table_generation(service), Some(7));
+        let expected = PlacementTable { groups: table.groups[..1].to_vec(), ..least(&ids[..6], table.bucket_count) };
+        let mut state = PlacementState::for_table(&expected);
+        for port in 0..500 {
+            let client = (Ipv4Addr::from(rng.next_u32()), 1024 + port);
+            let tuple = FourTuple::ipv4(client, VIP);
+            let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+            let chosen = expected.choose(&mut state, &tuple).unwrap();
+            assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)], "SYN {port}");
+            // Without timestamps: by the bucket, of another port.
+            let client = (client.0, 40_000 + port);
+            let ack = Tcp { flags: ACK, ..Tcp::new(client, VIP) }.frame();
+            let consistent = table.choose_consistent(&FourTuple::ipv4(client, VIP)).unwrap();
+            assert_eq!(balancer.destination(&ack), balancer.macs[&(0, consistent)], "ACK {port}");
+        }
+        // The controller's next table takes its place.
+        let next = random_table(Rule::Table, 8, groups, &ids, &mut rng);
+        balancer.install(0, &next);
+        let client = (Ipv4Addr::from(rng.next_u32()), 7);
+        let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+        let chosen = next.choose(&mut PlacementState::for_table(&next), &FourTuple::ipv4(client, VIP)).unwrap();
+        assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)]);
+    }
+}
+
+#[test]
+fn nothing_is_replaced_without_table_or_candidates() {
+    if !may_load_bpf("nothing_is_replaced_without_table_or_candidates") {
+        return;
+    }
+    let mut rng = seeded_rng(33, 0);
+    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let service = balancer.services[0];
+    balancer.lb.replace_candidates(service, |_| panic!("no table")).unwrap();
+    let ids = balancer.replace_servers(0, 3, &mut rng);
+    balancer.install(0, &random_table(Rule::LeastAssigned, 4, 1, &ids, &mut rng));
+    balancer.lb.replace_candidates(service, |in_force| PlacementTable::empty(in_force.bucket_count)).unwrap();
+    assert_eq!(balancer.lb.table_generation(service), Some(4));
+    let stranger = least(&[id(1)], BucketCount::new(2048).unwrap());
+    balancer.lb.replace_candidates(service, |_| stranger).unwrap_err();
 }

@@ -131,6 +131,8 @@ impl Forwarder {
         self.count_traffic()?;
         self.peers = configuration.load_balancers;
         self.report_interval = configuration.report_interval;
+        self.table_lifetime = configuration.table_lifetime;
+        self.table_ages.retain(|service| self.services.contains_key(&service));
         self.follow_addresses();
         self.index_servers();
         self.masked.retain(|(service, _)| self.services.contains_key(service));
@@ -171,6 +173,7 @@ impl Forwarder {
         self.balancer.set_keys(&next.keys);
         (self.keys, self.is_unsaved) = (Some(next.keys), true);
         self.report_interval = next.report_interval;
+        self.table_lifetime = next.table_lifetime;
         self.peers = change.configuration.load_balancers;
         let (mut moved, mut checked) = (false, false);
         let mut changed = Vec::new();
@@ -222,6 +225,7 @@ impl Forwarder {
             services: self.services.values().map(|(service, _)| service.clone()).collect(),
             load_balancers: self.peers.clone(),
             report_interval: self.report_interval,
+            table_lifetime: self.table_lifetime,
         })
     }
 

@@ -24,6 +24,7 @@ impl Forwarder {
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
         page.add("coreward_lb_send_drops_total", &[], self.symptoms.send_drops_total as f64);
         page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);
+        page.add("coreward_lb_expired_tables", &[], self.table_ages.expired().len() as f64);
         if let Some(announced) = self.announced {
             page.add("coreward_lb_announced_vips", &[], announced as f64);
         }

@@ -11,7 +11,7 @@
 
 use coreward_intf as intf;
 
-use super::{Measure, Policy, Pool, TrafficWanted, independent_key, table_of};
+use super::{Measure, Policy, Pool, TrafficWanted, independent_key, table_of, table_with};
 use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable, Rule};
@@ -102,8 +102,23 @@ impl Policy for Least {
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let mut table = table_of(pool, Rule::LeastAssigned, buckets, generation, self.key.clone());
+        self.add_candidates(&mut table, pool);
+        table
+    }
+}
+
+impl Least {
+    /// Returns a table without the consistent choices. A load balancer puts its candidates in the place of those whose
+    /// loads are too old.
+    pub fn candidates(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
+        let mut table = table_with(pool, Rule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
+        self.add_candidates(&mut table, pool);
+        table
+    }
+
+    fn add_candidates(&self, table: &mut PlacementTable, pool: &Pool) {
         if table.members.is_empty() {
-            return table;
+            return;
         }
         let (loads, cost) = self.loads(pool);
         // Every load balancer sees only its own assignments; the others' are about as many.
@@ -121,9 +136,9 @@ impl Policy for Least {
             })
             .collect();
         let per_bucket = all.len().min(self.candidates);
-        let mut rng = seeded_rng(self.seed ^ generation, PURPOSE_CANDIDATES);
+        let mut rng = seeded_rng(self.seed ^ table.generation, PURPOSE_CANDIDATES);
         let joining = pool.eligible().any(|server| server.ramp < 1.0);
-        for bucket in 0..buckets.get() {
+        for bucket in 0..table.bucket_count.get() {
             if per_bucket < all.len() {
                 // The start of a shuffle by Fisher and Yates.
                 for position in 0..per_bucket {
@@ -139,7 +154,6 @@ impl Policy for Least {
             table.candidates[start..].sort_unstable_by_key(|candidate| (candidate.load, candidate.server));
         }
         table.candidates_per_bucket = per_bucket as u32;
-        table
     }
 }
 

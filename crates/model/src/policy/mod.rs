@@ -147,6 +147,11 @@ pub fn traffic_wanted(name: &str) -> TrafficWanted {
     named(name, 0).map(wanted).unwrap_or_default()
 }
 
+/// Whether tables of the policy with that name depend on loads or counts, and so grow old; false where there is none.
+pub fn reads_loads(name: &str) -> bool {
+    named(name, 0).is_ok_and(|policy| policy.reads_loads())
+}
+
 /// The policy with that name.
 ///
 /// # Errors

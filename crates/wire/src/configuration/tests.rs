@@ -16,6 +16,8 @@ fn fleet() -> FleetConfiguration {
         address: IpAddr::from([10, 2, 0, id as u8]),
         eligible: id != 2,
         left: id == 2,
+        weight: Weight::new(id).unwrap(),
+        capacity: (id == 2).then(|| Capacity::new(2.5).unwrap()),
     };
     let service = |index: u32| Service {
         name: format!("web{index}"),
@@ -43,6 +45,7 @@ fn fleet() -> FleetConfiguration {
         services: vec![service(0), service(63)],
         load_balancers: vec![peer(Some(15), Some([10, 2, 0, 1])), peer(Some(0), None), peer(None, None)],
         report_interval: Duration::from_millis(100),
+        table_lifetime: Duration::from_secs(30),
     }
 }
 

@@ -1,0 +1,187 @@
+//! Lifetime of placement tables. Loads in a table are of the moment at which the controller made it. When no controller
+//! has sent newer ones for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
+
+use coreward_dataplane::clock::monotonic;
+use coreward_dataplane::lb;
+use coreward_model::ServerId;
+use coreward_model::lb::ServerTraffic;
+use coreward_model::placement::{Member, PlacementTable};
+use coreward_model::policy::{self, Least, Pool, PoolServer};
+use coreward_wire::{Server, Service, ServiceIndex};
+
+use super::Forwarder;
+
+/// Time between two choices of candidates for expired tables.
+const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Ages of the tables in force. Times are of one monotonic clock.
+#[derive(Debug)]
+pub struct TableAges {
+    /// Start of this process: tables of an earlier one count from it.
+    start: Duration,
+    /// By service, the end of the stream that brought its newest table; `None`: that stream goes on.
+    stream_ends: BTreeMap<ServiceIndex, Option<Duration>>,
+    /// Expired tables, with the service's opened connections at the newest choice.
+    expired: BTreeMap<ServiceIndex, u64>,
+    last_choice: Duration,
+    choices: u64,
+}
+
+impl TableAges {
+    /// Every table is as old as this process.
+    pub fn new(start: Duration) -> Self {
+        Self { start, stream_ends: BTreeMap::new(), expired: BTreeMap::new(), last_choice: start, choices: 0 }
+    }
+
+    /// Notes a controller's table. Returns whether the one before had expired.
+    pub fn renew(&mut self, service: ServiceIndex) -> bool {
+        self.stream_ends.insert(service, None);
+        self.expired.remove(&service).is_some()
+    }
+
+    /// The tables of the stream that ended begin to age.
+    pub fn end_stream(&mut self, now: Duration) {
+        self.stream_ends.values_mut().for_each(|end| *end = end.or(Some(now)));
+    }
+
+    /// Forgets services that are gone.
+    pub fn retain(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
+        self.stream_ends.retain(|service, _| is_service(*service));
+        self.expired.retain(|service, _| is_service(*service));
+    }
+
+    fn is_older(&self, service: ServiceIndex, lifetime: Duration, now: Duration) -> bool {
+        let since = self.stream_ends.get(&service).copied().unwrap_or(Some(self.start));
+        since.is_some_and(|since| now.saturating_sub(since) >= lifetime)
+    }
+
+    /// Services whose tables have expired.
+    pub fn expired(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
+        self.expired.keys().copied()
+    }
+}
+
+impl Forwarder {
+    /// The stream to the controller has ended.
+    pub fn end_stream(&mut self) {
+        self.table_ages.end_stream(monotonic());
+    }
+
+    /// Chooses candidates for expired tables, once a second.
+    pub(super) fn choose_for_expired_tables(&mut self) {
+        let now = monotonic();
+        if now.saturating_sub(self.table_ages.last_choice) < CHOICE_INTERVAL {
+            return;
+        }
+        self.table_ages.last_choice = now;
+        let is_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
+            self.table_ages.is_older(service.index, self.table_lifetime, now)
+                && policy::reads_loads(&service.policy)
+                && self.balancer.table_generation(*index).is_some()
+        };
+        let expired: Vec<_> = self.services.values().filter(is_expired).map(|(service, _)| service.index).collect();
+        if expired.is_empty() {
+            return;
+        }
+        let ids: BTreeSet<ServerId> =
+            expired.iter().flat_map(|index| self.services[index].0.servers.iter().map(|server| server.id)).collect();
+        let ids: Vec<ServerId> = ids.into_iter().collect();
+        let traffic = ids.iter().copied().zip(self.balancer.traffic_of(&ids)).collect();
+        expired.into_iter().for_each(|index| self.choose_for_expired_table(index, &traffic));
+    }
+
+    fn choose_for_expired_table(&mut self, service_index: ServiceIndex, traffic: &HashMap<ServerId, ServerTraffic>) {
+        let (service, index) = &self.services[&service_index];
+        let opened = self.balancer.opened(*index);
+        let before = self.table_ages.expired.insert(service_index, opened);
+        if before.is_none() {
+            tracing::warn!(
+                "table expired: service={} lifetime={:?}; new connections go by this load balancer's own counts",
+                service.name,
+                self.table_lifetime
+            );
+        }
+        self.table_ages.choices += 1;
+        let least = Least::new(self.table_ages.choices);
+        let takes_new = |server: &Server| server.eligible && !self.masked.contains(&(service_index, server.id));
+        let choose = |table: &PlacementTable| {
+            let pool = own_pool(service, &table.members, takes_new, traffic);
+            let opened = opened.saturating_sub(before.unwrap_or(opened));
+            least.candidates(&pool.with_opened_connections(opened), table.bucket_count)
+        };
+        if let Err(error) = self.balancer.replace_candidates(*index, choose) {
+            tracing::error!("table expired: service={}; its candidates stay: {error:#}", service.name);
+        }
+    }
+
+    /// Warnings for `coreward status`.
+    pub(super) fn expired_tables(&self) -> impl Iterator<Item = String> + '_ {
+        let services = self.table_ages.expired().filter_map(|index| self.services.get(&index));
+        services.map(|(service, _)| {
+            format!(
+                "the table of service {} has expired: new connections go by this load balancer's own counts",
+                service.name
+            )
+        })
+    }
+}
+
+/// Returns the pool as this load balancer counts it: the table's members that still take new connections.
+fn own_pool(
+    service: &Service,
+    members: &[Member],
+    takes_new: impl Fn(&Server) -> bool,
+    traffic: &HashMap<ServerId, ServerTraffic>,
+) -> Pool {
+    let members: BTreeSet<ServerId> = members.iter().map(|member| member.server).collect();
+    let servers = service.servers.iter().filter(|server| members.contains(&server.id) && takes_new(server));
+    let counted = |server: &Server| {
+        let open = traffic.get(&server.id).map_or(0, |counts| counts.opened.saturating_sub(counts.closed));
+        PoolServer {
+            open_connections: open.try_into().unwrap_or(u32::MAX),
+            weight: server.weight,
+            capacity: server.capacity,
+            ..PoolServer::new(server.id)
+        }
+    };
+    Pool::new(servers.map(counted).collect(), 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service(index: u32) -> ServiceIndex {
+        ServiceIndex::new(index).unwrap()
+    }
+
+    #[test]
+    fn table_ages_from_the_end_of_its_stream() {
+        let [start, lifetime] = [100, 10].map(Duration::from_secs);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut ages = TableAges::new(start);
+        // A table of an earlier process.
+        assert!(!ages.is_older(service(1), lifetime, at(9)) && ages.is_older(service(1), lifetime, at(10)));
+        ages.renew(service(1));
+        assert!(!ages.is_older(service(1), lifetime, at(1000)), "the stream goes on");
+        ages.end_stream(at(1000));
+        // Attempts that reach no leader.
+        ages.end_stream(at(1005));
+        assert!(!ages.is_older(service(1), lifetime, at(1009)) && ages.is_older(service(1), lifetime, at(1010)));
+        // The next stream brings another service's table only.
+        ages.renew(service(2));
+        assert!(ages.is_older(service(1), lifetime, at(1011)) && !ages.is_older(service(2), lifetime, at(2000)));
+    }
+
+    #[test]
+    fn next_table_ends_expiry() {
+        let mut ages = TableAges::new(Duration::ZERO);
+        ages.expired.extend([(service(1), 0), (service(2), 0)]);
+        assert!(ages.renew(service(1)) && !ages.renew(service(1)));
+        ages.retain(|index| index != service(2));
+        assert_eq!(ages.expired().len(), 0);
+    }
+}

@@ -1,0 +1,135 @@
+//! Placement tables that expire while no controller runs: the load balancer places new connections by its own counts.
+
+use std::process::Command;
+use std::time::SystemTime;
+
+use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::nginx::Nginx;
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+
+use crate::support::{Open, eventually, logged_after, open, pause};
+
+/// s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the next table.
+const DOCUMENT: &str = r#"
+table_lifetime = "1s"
+[[server]]
+name = "s1"
+address = "10.1.1.1"
+[[server]]
+name = "s2"
+address = "10.1.1.2"
+[[server]]
+name = "s3"
+address = "10.1.1.3"
+weight = 2
+[[service]]
+name = "web0"
+vip = "10.200.0.1:80"
+policy = "crossrss"
+[service.health]
+check = "tcp"
+interval = "200ms"
+timeout = "500ms"
+"#;
+const METRICS: &str = "127.0.0.1:9464";
+
+/// The fields are dropped in this order: the testbed last.
+struct TestEnv {
+    fleet: Fleet,
+    nginx: Vec<Option<Nginx>>,
+    testbed: Testbed,
+}
+
+impl TestEnv {
+    fn start() -> Self {
+        let options =
+            TestbedOptions { instance: "expired".to_owned(), servers: 3, cores: 1, ..TestbedOptions::default() };
+        let testbed = Testbed::create(options).unwrap();
+        let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
+        let options = FleetOptions {
+            steer: false,
+            applied: Some(DOCUMENT.to_owned()),
+            more_of_load_balancers: format!("metrics = \"{METRICS}\"\n"),
+            ..FleetOptions::default()
+        };
+        let fleet = Fleet::start(&testbed, options).unwrap();
+        Self { fleet, nginx, testbed }
+    }
+
+    /// Waits until the load balancer has so many expired tables, by its metrics.
+    fn wait_for_expired_tables(&self, count: f64) {
+        eventually(*TIMEOUT, &format!("{count} expired tables"), || {
+            let mut curl = Command::new("curl");
+            curl.args(["--silent", "--max-time", "10", &format!("http://{METRICS}/metrics")]);
+            let Ok(page) = self.testbed.run(self.testbed.load_balancer(1).unwrap(), curl) else { return false };
+            let page = String::from_utf8(page.stdout).unwrap();
+            let found = page.lines().find_map(|line| line.strip_prefix("coreward_lb_expired_tables "));
+            found.is_some_and(|found| found.parse() == Ok(count))
+        });
+    }
+
+    fn ask(&self, connections: &mut Open) {
+        let ask = || {
+            for (connection, answerer) in connections.iter_mut() {
+                assert_eq!(connection.who()?.server, answerer.server);
+            }
+            Ok(())
+        };
+        self.testbed.client().within(ask).unwrap();
+    }
+}
+
+/// Opens connections over several of the load balancer's choices, one a second.
+fn open_slowly(testbed: &Testbed, count: usize) -> Open {
+    let one = |_| {
+        pause(3000 / count as u64);
+        open(testbed, 1)
+    };
+    (0..count).flat_map(one).collect()
+}
+
+/// Returns the number of connections at each server.
+fn counts(connections: &Open) -> [usize; 3] {
+    [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server == server).count())
+}
+
+#[test]
+fn load_balancer_counts_itself_when_its_table_has_expired() {
+    if skip_without_privilege("load_balancer_counts_itself_when_its_table_has_expired") {
+        return;
+    }
+    let mut env = TestEnv::start();
+    env.wait_for_expired_tables(0.0);
+    env.fleet.kill("controller").unwrap();
+    env.wait_for_expired_tables(1.0);
+    let mut connections = open_slowly(&env.testbed, 80);
+    println!("expired: {:?}", counts(&connections));
+    let near = |counts: [usize; 3], expected: [usize; 3]| {
+        counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) <= 6)
+    };
+    assert!(near(counts(&connections), [20, 20, 40]), "{:?}", counts(&connections));
+
+    // A server that is down gets none, and its share when it is back: it has the fewest open connections.
+    let died = SystemTime::now();
+    env.nginx[1] = None;
+    connections.retain(|(_, answerer)| answerer.server != 2);
+    let words = "server s2 of service web0 gets no new connections from here";
+    eventually(*TIMEOUT, words, || logged_after(&env.testbed, 1, words, died).is_some());
+    connections.append(&mut open_slowly(&env.testbed, 30));
+    println!("s2 down: {:?}", counts(&connections));
+    assert!(near(counts(&connections), [30, 0, 60]), "{:?}", counts(&connections));
+
+    // The next daemon finds no controller, either.
+    env.fleet.kill("lb1").unwrap();
+    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.wait_for_expired_tables(1.0);
+    eventually(*TIMEOUT, "s2 gets connections", || counts(&open(&env.testbed, 8))[1] > 0);
+    connections.append(&mut open_slowly(&env.testbed, 30));
+    println!("s2 back: {:?}", counts(&connections));
+    assert!(near(counts(&connections), [30, 30, 60]), "{:?}", counts(&connections));
+
+    env.fleet.restart(&env.testbed, "controller").unwrap();
+    env.wait_for_expired_tables(0.0);
+    env.ask(&mut connections);
+}
