@@ -44,8 +44,8 @@
  * 7. What can go wrong. No free place, or the top changed at each of CONNECTION_TAKE_ATTEMPTS attempts: the first packet
  *    goes to its server all the same, without an index, and the server stamps its id (the stateless kind): counted as an
  *    event. That is what a SYN flood comes to: it fills the table, whose memory was all there from the start, takes
- *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed (10 s). While the
- *    table is scarce one source prefix may take a part of it only (decide.bpf.h, may_take_connection()).
+ *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed (10 s). One source
+ *    prefix may hold a part of the table only (decide.bpf.h, may_take_connection()).
  */
 #ifndef COREWARD_CONNECTION_TABLE_BPF_H
 #define COREWARD_CONNECTION_TABLE_BPF_H

@@ -274,25 +274,20 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, __u32 number, c
 
 struct connection_takes connection_takes SEC(".bss.takes");
 
-/* Whether the source's prefix (24 bits) may take another entry of the connection table while the daemon finds that scarce. */
-static __always_inline bool may_take_connection(__u32 client_address)
+/* How many entries of the connection table the source's prefix (24 bits) holds. */
+static __always_inline __u64 *held_by_source(__u32 client_address)
 {
-	__u64 limit = *(volatile __u64 *)&lb_state.takes_per_source, window = lb_state.clock / TAKES_WINDOW;
-	__u64 *takes, word;
+	__u64 hash = connection_hash(0, client_address & bpf_htonl(0xffffff00), 0);
 
-	if (!limit)
-		return true;
-	takes = &connection_takes
-			 .by_source[connection_hash(0, client_address & bpf_htonl(0xffffff00), 0) & (TAKES_SHARDS - 1)];
-	word = *(volatile __u64 *)takes;
-	if (word >> 32 != window) {
-		*(volatile __u64 *)takes = window << 32 | 1;
-		return true;
-	}
-	if ((__u32)word >= limit)
-		return false;
-	__sync_fetch_and_add(takes, 1);
-	return true;
+	return &connection_takes.held_by_source[hash & (SOURCE_SHARDS - 1)];
+}
+
+/* Whether it may hold another one. CPUs that ask at once may exceed the limit by their number. */
+static __always_inline bool may_take_connection(const __u64 *held)
+{
+	__u64 limit = *(volatile __u64 *)&lb_state.entries_per_source;
+
+	return !limit || *(const volatile __u64 *)held < limit;
 }
 
 /* Why a new connection has no entry. `taken`: what CONNECTION_TABLE_FULL and so on stand for. */
@@ -323,6 +318,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	__u32 owner = lb_state.owner, place, id;
 	struct connection *connection;
+	__u64 *held;
 	int taken;
 
 	connection = find_recent_connection(hash, decision->service, &place, &id);
@@ -336,13 +332,15 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
 	if (decision->outcome != LB_COUNTER_FIRST || owner >= MAX_OWNERS)
 		return;
-	taken = may_take_connection(packet->client_address)
+	held = held_by_source(packet->client_address);
+	taken = may_take_connection(held)
 			? take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx))
 			: CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
 		count_event(ctx, decision->service, without_entry(taken));
 		return;
 	}
+	__sync_fetch_and_add(held, 1);
 	count_taken(ctx);
 	remember_connection(hash, taken);
 	decision->echo = syn_echo(owner, taken);

@@ -459,8 +459,8 @@ struct lb_state {
 	__u32 clock;
 	/* This load balancer's number among those with a connection table; MAX_OWNERS: it has none yet. */
 	__u32 owner;
-	/* While the connection table is scarce: entries that one source prefix may take in TAKES_WINDOW; 0: any number. */
-	__u64 takes_per_source;
+	/* Entries of the connection table that one source prefix may hold; 0: not set yet, any number. */
+	__u64 entries_per_source;
 	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;

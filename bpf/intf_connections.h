@@ -147,9 +147,7 @@ struct connection_stack {
 #define RECENT_CONNECTIONS 16384
 
 /* Source prefixes (/24) share a counter by their hash. */
-#define TAKES_SHARDS 4096
-/* Ticks of lb_state.clock (0.1 s). */
-#define TAKES_WINDOW 16
+#define SOURCE_SHARDS 4096
 
 /* A cache line for each receive queue or CPU, as a row of counters (MAX_LB_COUNTER_ROWS). */
 struct connection_takes_row {
@@ -157,9 +155,9 @@ struct connection_takes_row {
 	__u64 unused[7];
 };
 
-/* Entries taken: by prefix the window's number in the upper half and the count in it below; by row since the map was made. */
+/* Entries that each prefix holds: packets add, user space subtracts. Entries taken since the map was made, by row. */
 struct connection_takes {
-	__u64 by_source[TAKES_SHARDS];
+	__u64 held_by_source[SOURCE_SHARDS];
 	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];
 };
 

@@ -74,9 +74,9 @@ impl Memory {
         }
     }
 
-    /// Sets what one source prefix may take of the connection table.
-    pub fn limit_takes(&self, per_source: Option<u32>) {
-        self.state.store(offset_of!(intf::lb_state, takes_per_source), per_source.unwrap_or(0).into());
+    /// Sets how many entries of the connection table one source prefix may hold.
+    pub fn limit_entries(&self, per_source: Option<u32>) {
+        self.state.store(offset_of!(intf::lb_state, entries_per_source), per_source.unwrap_or(0).into());
     }
 
     /// Sets what places connections in the connection table: drawn at random otherwise.

@@ -283,7 +283,7 @@ impl Plan {
         let service = dice.below(self.services.len());
         let planned = &self.services[service];
         match dice.below(15) {
-            14 => Change::LimitTakes(dice.chance(1, 2).then(|| 1 + dice.below(3) as u32)),
+            14 => Change::LimitEntries(dice.chance(1, 2).then(|| 1 + dice.below(3) as u32)),
             10..12 => self.owner_change(dice),
             12 => {
                 let reason = dice.below(REASONS) as Reason;

@@ -84,7 +84,7 @@ pub enum Change {
     /// Who has a number.
     Owner(OwnerNumber, Owner),
     /// What one source prefix may take of the connection table.
-    LimitTakes(Option<u32>),
+    LimitEntries(Option<u32>),
     /// The time as packets see it.
     Clock(Clock),
     /// Entries of the connection table are freed.
@@ -153,7 +153,7 @@ impl Instance {
             Change::Table(place, table) => self.lb.install_table(self.service(*place), table)?,
             Change::Tokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.lb.set_owner(*owner),
-            Change::LimitTakes(per_source) => self.memory.limit_takes(*per_source),
+            Change::LimitEntries(per_source) => self.memory.limit_entries(*per_source),
             Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
             Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
             Change::Owner(number, Owner::At(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
@@ -279,7 +279,7 @@ impl World {
             Change::Table(place, table) => self.twin.install_table(*place, table.clone()),
             Change::Tokens(buckets, there) => self.twin.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.twin.set_owner(*owner),
-            Change::LimitTakes(per_source) => self.twin.limit_takes(*per_source),
+            Change::LimitEntries(per_source) => self.twin.limit_entries(*per_source),
             Change::Owner(number, owner) => self.twin.set_owner_at(*number, *owner),
             Change::Clock(clock) => self.twin.set_clock(*clock),
             Change::Free(_) => self.twin.free_connections(&freed),

@@ -195,7 +195,7 @@ impl Forwarder {
     /// controller or not.
     pub fn beat(&mut self) {
         self.balancer.tick(monotonic());
-        self.balancer.guard_connection_table(&self.timers);
+        self.balancer.guard_connection_table();
         if let Some(down) = self.health.newly_down() {
             let before = std::mem::replace(&mut self.down, down);
             let changed: BTreeSet<ServiceIndex> =

@@ -187,6 +187,23 @@ impl ConnectionHash {
     }
 }
 
+/// The counter of entries that a client's prefix (/24) holds.
+pub fn source_shard(key: &CookieKey, client: Ipv4Addr) -> usize {
+    let prefix = Ipv4Addr::from(u32::from(client) & 0xffff_ff00);
+    (ConnectionHash::new(key, 0, SocketAddrV4::new(prefix, 0)).low() % intf::SOURCE_SHARDS) as usize
+}
+
+/// For one entry that a source prefix may hold so many are free.
+const FREE_PER_SOURCE: u32 = 4;
+
+/// Returns how many entries a source prefix may hold, of a table with `in_use` entries: a quarter of those that are
+/// free. So one prefix holds a quarter of the table at most, `n` of them leave 4 / (n + 4) of it to others, and each may
+/// hold its part of an equal division among the counters.
+pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
+    let free = size.entries().saturating_sub(in_use);
+    (free / FREE_PER_SOURCE).max(size.entries() / intf::SOURCE_SHARDS).max(1)
+}
+
 /// What an entry in use says in one word: all that a decision depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
@@ -425,6 +442,14 @@ mod tests {
             OwnerNumber::try_from(16).unwrap_err().to_string(),
             "owner number 16 is out of range: expected 0 to 15"
         );
+    }
+
+    #[test]
+    fn source_may_hold_a_quarter_of_what_is_free() {
+        let size = TableSize::default();
+        let may_hold = |in_use| entries_per_source(size, in_use);
+        assert_eq!([0, 131_072, 262_143, 262_144].map(may_hold), [65_536, 32_768, 64, 64]);
+        assert_eq!(entries_per_source(TableSize::try_from(1024).unwrap(), 1024), 1);
     }
 
     #[test]

@@ -4,12 +4,15 @@
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::connection_table::table::{ConnectionTable, Memory, Word};
-use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers};
+use coreward_model::connection_table::{
+    Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers, entries_per_source, source_shard,
+};
 use coreward_model::cookie::CookieKey;
 use coreward_model::{ServerId, ServiceAddress};
 use rand::rand_core::UnwrapErr;
@@ -88,6 +91,35 @@ pub(super) fn begin(maps: &Maps) {
     let key = CookieKey::random(&mut random).layout();
     maps.state.write(offset_of!(intf::lb_state, connection_key), &key);
     set_owner_word(maps, None);
+}
+
+fn connection_key(maps: &Maps) -> CookieKey {
+    let key = maps.state.read::<intf::cookie_key>(offset_of!(intf::lb_state, connection_key));
+    CookieKey { k0: key.k0, k1: key.k1 }
+}
+
+/// How many entries a source prefix holds, which packets add to.
+fn held_by(maps: &Maps, shard: usize) -> &AtomicU64 {
+    maps.takes.word(offset_of!(intf::connection_takes, held_by_source) + shard * size_of::<u64>())
+}
+
+/// Counts the entries in use, and corrects what each source prefix holds: a process before this one may have been
+/// killed between freeing and subtracting. A prefix that takes or frees meanwhile waits for the next count.
+fn recount(maps: &Maps) -> u64 {
+    let key = connection_key(maps);
+    let shards = 0..intf::SOURCE_SHARDS as usize;
+    let before: Vec<u64> = shards.clone().map(|shard| held_by(maps, shard).load(Ordering::Acquire)).collect();
+    let mut counted = vec![0; shards.len()];
+    let table = &maps.connections;
+    for connection in table.size().indexes().filter_map(|index| table.connection(index)) {
+        counted[source_shard(&key, *connection.client.ip())] += 1;
+    }
+    for shard in shards.filter(|shard| before[*shard] != counted[*shard]) {
+        // Its failure means that the prefix is not at rest.
+        let (before, counted) = (before[shard], counted[shard]);
+        let _ = held_by(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
+    }
+    counted.iter().sum()
 }
 
 /// How many entries are not free.
@@ -169,24 +201,13 @@ impl Occupancy {
     /// Reads the whole table.
     pub fn count(maps: &Maps) -> Self {
         let taken = taken(maps);
-        Self { counted: in_use(&maps.connections) as u64, taken, freed: 0 }
+        Self { counted: recount(maps), taken, freed: 0 }
     }
 
     fn now(&self, maps: &Maps) -> u64 {
         let entries = u64::from(maps.connections.size().entries());
         (self.counted + taken(maps).saturating_sub(self.taken)).saturating_sub(self.freed).min(entries)
     }
-}
-
-/// From this part of its entries on the connection table is scarce (one in ...).
-const SCARCE: u64 = 2;
-/// Then one source prefix may take this part of it (one in ...) in the time after which half-open connections are freed.
-const PART_OF_SOURCE: u64 = 64;
-
-/// What one source prefix may take in a window while the table is scarce.
-fn takes_per_source(entries: u64, half_open: Duration) -> u64 {
-    let ticks = (half_open.as_millis() as u64 / 100).max(1);
-    (entries / PART_OF_SOURCE * u64::from(intf::TAKES_WINDOW) / ticks).max(1)
 }
 
 /// The connections of one service.
@@ -238,8 +259,7 @@ impl LoadBalancer {
 
     /// What places connections in the table: drawn when the maps were made.
     pub fn connection_key(&self) -> CookieKey {
-        let key = self.maps.state.read::<intf::cookie_key>(offset_of!(intf::lb_state, connection_key));
-        CookieKey { k0: key.k0, k1: key.k1 }
+        connection_key(&self.maps)
     }
 
     /// Sets this load balancer's number among those with a connection table. With `None`, as at first, new connections of
@@ -289,13 +309,10 @@ impl LoadBalancer {
         of_service(&self.maps.connections, service)
     }
 
-    /// Limits what one source prefix may take of the connection table while that is scarce: to be called as often as
-    /// [`tick`](Self::tick).
-    pub fn guard_connection_table(&mut self, timers: &Timers) {
-        let entries = u64::from(self.maps.connections.size().entries());
-        let scarce = self.occupancy.now(&self.maps) * SCARCE >= entries;
-        let limit = if scarce { takes_per_source(entries, timers.half_open) } else { 0 };
-        self.maps.state.store(offset_of!(intf::lb_state, takes_per_source), limit);
+    /// Limits what one source prefix may hold of the connection table: to be called as often as [`tick`](Self::tick).
+    pub fn guard_connection_table(&mut self) {
+        let limit = entries_per_source(self.maps.connections.size(), self.occupancy.now(&self.maps) as u32);
+        self.maps.state.store(offset_of!(intf::lb_state, entries_per_source), limit.into());
     }
 
     /// How many connections have an entry, by the last [`count_connections`](Self::count_connections) and what was taken and
@@ -305,7 +322,7 @@ impl LoadBalancer {
     }
 
     /// Reads the whole table, so that [`occupancy`](Self::occupancy) is exact again: rows that two receive queues share lose a
-    /// count now and then.
+    /// count now and then. The same for what source prefixes hold.
     pub fn count_connections(&mut self) {
         self.occupancy = Occupancy::count(&self.maps);
     }
@@ -342,17 +359,22 @@ impl LoadBalancer {
             let now = table.connection(connection.index);
             now.is_some_and(|now| (now.packets, now.last_seen) == (connection.packets, connection.last_seen))
         };
-        let released: Vec<ConnectionIndex> = connections
+        let released: Vec<&Connection> = connections
             .iter()
             .filter(unchanged)
             .filter(|connection| table.release(connection.index, connection.identity))
-            .map(|connection| connection.index)
             .collect();
         if !released.is_empty() {
             // A packet that saw the connection may still be counting.
             self.grace_periods.wait(self.grace_periods.now())?;
         }
-        released.iter().for_each(|index| self.maps.connections.push(*index));
+        let key = connection_key(&self.maps);
+        for connection in &released {
+            self.maps.connections.push(connection.index);
+            let held = held_by(&self.maps, source_shard(&key, *connection.client.ip()));
+            // A recount may have been late.
+            let _ = held.fetch_update(Ordering::AcqRel, Ordering::Acquire, |held| held.checked_sub(1));
+        }
         self.occupancy.freed += released.len() as u64;
         Ok(released.len())
     }

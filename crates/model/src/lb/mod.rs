@@ -344,9 +344,9 @@ impl LoadBalancer {
         self.stateful.owner = owner;
     }
 
-    /// Sets what one source prefix may take of the connection table in a window; `None`: it is not scarce.
-    pub fn limit_takes(&mut self, per_source: Option<u32>) {
-        self.stateful.takes_per_source = per_source;
+    /// Sets how many entries of the connection table one source prefix may hold; `None`: any number.
+    pub fn limit_entries(&mut self, per_source: Option<u32>) {
+        self.stateful.entries_per_source = per_source;
     }
 
     /// Sets what is known of another load balancer with a connection table.

@@ -2,7 +2,7 @@
 //!
 //! What packets do with an entry is [`crate::connection_table::table`], which `bpf/connection_table.bpf.h` is line by line.
 
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::net::{Ipv4Addr, SocketAddr};
 
 use coreward_intf as intf;
 
@@ -12,7 +12,7 @@ use super::{LoadBalancer, Mac};
 use crate::FourTuple;
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
 use crate::connection_table::{
-    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, owner_and_place, syn_echo,
+    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, owner_and_place, source_shard, syn_echo,
 };
 use crate::cookie::CookieKey;
 
@@ -35,12 +35,12 @@ pub(super) struct Stateful {
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
     pub clock: Clock,
-    /// What one source prefix may take in a window, while the table is scarce.
-    pub takes_per_source: Option<u32>,
+    /// Entries that one source prefix may hold; `None`: any number.
+    pub entries_per_source: Option<u32>,
     table: ConnectionTable<OwnMemory>,
     recent: RecentConnections,
-    /// By source prefix: the window's number, and what was taken in it.
-    takes: Vec<(u32, u32)>,
+    /// Entries that each source prefix holds.
+    held: Vec<u32>,
 }
 
 /// How the index in a cookie was found.
@@ -62,28 +62,22 @@ impl Stateful {
             owner: None,
             owners: Default::default(),
             clock: Clock::default(),
-            takes_per_source: None,
+            entries_per_source: None,
             table,
             recent: RecentConnections::default(),
-            takes: vec![(0, 0); intf::TAKES_SHARDS as usize],
+            held: vec![0; intf::SOURCE_SHARDS as usize],
         }
     }
 
-    /// Whether the client's prefix may take another entry.
+    /// How many entries the client's prefix holds.
+    fn held(&mut self, client: Ipv4Addr) -> &mut u32 {
+        &mut self.held[source_shard(&self.key, client)]
+    }
+
+    /// Whether the client's prefix may hold another entry.
     fn may_take(&mut self, client: Ipv4Addr) -> bool {
-        let Some(limit) = self.takes_per_source else { return true };
-        let prefix = Ipv4Addr::from(u32::from(client) & 0xffff_ff00);
-        let hash = ConnectionHash::new(&self.key, 0, SocketAddrV4::new(prefix, 0));
-        let window = self.clock.0 / intf::TAKES_WINDOW;
-        let shard = hash.low() as usize % self.takes.len();
-        let (of, taken) = &mut self.takes[shard];
-        if *of != window {
-            (*of, *taken) = (window, 0);
-        } else if *taken >= limit {
-            return false;
-        }
-        *taken += 1;
-        true
+        let limit = self.entries_per_source;
+        limit.is_none_or(|limit| *self.held(client) < limit)
     }
 
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
@@ -94,13 +88,16 @@ impl Stateful {
         self.table.size().indexes().filter_map(|index| self.table.connection(index))
     }
 
-    pub fn free(&self, connections: &[Connection]) {
+    pub fn free(&mut self, connections: &[Connection]) {
         let released = |connection: &&Connection| self.table.release(connection.index, connection.identity);
         let released: Vec<&Connection> = connections.iter().filter(released).collect();
-        released.into_iter().for_each(|connection| self.table.push(connection.index));
+        for connection in released {
+            self.table.push(connection.index);
+            *self.held(*connection.client.ip()) -= 1;
+        }
     }
 
-    pub fn free_services(&self, services: &[usize]) {
+    pub fn free_services(&mut self, services: &[usize]) {
         for service in services {
             let theirs: Vec<Connection> =
                 self.connections().filter(|connection| usize::from(connection.identity.service) == *service).collect();
@@ -177,6 +174,7 @@ impl LoadBalancer {
         let first = FirstPacket { hash, service: place as u16, client, bytes };
         match self.stateful.table.take(&first, server, self.stateful.clock) {
             Ok(index) => {
+                *self.stateful.held(packet.client.0) += 1;
                 self.stateful.recent.remember(hash, index);
                 decision.telling(echo, syn_echo(owner, index.place()))
             }
