@@ -9,7 +9,7 @@ use coreward_testbed::{dispatch_figure, pcc};
 /// Every one, in any order: lists and pages have the papers' order.
 pub const FIGURES: &[LiveFigure] = &[
     LiveFigure {
-        figure: Embedded { name: "cheetah-5-live", text: include_str!("../../../scenarios/live/cheetah-5-live.toml") },
+        figure: Embedded { name: "cheetah-5-live", text: include_str!("../../scenarios/live/cheetah-5-live.toml") },
         measure: |scenario, progress| {
             rights::require("coreward-lab figure cheetah-5-live")?;
             figure::cheetah_5(scenario, progress)
@@ -18,30 +18,30 @@ pub const FIGURES: &[LiveFigure] = &[
         interrupt: None,
     },
     LiveFigure {
-        figure: Embedded { name: "cheetah-9-live", text: include_str!("../../../scenarios/live/cheetah-9-live.toml") },
+        figure: Embedded { name: "cheetah-9-live", text: include_str!("../../scenarios/live/cheetah-9-live.toml") },
         measure: pcc::figure::measure,
         interrupt: Some(pcc::figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded { name: "turbo-9-live", text: include_str!("../../../scenarios/live/turbo-9-live.toml") },
+        figure: Embedded { name: "turbo-9-live", text: include_str!("../../scenarios/live/turbo-9-live.toml") },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded { name: "turbo-6d-live", text: include_str!("../../../scenarios/live/turbo-6d-live.toml") },
+        figure: Embedded { name: "turbo-6d-live", text: include_str!("../../scenarios/live/turbo-6d-live.toml") },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
         figure: Embedded {
             name: "ringleader-classes-live",
-            text: include_str!("../../../scenarios/live/ringleader-classes-live.toml"),
+            text: include_str!("../../scenarios/live/ringleader-classes-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded { name: "path-live", text: include_str!("../../../scenarios/live/path-live.toml") },
+        figure: Embedded { name: "path-live", text: include_str!("../../scenarios/live/path-live.toml") },
         measure: dispatch_figure::path_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },

@@ -1,5 +1,5 @@
-//! Each check against facts: what cannot be made in a network namespace (testbed/tests/e2e/doctor.rs has the rest), and
-//! the tables of docs/doctor.md.
+//! Each check against facts: what cannot be made in a network namespace (lab/testbed/tests/e2e/doctor.rs has the
+//! rest), and the tables of docs/doctor.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Live traffic for the load balancer's native XDP hook (crates/bench/src/xdp/throughput.rs).
+ * Live traffic for the load balancer's native XDP hook (lab/bench/src/xdp/throughput.rs).
  *
  * 1. generate() runs by BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES: the kernel takes frames from a page pool, and
  *    this program redirects each of them into one end of a veth pair. The XDP program at the other end receives them as

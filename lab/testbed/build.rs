@@ -14,7 +14,7 @@ fn main() {
     // target/PROFILE/build/coreward-testbed-HASH/out: the demo's text names the profile.
     let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
-    let layouts = here.join("../bpf");
+    let layouts = here.join("../../bpf");
     for layout in ["intf.h", "intf_connections.h", "intf_counters.h", "intf_server.h", "dispatch_queue.bpf.h"] {
         println!("cargo::rerun-if-changed={}", layouts.join(layout).display());
     }

@@ -81,10 +81,10 @@ pub(crate) fn logs(testbed: &Testbed) -> String {
 /// When there is no such daemon.
 pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     let unit = match daemon {
-        "controller" => include_str!("../../../packaging/systemd/coreward-controller.service"),
-        "rack" => include_str!("../../../packaging/systemd/coreward-rack.service"),
-        "lb" => include_str!("../../../packaging/systemd/coreward-lb.service"),
-        "agent" => include_str!("../../../packaging/systemd/coreward-agent.service"),
+        "controller" => include_str!("../../../../packaging/systemd/coreward-controller.service"),
+        "rack" => include_str!("../../../../packaging/systemd/coreward-rack.service"),
+        "lb" => include_str!("../../../../packaging/systemd/coreward-lb.service"),
+        "agent" => include_str!("../../../../packaging/systemd/coreward-agent.service"),
         other => bail!("{other:?} has no unit: expected controller, rack, lb or agent"),
     };
     let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));

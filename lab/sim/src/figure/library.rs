@@ -1,4 +1,4 @@
-//! The scenarios that coreward carries with it: every file of the project's `scenarios/`, by its name.
+//! The scenarios that coreward carries with it: every file of the project's `lab/scenarios/`, by its name.
 
 use coreward_config::Mistake;
 
@@ -22,7 +22,7 @@ impl Embedded {
     /// # Errors
     /// What is wrong with it; the project's tests read every scenario.
     pub fn scenario(&self) -> Result<Scenario, Mistake> {
-        Scenario::parse(&format!("scenarios/{}.toml", self.name), self.text)
+        Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
     }
 
     /// What makes it.

@@ -17,7 +17,7 @@
 
 #define SECOND_NS 1000000000LL
 
-// As testbed/src/preload.rs writes it.
+// As lab/testbed/src/preload.rs writes it.
 struct faults {
 	// Added to the wall clock (ns).
 	_Atomic int64_t clock_offset_ns;

@@ -7,9 +7,9 @@ use coreward_testbed::walkthrough::{Machine, blocks};
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 
 const UNITS: [(&str, &str); 3] = [
-    ("coreward-controller", include_str!("../../../packaging/systemd/coreward-controller.service")),
-    ("coreward-lb", include_str!("../../../packaging/systemd/coreward-lb.service")),
-    ("coreward-agent", include_str!("../../../packaging/systemd/coreward-agent.service")),
+    ("coreward-controller", include_str!("../../../../packaging/systemd/coreward-controller.service")),
+    ("coreward-lb", include_str!("../../../../packaging/systemd/coreward-lb.service")),
+    ("coreward-agent", include_str!("../../../../packaging/systemd/coreward-agent.service")),
 ];
 
 #[test]
@@ -55,7 +55,7 @@ fn the_tutorials_commands_work_as_they_are_written() {
     }
     let machines: BTreeMap<&str, Machine> =
         hosts.into_iter().map(|(name, namespace)| (name, Machine::start(&testbed, name, namespace).unwrap())).collect();
-    let blocks = blocks(include_str!("../../../docs/tutorial.md")).unwrap();
+    let blocks = blocks(include_str!("../../../../docs/tutorial.md")).unwrap();
     assert!(blocks.len() > 10, "{blocks:?}");
     for (number, block) in blocks.iter().enumerate() {
         for name in &block.machines {

@@ -58,7 +58,7 @@ struct Unit(String);
 
 impl Unit {
     fn read(name: &str) -> Self {
-        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../packaging/systemd");
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd");
         Self(fs::read_to_string(folder.join(format!("coreward-{name}.service"))).unwrap())
     }
 
