@@ -298,6 +298,7 @@ impl Fleet {
             traffic: service.traffic,
             // The controller looks after agents itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
+            when_all_down: service.when_all_down,
             time_key: service.is_corrected().then(|| correction::time_key(service.seed)),
             servers: service
                 .members

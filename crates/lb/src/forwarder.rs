@@ -19,6 +19,7 @@ use coreward_metrics::latency::Latencies;
 use coreward_model::connection_table::{Connection, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::FleetKeys;
+use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
@@ -207,14 +208,14 @@ impl Forwarder {
 
     /// Masks the servers of a service that are down by this load balancer's own checks: it acts at once, also without a
     /// controller, and where it alone does not reach a server. Where it reaches none of those that the controller gives new
-    /// connections it masks none: its own network may have failed, and what becomes of a service that is down the controller
-    /// decides (`when_all_down`).
+    /// connections it goes by `when_all_down`: with "fail-open" it masks none, as its own network may have failed.
     fn mask(&mut self, index: ServiceIndex) {
         let Some((service, place)) = self.services.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down.contains(&(index, server.id));
         let (down, up): (Vec<_>, Vec<_>) = service.servers.iter().filter(|server| server.eligible).partition(is_down);
+        let fails_open = up.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
         let masked: BTreeSet<Target> =
-            if up.is_empty() { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
+            if fails_open { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
             let target = (index, server.id);
             self.balancer.set_down(*place, server.id, masked.contains(&target));

@@ -9,7 +9,7 @@ use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
-use coreward_model::health::Check;
+use coreward_model::health::{Check, WhenAllDown};
 use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
 use coreward_model::policy::{Capacity, TrafficWanted, Weight};
 use coreward_model::rss::RssKey;
@@ -106,6 +106,8 @@ pub struct Service {
     pub time_key: Option<CookieKey>,
     /// What load balancers ask its servers; `None`: nothing.
     pub check: Option<Arc<Check>>,
+    /// Its new connections when all servers are down.
+    pub when_all_down: WhenAllDown,
     /// Its pool, each with an id of its own.
     pub servers: Vec<Server>,
 }
@@ -211,6 +213,7 @@ impl From<&Service> for v1::Service {
             traffic: service.traffic.name().to_owned(),
             time_key: service.time_key.map(Into::into),
             health_check: service.check.as_deref().map(v1::HealthCheck::from),
+            when_all_down: service.when_all_down.name().to_owned(),
             servers: service.servers.iter().map(v1::Server::from).collect(),
         }
     }
@@ -294,6 +297,16 @@ fn parse_interval(milliseconds: u32) -> Result<Duration, WireError> {
         0 => Err(WireError::new("report_interval_ms", "0: expected at least 1")),
         _ => Ok(Duration::from_millis(milliseconds.into())),
     }
+}
+
+fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
+    if name.is_empty() {
+        return Ok(WhenAllDown::default());
+    }
+    WhenAllDown::ALL.into_iter().find(|known| known.name() == name).ok_or_else(|| {
+        let names = WhenAllDown::ALL.map(WhenAllDown::name);
+        WireError::new("when_all_down", format!("{name:?}: expected one of {}", names.join(", ")))
+    })
 }
 
 /// Controllers of versions without this field send 0.
@@ -412,6 +425,7 @@ impl TryFrom<&v1::Service> for Service {
             policy: message.policy.clone(),
             traffic: parse_traffic("traffic", &message.traffic)?,
             check: message.health_check.as_ref().map(Check::try_from).transpose().within("health_check")?.map(Arc::new),
+            when_all_down: parse_when_all_down(&message.when_all_down)?,
             servers,
         })
     }

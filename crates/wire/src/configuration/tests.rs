@@ -31,6 +31,7 @@ fn fleet() -> FleetConfiguration {
         traffic: TrafficWanted::Connections,
         time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
         check: None,
+        when_all_down: if index == 0 { WhenAllDown::Drop } else { WhenAllDown::FailOpen },
         servers: vec![server(1), server(2)],
     };
     let peer = |owner: Option<u32>, address: Option<[u8; 4]>| Peer {

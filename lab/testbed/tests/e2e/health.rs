@@ -223,19 +223,28 @@ fn when_all_are_down() {
 
     let options = FleetOptions { more: format!("when_all_down = \"drop\"\n{CHECK}"), ..site.fleet.options().clone() };
     site.fleet.set_options(&site.testbed, options).unwrap();
-    eventually(LIMIT, "first packets are dropped", || {
+    let is_dropped = |site: &TestEnv| {
         let open = || {
             let address = coreward_testbed::topology::SERVICE.into();
             Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
         };
         site.testbed.client().within(open).unwrap()
-    });
+    };
+    eventually(LIMIT, "first packets are dropped", || is_dropped(&site));
     eventually(LIMIT, "they are counted", || dropped(&site) > 0);
     site.still_answered(&mut connections);
     site.set_well(2, true);
     eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
     site.only_go_to(&[2]);
     site.still_answered(&mut connections);
+
+    // The load balancer alone does the same.
+    site.fleet.kill("controller").unwrap();
+    site.set_well(2, false);
+    eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&site));
+    site.still_answered(&mut connections);
+    site.set_well(2, true);
+    until_served_by(&site, &[2]);
 }
 
 /// Asserts that every load balancer has masked server 2 in the time that its checks take.
