@@ -22,9 +22,8 @@ use tokio::task::JoinSet;
 use crate::Problem;
 use crate::tokens::read_token;
 use crate::types::{
-    Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, ExplainPackets,
-    Explanation, Explanations, Fleet, FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet,
-    RotateKeys, Status,
+    Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
+    FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
 pub use contact::{ControllerUrl, NoControllerUrl, Proof};
 use exchange::{Question, exchange};
@@ -95,11 +94,6 @@ impl Client {
     /// Where a packet goes, and why.
     pub async fn explain(&self, question: &Explain) -> anyhow::Result<Explanation> {
         self.get("explain", question).await
-    }
-
-    /// The same for many packets.
-    pub async fn explain_packets(&self, questions: &ExplainPackets) -> anyhow::Result<Explanations> {
-        self.send(Method::POST, "explain/packets", questions).await
     }
 
     /// Which key stamps.

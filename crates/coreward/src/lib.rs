@@ -215,14 +215,14 @@ struct ExplainArgs {
     #[command(flatten)]
     ask: AskArgs,
     /// VIP and port of the service
-    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "pcap")]
-    vip: Option<SocketAddr>,
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    vip: SocketAddr,
     /// Protocol of the service
     #[arg(long, default_value = Protocol::Tcp.name())]
     protocol: Protocol,
     /// Address and port of the client
-    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "pcap")]
-    client: Option<SocketAddr>,
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    client: SocketAddr,
     /// A packet of an established connection that echoes this (TSecr, `ecr` in tcpdump), instead of a first one
     #[arg(long, value_name = "TSECR")]
     echo: Option<u32>,
@@ -232,9 +232,6 @@ struct ExplainArgs {
     /// It is a reset
     #[arg(long)]
     reset: bool,
-    /// Every packet to or from a service in this pcap or pcapng file
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["vip", "client", "echo", "without_timestamps", "reset"])]
-    pcap: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -340,21 +337,12 @@ fn run(command: Command) -> anyhow::Result<()> {
 
 fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
     let (client, format) = (args.ask.contact.client()?, args.ask.format.into());
-    if let Some(path) = &args.pcap {
-        return show::explain_pcap(&client, path, format);
-    }
     let packet = match (args.reset, args.echo.is_some() || args.without_timestamps) {
         (true, _) => PacketKind::Reset,
         (false, true) => PacketKind::Established,
         (false, false) => PacketKind::First,
     };
-    let question = Explain {
-        vip: args.vip.context("--vip is missing")?,
-        protocol: args.protocol,
-        client: args.client.context("--client is missing")?,
-        packet,
-        echo: args.echo,
-    };
+    let question = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, echo: args.echo };
     show::explain(&client, &question, format)
 }
 

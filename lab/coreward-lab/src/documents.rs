@@ -236,7 +236,6 @@ fn numbers_are_those_of_the_constants() {
     let servers = thousands(coreward_model::ServerId::COUNT);
     let of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
     let owners = coreward_model::connection_table::OwnerNumber::all().count();
-    let packets = thousands(coreward_api::types::MAX_EXPLAINED);
     let megabytes = coreward_api::endpoints::DOCUMENT_BODY >> 20;
     let kilobytes = coreward_api::endpoints::SMALL_BODY >> 10;
     let entries = thousands(audit::ENTRIES);
@@ -245,7 +244,6 @@ fn numbers_are_those_of_the_constants() {
         ("limits.md", format!("| {services} services, {servers} server ids of the whole fleet |")),
         ("limits.md", format!("| {of_server} services on one server |")),
         ("limits.md", format!("| Load balancers with a connection table | {owners} in a fleet;")),
-        ("api.md", format!("for up to {packets} packets of a capture")),
         ("api.md", format!("a body of more than {kilobytes} KiB (documents: {megabytes} MiB)")),
         ("api.md", format!("the newest {entries} changes")),
     ] {

@@ -1,15 +1,12 @@
 //! Where a packet goes, and why.
 
 use std::borrow::Cow;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use coreward_model::tuple::Protocol;
 use serde::{Deserialize, Serialize};
 use utoipa::openapi::{ObjectBuilder, RefOr, Schema, Type};
 use utoipa::{IntoParams, PartialSchema, ToSchema};
-
-/// Packets of one request.
-pub const MAX_EXPLAINED: usize = 1000;
 
 /// What a packet is to the connection that it belongs to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -121,69 +118,4 @@ pub struct ExplainedServer {
     pub core_load: Option<f64>,
     /// Whether the server takes new connections.
     pub eligible: bool,
-}
-
-/// Packets as a capture has them.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct ExplainPackets {
-    /// At most 1,000.
-    #[schema(max_items = 1000)]
-    pub packets: Vec<PacketQuestion>,
-}
-
-/// A packet on its way, to a service or from one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct PacketQuestion {
-    /// What it speaks.
-    #[serde(with = "super::serde_text")]
-    #[schema(value_type = SpokenProtocol, inline)]
-    pub protocol: Protocol,
-    /// Where it came from.
-    #[schema(value_type = String, format = Ipv4)]
-    pub source_address: IpAddr,
-    /// And its port.
-    #[serde(deserialize_with = "super::serde_whole::whole")]
-    #[schema(maximum = 65535)]
-    pub source_port: u16,
-    /// Where it went.
-    #[schema(value_type = String, format = Ipv4)]
-    pub destination_address: IpAddr,
-    /// And its port.
-    #[serde(deserialize_with = "super::serde_whole::whole")]
-    #[schema(maximum = 65535)]
-    pub destination_port: u16,
-    /// What it is to its connection.
-    pub packet: PacketKind,
-    /// TSval; absent or null: it has no timestamps.
-    #[serde(default, deserialize_with = "super::serde_whole::optional")]
-    #[schema(maximum = 4294967295_u32)]
-    pub timestamp: Option<u32>,
-    /// TSecr; the same.
-    #[serde(default, deserialize_with = "super::serde_whole::optional")]
-    #[schema(maximum = 4294967295_u32)]
-    pub echo: Option<u32>,
-}
-
-/// Where packets go.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Explanations {
-    /// One for each packet of the question; null: it is neither to nor from a service, or says nothing (an answer without
-    /// timestamps).
-    #[schema(value_type = Vec<Option<PacketExplanation>>)]
-    pub packets: Vec<Option<PacketExplanation>>,
-}
-
-/// Where a packet goes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct PacketExplanation {
-    /// Name of the service.
-    pub service: String,
-    /// Whether it is to the service. Of one from it the server is named that stamped it.
-    pub to_service: bool,
-    /// Null: not known here (`reason` says).
-    pub server: Option<String>,
-    /// Why, in one sentence.
-    pub reason: String,
 }

@@ -18,10 +18,7 @@ pub use acknowledgements::{Acknowledgements, RefusedUpdate, Waiting};
 pub use audit::{Audit, AuditEntry, AuditQuery};
 pub use drain::{CountedConnections, DrainServer, DrainStatus, Drained, DrainedBy};
 pub use events::{Event, EventId, EventKind, Events, EventsQuery, Severity};
-pub use explain::{
-    Explain, ExplainPackets, ExplainedServer, Explanation, Explanations, MAX_EXPLAINED, PacketExplanation, PacketKind,
-    PacketQuestion,
-};
+pub use explain::{Explain, ExplainedServer, Explanation, PacketKind};
 pub use fleet::{Check, Checked, Fleet, FleetApplied, FleetChange, NewFleet};
 pub use keys::{KeyPhase, Keys, RotateKeys};
 pub use loads::{

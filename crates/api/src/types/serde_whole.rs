@@ -29,11 +29,3 @@ pub fn whole<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(deseria
         Number::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
     of(number)
 }
-
-pub fn optional<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<T>, D::Error> {
-    let number = Option::<Number>::deserialize(deserializer)
-        .map_err(|_| D::Error::custom("expected a whole number from 0 on, or null"))?;
-    number.map(of).transpose()
-}

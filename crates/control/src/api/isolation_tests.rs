@@ -12,14 +12,13 @@ use coreward_api::Role;
 use coreward_api::endpoints::{DOCUMENT_BODY, SMALL_BODY};
 use coreward_api::serve::{Listener, Plain};
 use coreward_api::tokens::{Tokens, token_file};
-use coreward_api::types::MAX_EXPLAINED;
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
 use nix::time::{ClockId, clock_gettime};
 use reqwest::{Client, Method};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{PACKETS_BODY, look, router};
+use super::{look, router};
 use crate::config::ControllerConfig;
 use crate::controller::Controller;
 use crate::server::keeper::Keeper;
@@ -174,26 +173,6 @@ fn filled(unit: &str) -> String {
     document(&unit.repeat((DOCUMENT_BODY - 100) / bytes))
 }
 
-fn packets(first: usize) -> String {
-    let packet = |n: usize| {
-        let service = (first + n) % ServiceIndex::COUNT;
-        json!({
-            "source_address": format!("192.0.2.{}", n % 250), "source_port": 1024 + n,
-            "destination_address": format!("10.200.{}.{}", service >> 8, service & 255), "destination_port": 80,
-            "protocol": "tcp", "packet": "first",
-        })
-    };
-    json!({ "packets": (0..MAX_EXPLAINED).map(packet).collect::<Vec<Value>>() }).to_string()
-}
-
-fn one_service(packets: &str) -> String {
-    let mut value: Value = serde_json::from_str(packets).unwrap();
-    for packet in value["packets"].as_array_mut().unwrap() {
-        packet["destination_address"] = json!("10.200.0.0");
-    }
-    value.to_string()
-}
-
 /// The worst of each kind.
 fn worst() -> Vec<Request> {
     let fleet = fleet("");
@@ -223,9 +202,6 @@ fn worst() -> Vec<Request> {
     requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[\"{}\"]\n", "s".repeat(4 << 20)))));
     requests.push(check(document(&fleet)));
     requests.push(check("[".repeat(DOCUMENT_BODY)));
-    requests.push((Method::POST, "/v1/explain/packets".to_owned(), Role::Viewer, packets(0)));
-    requests.push((Method::POST, "/v1/explain/packets".to_owned(), Role::Viewer, one_service(&packets(0))));
-    requests.push((Method::POST, "/v1/explain/packets".to_owned(), Role::Viewer, "[".repeat(PACKETS_BODY)));
     requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(SMALL_BODY)));
     for path in [
         "status?rss_keys=true",

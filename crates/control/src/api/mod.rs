@@ -42,8 +42,6 @@ use feed::Feed;
 
 /// How often it is looked what has happened.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
-/// Bytes of a question about packets: 1,000 of them.
-const PACKETS_BODY: usize = 512 << 10;
 
 const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balancer, knows and can be told. Every request carries \
                            `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
@@ -113,7 +111,6 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(answers::tables))
         .add(viewer, routes!(answers::table))
         .add(viewer, routes!(explain::explain))
-        .add_with_body(viewer, PACKETS_BODY, routes!(explain::explain_packets))
         .add(viewer, routes!(keys::keys))
         .add(Role::Operator, routes!(keys::rotate))
         .add(viewer, routes!(documents::fleet))

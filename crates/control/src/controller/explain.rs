@@ -120,30 +120,9 @@ impl ServiceView {
         Ok(self.case(client)?.reply(packet))
     }
 
-    /// The same without what the connection meets on each server.
-    ///
-    /// # Errors
-    /// As [`ServiceView::explain`].
-    pub fn explain_briefly(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Brief, NotExplained> {
-        let case = self.case(client)?;
-        let (chosen, reason) = case.choice(packet);
-        let chosen = chosen.map(|id| case.name(id).to_owned());
-        Ok(Brief { service: self.service.name.clone(), chosen, reason })
-    }
-
     fn case(&self, client: SocketAddr) -> Result<Case<'_>, NotExplained> {
         Ok(Case { view: self, tuple: FourTuple::new(client, self.service.address.socket)? })
     }
-}
-
-/// Where a packet goes, and why.
-pub struct Brief {
-    /// Whose packet it is.
-    pub service: String,
-    /// `None`: the controller cannot know it.
-    pub chosen: Option<String>,
-    /// In one sentence.
-    pub reason: String,
 }
 
 /// One connection to one service.

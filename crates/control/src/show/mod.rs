@@ -1,10 +1,8 @@
 //! `coreward status`, `explain`, `keys`, `apply` and `fleet`: asks a controller by its API and puts its answer into words.
 
 mod explain;
-mod explain_pcap;
 pub mod fleet;
 mod keys;
-mod packets;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -14,8 +12,6 @@ use coreward_api::types::{Explain, Keys, RotateKeys};
 use serde::Serialize;
 
 use crate::clock::wall_now;
-
-pub use explain_pcap::explain_pcap;
 
 /// How an answer is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
