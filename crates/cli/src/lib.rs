@@ -1,22 +1,13 @@
 //! Parts that the commands `coreward` and `coreward-lab` share: log, standard output, exit status, man pages,
 //! completions.
 
+mod log;
 pub mod shell;
 
 use std::io::Write as _;
 use std::process::ExitCode;
 
-/// Starts logging to standard error; `RUST_LOG` sets the level (default: info).
-///
-/// A line that cannot be written (a full disk) is lost: by default tracing-subscriber reports that with `eprintln!`,
-/// which panics then.
-pub fn start_logging() {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let format = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_target(false);
-    format.with_writer(std::io::stderr).log_internal_errors(false).init();
-}
+pub use log::start_logging;
 
 /// Prints `text` to standard output; a reader that has gone (`| head`) is no error.
 ///

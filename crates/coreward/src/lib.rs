@@ -260,7 +260,8 @@ pub fn command() -> clap::Command {
 /// Runs the command with this process's arguments.
 #[must_use]
 pub fn main() -> ExitCode {
-    coreward_cli::start_logging();
+    let set_debug = coreward_cli::start_logging();
+    coreward_daemon::log_level::set_by(set_debug);
     exit_status("coreward", run(Cli::parse().command))
 }
 

@@ -4,6 +4,7 @@
 pub mod confine;
 mod connection;
 mod controllers;
+pub mod log_level;
 pub mod priority;
 
 use std::time::Duration;
@@ -43,6 +44,7 @@ pub async fn until_told(work: impl Future<Output = anyhow::Result<()>>) -> anyho
         biased;
         outcome = work => outcome,
         never = let_signals_go() => match never? {},
+        never = log_level::follow_signals() => match never? {},
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
         never = tell_watchdog() => match never {},

@@ -47,7 +47,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    coreward_cli::start_logging();
+    let _ = coreward_cli::start_logging();
     exit_status("coreward-lab", run(Cli::parse().command))
 }
 

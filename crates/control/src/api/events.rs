@@ -82,6 +82,10 @@ impl EventLog {
         let mut id = before;
         for Happened { severity, event, kind, name, message } in happened {
             id += 1;
+            match severity {
+                Severity::Info => tracing::info!(event = event.name(), id, name, "{message}"),
+                Severity::Warning => tracing::warn!(event = event.name(), id, name, "{message}"),
+            }
             events.push_back(Event { id, at_unix_ms: wall.as_millis() as u64, severity, event, kind, name, message });
         }
         let superfluous = events.len().saturating_sub(KEPT);

@@ -115,6 +115,9 @@ pub(super) fn start_daemon(
     let log_path = testbed.directory().join(format!("{name}.log"));
     let log = File::options().create(true).append(true).open(&log_path)?;
     let mut command = if options.confined { confined_command(daemon, coreward)? } else { Command::new(coreward) };
+    if options.json_logs {
+        command.env("COREWARD_LOG_FORMAT", "json");
+    }
     if let Some(preload) = &options.preload {
         preload.give(name, &mut command)?;
     }

@@ -33,6 +33,8 @@ pub struct FleetOptions {
     pub more_of_load_balancers: String,
     /// The same for the file of every agent.
     pub agents_more: String,
+    /// Whether daemons log JSON objects.
+    pub json_logs: bool,
     /// Whether daemons run with no more rights than their systemd units leave them.
     pub confined: bool,
     /// What stands in the controller's file in place of a store of its own and the fleet's file.
@@ -75,6 +77,7 @@ impl Default for FleetOptions {
             more: String::new(),
             more_of_load_balancers: String::new(),
             agents_more: String::new(),
+            json_logs: false,
             confined: false,
             shared_store: None,
             other_controllers: Vec::new(),

@@ -15,18 +15,22 @@ use serde_json::Value;
 use crate::support::{Open, eventually, open, open_at_each};
 
 /// The fields are dropped in this order: the testbed last.
-struct Site {
+struct TestEnv {
     fleet: Fleet,
     _nginx: Vec<Nginx>,
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     fn start(instance: &str) -> Self {
+        Self::start_with(instance, FleetOptions::default())
+    }
+
+    fn start_with(instance: &str, fleet: FleetOptions) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-        let fleet = FleetOptions { policy: "rr".to_owned(), ..Default::default() };
+        let fleet = FleetOptions { policy: "rr".to_owned(), ..fleet };
         let fleet = Fleet::start(&testbed, fleet).unwrap();
         Self { fleet, _nginx: nginx, testbed }
     }
@@ -108,7 +112,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     if skip_without_privilege("a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller") {
         return;
     }
-    let mut site = Site::start("drained");
+    let mut site = TestEnv::start("drained");
     let (mut leaving, mut staying) = of_server(open_at_each(&site.testbed, &[1, 2], 2), 1);
     let remain = leaving.len();
     let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
@@ -145,7 +149,7 @@ fn who_waits_no_more_leaves_the_server_drained() {
     if skip_without_privilege("who_waits_no_more_leaves_the_server_drained") {
         return;
     }
-    let mut site = Site::start("drainend");
+    let mut site = TestEnv::start("drainend");
     let (mut of_1, _of_2) = of_server(open_at_each(&site.testbed, &[1], 2), 1);
     let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted: the short timeout below has only to ask.
@@ -175,4 +179,86 @@ fn who_waits_no_more_leaves_the_server_drained() {
     let top = site.coreward(&["top", "--once"]).unwrap();
     assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");
     assert!(top.contains("! s1: draining: `coreward drain` says so"), "{top}");
+}
+
+/// Log lines of the controller with this event, as objects.
+fn logged_events(site: &TestEnv, event: &str) -> Vec<Value> {
+    let log = fs::read_to_string(site.testbed.directory().join("controller.log")).unwrap();
+    let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    lines.filter(|line| line["event"] == event).collect()
+}
+
+#[test]
+fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
+    if skip_without_privilege("changes_are_reported_as_json_in_the_audit_and_in_the_log") {
+        return;
+    }
+    let mut site = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
+    let (mut leaving, _staying) = of_server(open_at_each(&site.testbed, &[1], 1), 1);
+    let json = |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    let drained = json(site.coreward(&["drain", "s1", "--format", "json"]).unwrap());
+    assert_eq!((&drained["server"], &drained["state"]), (&"s1".into(), &"draining".into()), "{drained}");
+    assert_eq!(drained["drained"]["by"], "command", "{drained}");
+    still_answered(&mut leaving);
+    leaving.clear();
+    // One object, of the end.
+    let waited = json(site.coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
+    assert_eq!((&waited["server"], &waited["remaining"]), (&"s1".into(), &0.into()), "{waited}");
+    let undrained = json(site.coreward(&["undrain", "s1", "--format", "json"]).unwrap());
+    assert_eq!(undrained["drained"], Value::Null, "{undrained}");
+
+    let audit = json(site.coreward(&["audit", "--format", "json"]).unwrap());
+    let actions: Vec<&str> =
+        audit["entries"].as_array().unwrap().iter().map(|e| e["action"].as_str().unwrap()).collect();
+    assert_eq!(actions.iter().filter(|action| ["drain", "undrain"].contains(action)).count(), 2, "{audit}");
+    let lines = site.coreward(&["audit"]).unwrap();
+    assert!(lines.lines().any(|line| line.contains("undrain s1")), "{lines}");
+
+    // Each event has its id in the log.
+    eventually(*TIMEOUT, "both events are logged", || logged_events(&site, "server-drain").len() == 2);
+    let logged = logged_events(&site, "server-drain");
+    assert!(logged[0]["id"].as_u64().unwrap() < logged[1]["id"].as_u64().unwrap(), "{logged:?}");
+    assert!(logged.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{logged:?}");
+
+    // SIGUSR1: debug.
+    let controller = site.fleet.daemon("lb1").unwrap();
+    controller.signal(Signal::SIGUSR1).unwrap();
+    let log = || fs::read_to_string(site.testbed.directory().join("lb1.log")).unwrap();
+    eventually(*TIMEOUT, "debug lines", || log().contains("\"level\":\"DEBUG\""));
+    site.fleet.daemon("lb1").unwrap().signal(Signal::SIGUSR2).unwrap();
+    let log = || fs::read_to_string(site.testbed.directory().join("lb1.log")).unwrap();
+    eventually(*TIMEOUT, "the level of the start", || log().contains("log level: as at the start"));
+    let after = log();
+    let (_, after) = after.split_once("log level: as at the start").unwrap();
+    assert!(!after.contains("DEBUG"), "{after}");
+}
+
+#[test]
+fn apply_waits_until_every_part_has_the_document() {
+    if skip_without_privilege("apply_waits_until_every_part_has_the_document") {
+        return;
+    }
+    let document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
+                    address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
+    let mut site = TestEnv::start_with(
+        "applywait",
+        FleetOptions { applied: Some(document.to_owned()), ..FleetOptions::default() },
+    );
+    let file = site.testbed.directory().join("next.toml");
+    let apply = |site: &TestEnv, more: &str, timeout: &str| {
+        fs::write(&file, format!("{more}{document}")).unwrap();
+        site.coreward(&["apply", file.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
+    };
+    apply(&site, "buckets = 256\n", "1m").unwrap();
+    let status = site.fleet.status(&site.testbed).unwrap();
+    let generation = &status["configuration_generation"];
+    let balancers =
+        status["load_balancers"].as_array().unwrap().iter().map(|one| &one["state"]["configuration_generation"]);
+    let servers = status["servers"].as_array().unwrap().iter().map(|one| &one["configuration_generation"]);
+    assert!(balancers.chain(servers).all(|one| one == generation), "{status}");
+    // A load balancer that cannot answer is named.
+    site.fleet.kill("lb1").unwrap();
+    let missing = || apply(&site, "buckets = 64\n", "2s").unwrap_err();
+    let error = missing();
+    assert!(error.contains("lb1") || error.contains("lb lb1"), "{error}");
 }

@@ -1,0 +1,29 @@
+//! The log level of a daemon at run time: SIGUSR1 sets debug, SIGUSR2 the level of the start.
+
+use std::convert::Infallible;
+use std::sync::OnceLock;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+type SetDebug = Box<dyn Fn(bool) + Send + Sync>;
+
+static SET_DEBUG: OnceLock<SetDebug> = OnceLock::new();
+
+/// Names what sets the level, once: true: debug, false: as at the start. Without it the signals change nothing.
+pub fn set_by(set_debug: impl Fn(bool) + Send + Sync + 'static) {
+    let _ = SET_DEBUG.set(Box::new(set_debug));
+}
+
+/// Follows the signals until the daemon ends.
+pub(crate) async fn follow_signals() -> anyhow::Result<Infallible> {
+    let (mut debug, mut usual) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
+    loop {
+        let is_debug = tokio::select! {
+            _ = debug.recv() => true,
+            _ = usual.recv() => false,
+        };
+        let Some(set_debug) = SET_DEBUG.get() else { continue };
+        set_debug(is_debug);
+        tracing::info!("log level: {}", if is_debug { "debug" } else { "as at the start" });
+    }
+}
