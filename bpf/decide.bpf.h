@@ -298,10 +298,9 @@ static __always_inline enum lb_event without_entry(int taken)
 	return taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL : LB_EVENT_CONNECTION_CONTENDED;
 }
 
-/* One writer per row (struct lb_counter_row). */
-static __always_inline void count_taken(struct xdp_md *ctx)
+static __always_inline void count_taken(void)
 {
-	__u32 row = (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
+	__u32 row = cpu_row();
 
 	barrier_var(row);
 	connection_takes.by_row[row & (MAX_LB_COUNTER_ROWS - 1)].count++;
@@ -341,7 +340,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 		return;
 	}
 	__sync_fetch_and_add(held, 1);
-	count_taken(ctx);
+	count_taken();
 	remember_connection(hash, taken);
 	decision->echo = syn_echo(owner, taken);
 }

@@ -59,9 +59,10 @@ struct lb_counters {
 };
 
 /*
- * One struct lb_counters per service in each row, and one struct server_traffic per server id. A row has one writer at a time: one receive queue (native XDP) or one
- * CPU (generic XDP), so that counting takes no atomic operation. There are as many rows as the machine may have CPUs, a
- * power of two and at most so many; of more queues two share a row, and a count may be lost now and then.
+ * One struct lb_counters per service in each row, and one struct server_traffic per server id. Counting takes no atomic
+ * operation. New and ended connections are counted in the row of the CPU, packets in that of the receive queue (native
+ * XDP) or the CPU (generic XDP): where two CPUs serve queues of one number, counts of packets may be lost now and then.
+ * There are as many rows as the machine may have CPUs, a power of two and at most so many; more CPUs share them.
  */
 #define MAX_LB_COUNTER_ROWS 256
 /* In the place of a service's index: packets whose service is not known. */

@@ -104,9 +104,9 @@ static __always_inline void count_by_server(struct xdp_md *ctx, const struct dec
 		return;
 	count_traffic(ctx, decision->server_id, bytes);
 	if (decision->opens)
-		count_opened(ctx, decision->service, decision->server_id);
+		count_opened(decision->service, decision->server_id);
 	if (decision->closes)
-		count_closed(ctx, decision->server_id);
+		count_closed(decision->server_id);
 }
 
 /* Does what was decided. */

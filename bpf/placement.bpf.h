@@ -128,10 +128,10 @@ static __always_inline const struct candidate *candidates_at(const struct placem
 	return memory_at(placement, placement->table->candidates_at + position * sizeof(struct candidate));
 }
 
-/* Connections assigned by core slot. */
+/* Connections assigned by core slot. The verifier must see that atomic operations there are aligned. */
 static __always_inline __u32 *assigned_counts(const struct placement *placement)
 {
-	return memory_at(placement, placement->table->assigned_at);
+	return memory_at(placement, placement->table->assigned_at & ~(__u32)(sizeof(__u32) - 1));
 }
 
 /* Which candidate a cost is of: group and number in the bucket, below the cost. 58 bits are left for that: 1.0 of load takes 20. */
@@ -247,12 +247,9 @@ static __always_inline __u32 choose(const struct placement *placement, struct se
 
 		if (!candidate)
 			return NO_SERVER;
-		/*
-		 * Counted only if the server gets it. Two CPUs at once may lose one of two counts: that changes a choice less
-		 * than an atomic operation costs, and the next report has the load itself.
-		 */
+		/* Counted only if the server gets it. All CPUs count in one place, which the next choice reads. */
 		if (server_has(server_at(service, candidate->server_id), TAKES_FIRST_PACKETS))
-			assigned_counts(placement)[candidate->core_slot]++;
+			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;
 	}
 	if (rule_is(table, PLACEMENT_RULE_ROUND_ROBIN)) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Counts of what lb.bpf.c did: by service, and by server what policies need. Each receive queue or CPU has a row of its own, so
- * that counting takes no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW).
+ * Counts of what lb.bpf.c did: by service, and by server what policies need. Each receive queue or CPU has a row of its
+ * own, so that counting takes no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW). New and
+ * ended connections, which policies add up for as long as the maps live, are counted in the row of the CPU.
  */
 #ifndef COREWARD_STATS_BPF_H
 #define COREWARD_STATS_BPF_H
@@ -36,12 +37,23 @@ static __always_inline __u32 counter_row(struct xdp_md *ctx)
 	return (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
 }
 
-/* `service`: an index, or LB_COUNTERS_NO_SERVICE. */
-static __always_inline struct lb_counters *counters_of(struct xdp_md *ctx, __u32 service)
+/* This CPU's row, which has no other writer. On a bond two CPUs may serve queues of one number. */
+static __always_inline __u32 cpu_row(void)
 {
-	__u32 position = counter_row(ctx) * LB_COUNTERS_PER_ROW + service;
+	return bpf_get_smp_processor_id() & counter_row_mask;
+}
+
+/* `service`: an index, or LB_COUNTERS_NO_SERVICE. */
+static __always_inline struct lb_counters *counters_at(__u32 row, __u32 service)
+{
+	__u32 position = row * LB_COUNTERS_PER_ROW + service;
 
 	return bpf_map_lookup_elem(&lb_counters, &position);
+}
+
+static __always_inline struct lb_counters *counters_of(struct xdp_md *ctx, __u32 service)
+{
+	return counters_at(counter_row(ctx), service);
 }
 
 static __always_inline void count_packet(struct xdp_md *ctx, __u32 service, enum lb_counter outcome,
@@ -79,9 +91,9 @@ struct {
 	__type(value, struct server_traffic);
 } server_traffic SEC(".maps");
 
-static __always_inline struct server_traffic *traffic_of(struct xdp_md *ctx, __u32 server_id)
+static __always_inline struct server_traffic *traffic_at(__u32 row, __u32 server_id)
 {
-	__u32 position = counter_row(ctx) * SERVER_ID_COUNT + server_id;
+	__u32 position = row * SERVER_ID_COUNT + server_id;
 
 	return bpf_map_lookup_elem(&server_traffic, &position);
 }
@@ -93,17 +105,18 @@ static __always_inline void count_traffic(struct xdp_md *ctx, __u32 server_id, _
 
 	if (!traffic_in_use)
 		return;
-	traffic = traffic_of(ctx, server_id);
+	traffic = traffic_at(counter_row(ctx), server_id);
 	if (!traffic)
 		return;
 	traffic->packets++;
 	traffic->bytes += bytes;
 }
 
-static __always_inline void count_opened(struct xdp_md *ctx, __u32 service, __u32 server_id)
+static __always_inline void count_opened(__u32 service, __u32 server_id)
 {
-	struct server_traffic *traffic = traffic_of(ctx, server_id);
-	struct lb_counters *counters = counters_of(ctx, service);
+	__u32 row = cpu_row();
+	struct server_traffic *traffic = traffic_at(row, server_id);
+	struct lb_counters *counters = counters_at(row, service);
 
 	if (traffic)
 		traffic->opened++;
@@ -111,9 +124,9 @@ static __always_inline void count_opened(struct xdp_md *ctx, __u32 service, __u3
 		counters->opened++;
 }
 
-static __always_inline void count_closed(struct xdp_md *ctx, __u32 server_id)
+static __always_inline void count_closed(__u32 server_id)
 {
-	struct server_traffic *traffic = traffic_of(ctx, server_id);
+	struct server_traffic *traffic = traffic_at(cpu_row(), server_id);
 
 	if (traffic)
 		traffic->closed++;

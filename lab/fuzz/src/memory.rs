@@ -3,7 +3,6 @@
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
 use coreward_dataplane::mapped::Mapped;
@@ -22,9 +21,9 @@ pub const COUNTER_WORDS: usize = size_of::<intf::lb_counters>() / size_of::<u64>
 /// The program's maps as memory.
 pub struct Memory {
     state: Mapped<intf::lb_state>,
-    /// The row of receive queue 0.
+    /// All rows: packets count in that of receive queue 0, new and ended connections in that of the CPU.
     counters: Mapped<[intf::lb_counters]>,
-    tables: MapHandle,
+    rows: usize,
     recent: Mapped<Recent>,
     /// The same.
     traffic: Mapped<[intf::server_traffic]>,
@@ -42,21 +41,24 @@ impl Memory {
         let maps: Vec<MapHandle> =
             info.map_ids.iter().map(|id| MapHandle::from_map_id(*id)).collect::<Result<_, _>>()?;
         let named = |name: &str| maps.iter().find(|map| map.name() == name).with_context(|| format!("no map {name}"));
+        let counters = named("lb_counters")?;
+        let rows = counters.max_entries() as usize / intf::LB_COUNTERS_PER_ROW as usize;
         Ok(Self {
+            rows,
             state: Mapped::new(named(".bss.state")?)?,
-            counters: Mapped::new_slice(named("lb_counters")?, intf::LB_COUNTERS_PER_ROW as usize)?,
-            // The kernel keeps 15 characters of a name.
-            tables: MapHandle::try_from(named("placement_memor")?)?,
+            counters: Mapped::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)?,
             recent: Mapped::new(named(".bss.recent")?)?,
-            traffic: Mapped::new_slice(named("server_traffic")?, ServerId::COUNT)?,
+            traffic: Mapped::new_slice(named("server_traffic")?, rows * ServerId::COUNT)?,
             flows: Mapped::new_slice(named("flow_table")?, named("flow_table")?.max_entries() as usize)?,
             broadcast: Mapped::new(named(".bss.broadcast")?)?,
         })
     }
 
-    /// Word `word` of the counters of service `service`: test runs count in the row of receive queue 0.
+    /// Word `word` of the counters of service `service`.
     pub fn counter(&self, service: usize, word: usize) -> u64 {
-        self.counters.load(service * size_of::<intf::lb_counters>() + word * size_of::<u64>())
+        let position =
+            |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service) * size_of::<intf::lb_counters>();
+        (0..self.rows).map(|row| self.counters.load(position(row) + word * size_of::<u64>())).sum()
     }
 
     /// Sets until when tokens are paid for.
@@ -89,23 +91,10 @@ impl Memory {
         self.state.load(service_at(service) + offset_of!(intf::service_state, round_robin))
     }
 
-    /// The first `count` counts of connections assigned since the active table was switched in.
-    pub fn assigned(&self, service: usize, count: usize) -> Vec<u32> {
-        let at = self.state.load(service_at(service) + offset_of!(intf::service_state, table_at)) as u32 as usize;
-        if at == 0 {
-            return Vec::new();
-        }
-        let words = self.tables.value_size() as usize / size_of::<u64>();
-        let tables = Mapped::<[u64]>::new_slice(&self.tables, words).expect("mapped before");
-        let start = tables.half(at + offset_of!(intf::placement_table, assigned_at)).load(Ordering::Relaxed) as usize;
-        let words = (0..count.div_ceil(2)).map(|pair| tables.load(start + pair * size_of::<u64>()));
-        words.flat_map(|word| [word as u32, (word >> 32) as u32]).take(count).collect()
-    }
-
     /// What was sent to a server.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
-        let position = usize::from(id.get());
-        let word = |field| self.traffic.load(position * size_of::<intf::server_traffic>() + field);
+        let position = |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();
+        let word = |field| (0..self.rows).map(|row| self.traffic.load(position(row) + field)).sum();
         ServerTraffic {
             opened: word(offset_of!(intf::server_traffic, opened)),
             closed: word(offset_of!(intf::server_traffic, closed)),

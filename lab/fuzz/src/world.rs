@@ -366,7 +366,8 @@ impl World {
     /// Whether all else is the same, too: what a packet's own comparison does not look at. Without the flow table and
     /// the connection table, which take long to read.
     pub fn compare_state(&self) -> Option<Difference> {
-        let memory = &self.instance.as_ref()?.memory;
+        let instance = self.instance.as_ref()?;
+        let memory = &instance.memory;
         let with_service = |place: &usize| *place == NO_SERVICE || self.twin.has_service(*place);
         let mut counted = (0..self.counters.len()).filter(with_service);
         let counters = counted.find_map(|service| self.compare_counters(service));
@@ -375,17 +376,17 @@ impl World {
             differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
         });
         let services = (0..intf::MAX_SERVICES as usize).filter(|place| self.twin.has_service(*place));
-        let mut services = services.filter_map(|place| self.compare_service(memory, place));
+        let mut services = services.filter_map(|place| self.compare_service(instance, place));
         counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
             let expected = self.twin.recent_first_packets().to_vec();
             differ("recent_first_packets", expected, memory.recent_first_packets(), |words| format!("{words:x?}"))
         })
     }
 
-    fn compare_service(&self, memory: &Memory, place: usize) -> Option<Difference> {
+    fn compare_service(&self, instance: &Instance, place: usize) -> Option<Difference> {
         let assigned = self.twin.assigned(place).to_vec();
-        let found = memory.assigned(place, assigned.len());
-        let turns = (self.twin.round_robin(place), memory.round_robin(place));
+        let found = instance.lb.assigned(instance.service(place), assigned.len() as u16);
+        let turns = (self.twin.round_robin(place), instance.memory.round_robin(place));
         differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
             .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
     }

@@ -321,7 +321,7 @@ impl LoadBalancer {
         self.occupancy.now(&self.maps)
     }
 
-    /// Reads the whole table, so that [`occupancy`](Self::occupancy) is exact again: rows that two receive queues share lose a
+    /// Reads the whole table, so that [`occupancy`](Self::occupancy) is exact again: rows that two CPUs share lose a
     /// count now and then. The same for what source prefixes hold.
     pub fn count_connections(&mut self) {
         self.occupancy = Occupancy::count(&self.maps);

@@ -28,6 +28,13 @@ impl LoadBalancer {
         self.install(service, Hashing::Keys(self.address(service)), table)
     }
 
+    /// Returns how many connections were assigned to each of the first `count` core slots of the service's table;
+    /// nothing if it has none.
+    pub fn assigned(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
+        let at = self.maps.state.load(table_at(service)) as u32;
+        if at == 0 { Vec::new() } else { (0..count).map(|slot| self.maps.tables.assigned(at, slot)).collect() }
+    }
+
     /// Replaces the rule and the candidates of a service's table by those that `choose` returns for the table, which it
     /// gets without candidates and keys. Hash, consistent choices, members and generation stay: established packets
     /// depend on them. Nothing happens where the service has no table with members, or `choose` returns no candidates.

@@ -271,10 +271,13 @@ impl Tables {
     /// others they start at 0, as what a core got before, its load shows (docs/policies.md).
     fn counts(&self, before: Option<&Written>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
-        let assigned_at = self.memory.half(field!(before.at(), assigned_at)).load(Ordering::Relaxed) as usize;
-        let count =
-            |slot: u16| self.memory.half(assigned_at + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed);
-        before.counted.carried(next, count)
+        before.counted.carried(next, |slot| self.assigned(before.at(), slot))
+    }
+
+    /// Returns how many connections were assigned to a core slot of the table at `at`.
+    pub fn assigned(&self, at: u32, slot: u16) -> u32 {
+        let assigned_at = self.memory.half(field!(at, assigned_at)).load(Ordering::Relaxed) as usize;
+        self.memory.half(assigned_at + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
     /// Writes a table, which [`check`] has passed. `before`: the service's table so far.

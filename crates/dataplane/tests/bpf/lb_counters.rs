@@ -1,15 +1,21 @@
-//! What is counted when services come and go.
+//! Counts when services come and go, and of two CPUs at once.
 
 use std::net::Ipv4Addr;
+use std::os::fd::BorrowedFd;
 
-use coreward_dataplane::lb::Counters;
+use coreward_dataplane::lb::{Counters, Options};
+use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::ServiceMode;
+use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
+use coreward_model::tuple::Protocol;
+use coreward_model::{ServerId, ServiceAddress};
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
 
 use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
-use crate::support::{SYN, Tcp, may_load_bpf, usual_timestamp};
+use crate::support::{SYN, Tcp, Udp, may_load_bpf, usual_timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 2), 443);
@@ -37,4 +43,59 @@ fn new_service_in_the_place_of_a_removed_one_starts_at_zero() {
     assert_eq!(balancer.lb.counters(index), Counters::default());
     assert_eq!(balancer.lb.opened(index), 0);
     assert_eq!(balancer.lb.total_counters(), total, "what removed services counted stays in the total");
+}
+
+/// Runs the program on one CPU so often on the same frame, which comes from receive queue 0.
+fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
+    let mut one = CpuSet::new();
+    one.set(cpu).unwrap();
+    sched_setaffinity(Pid::from_raw(0), &one).unwrap();
+    assert_eq!(test_run::run(program, frame, times).unwrap().verdict, XDP_TX);
+}
+
+/// The same on two CPUs at once, as on a bond whose devices both have a queue 0. The kernel does not restore the frame
+/// in between, so it is to a load balancer with the MAC address of its only server.
+fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, times: u32) {
+    let mac = *balancer.macs.iter().find(|((_, of), _)| *of == server).unwrap().1;
+    balancer.lb.set_own_mac(mac);
+    frame[..6].copy_from_slice(&mac.0);
+    let (program, frame) = (balancer.lb.program(), &frame);
+    std::thread::scope(|scope| {
+        for cpu in 0..2 {
+            scope.spawn(move || run_on_cpu(cpu, program, frame, times));
+        }
+    });
+}
+
+#[test]
+fn no_count_of_connections_is_lost_between_two_cpus() {
+    const TIMES: u32 = 1_000_000;
+    if !may_load_bpf("no_count_of_connections_is_lost_between_two_cpus") {
+        return;
+    }
+    if std::thread::available_parallelism().unwrap().get() < 2 {
+        println!("SKIPPED no_count_of_connections_is_lost_between_two_cpus: needs two CPUs");
+        return;
+    }
+    let mut rng = seeded_rng(141, 0);
+    let datagrams = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
+    let per_packet = ServiceMode { consistency: Consistency::None, ..ServiceMode::default() };
+    let services = [(service(VIP), ServiceMode::default()), (datagrams, per_packet)];
+    let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
+    let servers = balancer.replace_servers(0, 1, &mut rng);
+    balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
+    let client = (Ipv4Addr::new(192, 0, 2, 1), 1024);
+    let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+    run_on_two_cpus(&mut balancer, servers[0], syn, TIMES);
+    let expected = 2 * u64::from(TIMES);
+    let (opened, traffic) = (balancer.lb.opened(balancer.services[0]), balancer.lb.traffic(servers[0]));
+
+    let others = balancer.replace_servers(1, 1, &mut rng);
+    let table = random_table(Rule::LeastAssigned, 1, 1, &others, &mut rng);
+    balancer.install(1, &table);
+    // Each datagram is placed, also one that came before.
+    run_on_two_cpus(&mut balancer, others[0], Udp::new(client, VIP).frame(), TIMES);
+    let assigned: u32 = balancer.lb.assigned(balancer.services[1], table.core_slots.len() as u16).iter().sum();
+    println!("of {expected}: opened {opened}, at the server {}, assigned {assigned}", traffic.opened);
+    assert_eq!([opened, traffic.opened, assigned.into()], [expected; 3]);
 }
