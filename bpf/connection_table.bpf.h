@@ -97,8 +97,10 @@ __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
 	(CONNECTION_TAG_MASK | CONNECTION_IN_USE | CONNECTION_SERVICE_MASK << CONNECTION_SERVICE_SHIFT)
 
 /*
- * Service and client are 58 bits; two rounds of multiply and shift (as in MurmurHash3's finaliser) with secret odd factors. Less
- * than a PRF is enough: no client ever sees a bit of the result, since places leave this machine in cookies only.
+ * Service and client are 58 bits; two rounds of multiply and shift (as in MurmurHash3's finaliser) with secret odd
+ * factors. This is no PRF. The claim: for a sender that knows this code, and neither key nor results, tuples of a
+ * simple structure collide as often as by chance (crates/model/tests/integration/connection_hash.rs). No client sees a
+ * bit of a result, since places leave this machine in cookies only. docs/security.md has what a collision gives.
  */
 static __always_inline __u64 connection_hash(__u32 service, __u32 client_address, __u32 ports)
 {

@@ -1,0 +1,86 @@
+//! The hash that places connections in tables, against a sender that knows its code and not its key: structured sets of
+//! tuples collide as often as by chance.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+use coreward_model::connection_table::ConnectionHash;
+use coreward_model::cookie::CookieKey;
+use coreward_model::rss::seeded_rng;
+use rand::Rng as _;
+
+/// Tuples of each set: so many that their pairs collide 128 times in 4,096 places by chance.
+const TUPLES: u32 = 1024;
+const KEYS: u64 = 200;
+/// Bits that choose a place: a source's counter, a hint, and a set of the flow table have 12, 14 and 17.
+const PLACE_BITS: u32 = 12;
+/// More than chance by so much means that the structure shows.
+const TOLERANCE: f64 = 1.25;
+
+/// A set of clients, by number.
+type Set = (&'static str, fn(u32) -> SocketAddrV4);
+
+fn client(address: u32, port: u32) -> SocketAddrV4 {
+    SocketAddrV4::new(Ipv4Addr::from(address), port as u16)
+}
+
+/// Sets that differ where a sender can choose: in the low and high bits of ports and addresses, as counters, strides
+/// and Gray codes, which change one bit at a time.
+const SETS: [Set; 9] = [
+    ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
+    ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
+    ("ports by a Gray code", |n| client(0xc000_0201, n ^ n >> 1)),
+    ("addresses in a row", |n| client(0xc000_0000 + n, 4000)),
+    ("addresses in steps of 2^22", |n| client(n << 22, 4000)),
+    ("addresses by a Gray code", |n| client((n ^ n >> 1) << 12, 4000)),
+    ("first byte and high bits of the port", |n| client(n << 24, (n >> 8) << 14)),
+    ("port and address alike", |n| client(n, n)),
+    ("port against address", |n| client(0xc000_0000 + n, 65_535 - n)),
+];
+
+/// How often pairs of the set's tuples share a place, in multiples of chance, over many keys.
+fn collisions(hash: fn(&CookieKey, SocketAddrV4) -> u64, set: Set, shift: u32) -> f64 {
+    let mut rng = seeded_rng(171, shift.into());
+    let mut pairs = 0u64;
+    for _ in 0..KEYS {
+        let key = CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let mut places: HashMap<u64, u64> = HashMap::new();
+        for n in 0..TUPLES {
+            *places.entry(hash(&key, set.1(n)) >> shift & ((1 << PLACE_BITS) - 1)).or_default() += 1;
+        }
+        pairs += places.values().map(|count| count * (count - 1) / 2).sum::<u64>();
+    }
+    let all = f64::from(TUPLES) * f64::from(TUPLES - 1) / 2.0;
+    pairs as f64 / KEYS as f64 / (all / f64::from(1 << PLACE_BITS))
+}
+
+/// The low half selects places, the upper half is the tag.
+fn whole(key: &CookieKey, client: SocketAddrV4) -> u64 {
+    let hash = ConnectionHash::new(key, 3, client);
+    u64::from(hash.tag()) << 32 | u64::from(hash.low())
+}
+
+/// One multiplication without a fold: places depend on the low bits of the tuple alone.
+fn too_simple(key: &CookieKey, client: SocketAddrV4) -> u64 {
+    let tuple = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());
+    (tuple ^ key.k0).wrapping_mul(key.k1 | 1)
+}
+
+#[test]
+fn structured_tuples_collide_no_more_often_than_by_chance() {
+    // The lowest bits, those of a set of the flow table above them, and both ends of the tag.
+    for shift in [0, 5, 32, 52] {
+        for set in SETS {
+            let found = collisions(whole, set, shift);
+            println!("{} at bit {shift}: {found:.2} times chance", set.0);
+            assert!(found < TOLERANCE, "{} at bit {shift}: {found:.2} times chance", set.0);
+        }
+    }
+}
+
+#[test]
+fn one_multiplication_would_not_do() {
+    let most = SETS.map(|set| collisions(too_simple, set, 0)).into_iter().fold(0.0, f64::max);
+    println!("{most:.0} times chance");
+    assert!(most > 100.0, "the sets would not show a hash that is too simple: {most:.2} times chance");
+}
