@@ -26,10 +26,9 @@ impl Told {
         self.rss_generation
     }
 
-    /// Whether the next report has details: always, to a controller that does not remember them. People who wait for a server
-    /// that drains see every count.
+    /// Returns whether the next report has details. While the server drains each report has: people wait for its counts.
     pub fn wants_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
-        let may_omit = configuration.is_some_and(|told| told.remembers_details && !told.draining);
+        let may_omit = configuration.is_some_and(|told| !told.draining);
         let newest = self.details.as_ref().filter(|_| may_omit);
         newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
@@ -53,7 +52,7 @@ mod tests {
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
         let told = told.after(&report);
         assert_eq!(told.rss_generation(), 3);
-        assert!(told.wants_details(None, &report.warnings), "a controller of the version before does not remember");
+        assert!(told.wants_details(None, &report.warnings), "there is no configuration yet");
         let short = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
         assert_eq!(told.after(&short).details.unwrap().warnings, report.warnings);
     }

@@ -26,7 +26,7 @@ mod time;
 pub use form::{Field, Form, Name, Number, choice, choice_schema, parsed};
 pub use host::{AbsolutePath, Interface};
 pub use mistake::{Mistake, Mistakes, nearest};
-pub use reader::{OldKey, Reader, TableReader};
+pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, refuse_others_secrets};
 pub use source::Source;
 pub use time::{HOUR, MICROSECOND, MILLISECOND, MINUTE, Period, SECOND, shown_time};

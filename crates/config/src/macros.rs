@@ -17,15 +17,15 @@
 ///         /// Whether it tells.
 ///         pub verbose: bool = false,
 ///     }
-///     old {
-///         "interval_s" => coreward_config::OldKey::Time { unit: "s", new: "interval" },
+///     elsewhere {
+///         "key" => "`key_file`",
 ///     }
 /// }
-/// let source = coreward_config::Source::from_text("daemon.toml", "name = \"a\"\ninterval_s = 5\n");
+/// let source = coreward_config::Source::from_text("daemon.toml", "name = \"a\"\nkey = 5\n");
 /// let mistakes = source.read_as(|daemon: Daemon, _| Some(daemon)).unwrap_err();
 /// assert_eq!(
 ///     mistakes.to_string(),
-///     "daemon.toml:2:1: key `interval_s`: is called `interval` now: expected interval = \"5s\""
+///     "daemon.toml:2:1: key `key`: is not known here: expected `key_file`"
 /// );
 /// ```
 ///
@@ -41,7 +41,7 @@ macro_rules! table {
                 $field_visibility:vis $field:ident $(as $key:literal)? : $type:ty $(= $default:expr)?
             ),* $(,)?
         }
-        $(old { $($old:literal => $became:expr),* $(,)? })?
+        $(elsewhere { $($elsewhere:literal => $expected:expr),* $(,)? })?
     ) => {
         $(#[$meta])*
         $visibility struct $name {
@@ -54,8 +54,8 @@ macro_rules! table {
                 reader: &mut $crate::Reader<'_>,
             ) -> Option<Self> {
                 let known = &[$($crate::table!(@key $field $($key)?)),*];
-                let old: &[(&str, $crate::OldKey)] = &[$($(($old, $became)),*)?];
-                let table = reader.table::<Self>(value, known, old)?;
+                let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
+                let table = reader.table::<Self>(value, known, elsewhere)?;
                 // All of them before the first that is missing ends it.
                 $(let $field: Option<$type> =
                     table.key($crate::table!(@key $field $($key)?), $crate::table!(@default $($default)?), reader);)*

@@ -40,20 +40,6 @@ struct Syntax {
     doubtful_from: Option<usize>,
 }
 
-/// What became of a key that is no more.
-#[derive(Debug, Clone, Copy)]
-pub enum OldKey {
-    /// A number of this unit; now a time with its unit, under this name.
-    Time {
-        /// As it is written now.
-        unit: &'static str,
-        /// The new key.
-        new: &'static str,
-    },
-    /// In words, after "expected".
-    Moved(&'static str),
-}
-
 impl<'a> Reader<'a> {
     pub(crate) fn read<T: Form, U>(
         source: &'a Source,
@@ -181,31 +167,28 @@ impl<'a> Reader<'a> {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// The value as a table of which only these keys are known; `None`, and a mistake, when it is none.
+    /// Returns the value as a table of which only the `known` keys may be there; `None`, and a mistake, when it is none.
+    /// `elsewhere`: keys that belong into another place, with that place in words, after "expected".
     pub fn table<'v, 'i, T: Form>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
         known: &[&str],
-        old: &[(&str, OldKey)],
+        elsewhere: &[(&str, &str)],
     ) -> Option<TableReader<'v, 'i>> {
         let DeValue::Table(table) = value.get_ref() else {
             self.wrong_type::<T>(value);
             return None;
         };
-        for (key, value) in table.iter().filter(|(key, _)| !known.contains(&key.get_ref().as_ref())) {
-            self.unknown_key(key.get_ref(), key.span(), value.span(), known, old);
+        for (key, _) in table.iter().filter(|(key, _)| !known.contains(&key.get_ref().as_ref())) {
+            self.unknown_key(key.get_ref(), key.span(), known, elsewhere);
         }
         Some(TableReader { table, span: value.span() })
     }
 
-    fn unknown_key(&mut self, key: &str, at: Span, value: Span, known: &[&str], old: &[(&str, OldKey)]) {
+    fn unknown_key(&mut self, key: &str, at: Span, known: &[&str], elsewhere: &[(&str, &str)]) {
         self.keys.push(key.to_owned());
-        match old.iter().find(|(name, _)| *name == key).map(|(_, old)| old) {
-            Some(OldKey::Time { unit, new }) => {
-                let number = self.written(&value).to_owned();
-                self.mistake(at, format!("is called `{new}` now: expected {new} = \"{number}{unit}\""));
-            }
-            Some(OldKey::Moved(expected)) => self.mistake(at, format!("is not known here: expected {expected}")),
+        match elsewhere.iter().find(|(name, _)| *name == key) {
+            Some((_, expected)) => self.mistake(at, format!("is not known here: expected {expected}")),
             None => {
                 let list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
                 let message = format!("is not known: expected one of {list}");

@@ -10,8 +10,7 @@ use serde_json::json;
 
 use crate::secret::read_secret_of;
 use crate::{
-    Field, MILLISECOND, Mistakes, Name, Number, OldKey, Period, SECOND, Secret, Source, Spanned, schema, table,
-    tagged_table,
+    Field, MILLISECOND, Mistakes, Name, Number, Period, SECOND, Secret, Source, Spanned, schema, table, tagged_table,
 };
 
 table! {
@@ -31,9 +30,8 @@ table! {
         /// What it serves.
         services as "service": Vec<Spanned<Service>>,
     }
-    old {
-        "interval_ms" => OldKey::Time { unit: "ms", new: "interval" },
-        "key" => OldKey::Moved("`key_file`"),
+    elsewhere {
+        "key" => "`key_file`",
     }
 }
 
@@ -118,7 +116,6 @@ fn single_mistakes() {
             "interval = 50",
             "2:12: key `interval`: 50 has no unit: expected a time with its unit, from \"10ms\" to \"1s\"",
         ),
-        ("interval_ms = 50", "2:1: key `interval_ms`: is called `interval` now: expected interval = \"50ms\""),
         ("key = \"x\"", "2:1: key `key`: is not known here: expected `key_file`"),
         ("service = 5", "2:11: key `service`: 5 is a TOML integer: expected a list: each a table"),
         ("service = [5]", "2:12: key `service`: 5 is a TOML integer: expected a table"),

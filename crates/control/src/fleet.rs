@@ -346,7 +346,6 @@ impl Fleet {
             server_id: id,
             servers_before: before.iter().filter_map(server_before).chain(others).collect(),
             draining: self.drains(id),
-            remembers_details: true,
         }
     }
 }

@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use support::{Home, Running, in_time};
+use support::{Home, Running, apply_update, in_time};
 
 /// SIGHUP reaches every controller of this process: who sends one, and who starts a controller anew
 /// (a reload under way would still hold its store) or counts generations, runs alone.
@@ -42,13 +42,12 @@ impl Running {
             name: name.into(),
             version: "test".into(),
             address: vec![10, 2, 0, 200],
-            takes_changes: false,
             configuration_generation: 0,
         };
         let message = Some(load_balancer_message::Message::Hello(hello));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        LoadBalancer { sender, updates }
+        LoadBalancer { sender, updates, newest: None }
     }
 }
 
@@ -108,20 +107,21 @@ impl Agent {
 struct LoadBalancer {
     sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
+    newest: Option<FleetConfiguration>,
 }
 
 impl LoadBalancer {
     async fn update(&mut self) -> dataplane_update::Update {
         let message = in_time("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
-        message.update.expect("an update says something")
+        let update = message.update.expect("an update says something");
+        apply_update(&mut self.newest, &update);
+        update
     }
 
     async fn configuration(&mut self) -> FleetConfiguration {
-        loop {
-            if let dataplane_update::Update::Configuration(configuration) = self.update().await {
-                return FleetConfiguration::decode(configuration).unwrap().1;
-            }
-        }
+        use dataplane_update::Update::{Change, Configuration};
+        while !matches!(self.update().await, Configuration(_) | Change(_)) {}
+        self.newest.clone().expect("a stream begins with a whole configuration")
     }
 
     async fn table(&mut self) -> PlacementTable {

@@ -4,9 +4,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{
-    AbsolutePath, Field, HOUR, Mistakes, Number, OldKey, Period, Reader, Source, Spanned, choices, table,
-};
+use coreward_config::{AbsolutePath, Field, HOUR, Mistakes, Number, Period, Reader, Source, Spanned, choices, table};
 use coreward_dataplane::dispatch::{
     self, LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, Patience, Policy,
     RequestType,
@@ -120,10 +118,6 @@ table! {
         /// The first that matches counts.
         types as "type": Vec<Spanned<TypeTable>>,
     }
-    old {
-        "response_timeout_ms" => OldKey::Time { unit: "ms", new: "response_timeout" },
-        "stall_after_ms" => OldKey::Time { unit: "ms", new: "stall_after" },
-    }
 }
 
 /// No UDP payload is longer.
@@ -153,9 +147,6 @@ table! {
         /// Priority: 0 is the highest.
         class: Option<Class>,
     }
-    old {
-        "expected_us" => OldKey::Time { unit: "us", new: "expected" },
-    }
 }
 
 table! {
@@ -168,9 +159,6 @@ table! {
         expected: Option<ExpectedTime>,
         /// Priority: 0 is the highest.
         class: Class = Number(0),
-    }
-    old {
-        "expected_us" => OldKey::Time { unit: "us", new: "expected" },
     }
 }
 
@@ -385,10 +373,6 @@ class = 1
             error("response_timeout = \"60s\""),
             "dispatch.toml:3:20: key `service.response_timeout`: \"60s\": expected a time with its unit, from \"100ms\" to \
              \"20s\""
-        );
-        assert_eq!(
-            error("[[service.type]]\nprefix = \"a\"\nexpected_us = 12.5"),
-            "dispatch.toml:5:1: key `service.type.expected_us`: is called `expected` now: expected expected = \"12.5us\""
         );
         assert_eq!(
             error("request_id = { offset = 0, bytes = 9 }"),

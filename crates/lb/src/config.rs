@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, HOUR, Interface, MINUTE, Mistakes, Name, Number, OldKey, Period, SECOND, Source, choices, table,
+    AbsolutePath, HOUR, Interface, MINUTE, Mistakes, Name, Number, Period, SECOND, Source, choices, table,
 };
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
@@ -125,10 +125,6 @@ table! {
         idle: Option<Timer>,
         /// The same after a FIN or RST.
         closing: Option<Timer>,
-    }
-    old {
-        "idle_s" => OldKey::Time { unit: "s", new: "idle" },
-        "closing_s" => OldKey::Time { unit: "s", new: "closing" },
     }
 }
 
@@ -258,10 +254,6 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             (
                 "connection_timers = { closing = \"0s\" }",
                 "5:33: key `connection_timers.closing`: \"0s\": expected a time with its unit, from \"1s\" to \"24h\"",
-            ),
-            (
-                "connection_timers = { idle_s = 300 }",
-                "5:23: key `connection_timers.idle_s`: is called `idle` now: expected idle = \"300s\"",
             ),
             (
                 "connection_table = 1000",

@@ -335,7 +335,6 @@ fn hello(config: &Config, in_force: u64) -> v1::LoadBalancerHello {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         address: address.map(|address| address_bytes(address.into())).unwrap_or_default(),
-        takes_changes: true,
         configuration_generation: in_force,
     }
 }

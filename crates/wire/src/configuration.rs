@@ -151,8 +151,6 @@ pub struct AgentConfiguration {
     pub servers_before: Vec<ServerBefore>,
     /// Somebody waits for the connections that remain: they are to be counted more often.
     pub draining: bool,
-    /// Reports need not repeat their details ([`crate::ReportDetails`]).
-    pub remembers_details: bool,
 }
 
 /// A server that packets may be handed to.
@@ -254,7 +252,6 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             server_id: configuration.server_id.get().into(),
             servers_before: configuration.servers_before.iter().map(before).collect(),
             draining: configuration.draining,
-            remembers_details: configuration.remembers_details,
         }
     }
 }
@@ -493,7 +490,6 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
             server_id: parse_server_id("server_id", message.server_id)?,
             servers_before: parse_each("servers_before", &message.servers_before)?,
             draining: message.draining,
-            remembers_details: message.remembers_details,
         })
     }
 }

@@ -335,7 +335,6 @@ pub(crate) async fn subscribe(
         name: format!("lb{balancer}"),
         version: "bench".into(),
         address: Vec::new(),
-        takes_changes: true,
         configuration_generation: 0,
     };
     let message = Some(load_balancer_message::Message::Hello(hello));

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    Field, Form, HOUR, MILLISECOND, Name, OldKey, Period, Reader, SECOND, Secret, Spanned, choices, parsed, serde_json,
-    table,
+    Field, Form, HOUR, MILLISECOND, Name, Period, Reader, SECOND, Secret, Spanned, choices, parsed, serde_json, table,
 };
 use coreward_model::ServerId;
 use coreward_model::consistency::{Consistency, Timestamps};
@@ -24,10 +23,9 @@ use super::health::Health;
 use super::{DEFAULT_API, DEFAULT_RETIRE_AFTER, ServerState, TableTiming};
 
 /// What has moved out of the controller's file.
-const IN_THE_FLEETS_FILE: OldKey =
-    OldKey::Moved("it in the fleet's own file, which `fleet = \"fleet.toml\"` names here");
+const IN_THE_FLEETS_FILE: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 /// And the other way round.
-const IN_THE_CONTROLLERS_FILE: OldKey = OldKey::Moved("it in the controller's own file");
+const IN_THE_CONTROLLERS_FILE: &str = "it in the controller's own file";
 
 table! {
     /// The controller's own.
@@ -55,8 +53,8 @@ table! {
         /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
         pub allow_plaintext: bool = false,
     }
-    old {
-        "rss_key" => OldKey::Moved("`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret"),
+    elsewhere {
+        "rss_key" => "`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret",
         "report_interval_ms" => IN_THE_FLEETS_FILE,
         "report_interval" => IN_THE_FLEETS_FILE,
         "alpha" => IN_THE_FLEETS_FILE,
@@ -98,11 +96,8 @@ table! {
         /// One service each.
         pub services as "service": Vec<Spanned<Service>>,
     }
-    old {
-        "report_interval_ms" => OldKey::Time { unit: "ms", new: "report_interval" },
-        "retire_after_s" => OldKey::Time { unit: "s", new: "retire_after" },
-        "key_rotation_hours" => OldKey::Time { unit: "h", new: "key_rotation" },
-        "rss_key" => OldKey::Moved("`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE"),
+    elsewhere {
+        "rss_key" => "`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE",
         "rss_key_file" => IN_THE_CONTROLLERS_FILE,
         "listen" => IN_THE_CONTROLLERS_FILE,
         "store" => IN_THE_CONTROLLERS_FILE,
@@ -160,9 +155,6 @@ table! {
         pub health: Option<Spanned<Health>>,
         /// What becomes of new connections when all of its servers are down.
         pub when_all_down: WhenAllDown = WhenAllDown::default(),
-    }
-    old {
-        "slow_start_s" => OldKey::Time { unit: "s", new: "slow_start" },
     }
 }
 

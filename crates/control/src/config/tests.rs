@@ -115,17 +115,6 @@ fn single_values() {
             "fleet.toml:3:19: key `report_interval`: \"5ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
         ),
         (
-            "report_interval = \"50ms\"",
-            "report_interval_ms = 1001",
-            "fleet.toml:3:1: key `report_interval_ms`: is called `report_interval` now: expected report_interval = \
-             \"1001ms\"",
-        ),
-        (
-            "alpha = 0.25",
-            "retire_after_s = 3600",
-            "fleet.toml:4:1: key `retire_after_s`: is called `retire_after` now: expected retire_after = \"3600s\"",
-        ),
-        (
             "alpha = 0.25",
             "listen = \"10.0.0.1:1\"",
             "fleet.toml:4:1: key `listen`: is not known here: expected it in the controller's own file",

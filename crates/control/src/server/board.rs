@@ -56,15 +56,6 @@ pub struct Seen {
     newest: u64,
     /// The posting of the configuration.
     configuration: u64,
-    /// Whether a change will do where the configuration before was seen.
-    takes_changes: bool,
-}
-
-impl Seen {
-    /// Nothing yet.
-    pub fn nothing(takes_changes: bool) -> Self {
-        Self { takes_changes, ..Self::default() }
-    }
 }
 
 impl PostedConfiguration {
@@ -73,9 +64,9 @@ impl PostedConfiguration {
     }
 
     /// For somebody who has seen the configuration of that posting.
-    fn after(&self, seen: u64, takes_changes: bool) -> Told {
+    fn after(&self, seen: u64) -> Told {
         match &self.change {
-            Some((base, change)) if *base == seen && takes_changes => Told::Change(change.clone()),
+            Some((base, change)) if *base == seen => Told::Change(change.clone()),
             _ => Told::Whole(self.whole.get_or_init(|| self.fleet.encode(self.number)).clone()),
         }
     }
@@ -133,8 +124,7 @@ impl Board {
     pub fn news(&self, seen: &mut Seen) -> News {
         let posted = self.posted();
         let number = posted.configuration.number;
-        let configuration =
-            (number > seen.newest).then(|| posted.configuration.after(seen.configuration, seen.takes_changes));
+        let configuration = (number > seen.newest).then(|| posted.configuration.after(seen.configuration));
         let first = (seen.newest + 1, ServiceIndex::FIRST);
         let tables = posted.order.range(first..).map(|(_, table)| table.clone()).collect();
         (seen.newest, seen.configuration) = (posted.newest, number);
@@ -186,7 +176,7 @@ mod tests {
     #[test]
     fn each_sees_the_newest_once() {
         let board = Board::new(configuration(1));
-        let mut seen = Seen::nothing(true);
+        let mut seen = Seen::default();
         assert_eq!(told(&board, &mut seen), (Some(1), None, vec![]));
         board.post_tables([(service(1), "1".into()), (service(2), "2".into())]);
         board.post_tables([(service(1), "1 again".into())]);
@@ -194,19 +184,18 @@ mod tests {
         assert_eq!(told(&board, &mut seen), (None, None, vec![]));
         board.post_configuration(configuration(2), |index| index == service(2));
         assert_eq!(told(&board, &mut seen), (None, Some(2), vec![]));
-        assert_eq!(told(&board, &mut Seen::nothing(true)), (Some(2), None, vec![b"2".to_vec()]));
+        assert_eq!(told(&board, &mut Seen::default()), (Some(2), None, vec![b"2".to_vec()]));
     }
 
     #[test]
     fn a_change_is_for_those_who_saw_what_it_changes() {
         let board = Board::new(configuration(1));
-        let (mut quick, mut slow, mut old) = (Seen::nothing(true), Seen::nothing(true), Seen::nothing(false));
-        for seen in [&mut quick, &mut slow, &mut old] {
+        let (mut quick, mut slow) = (Seen::default(), Seen::default());
+        for seen in [&mut quick, &mut slow] {
             assert_eq!(told(&board, seen), (Some(1), None, vec![]));
         }
         board.post_configuration(configuration(2), |_| true);
         assert_eq!(told(&board, &mut quick), (None, Some(2), vec![]));
-        assert_eq!(told(&board, &mut old), (Some(2), None, vec![]));
         board.post_tables([(service(1), "1".into())]);
         board.post_configuration(configuration(3), |_| true);
         assert_eq!(told(&board, &mut quick), (None, Some(3), vec![b"1".to_vec()]));

@@ -26,7 +26,7 @@ pub async fn serve(
     mut messages: Streaming<v1::LoadBalancerMessage>,
     updates: Updates,
 ) {
-    let (name, session, takes_changes) = match introduce(&shared, &visitor, &mut messages).await {
+    let (name, session) = match introduce(&shared, &visitor, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
             tracing::warn!("the load balancer at {} was refused: {}", visitor.caller, status.message());
@@ -38,7 +38,7 @@ pub async fn serve(
     let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
-        () = tell(&shared, Seen::nothing(takes_changes), answers, &updates) => {}
+        () = tell(&shared, Seen::default(), answers, &updates) => {}
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
         }
@@ -63,8 +63,8 @@ async fn introduce(
     shared: &Shared,
     visitor: &Visitor,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
-) -> Result<(String, u64, bool), Status> {
-    let Hello { name, address, takes_changes, in_force } = hello(messages).await?;
+) -> Result<(String, u64), Status> {
+    let Hello { name, address, in_force } = hello(messages).await?;
     visitor.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
@@ -73,13 +73,12 @@ async fn introduce(
         leave(shared, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
     }
-    Ok((name, session, takes_changes))
+    Ok((name, session))
 }
 
 struct Hello {
     name: String,
     address: Option<IpAddr>,
-    takes_changes: bool,
     /// Generation of its configuration in force.
     in_force: u64,
 }
@@ -90,8 +89,8 @@ async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hell
     match message {
         Some(v1::load_balancer_message::Message::Hello(first)) => {
             let address = parse_optional_address("address", &first.address)?;
-            let (takes_changes, in_force) = (first.takes_changes, first.configuration_generation);
-            Ok(Hello { name: made_readable(first.name), address, takes_changes, in_force })
+            let in_force = first.configuration_generation;
+            Ok(Hello { name: made_readable(first.name), address, in_force })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
     }

@@ -31,9 +31,6 @@ const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document"
 
 /// Who changed what, by id.
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
-/// Documents of before, which earlier versions stored.
-const HISTORY: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("history");
-
 /// The only row of [`FLEET`].
 const FLEET_ROW: &str = "fleet";
 
@@ -133,7 +130,6 @@ impl EmbeddedStore {
         transaction.delete_table(SERVERS)?;
         transaction.delete_table(LOAD_BALANCERS)?;
         transaction.delete_table(DOCUMENT)?;
-        transaction.delete_table(HISTORY)?;
         {
             let mut fleet = transaction.open_table(FLEET)?;
             fleet.insert(FLEET_ROW, encode(&rows.fleet)?.as_slice())?;
@@ -236,11 +232,8 @@ fn open_private(path: &Path) -> std::io::Result<File> {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use coreward_model::rss::RssKey;
-
     use super::super::tests::records;
     use super::*;
-    use crate::key_ring::KeyPhase;
 
     #[test]
     fn what_was_saved_is_loaded() {
@@ -256,34 +249,6 @@ mod tests {
         drop(store);
         assert_eq!(EmbeddedStore::open(&path).unwrap().load().unwrap(), Some(changed));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-    }
-
-    /// A fleet keeps its ids and keys when the controller becomes this version.
-    #[test]
-    fn the_first_format_is_read() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("controller.redb");
-        let mut store = EmbeddedStore::open(&path).unwrap();
-        let rss_key = RssKey::microsoft().to_string();
-        let rows = [
-            format!(
-                r#"{{"format":1,"generation":9,"cookie_keys":[[1,2],[3,4]],"current_key":1,"rss_key":"{rss_key}"}}"#
-            ),
-            r#"{"index":5,"seed":6}"#.to_owned(),
-        ];
-        let transaction = store.database().unwrap().begin_write().unwrap();
-        transaction.open_table(FLEET).unwrap().insert(FLEET_ROW, rows[0].as_bytes()).unwrap();
-        transaction.open_table(SERVICES).unwrap().insert("web", rows[1].as_bytes()).unwrap();
-        transaction.open_table(SERVERS).unwrap();
-        transaction.open_table(HISTORY).unwrap().insert(7, b"{}".as_slice()).unwrap();
-        transaction.commit().unwrap();
-        let records = store.load().unwrap().unwrap();
-        assert_eq!((records.generation, records.key_ring.keys.keys[1].k0, records.services["web"].seed), (9, 3, 6));
-        assert_eq!((records.key_ring.phase, records.key_ring.generation), (KeyPhase::Steady, 0));
-        store.save(&records).unwrap();
-        assert_eq!(store.load().unwrap(), Some(records));
-        let transaction = store.database().unwrap().begin_read().unwrap();
-        assert!(table(&transaction, HISTORY).unwrap().is_none(), "documents of before are deleted");
     }
 
     #[test]

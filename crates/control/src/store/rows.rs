@@ -15,18 +15,12 @@ use coreward_model::rss::RssKey;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
-use crate::audit::bounded;
 use crate::drains::DrainRecord;
 use crate::key_ring::{KeyPhase, KeyRing};
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
-/// Of the rows' layout. Rows of another version are refused, not guessed at; but for those before, to which this one only
-/// adds.
+/// Version of the rows' layout; another one is refused.
 const FORMAT: u32 = 4;
-const FIRST_FORMAT: u32 = 1;
-/// What a store without drains says. A version that knows none would put the servers back in, so it must not read them; where there
-/// are none it can go on.
-const FORMAT_WITHOUT_DRAINS: u32 = 3;
 
 /// All rows.
 #[derive(Debug)]
@@ -63,7 +57,7 @@ impl Rows {
     /// What they say.
     ///
     /// # Errors
-    /// When a value makes no sense, or the format is of a later version.
+    /// When a value makes no sense, or the format is another version's.
     pub fn parse(self) -> anyhow::Result<Records> {
         let mut records = self.fleet.parse()?;
         for (name, row) in self.services {
@@ -76,8 +70,7 @@ impl Rows {
             records.load_balancers.insert(name, row.parse()?);
         }
         records.document = self.document;
-        // Earlier versions stored entries of any size.
-        records.audit = Arc::new(Arc::unwrap_or_clone(self.audit).into_iter().map(bounded).collect());
+        records.audit = self.audit;
         Ok(records)
     }
 }
@@ -89,17 +82,13 @@ pub struct FleetRow {
     /// k0, k1 of both keys.
     cookie_keys: [[u64; 2]; 2],
     current_key: u8,
-    #[serde(default)]
     keys_generation: u64,
     /// Seconds since 1970.
-    #[serde(default)]
     current_key_since: u64,
     /// Absent: no rotation is under way; whether it was forced.
-    #[serde(default)]
     announced: Option<bool>,
     rss_key: String,
     /// Seconds since 1970; absent: the wall clock counts.
-    #[serde(default)]
     clock: Option<u64>,
 }
 
@@ -116,7 +105,6 @@ pub struct ServiceRow {
     index: u16,
     seed: u64,
     /// By bucket: whose it is, and whose it was.
-    #[serde(default)]
     buckets: Vec<(u16, Option<u16>)>,
 }
 
@@ -129,7 +117,7 @@ pub struct ServerRow {
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Absent: through any of the fleet's. A version that knows none refuses the document with them.
+    /// Absent: through any of the fleet's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
 }
@@ -147,10 +135,7 @@ struct DrainRow {
 impl From<&Records> for FleetRow {
     fn from(records: &Records) -> Self {
         Self {
-            format: match records.servers.values().any(|server| server.drain.is_some()) {
-                true => FORMAT,
-                false => FORMAT_WITHOUT_DRAINS,
-            },
+            format: FORMAT,
             generation: records.generation,
             cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
             current_key: records.key_ring.keys.current.get() as u8,
@@ -168,8 +153,7 @@ impl From<&Records> for FleetRow {
 
 impl FleetRow {
     fn parse(self) -> anyhow::Result<Records> {
-        let known = (FIRST_FORMAT..=FORMAT).contains(&self.format);
-        anyhow::ensure!(known, "format {}: expected {FORMAT}", self.format);
+        anyhow::ensure!(self.format == FORMAT, "format {}: expected {FORMAT}", self.format);
         let current = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
         Ok(Records {
             generation: self.generation,

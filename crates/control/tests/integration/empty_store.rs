@@ -1,13 +1,13 @@
 //! A controller whose store has less than its load balancers have in force.
 
 use coreward_api::types::NewFleet;
-use coreward_wire::v1::{self, dataplane_update::Update, load_balancer_message::Message};
+use coreward_wire::v1::{self, load_balancer_message::Message};
 use coreward_wire::{FleetConfiguration, v1::DataplaneUpdate};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::support::{Home, Running, in_time};
+use crate::support::{Home, Running, apply_update, in_time};
 
 const WEB: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
@@ -16,6 +16,7 @@ const NO_SERVICES: &str = "report_interval = \"50ms\"\n";
 /// A load balancer that has this configuration in force, and is on record.
 struct LoadBalancer {
     updates: Streaming<DataplaneUpdate>,
+    newest: Option<FleetConfiguration>,
     _messages: mpsc::Sender<v1::LoadBalancerMessage>,
 }
 
@@ -32,15 +33,15 @@ impl LoadBalancer {
             }
         })
         .await;
-        Self { updates, _messages: messages }
+        Self { updates, newest: None, _messages: messages }
     }
 
     /// The next configuration: how many services it has.
     async fn services(&mut self) -> usize {
         loop {
             let update = in_time("an update", self.updates.message()).await.unwrap().unwrap().update;
-            if let Some(Update::Configuration(configuration)) = update {
-                return FleetConfiguration::decode(configuration).unwrap().1.services.len();
+            if update.is_some_and(|update| apply_update(&mut self.newest, &update)) {
+                return self.newest.as_ref().expect("a stream begins with a whole configuration").services.len();
             }
         }
     }

@@ -12,6 +12,8 @@ use coreward_api::tokens::token_file;
 use coreward_api::types::Status;
 use coreward_control::server::Server;
 use coreward_wire::v1::control_client::ControlClient;
+use coreward_wire::v1::dataplane_update::Update;
+use coreward_wire::{FleetChange, FleetConfiguration};
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
@@ -21,6 +23,20 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 
 pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
+}
+
+/// Applies an update of a load balancer's stream to the newest configuration; returns whether it was a configuration.
+#[allow(dead_code, reason = "not every executable has load balancers")]
+pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) -> bool {
+    match update {
+        Update::Configuration(whole) => *newest = Some(FleetConfiguration::decode(whole.clone()).unwrap().1),
+        Update::Change(change) => {
+            let (change, _) = FleetChange::decode(change.clone()).unwrap();
+            *newest = newest.take().map(|before| change.applied_to(before));
+        }
+        _ => return false,
+    }
+    true
 }
 
 /// A directory with configurations and a store.

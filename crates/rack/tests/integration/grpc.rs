@@ -163,7 +163,6 @@ impl LoadBalancer {
             name: "lb1".into(),
             version: "test".into(),
             address: vec![10, 2, 0, 200],
-            takes_changes: false,
             configuration_generation: 0,
         };
         let message = Some(load_balancer_message::Message::Hello(hello));

@@ -93,7 +93,6 @@ fn configurations_come_back() {
         server_id: 7.try_into().unwrap(),
         servers_before: vec![ServerBefore { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
         draining: true,
-        remembers_details: true,
     };
     assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
 }

@@ -3,12 +3,12 @@
 //! This crate has the pages, pictures and verdicts; who can measure (the bench, the testbed) is a crate that it must not
 //! know. So the command hands the measurements in, as a list of [`LiveFigure`]. To add one:
 //!
-//! 1. `lab/scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` =
-//! runs, `modelled` = what is measured and how. A measure that does not exist yet is a new variant of
-//! [`Measure`](super::scenario::Measure). With `[rpc]` or `[path]` beside `[live]` series may be `simulated = true`:
-//! the simulator gives those, with the same parameters, and pictures have both.
-//! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. It says in one sentence
-//!    what is missing when it has not the rights.
+//! 1. `lab/scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` = runs,
+//!    `modelled` = what is measured and how. A measure that does not exist yet is a new variant of
+//!    [`Measure`](super::scenario::Measure). With `[rpc]` or `[path]` beside `[live]` series may be `simulated = true`:
+//!    the simulator gives those, with the same parameters, and pictures have both.
+//! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. It says in one
+//!    sentence what is missing when it has not the rights.
 //! 3. An entry in `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
 //! A live figure is asked for by name only: `--all` does not make it, since it needs root and its bytes differ from run to

@@ -76,7 +76,6 @@ pub fn configuration() -> AgentConfiguration {
         server_id: server_id(),
         servers_before: Vec::new(),
         draining: false,
-        remembers_details: true,
     }
 }
 
