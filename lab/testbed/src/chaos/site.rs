@@ -44,7 +44,6 @@ pub struct Site<'a> {
     other: BTreeSet<String>,
     /// Daemons that are to be down.
     down: BTreeSet<String>,
-    disk_full: bool,
     liars: BTreeMap<u16, Lying>,
     lies: Arc<Lies>,
     /// What did not hold, in words.
@@ -82,7 +81,6 @@ impl<'a> Site<'a> {
             other_command,
             other: BTreeSet::new(),
             down: BTreeSet::new(),
-            disk_full: false,
             liars: BTreeMap::new(),
             lies: Arc::default(),
             violations: Vec::new(),
@@ -105,10 +103,8 @@ impl<'a> Site<'a> {
             Fault::Upgrade(daemon) => self.upgrade(daemon),
             Fault::Partition { from, to, both } => self.network.cut(from, to, *both),
             Fault::Link(port) => self.network.set_link(port, false),
-            Fault::Disk { every_write } => {
-                self.disk_full = true;
-                if *every_write { self.preload.set_disk_full(CONTROLLER, true) } else { self.disk.fill() }
-            }
+            Fault::Disk { every_write: true } => self.preload.set_disk_full(CONTROLLER, true),
+            Fault::Disk { every_write: false } => self.disk.fill(),
             Fault::Etcd { leader, number, stop } => self.begin_etcd(*leader, *number, *stop),
             Fault::Clock { daemon, seconds } => self.preload.set_clock(daemon, seconds * SECOND_NS),
             Fault::Liar(server) => self.begin_lies(*server, Lie::Everything),
@@ -130,10 +126,8 @@ impl<'a> Site<'a> {
             Fault::Upgrade(_) => Ok(()),
             Fault::Partition { .. } => self.network.heal(),
             Fault::Link(port) => self.network.set_link(port, true),
-            Fault::Disk { every_write } => {
-                self.disk_full = false;
-                if *every_write { self.preload.set_disk_full(CONTROLLER, false) } else { self.disk.empty() }
-            }
+            Fault::Disk { every_write: true } => self.preload.set_disk_full(CONTROLLER, false),
+            Fault::Disk { every_write: false } => self.disk.empty(),
             Fault::Etcd { stop, .. } => self.end_etcd(*stop),
             Fault::Clock { daemon, .. } => self.preload.set_clock(daemon, 0),
             Fault::Liar(server) => self.end_lies(*server),
@@ -141,7 +135,7 @@ impl<'a> Site<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Starts daemons again that have ended by themselves. None should, but a controller that finds no room for its store.
+    /// Starts daemons again that have ended by themselves. None should.
     ///
     /// # Errors
     /// When the kernel does not know one of them.
@@ -151,9 +145,7 @@ impl<'a> Site<'a> {
                 continue;
             }
             if let Some(status) = self.fleet.daemon(&daemon)?.try_wait()? {
-                if !(self.disk_full && daemon == CONTROLLER) {
-                    self.violations.push(format!("{daemon} ended by itself ({status}):\n{}", logs(self.testbed)));
-                }
+                self.violations.push(format!("{daemon} ended by itself ({status}):\n{}", logs(self.testbed)));
                 self.start(&daemon);
             }
         }
@@ -202,7 +194,7 @@ impl<'a> Site<'a> {
 
     fn upgrade(&mut self, daemon: &str) -> anyhow::Result<()> {
         let status = self.fleet.daemon(daemon)?.terminate(END_LIMIT)?;
-        ensure!(status.success() || self.disk_full, "{daemon} ended with {status}: {}", logs(self.testbed));
+        ensure!(status.success(), "{daemon} ended with {status}: {}", logs(self.testbed));
         if let Some(other) = self.other_command.clone() {
             let is_other = self.other.remove(daemon);
             if !is_other {
