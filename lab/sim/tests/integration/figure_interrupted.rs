@@ -55,7 +55,8 @@ fn figure(arguments: &[&str]) -> Child {
     // The test's name is its path without the executable's.
     let (_, module) = module_path!().split_once("::").unwrap();
     Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", &format!("{module}::as_a_process"), "--nocapture"])
+        // With one thread, libtest prints the test's name at the beginning of the first line.
+        .args(["--ignored", "--exact", &format!("{module}::as_a_process"), "--nocapture", "--test-threads=2"])
         .env(ARGUMENTS, arguments.join("\n"))
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
