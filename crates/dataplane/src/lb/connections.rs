@@ -111,8 +111,8 @@ fn recount(maps: &Maps) -> u64 {
     let before: Vec<u64> = shards.clone().map(|shard| held_by(maps, shard).load(Ordering::Acquire)).collect();
     let mut counted = vec![0; shards.len()];
     let table = &maps.connections;
-    for connection in table.size().indexes().filter_map(|index| table.connection(index)) {
-        counted[source_shard(&key, *connection.client.ip())] += 1;
+    for client in table.size().indexes().filter_map(|index| table.client_address(index)) {
+        counted[source_shard(&key, client)] += 1;
     }
     for shard in shards.filter(|shard| before[*shard] != counted[*shard]) {
         // Its failure means that the prefix is not at rest.

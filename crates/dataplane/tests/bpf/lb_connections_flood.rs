@@ -16,6 +16,8 @@ const ENTRIES: u32 = 16_384;
 const BEAT: Duration = Duration::from_millis(100);
 /// The whole table is looked through in so many.
 const SWEEP_BEATS: u32 = 10;
+/// The whole table is read, and what is counted is set right, once in so many.
+const COUNT_BEATS: u32 = 100;
 /// The flood would fill the table in two seconds.
 const FLOOD: u32 = ENTRIES / 20;
 const GENUINE: u32 = 10;
@@ -75,6 +77,9 @@ fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f
     for beat in 0..beats {
         now += BEAT;
         balancer.lb.tick(now);
+        if beat % COUNT_BEATS == 0 {
+            balancer.lb.count_connections();
+        }
         balancer.lb.guard_connection_table();
         for n in beat * per_beat..(beat + 1) * per_beat {
             let client = (Ipv4Addr::from(0xc000_0200 + n % addresses), (n / addresses) as u16);

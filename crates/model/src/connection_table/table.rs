@@ -6,7 +6,7 @@
 //! allows. What packets do is line by line what `bpf/connection_table.bpf.h` does.
 
 use std::mem::offset_of;
-use std::net::SocketAddrV4;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use coreward_intf as intf;
@@ -224,25 +224,37 @@ impl<M: Memory> ConnectionTable<M> {
 
     /// Whether the entry is free, or about to be filled.
     pub fn is_free(&self, index: ConnectionIndex) -> bool {
-        self.memory.load(Word::Entry(index, IDENTITY)) == 0
+        self.load(index, IDENTITY) == 0
+    }
+
+    /// Returns the client's address of the connection at `index`, by two words of the entry. Where the entry changes
+    /// hands meanwhile it may be that of the connection before.
+    pub fn client_address(&self, index: ConnectionIndex) -> Option<Ipv4Addr> {
+        // An IPv4 address is the last quarter of the field.
+        let word = || self.load(index, CLIENT_ADDRESS + size_of::<u64>());
+        (!self.is_free(index)).then(|| Ipv4Addr::from(((word() >> 32) as u32).to_ne_bytes()))
     }
 
     /// The connection at `index`. Packets may change it meanwhile, but all of it is of one connection, or `None`.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        let identity = self.memory.load(Word::Entry(index, IDENTITY));
+        let identity = self.load(index, IDENTITY);
         if identity == 0 {
             return None;
         }
         let mut entry = intf::connection { identity, ..Default::default() };
         for (position, bytes) in entry.as_mut_bytes().chunks_exact_mut(size_of::<u64>()).enumerate().skip(1) {
-            let word = self.memory.load(Word::Entry(index, position * size_of::<u64>()));
+            let word = self.load(index, position * size_of::<u64>());
             bytes.copy_from_slice(&word.to_ne_bytes());
         }
-        let still = self.memory.load(Word::Entry(index, IDENTITY)) == identity;
+        let still = self.load(index, IDENTITY) == identity;
         if still { Connection::from_entry(index, &entry) } else { None }
     }
 
     // ---- parts of words ----
+
+    fn load(&self, index: ConnectionIndex, field: usize) -> u64 {
+        self.memory.load(Word::Entry(index, field))
+    }
 
     fn next_free(&self, index: ConnectionIndex) -> u32 {
         (self.memory.load(Word::Entry(index, PORT_FLAGS_NEXT)) >> NEXT_FREE_SHIFT) as u32
