@@ -7,7 +7,7 @@ use coreward_testbed::fleet::coreward_command;
 use coreward_testbed::skip_without_privilege;
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned()
 }
 
 fn run(program: &str, arguments: &[&str]) -> Output {
