@@ -281,12 +281,16 @@ fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Optio
     }
 }
 
-fn parse_traffic(field: &str, name: &str) -> Result<TrafficWanted, WireError> {
-    let known = TrafficWanted::ALL.into_iter().find(|wanted| wanted.name() == name);
-    known.ok_or_else(|| {
-        let names = TrafficWanted::ALL.map(TrafficWanted::name);
-        WireError::new(field, format!("{name:?}: expected one of {}", names.join(", ")))
-    })
+/// Parses the name of one of `all`.
+fn parse_named<T: Copy, const N: usize>(
+    field: &str,
+    text: &str,
+    all: [T; N],
+    name: fn(T) -> &'static str,
+) -> Result<T, WireError> {
+    all.into_iter()
+        .find(|known| name(*known) == text)
+        .ok_or_else(|| WireError::new(field, format!("{text:?}: expected one of {}", all.map(name).join(", "))))
 }
 
 fn parse_interval(milliseconds: u32) -> Result<Duration, WireError> {
@@ -300,10 +304,7 @@ fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
     if name.is_empty() {
         return Ok(WhenAllDown::default());
     }
-    WhenAllDown::ALL.into_iter().find(|known| known.name() == name).ok_or_else(|| {
-        let names = WhenAllDown::ALL.map(WhenAllDown::name);
-        WireError::new("when_all_down", format!("{name:?}: expected one of {}", names.join(", ")))
-    })
+    parse_named("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
 }
 
 /// Controllers of versions without this field send 0.
@@ -420,7 +421,7 @@ impl TryFrom<&v1::Service> for Service {
             mode,
             time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
-            traffic: parse_traffic("traffic", &message.traffic)?,
+            traffic: parse_named("traffic", &message.traffic, TrafficWanted::ALL, TrafficWanted::name)?,
             check: message.health_check.as_ref().map(Check::try_from).transpose().within("health_check")?.map(Arc::new),
             when_all_down: parse_when_all_down(&message.when_all_down)?,
             servers,
