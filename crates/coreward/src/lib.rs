@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use coreward_agent::rss_command::RssArgs;
 use coreward_api::types::{Explain, PacketKind};
-use coreward_cli::shell::{self, CompletionsArgs, ManArgs};
+use coreward_cli::shell::ShellCommand;
 use coreward_cli::{exit_status, print};
 use coreward_control::show;
 use coreward_daemon::confine::Daemon;
@@ -81,10 +81,8 @@ enum Command {
     Doctor(DoctorArgs),
     /// Whether this kernel takes every BPF program
     CheckKernel,
-    /// What a shell needs to complete this command, to standard output
-    Completions(CompletionsArgs),
-    /// Man pages of every sub-command
-    Man(ManArgs),
+    #[command(flatten)]
+    Shell(ShellCommand),
 }
 
 #[derive(clap::Args)]
@@ -331,8 +329,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
-        Command::Completions(args) => print(&shell::completions(&args, Cli::command())),
-        Command::Man(args) => shell::man(&args, Cli::command()),
+        Command::Shell(shell) => shell.run(Cli::command()),
     }
 }
 

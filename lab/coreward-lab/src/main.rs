@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser as _};
 use coreward_bench::cli::{self as bench, BenchArgs};
-use coreward_cli::shell::{self, CompletionsArgs, ManArgs};
+use coreward_cli::shell::ShellCommand;
 use coreward_cli::{exit_status, print};
 use coreward_fuzz::cli::{self as fuzz, FuzzArgs};
 use coreward_load::cli::{self as load, LoadArgs};
@@ -40,10 +40,8 @@ enum Command {
     Bench(BenchArgs),
     /// Compare the load balancer's BPF program with the reference model (needs root)
     Fuzz(FuzzArgs),
-    /// Print the completion script of a shell
-    Completions(CompletionsArgs),
-    /// Write man pages of every sub-command
-    Man(ManArgs),
+    #[command(flatten)]
+    Shell(ShellCommand),
 }
 
 fn main() -> ExitCode {
@@ -61,7 +59,6 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Testbed(args) => testbed::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Fuzz(args) => fuzz::run(args),
-        Command::Completions(args) => print(&shell::completions(&args, Cli::command())),
-        Command::Man(args) => shell::man(&args, Cli::command()),
+        Command::Shell(shell) => shell.run(Cli::command()),
     }
 }
