@@ -12,7 +12,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege}
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::support::{Open, eventually, open, open_at_each};
+use crate::support::{Open, eventually, open, open_at_each, still_answered};
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {
@@ -94,12 +94,6 @@ impl Begun {
     fn ends(&mut self) -> (bool, String) {
         let ended = self.process.wait(*TIMEOUT).unwrap();
         (ended.success(), self.said())
-    }
-}
-
-fn still_answered(connections: &mut Open) {
-    for (connection, first) in connections {
-        assert_eq!(&connection.who().unwrap(), first);
     }
 }
 

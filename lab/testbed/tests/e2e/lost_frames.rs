@@ -10,7 +10,7 @@ use coreward_testbed::topology::{DEVICE, SERVICE};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 
-use crate::support::eventually;
+use crate::support::{self, eventually, metrics_page};
 
 const METRICS: &str = "127.0.0.1:9440";
 
@@ -54,12 +54,8 @@ impl TestEnv {
 
     /// The value of a series that the load balancer serves.
     fn metric(&self, series: &str) -> f64 {
-        let mut curl = Command::new("curl");
-        curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{METRICS}/metrics")]);
-        let page = self.testbed.run(self.testbed.load_balancer(1).unwrap(), curl).unwrap().stdout;
-        let page = String::from_utf8(page).unwrap();
-        let value = page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok());
-        value.unwrap_or_else(|| panic!("no {series} in {page}"))
+        let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS).unwrap();
+        support::series(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
     }
 }
 
@@ -82,8 +78,8 @@ fn dropped_transmissions_and_failing_handshakes_are_reported() {
         (0..8).for_each(|_| assert!(!env.connects(Duration::from_millis(50))));
         [&dropped, failing, &no_program].iter().all(|warning| env.warnings().contains(*warning))
     });
-    assert_eq!(env.metric("coreward_lb_service_handshakes_fail{service=\"web0\"} "), 1.0);
-    assert!(env.metric("coreward_lb_send_drops_total ") >= 20.0);
+    assert_eq!(env.metric("coreward_lb_service_handshakes_fail{service=\"web0\"}"), 1.0);
+    assert!(env.metric("coreward_lb_send_drops_total") >= 20.0);
 
     attach_xdp_pass(env.testbed.switch(), "lb1").unwrap();
     eventually(*TIMEOUT, "the warnings end", || {

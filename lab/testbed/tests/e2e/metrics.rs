@@ -3,14 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::process::Command;
 
 use coreward_metrics::table::{METRICS, Part};
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
 use prometheus_parse::{Scrape, Value};
 
-use crate::support::{Site, eventually, unbroken};
+use crate::support::{Site, eventually, metrics_page, unbroken};
 
 const ADDRESS: &str = "127.0.0.1:9440";
 
@@ -18,9 +17,7 @@ const ADDRESS: &str = "127.0.0.1:9440";
 type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
 fn scrape(site: &Site, host: &Namespace) -> Option<Values> {
-    let mut curl = Command::new("curl");
-    curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{ADDRESS}/metrics")]);
-    let text = String::from_utf8(site.testbed.run(host, curl).ok()?.stdout).unwrap();
+    let text = metrics_page(&site.testbed, host, ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
     // The parser knows Prometheus' own format, which ends without a word.
     let lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));

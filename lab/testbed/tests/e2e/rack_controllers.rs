@@ -20,7 +20,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege}
 use coreward_tls::Role;
 use serde_json::Value;
 
-use crate::support::{Open, eventually, open, pause, unbroken};
+use crate::support::{eventually, open, pause, still_answered, unbroken};
 
 const CORES: u16 = 2;
 /// For who is none of the servers.
@@ -194,12 +194,6 @@ impl Site {
 fn named(racks: &[u16]) -> String {
     let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {names:?}\n")
-}
-
-fn still_answered(connections: &mut Open) {
-    for (connection, first) in connections {
-        assert_eq!(&connection.who().unwrap(), first);
-    }
 }
 
 #[test]

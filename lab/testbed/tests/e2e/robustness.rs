@@ -11,6 +11,8 @@ use coreward_testbed::nginx::Nginx;
 use coreward_testbed::topology::{DEVICE, SERVICE};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
+use crate::support::{eventually, still_answered};
+
 struct Site {
     testbed: Testbed,
     fleet: Fleet,
@@ -49,21 +51,6 @@ impl Site {
         let command = coreward_testbed::fleet::asking(&self.testbed, &arguments).unwrap();
         let output = self.testbed.run(self.testbed.controller(), command).unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
-    }
-}
-
-/// Every connection is still answered by the worker that answered first.
-fn still_answered(connections: &mut [(Connection, Answerer)]) {
-    for (connection, first) in connections {
-        assert_eq!(&connection.who().unwrap(), first);
-    }
-}
-
-fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
-    let end = Instant::now() + limit;
-    while !holds() {
-        assert!(Instant::now() < end, "{what}: not within {limit:?}");
-        std::thread::sleep(Duration::from_millis(50));
     }
 }
 

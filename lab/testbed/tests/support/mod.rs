@@ -5,13 +5,14 @@
 
 pub mod load;
 
+use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, asking};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, counters};
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 
 /// Connections, and who answers each.
 pub type Open = Vec<(Connection, Answerer)>;
@@ -24,6 +25,13 @@ pub fn open(testbed: &Testbed, count: usize) -> Open {
         Ok((connection, answerer))
     };
     testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
+}
+
+/// Each connection is answered by the worker that answered first.
+pub fn still_answered(connections: &mut [(Connection, Answerer)]) {
+    for (connection, first) in connections {
+        assert_eq!(&connection.who().unwrap(), first);
+    }
 }
 
 /// Connections in so great a number that one of three servers has none of them once in 10^7 runs, were each placed by lot: 3 *
@@ -104,6 +112,21 @@ impl Site {
         let command = asking(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
+}
+
+/// Returns the page that a part in this namespace serves to Prometheus at `address`.
+///
+/// # Errors
+/// When it does not answer.
+pub fn metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
+    let mut curl = Command::new("curl");
+    curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{address}/metrics")]);
+    Ok(String::from_utf8(testbed.run(host, curl)?.stdout)?)
+}
+
+/// Returns the value of a series on such a page: its name, with its labels.
+pub fn series(page: &str, name: &str) -> Option<f64> {
+    page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
 /// Waits until every part has confirmed the configuration of now.
