@@ -351,7 +351,7 @@ impl Forwarder {
             self.counted = now;
         }
         self.log_problems();
-        self.look_for_symptoms();
+        self.update_symptoms();
         self.balancer.refresh_own_mac()?;
         self.switch_when_ready()
     }

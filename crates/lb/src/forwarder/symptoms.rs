@@ -35,7 +35,7 @@ impl Symptoms {
 
 impl Forwarder {
     /// Reads the counters, once a second, and logs what begins and what ends.
-    pub(super) fn look_for_symptoms(&mut self) {
+    pub(super) fn update_symptoms(&mut self) {
         let now = monotonic();
         let mut found: BTreeMap<String, String> = self.failing_handshakes(now).into_iter().collect();
         found.extend(self.new_send_drops(now));
