@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, Service};
+use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, ServerState, Service, Status};
 use coreward_control::show::Format;
 use coreward_control::show::fleet::{self, Wanted};
 use proptest::prelude::*;
 
-use crate::support::{Home, Running};
+use crate::support::{Home, Running, in_time};
 
 /// A home whose controller's file names no fleet.
 fn home() -> Home {
@@ -54,13 +55,28 @@ impl Running {
         self.asking.fleet().await.unwrap()
     }
 
-    /// What the configuration is made of, as far as people see it: server ids and states, services and their servers.
+    async fn status_once(&self, what: &str, is_so: impl Fn(&Status) -> bool) {
+        in_time(what, async {
+            while !is_so(&self.status().await) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+    }
+
+    /// Returns the parts of the configuration that are stored: server ids and states, services and their servers. A
+    /// server in its slow start is active: how far it has come is not stored.
     async fn in_force(&self) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
         let status = self.status().await;
-        let server = |server: Server| (server.name, (server.id, server.state.to_string(), server.weight));
+        let stored = |state| if state == ServerState::Joining { ServerState::Active } else { state };
+        let server = |server: Server| (server.name, (server.id, stored(server.state).to_string(), server.weight));
         let service = |service: Service| (service.name, (service.policy, service.bucket_count, service.servers));
         (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(service).collect())
     }
+}
+
+fn state_of(status: &Status, name: &str) -> ServerState {
+    status.servers.iter().find(|server| server.name == name).unwrap().state
 }
 
 async fn apply(wanted: Wanted) -> Result<u64, String> {
@@ -157,6 +173,22 @@ async fn what_is_wrong_changes_nothing() {
     assert_eq!(refused.to_string(), "w:1:9: key `alpha`: alpha 2: expected a number above 0, at most 1");
     assert_eq!(controller.document().await, Fleet { generation: 1, text: first, file: None });
     assert_eq!(controller.in_force().await, before);
+}
+
+/// A slow start is not stored: the next controller gives the server all of its part.
+#[tokio::test]
+async fn a_restart_ends_a_slow_start() {
+    let home = home();
+    let controller = home.start().await;
+    let slow = "slow_start = \"1h\"\n";
+    assert_eq!(controller.apply(&home, &document(&["s1"], slow)).await, Ok(1));
+    controller.status_once("the first table", |status| status.services[0].table_generation > 0).await;
+    assert_eq!(controller.apply(&home, &document(&["s1", "s2"], slow)).await, Ok(2));
+    controller.status_once("s2 to join", |status| state_of(status, "s2") == ServerState::Joining).await;
+    assert_eq!(controller.in_force().await.0["s2"].1, "active", "its slow start is not stored");
+    controller.kill().await;
+    let controller = home.start().await;
+    assert_eq!(state_of(&controller.status().await, "s2"), ServerState::Active);
 }
 
 /// And when the file is the truth no more, the fleet goes on.
