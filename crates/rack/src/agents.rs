@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
-use coreward_control::server::HELLO_TIMEOUT;
-use coreward_control::server::security::{Security, Visitor};
+use coreward_listener::HELLO_TIMEOUT;
+use coreward_listener::security::{Security, Visitor};
 use coreward_tls::Role;
 use coreward_wire::rack::rack_messages;
 use coreward_wire::v1;

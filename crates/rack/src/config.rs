@@ -5,8 +5,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use coreward_config::{MILLISECOND, MINUTE, Mistakes, Name, Number, Period, Source, table};
-use coreward_control::server::security::Door;
 use coreward_daemon::Controllers;
+use coreward_listener::security::Door;
 use coreward_model::policy::MOST_CANDIDATES;
 use coreward_tls::Files;
 use coreward_tls::certificate::Fingerprint;

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use coreward_control::server::SizedControl;
-use coreward_control::server::security::Security;
 use coreward_daemon::Connection;
+use coreward_listener::message_size::SizedControl;
+use coreward_listener::security::Security;
 use coreward_metrics::endpoint;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
@@ -127,7 +127,7 @@ impl Rack {
                 page
             },
         )?;
-        let service = coreward_control::server::builder()
+        let service = coreward_listener::builder()
             .add_service(SizedControl::new(Service { shared: shared.clone(), security: self.security.clone() }))
             .serve_with_incoming(self.security.gate(&[Role::Agent], Limits::default()).admit(self.listener));
         tokio::select! {

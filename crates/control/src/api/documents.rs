@@ -169,10 +169,10 @@ mod tests {
     use crate::server::keeper::Keeper;
     use crate::server::make;
     use crate::server::office::Office;
-    use crate::server::security::Security;
     use crate::server::shared::WantedChange;
     use crate::store::Store;
     use crate::store::embedded::EmbeddedStore;
+    use coreward_listener::security::Security;
 
     /// A controller that leads, and what comes to its keeper.
     fn leader(directory: &std::path::Path) -> (Api, Keeper, mpsc::Receiver<WantedChange>) {

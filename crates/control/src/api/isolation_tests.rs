@@ -24,10 +24,10 @@ use crate::controller::Controller;
 use crate::server::keeper::Keeper;
 use crate::server::make;
 use crate::server::office::Office;
-use crate::server::security::Security;
 use crate::server::shared::{Shared, WantedChange};
 use crate::store::Store;
 use crate::store::embedded::EmbeddedStore;
+use coreward_listener::security::Security;
 
 /// That others may be kept waiting.
 const LONGEST: Duration = Duration::from_millis(20);

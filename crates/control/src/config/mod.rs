@@ -38,7 +38,7 @@ pub use difference::{Change, difference};
 use etcd::{EtcdConfig, Listens};
 use file::{ControllerFile, FleetFile};
 
-use crate::server::security::Door;
+use coreward_listener::security::Door;
 
 /// 10 Hz, as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);

@@ -12,11 +12,11 @@ use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Code, Status};
 
 use super::office::not_leading;
-use super::security::Visitor;
+use super::refused_status;
 use super::shared::Shared;
-use super::{HELLO_TIMEOUT, refused_status};
 use crate::controller::Session;
 use crate::controller::racks::Behind;
+use coreward_listener::security::Visitor;
 
 /// Before an agent is told that its hello is refused.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
@@ -94,7 +94,7 @@ async fn refuse(status: Status, answers: &Answers) {
 }
 
 async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages) -> Result<Session, Status> {
-    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.next()).await;
+    let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.next()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))?.transpose()?;
     let message = message.and_then(|message| message.message);
     let Some(v1::agent_message::Message::Hello(hello)) = message else {

@@ -13,9 +13,9 @@ use tonic::{Status, Streaming};
 use super::board::{News, Seen, Told};
 use super::keeper::Change;
 use super::office::not_leading;
-use super::security::Visitor;
+use super::refused_status;
 use super::shared::Shared;
-use super::{HELLO_TIMEOUT, refused_status};
+use coreward_listener::security::Visitor;
 
 type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
@@ -84,7 +84,7 @@ struct Hello {
 }
 
 async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hello, Status> {
-    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
+    let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.message()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
     match message {
         Some(v1::load_balancer_message::Message::Hello(first)) => {

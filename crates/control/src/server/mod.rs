@@ -6,8 +6,6 @@
 //! * [`keeper`]: configuration and records; the only one that writes the store
 //! * [`office`]: who leads, where there are several controllers
 //! * [`sockets`]: questions and answers between the two
-//! * [`security`]: who is let in
-//! * [`message_size`]: how large a message of each kind of caller may be
 //! * [`agents`], [`racks`], [`load_balancers`], [`machines`]: one kind of caller each
 
 mod agents;
@@ -18,10 +16,8 @@ pub(crate) mod keeper;
 mod load_balancers;
 mod machines;
 mod making;
-mod message_size;
 pub mod office;
 mod racks;
-pub mod security;
 pub(crate) mod shared;
 mod sockets;
 
@@ -37,6 +33,9 @@ use coreward_api::tokens::Tokens;
 pub use coreward_daemon::raise_file_limit;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
+use coreward_listener::builder;
+use coreward_listener::message_size::SizedControl;
+use coreward_listener::security::{Security, Visitor};
 use coreward_metrics::endpoint;
 use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
@@ -63,27 +62,13 @@ use agents::Speaker;
 use apart::Apart;
 use keeper::{Change, Keeper, NotForgotten};
 use making::make_tables;
-pub use message_size::SizedControl;
 use office::Office;
-use security::{Security, Visitor};
 use shared::{Made, Shared, WantedChange};
 
-/// How often a silent peer is pinged (HTTP/2).
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// A peer that answers no ping for this long is gone, whatever TCP thinks.
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a stream may take to say who it is, here and at racks.
-pub const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Who has something to say by gRPC.
 const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
-/// At a time on one connection: a part has one, and somebody who asks some.
-const STREAMS: u32 = 32;
-/// Of HTTP/2; the least that there can be.
-const FRAME_BYTES: u32 = 16 << 10;
 /// Before a controller that has led stands for election again: others are first.
 const AFTER_LEADING: Duration = Duration::from_secs(1);
-/// What a part may send before it is told that some of it was read (HTTP/2): a rack's summaries of one interval.
-const WINDOW_BYTES: u32 = 256 << 10;
 /// Tables that a load balancer is sent before it takes one: some at once, but not so many that newer ones wait behind them.
 const TABLES_ON_THE_WAY: usize = 4;
 /// After so many reports, or pieces of other work, it is looked at what has come meanwhile and which time is over: of racks each
@@ -119,17 +104,6 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     let outcome = coreward_daemon::until_told(server.serve()).await;
     office.resign().await;
     outcome
-}
-
-/// What listens for agents, here and at racks: it notices who has gone.
-pub fn builder() -> tonic::transport::Server {
-    tonic::transport::Server::builder()
-        .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
-        .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-        .max_concurrent_streams(Some(STREAMS))
-        .max_frame_size(Some(FRAME_BYTES))
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
 }
 
 /// People can wait for a moment; reports and tables shall not, where all have one CPU. `who`: the calling thread's work, with its

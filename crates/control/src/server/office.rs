@@ -20,10 +20,10 @@ use serde::{Deserialize, Serialize};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
-use super::security::Security;
 use super::shared::Shared;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use crate::store::StoreError;
+use coreward_listener::security::Security;
 
 /// What others are told of who leads, in etcd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

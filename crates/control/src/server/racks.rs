@@ -13,11 +13,11 @@ use tonic::{Status, Streaming};
 
 use super::agents::Speaker;
 use super::office::not_leading;
-use super::security::Visitor;
 use super::shared::Shared;
-use super::{HELLO_TIMEOUT, agents, refused_status};
+use super::{agents, refused_status};
 use crate::controller::racks::Behind;
 use crate::controller::refused::Refused;
+use coreward_listener::security::Visitor;
 
 type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// What an agent has said, for who serves it.
@@ -58,7 +58,7 @@ async fn hello(
     visitor: &Visitor,
     messages: &mut Streaming<v1::RackMessage>,
 ) -> Result<(String, u64), Status> {
-    let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message()).await;
+    let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.message()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??;
     let Some(hello) = message.and_then(|message| message.hello) else {
         return Err(Status::invalid_argument("a rack's first message: expected a hello"));
