@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use coreward_config::{Mistake, Mistakes, Source, schema};
-use coreward_control::config::file::{ControllerFile, FleetFile};
-use coreward_control::config::{ControllerConfig, FleetConfig, StorePlace};
+use coreward_control::config::file::ControllerFile;
+use coreward_control::config::{ControllerConfig, StorePlace};
 use coreward_control::server::office;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::config::file::FleetFile;
 use serde_json::{Value, json};
 
 use crate::{Format, print};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_api::types::Reports;
-use coreward_control::clock::wall_now;
 use coreward_control::controller::Now;
+use coreward_fleet::clock::wall_now;
 use coreward_model::statistics::median;
 use coreward_rack::reducer::Reducer;
 use coreward_tls::Role;

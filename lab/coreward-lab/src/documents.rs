@@ -225,7 +225,7 @@ fn every_event_is_explained() {
 /// A number in the manual is the one in the program.
 #[test]
 fn numbers_are_those_of_the_constants() {
-    use coreward_control::audit;
+    use coreward_fleet::audit;
     use coreward_wire::ServiceIndex;
 
     let thousands = |number: usize| match number {

@@ -8,8 +8,8 @@ use coreward_api::work::{Answer, Size, answer};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
-use crate::audit::ENTRIES;
 use crate::server::keeper::{Change, NotForgotten};
+use coreward_fleet::audit::ENTRIES;
 
 /// Who changed what: the newest 1,000 changes, also those of controllers before this one
 #[utoipa::path(get, path = "/v1/audit", params(AuditQuery), responses((status = 200, description = "Changes", body = Audit)))]

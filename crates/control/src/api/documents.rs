@@ -13,10 +13,10 @@ use coreward_api::{Caller, Problem, ProblemKind};
 use coreward_config::Source;
 
 use super::Api;
-use crate::config::{self, FleetConfig, difference};
-use crate::records::Document;
 use crate::server::keeper::{Change, NotApplied, WantedDocument};
 use crate::server::shared::Shared;
+use coreward_fleet::config::{self, FleetConfig, difference};
+use coreward_fleet::records::Document;
 
 /// The fleet's document in force, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "The document", body = Fleet)))]

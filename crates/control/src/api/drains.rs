@@ -7,9 +7,9 @@ use coreward_api::types::{DrainServer, DrainStatus, EventId, EventKind};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
-use crate::drains::{NotDrained, WantedDrain};
 use crate::server::keeper::Change;
 use crate::server::shared::Shared;
+use coreward_fleet::drains::{NotDrained, WantedDrain};
 
 /// Whether a server is drained, and what remains there
 #[utoipa::path(

@@ -1,5 +1,7 @@
 //! Every bad input of the controller's own file with its message.
 
+use std::time::Duration;
+
 use coreward_config::Source;
 
 use super::*;

@@ -6,7 +6,7 @@ use coreward_wire::v1;
 
 use super::agent::Agent;
 use super::{Controller, Now};
-use crate::fleet::Standing;
+use coreward_fleet::fleet::Standing;
 
 /// More are counted, not named.
 const NAMED: usize = 100;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use coreward_model::ServerId;
 
 use super::agent::Agent;
-use crate::fleet::Fleet;
+use coreward_fleet::fleet::Fleet;
 
 /// One for each server of the fleet, from its first agent on.
 #[derive(Debug, Default)]

@@ -10,8 +10,8 @@ use coreward_wire::{ServerTraffic, TrafficMessage};
 
 use super::tests::{plain_report, plain_rss};
 use super::*;
-use crate::config::FleetConfig;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::records::Records;
 
 const SERVERS: usize = 10;
 const CORES: usize = 4;

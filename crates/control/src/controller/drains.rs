@@ -12,8 +12,8 @@ use super::agent::{Agent, Counted};
 use super::service::Condition;
 use super::status::reports;
 use super::{Controller, Now};
-use crate::drains::{NotDrained, WantedDrain};
-use crate::fleet::{FleetServer, FleetService, Standing};
+use coreward_fleet::drains::{NotDrained, WantedDrain};
+use coreward_fleet::fleet::{FleetServer, FleetService, Standing};
 
 /// When a count began is told from when its report came: a report that was longer under way than this looks newer than it is.
 const LONGEST_WAY: Duration = Duration::from_secs(1);

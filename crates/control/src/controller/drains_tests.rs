@@ -10,10 +10,10 @@ use coreward_wire::{CountedConnections, Report, ReportDetails, v1};
 
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
-use crate::config::FleetConfig;
-use crate::drains::WantedDrain;
-use crate::fleet::Fleet;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::drains::WantedDrain;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::records::Records;
 
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);

@@ -17,8 +17,8 @@ use coreward_model::{ServerId, load};
 pub use established::ExplainedPacket;
 
 use super::{Controller, Now};
-use crate::fleet::FleetService;
-use crate::records::LoadBalancerRecord;
+use coreward_fleet::fleet::FleetService;
+use coreward_fleet::records::LoadBalancerRecord;
 
 /// Why there is nothing to explain.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -10,8 +10,8 @@ use coreward_wire::ServiceIndex;
 
 use super::Now;
 use super::load_balancers::{LoadBalancers, START_GRACE};
-use crate::fleet::{Fleet, FleetService};
-use crate::records::Membership;
+use coreward_fleet::fleet::{Fleet, FleetService};
+use coreward_fleet::records::Membership;
 
 /// A server as a member of a service.
 pub type Target = (ServiceIndex, ServerId);

@@ -11,9 +11,9 @@ use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, v1};
 
 use super::tests::plain_report;
 use super::{Controller, Now};
-use crate::config::FleetConfig;
-use crate::fleet::Fleet;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::records::Records;
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);

@@ -8,7 +8,7 @@ use coreward_model::health::{Probe, Verdict};
 
 use super::service::{Condition, Life, Service};
 use super::{Controller, Now};
-use crate::fleet::{FleetServer, FleetService, Standing};
+use coreward_fleet::fleet::{FleetServer, FleetService, Standing};
 
 const BY_COMMAND: &str = "`coreward drain` says so";
 

@@ -15,7 +15,7 @@ use super::health::Target;
 use super::rate::Rate;
 use super::refused::{HELLOS, MOST_LOAD_BALANCERS, Refused};
 use super::traffic::{NewlyOpened, Totals, Traffic};
-use crate::fleet::Fleet;
+use coreward_fleet::fleet::Fleet;
 
 /// A server that no load balancer can reach for so long gets no new connections. Shorter gaps are the data plane's: a
 /// first packet then goes to another member.

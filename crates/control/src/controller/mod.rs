@@ -71,10 +71,10 @@ use coreward_wire::{
     AgentConfiguration, FleetConfiguration, Report, ReportError, ReportedRss, ServiceIndex, TrafficMessage, v1,
 };
 
-use crate::fleet::{Fleet, FleetService};
 use agent::{Agent, LiveSession};
 use agents::Agents;
 use attraction::Attraction;
+use coreward_fleet::fleet::{Fleet, FleetService};
 use health::Health;
 use in_force::InForce;
 use load_balancers::LoadBalancers;
@@ -90,7 +90,7 @@ pub struct Now {
     pub monotonic: Duration,
     /// By the wall clock, since 1970; it may jump.
     pub wall: Duration,
-    /// By the records' clock ([`crate::clock`]), since 1970.
+    /// By the records' clock ([`coreward_fleet::clock`]), since 1970.
     pub record: Duration,
 }
 

@@ -17,7 +17,7 @@ use super::looked::Piece;
 use super::pool::loads_here;
 use super::service::{Cause, Service};
 use super::{Controller, NewTable, Now};
-use crate::config::TableTiming;
+use coreward_fleet::config::TableTiming;
 
 /// Servers that are looked at before others have their turn, some more where a service has more: about a millisecond.
 const MEMBERS_AT_ONCE: usize = 4096;

@@ -9,9 +9,9 @@ use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
 use super::on_change::DueTable;
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
-use crate::config::FleetConfig;
-use crate::fleet::Fleet;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::records::Records;
 
 fn at(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);

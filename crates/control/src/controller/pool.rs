@@ -13,7 +13,7 @@ use coreward_model::tuple::Protocol;
 use super::agent::Agent;
 use super::service::{Condition, Service};
 use super::{Controller, NewTable, Now};
-use crate::fleet::FleetService;
+use coreward_fleet::fleet::FleetService;
 
 impl Controller {
     /// The table of the service at this position, as things are now.

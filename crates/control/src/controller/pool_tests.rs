@@ -13,9 +13,9 @@ use coreward_wire::{LOST_AFTER, Report, ServerTraffic, ServiceIndex, TrafficMess
 use super::explain::ExplainedPacket;
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
-use crate::config::FleetConfig;
-use crate::fleet::Fleet;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::records::Records;
 
 fn at(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);

@@ -9,9 +9,9 @@ use coreward_wire::v1;
 use super::racks::{Behind, SummaryRefused};
 use super::refused::Refused;
 use super::{Controller, Now, Session};
-use crate::config::FleetConfig;
-use crate::fleet::Fleet;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::records::Records;
 
 const START: Duration = Duration::from_secs(1_700_000_000);
 

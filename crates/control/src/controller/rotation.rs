@@ -1,4 +1,4 @@
-//! Whether the cookie keys may be rotated now ([`crate::key_ring`]): who has confirmed what.
+//! Whether the cookie keys may be rotated now ([`coreward_fleet::key_ring`]): who has confirmed what.
 
 use std::time::Duration;
 
@@ -6,8 +6,8 @@ use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 
 use super::load_balancers::START_GRACE;
 use super::{Controller, Now};
-use crate::fleet::{FleetServer, Standing};
-use crate::key_ring::KeyPhase;
+use coreward_fleet::fleet::{FleetServer, Standing};
+use coreward_fleet::key_ring::KeyPhase;
 
 /// Why a rotation cannot begin, or go on, now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -14,10 +14,10 @@ use proptest::prelude::*;
 use super::rotation::{KeyStep, NotRotated};
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
-use crate::config::FleetConfig;
-use crate::fleet::Fleet;
-use crate::key_ring::KeyPhase;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::key_ring::KeyPhase;
+use coreward_fleet::records::Records;
 
 const SERVERS: usize = 3;
 const RETIRE_AFTER: Duration = Duration::from_secs(1000);

@@ -16,7 +16,7 @@ use coreward_model::tuple::Protocol;
 use super::looked::{Looked, Piece};
 use super::newness::Newness;
 use super::{NewTable, Now, policy_of};
-use crate::fleet::FleetService;
+use coreward_fleet::fleet::FleetService;
 
 /// What a server gets at the first moment of its slow start: not nothing, or nobody would have anything in a pool of which
 /// all have just joined.

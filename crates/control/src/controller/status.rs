@@ -17,7 +17,7 @@ use super::agent::{Agent, Counted};
 use super::drains::counted_connections;
 use super::service::Service;
 use super::{Controller, Now};
-use crate::fleet::FleetServer;
+use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
     /// Servers whose ids follow `after`, in the order of the ids.

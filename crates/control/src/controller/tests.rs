@@ -14,8 +14,8 @@ use proptest::prelude::*;
 
 use super::explain::ExplainedPacket;
 use super::*;
-use crate::config::FleetConfig;
-use crate::records::Records;
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::records::Records;
 
 /// Wall clock of the tests' first moment.
 const START: Duration = Duration::from_secs(1_700_000_000);

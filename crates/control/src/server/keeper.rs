@@ -14,15 +14,16 @@ use coreward_tls::verify::Denied;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use crate::audit::{Author, Note, changes_in_words};
-use crate::clock::{RecordClock, wall_now};
-use crate::config::{ControllerConfig, FleetConfig, difference};
+use crate::config::ControllerConfig;
 use crate::controller::rotation::KeyStep;
-use crate::drains::{self, DrainRecord, WantedDrain};
-use crate::fleet::Fleet;
-use crate::key_ring::KeyPhase;
-use crate::records::{Document, Records, whole_seconds};
 use crate::store::{Store, StoreError};
+use coreward_fleet::audit::{Author, Note, changes_in_words};
+use coreward_fleet::clock::{RecordClock, wall_now};
+use coreward_fleet::config::{FleetConfig, difference};
+use coreward_fleet::drains::{self, DrainRecord, WantedDrain};
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::key_ring::KeyPhase;
+use coreward_fleet::records::{Document, Records, whole_seconds};
 
 /// The only one that writes the store.
 pub struct Keeper {

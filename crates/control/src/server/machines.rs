@@ -4,7 +4,7 @@ use coreward_wire::address::address_bytes;
 use coreward_wire::v1;
 
 use super::shared::Shared;
-use crate::fleet::{FleetServer, FleetService, Standing};
+use coreward_fleet::fleet::{FleetServer, FleetService, Standing};
 
 /// What a machine must know to be looked at.
 pub fn fleet(shared: &Shared) -> v1::FleetReply {

@@ -50,7 +50,6 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api;
-use crate::audit::Author;
 use crate::config::etcd::EtcdConfig;
 use crate::config::{ControllerConfig, StorePlace};
 use crate::controller::Controller;
@@ -60,6 +59,7 @@ use crate::store::embedded::EmbeddedStore;
 use crate::store::etcd::EtcdStore;
 use agents::Speaker;
 use apart::Apart;
+use coreward_fleet::audit::Author;
 use keeper::{Change, Keeper, NotForgotten};
 use making::make_tables;
 use office::Office;

@@ -17,12 +17,12 @@ use coreward_wire::{ServiceIndex, table};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use crate::audit::Author;
-use crate::clock::{RecordClock, wall_now};
-use crate::config::TableTiming;
 use crate::controller::explain::{NotExplained, ServiceView};
 use crate::controller::{Controller, Indexed, NewTable, Now, metrics, tables};
-use crate::fleet::{Fleet, FleetServer};
+use coreward_fleet::audit::Author;
+use coreward_fleet::clock::{RecordClock, wall_now};
+use coreward_fleet::config::TableTiming;
+use coreward_fleet::fleet::{Fleet, FleetServer};
 
 use super::board::Board;
 use super::held::Held;

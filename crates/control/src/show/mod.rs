@@ -11,7 +11,7 @@ use coreward_api::client::Client;
 use coreward_api::types::{Explain, Keys, RotateKeys};
 use serde::Serialize;
 
-use crate::clock::wall_now;
+use coreward_fleet::clock::wall_now;
 
 /// How an answer is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 
 use super::StoreError;
 use super::rows::{FleetRow, Rows};
-use crate::records::{Document, Records};
+use coreward_fleet::records::{Document, Records};
 
 const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
 const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");

@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 
 use super::StoreError;
 use super::rows::Rows;
-use crate::records::{Document, Records};
+use coreward_fleet::records::{Document, Records};
 
 const FLEET: &str = "fleet";
 const LOAD_BALANCERS: &str = "load_balancers";
@@ -181,8 +181,8 @@ mod tests {
 
     use super::super::tests::records;
     use super::*;
-    use crate::audit::{Author, Note, changes_in_words};
-    use crate::config::difference;
+    use coreward_fleet::audit::{Author, Note, changes_in_words};
+    use coreward_fleet::config::difference;
 
     #[test]
     fn parts_hold_all_that_is_on_record() {

@@ -1,4 +1,4 @@
-//! Where [`Records`](crate::records::Records) survive: in a file of the controller's own ([`embedded`]), or in etcd ([`etcd`]),
+//! Where [`Records`](coreward_fleet::records::Records) survive: in a file of the controller's own ([`embedded`]), or in etcd ([`etcd`]),
 //! which several controllers share. The rows are the same in both ([`rows`]).
 
 pub mod copy;
@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use coreward_etcd::EtcdError;
 
-use crate::records::Records;
+use coreward_fleet::records::Records;
 use embedded::EmbeddedStore;
 use etcd::EtcdStore;
 
@@ -85,9 +85,9 @@ mod tests {
     use coreward_model::rss::seeded_rng;
     use coreward_wire::ServiceIndex;
 
-    use crate::audit::{Author, Note};
-    use crate::drains::DrainRecord;
-    use crate::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
+    use coreward_fleet::audit::{Author, Note};
+    use coreward_fleet::drains::DrainRecord;
+    use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
     /// Something in every row.
     pub fn records() -> Records {

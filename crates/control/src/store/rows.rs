@@ -15,9 +15,9 @@ use coreward_model::rss::RssKey;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
-use crate::drains::DrainRecord;
-use crate::key_ring::{KeyPhase, KeyRing};
-use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
+use coreward_fleet::drains::DrainRecord;
+use coreward_fleet::key_ring::{KeyPhase, KeyRing};
+use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 /// Version of the rows' layout; another one is refused.
 const FORMAT: u32 = 4;

@@ -163,7 +163,7 @@ fn names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use coreward_config::Source;
-    use coreward_control::config::FleetConfig;
+    use coreward_fleet::config::FleetConfig;
 
     use super::*;
 

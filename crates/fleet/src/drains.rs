@@ -133,7 +133,7 @@ impl Records {
 
     /// By server, of those that this document has: without services that it has no more. A server that was drained in those alone is
     /// drained no more.
-    pub(crate) fn drains_that_go_on(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
+    pub fn drains_that_go_on(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let listed: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let goes_on = |drain: &DrainRecord| {
             let mut drain = drain.clone();

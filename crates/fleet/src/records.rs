@@ -47,7 +47,7 @@ pub struct Records {
 }
 
 /// Moments are kept in whole seconds.
-pub(crate) fn whole_seconds(moment: Duration) -> Duration {
+pub fn whole_seconds(moment: Duration) -> Duration {
     Duration::from_secs(moment.as_secs())
 }
 

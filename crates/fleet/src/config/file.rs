@@ -1,0 +1,201 @@
+//! The files: their keys, and what one value must be.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
+
+use coreward_config::toml::de::DeValue;
+use coreward_config::{
+    Field, Form, HOUR, MILLISECOND, Name, Period, Reader, SECOND, Spanned, choices, parsed, serde_json, table,
+};
+use coreward_model::ServerId;
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::health::WhenAllDown;
+use coreward_model::load::Alpha;
+use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
+use coreward_model::policy::{self, Capacity, Weight};
+use coreward_model::tuple::{Protocol, ServiceAddress};
+use serde_json::{Value, json};
+
+use super::health::Health;
+use super::{DEFAULT_RETIRE_AFTER, ServerState, TableTiming};
+
+/// What the controller's file has.
+const IN_THE_CONTROLLERS_FILE: &str = "it in the controller's own file";
+
+table! {
+    /// The fleet's.
+    pub struct FleetFile {
+        /// Time between two reports of an agent.
+        pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
+        /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or "interval", once
+        /// per report_interval.
+        pub tables: TableTiming = TableTiming::OnChange,
+        /// Time for which load balancers use a table that depends on loads while no controller leads; then they place
+        /// new connections by their own counts.
+        pub table_lifetime: Period<SECOND, HOUR> = Period(DEFAULT_TABLE_LIFETIME),
+        /// Weight of the newest report in a core's load.
+        pub alpha: Alpha = Alpha::PUBLISHED,
+        /// Buckets of a service that names none of its own.
+        pub buckets: BucketCount = BucketCount::PUBLISHED,
+        /// How long a cookie may live.
+        pub retire_after: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_RETIRE_AFTER),
+        /// Rotate the cookie keys so often, no more often than retire_after.
+        pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
+        /// The racks there are, by name: no other one may connect. Without it any may.
+        pub racks: Option<Vec<Spanned<Name>>>,
+        /// The load balancers there are, by name: no other one may connect. Without it any may.
+        pub load_balancers: Option<Vec<Spanned<Name>>>,
+        /// One server each.
+        pub servers as "server": Vec<Spanned<Server>>,
+        /// One service each.
+        pub services as "service": Vec<Spanned<Service>>,
+    }
+    elsewhere {
+        "rss_key" => "`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE",
+        "rss_key_file" => IN_THE_CONTROLLERS_FILE,
+        "listen" => IN_THE_CONTROLLERS_FILE,
+        "store" => IN_THE_CONTROLLERS_FILE,
+    }
+}
+
+table! {
+    /// One `[[server]]`.
+    pub struct Server {
+        /// Used once; what the agent's file says too.
+        pub name: Field<Name>,
+        /// IPv4 address in the load balancers' own network; used once.
+        pub address: Field<ServerAddress>,
+        /// What cookies carry; drawn at random where nothing is said.
+        pub id: Option<Spanned<ServerId>>,
+        /// "draining": takes no new connections, established ones still reach it.
+        pub state: ServerState = ServerState::Active,
+        /// Its part of new connections next to the others'; 0: none, as when draining.
+        pub weight: Weight = Weight::ONE,
+        /// How much it can do, in cores of the usual speed; without it its cores.
+        pub capacity: Option<Capacity>,
+        /// Names of the racks through which its agent may speak; without it the fleet's, [] none: only by itself.
+        pub racks: Option<Vec<Spanned<Name>>>,
+    }
+}
+
+table! {
+    /// One `[[service]]`.
+    pub struct Service {
+        /// Used once.
+        pub name: Field<Name>,
+        /// IPv4 address and port that clients connect to; used once, and no server's own address.
+        pub vip: Field<Vip>,
+        /// What it speaks.
+        pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
+        /// TCP: how packets find the server of their connection.
+        pub consistency: Option<Spanned<Consistency>>,
+        /// Who puts the cookie into TCP timestamps.
+        pub timestamps: Option<Spanned<Timestamps>>,
+        /// UDP: what one decision is for.
+        pub udp: Option<Spanned<UdpMode>>,
+        /// Address of the load balancer that had the service before: what is not known here is sent on to it.
+        pub adopt_from: Option<Spanned<ServerAddress>>,
+        /// Address of the load balancer that new connections are sent to; those of before go on here.
+        pub hand_over_to: Option<Spanned<ServerAddress>>,
+        /// Where new connections go.
+        pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
+        /// So long the part of a server that joins grows, linearly.
+        pub slow_start: Option<Period<0, HOUR>>,
+        /// A power of two; without it the fleet's.
+        pub buckets: Option<BucketCount>,
+        /// Names of its servers; without it all.
+        pub servers: Option<Vec<Spanned<String>>>,
+        /// Whether and how its servers are checked; without it they are not.
+        pub health: Option<Spanned<Health>>,
+        /// What becomes of new connections when all of its servers are down.
+        pub when_all_down: WhenAllDown = WhenAllDown::default(),
+    }
+}
+
+choices!(
+    ServerState,
+    "state",
+    [("active", ServerState::Active), ("draining", ServerState::Draining)]
+        .map(|(name, state)| (name.to_owned(), state))
+);
+
+choices!(
+    TableTiming,
+    "tables",
+    [("on-change", TableTiming::OnChange), ("interval", TableTiming::Interval)]
+        .map(|(name, timing)| (name.to_owned(), timing))
+);
+
+/// What one decision of a UDP service is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UdpMode {
+    /// All datagrams of one client's address and port.
+    Flow,
+    /// One datagram.
+    Packet,
+}
+
+choices!(
+    UdpMode,
+    "udp",
+    [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
+);
+
+/// The name of a policy that exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PolicyName(pub &'static str);
+
+choices!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
+
+/// VIP and port of a service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Vip(pub SocketAddrV4);
+
+impl Vip {
+    /// With what it speaks.
+    pub fn with(self, protocol: Protocol) -> ServiceAddress {
+        ServiceAddress { socket: self.0.into(), protocol }
+    }
+}
+
+impl Form for Vip {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let vip = written.parse::<SocketAddrV4>().ok().filter(|vip| is_host(*vip.ip()) && vip.port() != 0);
+            vip.map(Vip).ok_or_else(|| format!("VIP {written:?}: expected {}", Self::expected()))
+        })
+    }
+
+    fn expected() -> String {
+        "an IPv4 address that one host can have and a port from 1 on, as \"10.200.0.1:80\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^[0-9]+(\.[0-9]+){3}:[0-9]+$" })
+    }
+}
+
+/// Where a server is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServerAddress(pub IpAddr);
+
+impl Form for ServerAddress {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
+            let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host(*address));
+            let expected = || format!("server address {written:?}: expected {}", Self::expected());
+            address.map(|v4| ServerAddress(v4.into())).ok_or_else(expected)
+        })
+    }
+
+    fn expected() -> String {
+        "an IPv4 address that one host can have, as \"10.2.0.11\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        Ipv4Addr::schema()
+    }
+}
+
+fn is_host(address: Ipv4Addr) -> bool {
+    !(address.is_unspecified() || address.is_broadcast() || address.is_multicast())
+}
