@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use coreward_config::{AbsolutePath, Interface, Mistakes, Name, Source, choices, table, tagged_table};
+use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, choices, table, tagged_table};
 use coreward_daemon::Controllers;
 
 /// What the daemon is told. Services, ids and keys come from the controller.
@@ -117,13 +117,13 @@ tagged_table! {
 impl Config {
     /// # Errors
     /// When the file cannot be read; everything in it that is wrong.
-    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
     /// # Errors
     /// Everything in the text that is wrong.
-    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: File, reader| {
             Some(Self {
                 server: file.server.0,

@@ -4,7 +4,7 @@ use axum::Json;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use coreward_config::{Mistake, Mistakes};
+use coreward_config::{Diagnostic, Diagnostics};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -128,8 +128,8 @@ pub struct DocumentMistake {
     pub message: String,
 }
 
-impl From<&Mistake> for DocumentMistake {
-    fn from(mistake: &Mistake) -> Self {
+impl From<&Diagnostic> for DocumentMistake {
+    fn from(mistake: &Diagnostic) -> Self {
         Self {
             file: mistake.file.display().to_string(),
             line: mistake.place.map(|place| place.line),
@@ -177,8 +177,8 @@ impl Problem {
     }
 }
 
-impl From<&Mistakes> for Problem {
-    fn from(mistakes: &Mistakes) -> Self {
+impl From<&Diagnostics> for Problem {
+    fn from(mistakes: &Diagnostics) -> Self {
         let list = mistakes.list.iter().map(DocumentMistake::from).collect();
         Self { mistakes: list, ..Self::new(ProblemKind::WrongDocument, mistakes.to_string()) }
     }

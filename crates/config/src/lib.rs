@@ -11,10 +11,10 @@
 //!
 //! (Files whose readers stop at the first mistake can be plain serde structs: [`Source::parse`].)
 
+mod diagnostic;
 mod form;
 mod host;
 mod macros;
-mod mistake;
 mod model;
 mod reader;
 mod secret;
@@ -23,9 +23,9 @@ mod source;
 mod tests;
 mod time;
 
+pub use diagnostic::{Diagnostic, Diagnostics, nearest};
 pub use form::{Field, Form, Name, Number, choice, choice_schema, parsed};
 pub use host::{AbsolutePath, Interface};
-pub use mistake::{Mistake, Mistakes, nearest};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, refuse_others_secrets};
 pub use source::Source;

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::mistake::{SHOWN, nearest};
+use crate::diagnostic::{SHOWN, nearest};
 use crate::source::{Parsed, key_at, one_line};
-use crate::{Form, Mistake, Mistakes, Source, Span};
+use crate::{Diagnostic, Diagnostics, Form, Source, Span};
 
 /// Reads one file. A value that is wrong is noted, and the reading goes on.
 pub struct Reader<'a> {
@@ -44,7 +44,7 @@ impl<'a> Reader<'a> {
     pub(crate) fn read<T: Form, U>(
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
-    ) -> Result<U, Mistakes> {
+    ) -> Result<U, Diagnostics> {
         let Parsed { table, errors, more } = source.toml();
         let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), more, syntax: Syntax::default() };
         for error in &errors {
@@ -74,16 +74,16 @@ impl<'a> Reader<'a> {
         self.found.push(Found { span, key, message, nearest: None });
     }
 
-    fn mistakes(self, root: &DeValue<'_>) -> Mistakes {
+    fn mistakes(self, root: &DeValue<'_>) -> Diagnostics {
         let source = self.source;
         let mistake = |found: Found| {
             let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();
-            let mistake = Mistake::new(source.path(), source.place(&found.span), key, &found.message);
-            Mistake { nearest: found.nearest.map(String::into), ..mistake }
+            let mistake = Diagnostic::new(source.path(), source.place(&found.span), key, &found.message);
+            Diagnostic { nearest: found.nearest.map(String::into), ..mistake }
         };
-        let mut list: Vec<Mistake> = self.found.into_iter().map(mistake).collect();
+        let mut list: Vec<Diagnostic> = self.found.into_iter().map(mistake).collect();
         list.sort_by_key(|mistake| mistake.place);
-        Mistakes { list, more: self.more }
+        Diagnostics { list, more: self.more }
     }
 
     /// Notes a mistake at a place of the file. `message`: "what was found: expected what was expected".

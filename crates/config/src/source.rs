@@ -11,8 +11,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 
-use crate::mistake::{Place, SHOWN};
-use crate::{Form, Mistake, Mistakes, Reader, Span};
+use crate::diagnostic::{Place, SHOWN};
+use crate::{Diagnostic, Diagnostics, Form, Reader, Span};
 
 /// What a file may hold at most, bytes: as much as the API takes of a fleet's document.
 const LARGEST: u64 = 8 << 20;
@@ -63,9 +63,9 @@ fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
 impl Source {
     /// # Errors
     /// When the file cannot be read, is larger than 8 MiB, or is no text.
-    pub fn read(path: &Path) -> Result<Self, Mistake> {
+    pub fn read(path: &Path) -> Result<Self, Diagnostic> {
         let unreadable =
-            |reason: &dyn Display| Mistake::of_file(path, &format!("{reason}: expected a readable TOML file"));
+            |reason: &dyn Display| Diagnostic::of_file(path, &format!("{reason}: expected a readable TOML file"));
         let mut bytes = Vec::new();
         let file = File::open(path).map_err(|reason| unreadable(&reason))?;
         file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(|reason| unreadable(&reason))?;
@@ -76,7 +76,7 @@ impl Source {
             let good = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
             let place = Self::new(path.to_owned(), text.into()).place(&(good..good));
-            Mistake::new(path, place, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
+            Diagnostic::new(path, place, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
         })?;
         Ok(Self::new(path.to_owned(), text.into()))
     }
@@ -106,7 +106,7 @@ impl Source {
     ///
     /// # Errors
     /// Every mistake: of syntax, of single values, and those that `check` has found.
-    pub fn read_as<T: Form, U>(&self, check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>) -> Result<U, Mistakes> {
+    pub fn read_as<T: Form, U>(&self, check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>) -> Result<U, Diagnostics> {
         Reader::read(self, check)
     }
 
@@ -114,7 +114,7 @@ impl Source {
     ///
     /// # Errors
     /// When the text is no TOML or not a `T`.
-    pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Mistake> {
+    pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
         toml::from_str(&self.text)
             .map_err(|error| self.error(error.span().unwrap_or_default(), &one_line(error.message())))
     }
@@ -146,24 +146,24 @@ impl Source {
     }
 
     /// What the TOML parser finds wrong with the text, the first errors of very many; empty when it is TOML.
-    pub fn syntax_errors(&self) -> Vec<Mistake> {
+    pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let mistake = |error: toml::de::Error| {
             let place = self.place(&error.span().unwrap_or_default());
-            Mistake::new(&self.path, place, String::new(), &one_line(error.message()))
+            Diagnostic::new(&self.path, place, String::new(), &one_line(error.message()))
         };
         self.toml().errors.into_iter().map(mistake).collect()
     }
 
     /// A mistake at a place of the file (bytes, as [`Spanned::span`] gives them).
-    pub fn error(&self, span: Span, message: &str) -> Mistake {
+    pub fn error(&self, span: Span, message: &str) -> Diagnostic {
         self.errors_at(&[(span, message.to_owned())]).remove(0)
     }
 
     /// The same of several.
-    pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Mistake> {
+    pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.toml().table;
         let mistake = |(span, message): &(Span, String)| {
-            Mistake::new(&self.path, self.place(span), key_at(table.get_ref(), span), message)
+            Diagnostic::new(&self.path, self.place(span), key_at(table.get_ref(), span), message)
         };
         wrong.iter().map(mistake).collect()
     }

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::secret::read_secret_of;
 use crate::{
-    Field, MILLISECOND, Mistakes, Name, Number, Period, SECOND, Secret, Source, Spanned, schema, table, tagged_table,
+    Diagnostics, Field, MILLISECOND, Name, Number, Period, SECOND, Secret, Source, Spanned, schema, table, tagged_table,
 };
 
 table! {
@@ -56,7 +56,7 @@ tagged_table! {
     }
 }
 
-fn read_file(source: &Source) -> Result<Daemon, Mistakes> {
+fn read_file(source: &Source) -> Result<Daemon, Diagnostics> {
     source.read_as(|daemon: Daemon, reader| {
         if let [first, second, ..] = &daemon.services[..]
             && first.get_ref().listen.value.is_some()
@@ -68,7 +68,7 @@ fn read_file(source: &Source) -> Result<Daemon, Mistakes> {
     })
 }
 
-fn read(text: &str) -> Result<Daemon, Mistakes> {
+fn read(text: &str) -> Result<Daemon, Diagnostics> {
     read_file(&Source::from_text("daemon.toml", text))
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Mistake, Mistakes, Source, schema};
+use coreward_config::{Diagnostic, Diagnostics, Source, schema};
 use coreward_control::config::file::ControllerFile;
 use coreward_control::config::{ControllerConfig, StorePlace};
 use coreward_control::server::office;
@@ -69,7 +69,7 @@ struct Checked<'a> {
     file: &'a Path,
     /// `None`: one cannot tell.
     kind: Option<Kind>,
-    mistakes: Option<Mistakes>,
+    mistakes: Option<Diagnostics>,
 }
 
 impl<'a> Checked<'a> {
@@ -123,7 +123,7 @@ impl Kind {
     }
 
     /// Reads it as the daemon does.
-    pub fn check(self, source: &Source) -> Result<(), Mistakes> {
+    pub fn check(self, source: &Source) -> Result<(), Diagnostics> {
         match self {
             Self::Controller => ControllerConfig::parse(source).map(|_| ()),
             Self::Fleet => FleetConfig::parse(source).map(|_| ()),
@@ -147,7 +147,7 @@ impl Kind {
     }
 
     /// A controller's file with the fleet's that it names.
-    fn check_with_what_it_names(self, source: &Source) -> Result<(), Mistakes> {
+    fn check_with_what_it_names(self, source: &Source) -> Result<(), Diagnostics> {
         let own = self.check(source);
         let named = match self {
             Self::Controller => fleet_of(source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
@@ -158,7 +158,7 @@ impl Kind {
             (Ok(()), named) => named,
             (own, Ok(())) => own,
             (Err(own), Err(named)) => {
-                Err(Mistakes { list: [own.list, named.list].concat(), more: own.more + named.more })
+                Err(Diagnostics { list: [own.list, named.list].concat(), more: own.more + named.more })
             }
         }
     }
@@ -168,7 +168,7 @@ impl Kind {
     ///
     /// # Errors
     /// When as good be one as another.
-    fn of(source: &Source) -> Result<Self, Mistakes> {
+    fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
         let fit = |kind: Self| {
@@ -184,16 +184,16 @@ impl Kind {
             return Ok(kinds[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
-        let mut list = vec![Mistake::of_file(source.path(), message)];
+        let mut list = vec![Diagnostic::of_file(source.path(), message)];
         list.extend(source.syntax_errors());
-        Err(Mistakes { list, more: 0 })
+        Err(Diagnostics { list, more: 0 })
     }
 }
 
 /// The files of `[etcd.tls]`, as the daemon uses them.
-fn etcd_files(controller: &Source) -> Result<(), Mistakes> {
+fn etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StorePlace::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
-    let wrong = |error| Mistake::of_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
+    let wrong = |error| Diagnostic::of_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     office::cluster(&etcd).map(drop).map_err(wrong)
 }
 
@@ -233,7 +233,7 @@ mod tests {
         blocks
     }
 
-    fn kind_of(text: &str) -> Result<Kind, Mistakes> {
+    fn kind_of(text: &str) -> Result<Kind, Diagnostics> {
         Kind::of(&Source::from_text("some.toml", text))
     }
 
@@ -251,7 +251,7 @@ mod tests {
             let outcome = kind.check(&Source::from_text(&place, &text));
             let wrong = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
             // The certificates are the reader's.
-            let is_elsewhere = |mistake: &Mistake| {
+            let is_elsewhere = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
             assert!(wrong.iter().all(is_elsewhere), "{place}: {wrong:?}");

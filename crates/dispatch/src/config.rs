@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_config::{AbsolutePath, Field, HOUR, Mistakes, Number, Period, Reader, Source, Spanned, choices, table};
+use coreward_config::{
+    AbsolutePath, Diagnostics, Field, HOUR, Number, Period, Reader, Source, Spanned, choices, table,
+};
 use coreward_dataplane::dispatch::{
     self, LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, Patience, Policy,
     RequestType,
@@ -169,13 +171,13 @@ choices!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owne
 impl Config {
     /// # Errors
     /// When the file cannot be read; everything in it that is wrong.
-    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
     /// # Errors
     /// Everything in the text that is wrong.
-    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|table: Table, reader| Some(table.check(reader)))
     }
 }

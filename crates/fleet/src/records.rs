@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_api::types::AuditEntry;
-use coreward_config::{Mistakes, Span};
+use coreward_config::{Diagnostics, Span};
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
@@ -128,7 +128,7 @@ impl Records {
     ///
     /// # Errors
     /// When ids that the operator chose still belong to other servers, or no id is free: all of them.
-    pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Mistakes> {
+    pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
         let mut next = self.clone();
         next.retire(config.retire_after, now);
         next.apply_services(config, random);
@@ -204,7 +204,7 @@ impl Records {
     }
 
     /// Gives every server of the file its id: the one the operator chose, the one it had, or a free one.
-    fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Mistakes> {
+    fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let had = self.ids_by_name();
         let corrected = corrected_servers(config);
         let mut free = self.free_ids(config);

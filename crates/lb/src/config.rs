@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, HOUR, Interface, MINUTE, Mistakes, Name, Number, Period, SECOND, Source, choices, table,
+    AbsolutePath, Diagnostics, HOUR, Interface, MINUTE, Name, Number, Period, SECOND, Source, choices, table,
 };
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
@@ -181,13 +181,13 @@ choices!(
 impl Config {
     /// # Errors
     /// When the file cannot be read; everything in it that is wrong.
-    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
     /// # Errors
     /// Everything in the text that is wrong.
-    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: File, _| Some(Self::of(file)))
     }
 }

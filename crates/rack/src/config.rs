@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use coreward_config::{MILLISECOND, MINUTE, Mistakes, Name, Number, Period, Source, table};
+use coreward_config::{Diagnostics, MILLISECOND, MINUTE, Name, Number, Period, Source, table};
 use coreward_daemon::Controllers;
 use coreward_listener::security::Door;
 use coreward_model::policy::MOST_CANDIDATES;
@@ -64,13 +64,13 @@ table! {
 impl Config {
     /// # Errors
     /// When the file cannot be read, or is wrong.
-    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
     /// # Errors
     /// All that is wrong.
-    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: File, _| {
             Some(Self {
                 name: file.name.0,

@@ -8,7 +8,7 @@ pub mod file;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Mistakes, Secret, Source, Spanned};
+use coreward_config::{Diagnostics, Secret, Source, Spanned};
 use coreward_listener::security::Door;
 use coreward_model::rss::RssKey;
 use coreward_tls::certificate::Fingerprint;
@@ -86,13 +86,13 @@ impl ControllerConfig {
 
     /// # Errors
     /// When the file cannot be read; everything in it that is wrong.
-    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
     /// # Errors
     /// Everything in it that is wrong.
-    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: ControllerFile, reader| {
             let listen = file.listen.value;
             let api = *file.api.get_ref();

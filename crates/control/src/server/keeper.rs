@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_config::{Mistakes, Source};
+use coreward_config::{Diagnostics, Source};
 use coreward_metrics::page::Page;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_tls::verify::Denied;
@@ -131,7 +131,7 @@ pub enum Change {
 /// A document that somebody wants to be in force.
 pub struct WantedDocument {
     /// The document, or what is wrong with it.
-    pub fleet: Result<FleetConfig, Mistakes>,
+    pub fleet: Result<FleetConfig, Diagnostics>,
     /// What it changes, in words.
     pub changes: Vec<String>,
     /// Of the document that it is to replace.
@@ -160,7 +160,7 @@ pub enum NotApplied {
     Moved(u64, u64),
     /// Something in it is wrong.
     #[error(transparent)]
-    Wrong(#[from] Mistakes),
+    Wrong(#[from] Diagnostics),
 }
 
 /// Secrets come from the operating system.
@@ -411,7 +411,7 @@ impl Keeper {
 
 /// What is in force at first: what stands in the fleet's file, or else the document on record, put together with what is on record.
 fn begin(
-    file: Result<Option<FleetConfig>, Mistakes>,
+    file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
     now: Duration,
 ) -> anyhow::Result<(FleetConfig, Records)> {
@@ -479,7 +479,7 @@ pub enum NotForgotten {
 }
 
 /// The fleet as the store keeps it.
-fn applied(document: &Document) -> Result<FleetConfig, Mistakes> {
+fn applied(document: &Document) -> Result<FleetConfig, Diagnostics> {
     let name = format!("the applied fleet (generation {})", document.generation);
     FleetConfig::on_record(&Source::from_text(&name, &document.text))
 }

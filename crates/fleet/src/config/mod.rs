@@ -19,7 +19,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use coreward_config::{Mistake, Mistakes, Source, Span};
+use coreward_config::{Diagnostic, Diagnostics, Source, Span};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::health::{Check, WhenAllDown};
@@ -141,7 +141,7 @@ pub struct ServiceConfig {
 impl FleetConfig {
     /// # Errors
     /// When the file cannot be read; everything in it that is wrong.
-    pub fn load(path: &Path) -> Result<Self, Mistakes> {
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
@@ -150,12 +150,12 @@ impl FleetConfig {
     ///
     /// # Errors
     /// Everything in it that is wrong.
-    pub fn parse(source: &Source) -> Result<Self, Mistakes> {
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
             let message =
                 "nothing in it: expected [[server]] and [[service]], or some other key where none of these is wanted";
-            return Err(Mistake::of_file(source.path(), message).into());
+            return Err(Diagnostic::of_file(source.path(), message).into());
         }
         Self::on_record(source)
     }
@@ -164,7 +164,7 @@ impl FleetConfig {
     ///
     /// # Errors
     /// Everything in it that is wrong.
-    pub fn on_record(source: &Source) -> Result<Self, Mistakes> {
+    pub fn on_record(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 
@@ -174,7 +174,7 @@ impl FleetConfig {
     }
 
     /// Returns errors that only show when the document is put together with the records, by place and message.
-    pub fn mistakes(&self, wrong: Vec<(Span, String)>) -> Mistakes {
-        Mistakes::at(&self.source, wrong)
+    pub fn mistakes(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
+        Diagnostics::at(&self.source, wrong)
     }
 }

@@ -1,6 +1,6 @@
 //! The scenarios that coreward carries with it: every file of the project's `lab/scenarios/`, by its name.
 
-use coreward_config::Mistake;
+use coreward_config::Diagnostic;
 
 use super::live::LiveFigure;
 use super::result::Provenance;
@@ -21,7 +21,7 @@ pub struct Embedded {
 impl Embedded {
     /// # Errors
     /// What is wrong with it; the project's tests read every scenario.
-    pub fn scenario(&self) -> Result<Scenario, Mistake> {
+    pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
     }
 

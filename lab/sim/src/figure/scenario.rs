@@ -7,7 +7,7 @@ mod check;
 
 use std::fmt;
 
-use coreward_config::{Mistake, Source, Spanned};
+use coreward_config::{Diagnostic, Source, Spanned};
 use serde::Deserialize;
 
 use super::claim::Claim;
@@ -321,7 +321,7 @@ impl Scenario {
     ///
     /// # Errors
     /// What is wrong with it and where.
-    pub fn parse(name: &str, text: &str) -> Result<Self, Mistake> {
+    pub fn parse(name: &str, text: &str) -> Result<Self, Diagnostic> {
         let source = Source::from_text(name, text);
         let scenario: Self = source.parse()?;
         check::check(&scenario, &source)?;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use coreward_config::{Mistake, Source, Spanned};
+use coreward_config::{Diagnostic, Source, Spanned};
 
 use super::{Draw, Panel, Scenario, Swept};
 use crate::figure::claim::{Claim, Quantity, Ratio, same_point};
@@ -15,7 +15,7 @@ type Wrong = (Range<usize>, String);
 
 /// # Errors
 /// The first thing that is wrong.
-pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Mistake> {
+pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
     let checks = [seeds, kinds, names, axes, published, claims, runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))
 }

@@ -12,7 +12,7 @@ pub(crate) const SHOWN: usize = 100;
 
 /// Something in a file that is not as expected, or a file that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mistake {
+pub struct Diagnostic {
     /// The file.
     pub file: Box<Path>,
     /// Where in it; `None`: all of it.
@@ -46,7 +46,7 @@ fn shortened(text: String) -> String {
     }
 }
 
-impl Mistake {
+impl Diagnostic {
     /// `message`: "what was found: expected what was expected".
     pub(crate) fn new(file: &Path, place: Place, key: String, message: &str) -> Self {
         Self { place: Some(place), key: shortened(key), ..Self::of_file(file, message) }
@@ -83,7 +83,7 @@ impl Mistake {
     }
 }
 
-impl fmt::Display for Mistake {
+impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
         if let Some(Place { line, column }) = self.place {
@@ -103,18 +103,18 @@ impl fmt::Display for Mistake {
     }
 }
 
-impl std::error::Error for Mistake {}
+impl std::error::Error for Diagnostic {}
 
 /// Everything that is wrong with a file, in the order of its lines. As text: a line each.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mistakes {
+pub struct Diagnostics {
     /// At least one; the first ones where there are very many.
-    pub list: Vec<Mistake>,
+    pub list: Vec<Diagnostic>,
     /// How many more there are, at least.
     pub more: usize,
 }
 
-impl fmt::Display for Mistakes {
+impl fmt::Display for Diagnostics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, mistake) in self.list.iter().enumerate() {
             let line_break = if index == 0 { "" } else { "\n" };
@@ -127,9 +127,9 @@ impl fmt::Display for Mistakes {
     }
 }
 
-impl std::error::Error for Mistakes {}
+impl std::error::Error for Diagnostics {}
 
-impl Mistakes {
+impl Diagnostics {
     /// At these places of a file that has been read without any: the words as for [`Source::error`].
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let more = wrong.len().saturating_sub(SHOWN);
@@ -138,8 +138,8 @@ impl Mistakes {
     }
 }
 
-impl From<Mistake> for Mistakes {
-    fn from(mistake: Mistake) -> Self {
+impl From<Diagnostic> for Diagnostics {
+    fn from(mistake: Diagnostic) -> Self {
         Self { list: vec![mistake], more: 0 }
     }
 }
