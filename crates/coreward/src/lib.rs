@@ -310,7 +310,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Undrain(args) => drain::undrain(&args),
         Command::Top(args) => top::run(&args),
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
-            print(&coreward_control::store::copy::copy(&from, &to, replace)?)
+            print(&coreward_control::copy::copy(&from, &to, replace)?)
         }
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {

@@ -170,9 +170,9 @@ mod tests {
     use crate::server::make;
     use crate::server::office::Office;
     use crate::server::shared::WantedChange;
-    use crate::store::Store;
-    use crate::store::embedded::EmbeddedStore;
     use coreward_listener::security::Security;
+    use coreward_store::Store;
+    use coreward_store::embedded::EmbeddedStore;
 
     /// A controller that leads, and what comes to its keeper.
     fn leader(directory: &std::path::Path) -> (Api, Keeper, mpsc::Receiver<WantedChange>) {

@@ -25,9 +25,9 @@ use crate::server::keeper::Keeper;
 use crate::server::make;
 use crate::server::office::Office;
 use crate::server::shared::{Shared, WantedChange};
-use crate::store::Store;
-use crate::store::embedded::EmbeddedStore;
 use coreward_listener::security::Security;
+use coreward_store::Store;
+use coreward_store::embedded::EmbeddedStore;
 
 /// That others may be kept waiting.
 const LONGEST: Duration = Duration::from_millis(20);

@@ -36,7 +36,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 use crate::server::office::{Leader, Office, is_deposed};
 use crate::server::shared::Shared;
 use crate::server::yield_to_reports;
-use crate::store::StoreError;
+use coreward_store::StoreError;
 use events::EventLog;
 use feed::Feed;
 

@@ -16,7 +16,6 @@ use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
 use crate::controller::rotation::KeyStep;
-use crate::store::{Store, StoreError};
 use coreward_fleet::audit::{Author, Note, changes_in_words};
 use coreward_fleet::clock::{RecordClock, wall_now};
 use coreward_fleet::config::{FleetConfig, difference};
@@ -24,6 +23,7 @@ use coreward_fleet::drains::{self, DrainRecord, WantedDrain};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::{Document, Records, whole_seconds};
+use coreward_store::{Store, StoreError};
 
 /// The only one that writes the store.
 pub struct Keeper {
@@ -489,7 +489,7 @@ mod tests {
     use coreward_tls::certificate::Fingerprint;
 
     use super::*;
-    use crate::store::embedded::EmbeddedStore;
+    use coreward_store::embedded::EmbeddedStore;
 
     fn keeper(directory: &Path, fleet: &str) -> anyhow::Result<Keeper> {
         let [path, file, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.join(name));

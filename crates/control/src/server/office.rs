@@ -22,8 +22,8 @@ use tonic::metadata::MetadataValue;
 
 use super::shared::Shared;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
-use crate::store::StoreError;
 use coreward_listener::security::Security;
+use coreward_store::StoreError;
 
 /// What others are told of who leads, in etcd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

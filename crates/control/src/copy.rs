@@ -7,9 +7,10 @@ use anyhow::{Context as _, ensure};
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 
-use super::Store;
-use super::embedded::EmbeddedStore;
-use super::etcd::EtcdStore;
+use coreward_store::Store;
+use coreward_store::embedded::EmbeddedStore;
+use coreward_store::etcd::EtcdStore;
+
 use crate::config::{ControllerConfig, StorePlace};
 use crate::server::office;
 

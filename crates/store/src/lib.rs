@@ -1,7 +1,6 @@
 //! Where [`Records`](coreward_fleet::records::Records) survive: in a file of the controller's own ([`embedded`]), or in etcd ([`etcd`]),
 //! which several controllers share. The rows are the same in both ([`rows`]).
 
-pub mod copy;
 pub mod embedded;
 pub mod etcd;
 mod rows;
