@@ -2,13 +2,11 @@
 //!
 //! * [`config`]: the controller's own file
 //! * [`copy`]: `coreward store copy`
-//! * [`controller`]: what is known and decided; pure
 //! * [`server`]: the daemon around it, and [`api`]: what it answers to people and their programs
 //! * [`show`]: `coreward status` and `coreward explain`
 
 mod api;
 pub mod config;
-pub mod controller;
 pub mod copy;
 pub mod server;
 pub mod show;

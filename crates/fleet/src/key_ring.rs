@@ -12,7 +12,7 @@
 //! steady
 //! ```
 //!
-//! Who has confirmed what, the controller knows ([`crate::controller::rotation`]).
+//! Who has confirmed what, the controller knows (`coreward_controller::rotation`).
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use coreward_control::controller::Now;
+use coreward_controller::Now;
 use coreward_fleet::clock::wall_now;
 use coreward_listener::HELLO_TIMEOUT;
 use coreward_listener::security::{Security, Visitor};

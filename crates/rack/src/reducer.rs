@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use coreward_control::controller::Now;
-use coreward_control::controller::agent::Agent;
-use coreward_control::controller::pool::loads_of_placed;
-use coreward_control::controller::refused::Refused;
+use coreward_controller::Now;
+use coreward_controller::agent::Agent;
+use coreward_controller::pool::loads_of_placed;
+use coreward_controller::refused::Refused;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
@@ -188,7 +188,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
 
 #[cfg(test)]
 mod tests {
-    use coreward_control::controller::refused::REPORTS_AT_ONCE;
+    use coreward_controller::refused::REPORTS_AT_ONCE;
     use coreward_model::load::Alpha;
 
     use super::*;

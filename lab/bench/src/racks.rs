@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_api::types::Reports;
-use coreward_control::controller::Now;
+use coreward_controller::Now;
 use coreward_fleet::clock::wall_now;
 use coreward_model::statistics::median;
 use coreward_rack::reducer::Reducer;

@@ -165,11 +165,11 @@ mod tests {
 
     use super::*;
     use crate::config::ControllerConfig;
-    use crate::controller::Controller;
     use crate::server::keeper::Keeper;
     use crate::server::make;
     use crate::server::office::Office;
     use crate::server::shared::WantedChange;
+    use coreward_controller::Controller;
     use coreward_listener::security::Security;
     use coreward_store::Store;
     use coreward_store::embedded::EmbeddedStore;

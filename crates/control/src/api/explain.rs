@@ -8,7 +8,7 @@ use coreward_api::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 
 use super::Api;
-use crate::controller::explain::{ExplainedPacket, NotExplained};
+use coreward_controller::explain::{ExplainedPacket, NotExplained};
 
 /// Where a packet goes, and why
 #[utoipa::path(

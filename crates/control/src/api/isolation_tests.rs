@@ -20,11 +20,11 @@ use serde_json::json;
 
 use super::{look, router};
 use crate::config::ControllerConfig;
-use crate::controller::Controller;
 use crate::server::keeper::Keeper;
 use crate::server::make;
 use crate::server::office::Office;
 use crate::server::shared::{Shared, WantedChange};
+use coreward_controller::Controller;
 use coreward_listener::security::Security;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;

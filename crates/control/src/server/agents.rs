@@ -14,8 +14,8 @@ use tonic::{Code, Status};
 use super::office::not_leading;
 use super::refused_status;
 use super::shared::Shared;
-use crate::controller::Session;
-use crate::controller::racks::Behind;
+use coreward_controller::Session;
+use coreward_controller::racks::Behind;
 use coreward_listener::security::Visitor;
 
 /// Before an agent is told that its hello is refused.
@@ -206,7 +206,7 @@ struct RefusalLog {
 }
 
 impl RefusalLog {
-    fn refused(&mut self, session: &Session, refused: &crate::controller::refused::Refused) {
+    fn refused(&mut self, session: &Session, refused: &coreward_controller::refused::Refused) {
         if self.newest != Some(refused.reason()) {
             tracing::warn!("a report of {} was refused ({}): {refused}", session.server(), refused.reason());
         }

@@ -3,7 +3,7 @@
 
 use std::sync::MutexGuard;
 
-use crate::controller::Controller;
+use coreward_controller::Controller;
 
 #[cfg(not(test))]
 pub type Held<'a> = MutexGuard<'a, Controller>;

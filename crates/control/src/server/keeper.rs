@@ -15,7 +15,7 @@ use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
-use crate::controller::rotation::KeyStep;
+use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::{Author, Note, changes_in_words};
 use coreward_fleet::clock::{RecordClock, wall_now};
 use coreward_fleet::config::{FleetConfig, difference};

@@ -15,8 +15,8 @@ use super::agents::Speaker;
 use super::office::not_leading;
 use super::shared::Shared;
 use super::{agents, refused_status};
-use crate::controller::racks::Behind;
-use crate::controller::refused::Refused;
+use coreward_controller::racks::Behind;
+use coreward_controller::refused::Refused;
 use coreward_listener::security::Visitor;
 
 type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;

@@ -17,8 +17,8 @@ use coreward_wire::{ServiceIndex, table};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use crate::controller::explain::{NotExplained, ServiceView};
-use crate::controller::{Controller, Indexed, NewTable, Now, metrics, tables};
+use coreward_controller::explain::{NotExplained, ServiceView};
+use coreward_controller::{Controller, Indexed, NewTable, Now, metrics, tables};
 use coreward_fleet::audit::Author;
 use coreward_fleet::clock::{RecordClock, wall_now};
 use coreward_fleet::config::TableTiming;
