@@ -11,7 +11,7 @@
 //! * [`serve`][]: connections
 //! * [`client`][]: for commands
 //!
-//! The handlers are the controller's: `crates/control/src/api`.
+//! The handlers are the controller's: `crates/control-server/src/api`.
 
 pub mod client;
 pub mod endpoints;

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use coreward_api::client::Client;
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
-use coreward_control::show::ask;
-use coreward_control::show::fleet::{Wanted, shown};
+use coreward_render::ask;
+use coreward_render::fleet::{Wanted, shown};
 
 use crate::{AskArgs, Format, print};
 

@@ -1,7 +1,7 @@
 //! `coreward audit`: who changed what.
 
 use coreward_api::types::{AuditEntry, AuditQuery};
-use coreward_control::show::ask;
+use coreward_render::ask;
 
 use crate::{AskArgs, Format, print};
 

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use coreward_config::{Diagnostic, Diagnostics, Source, schema};
-use coreward_control::config::file::ControllerFile;
-use coreward_control::config::{ControllerConfig, StorePlace};
-use coreward_control::server::office;
+use coreward_control_server::config::file::ControllerFile;
+use coreward_control_server::config::{ControllerConfig, StorePlace};
+use coreward_control_server::server::office;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::config::file::FleetFile;
 use serde_json::{Value, json};

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use coreward_api::client::{Client, ControllerUrl, Proof};
-use coreward_control::config::DEFAULT_API;
+use coreward_control_server::config::DEFAULT_API;
 use coreward_tls::Files;
 use coreward_tls::verify::Host;
 

@@ -17,7 +17,6 @@ use coreward_agent::rss_command::RssArgs;
 use coreward_api::types::{Explain, PacketKind};
 use coreward_cli::shell::ShellCommand;
 use coreward_cli::{exit_status, print};
-use coreward_control::show;
 use coreward_daemon::confine::Daemon;
 use coreward_dataplane::rights;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
@@ -25,6 +24,7 @@ use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_model::tuple::Protocol;
+use coreward_render as show;
 use coreward_tls::command::{self as certs, CertsArgs};
 
 use contact::ContactArgs;
@@ -283,7 +283,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Controller(args) => {
             Daemon::Controller.confine()?;
-            coreward_control::server::run(&args.config)
+            coreward_control_server::server::run(&args.config)
         }
         Command::Lb(args) => lb(args),
         Command::Agent(args) => agent(args),
@@ -310,7 +310,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Undrain(args) => drain::undrain(&args),
         Command::Top(args) => top::run(&args),
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
-            print(&coreward_control::copy::copy(&from, &to, replace)?)
+            print(&coreward_control_server::copy::copy(&from, &to, replace)?)
         }
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {

@@ -77,7 +77,7 @@ pub struct ProcessArgs {
 /// # Errors
 /// As the controller has them.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
-    coreward_control::server::run(&args.config)
+    coreward_control_server::server::run(&args.config)
 }
 
 /// Measures.
@@ -85,7 +85,7 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
 /// # Errors
 /// When the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    coreward_control::server::raise_file_limit();
+    coreward_control_server::server::raise_file_limit();
     let directory = Scratch::new()?;
     let mut controller = Controller::start(args, None, &directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

@@ -124,7 +124,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new()?;
-    coreward_control::server::raise_file_limit();
+    coreward_control_server::server::raise_file_limit();
     ip("link set lo up")?;
     ip(&format!("address add {}/32 dev lo", VIP.0))?;
     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")?;

@@ -33,7 +33,7 @@ fn set_up<M>(fleet: &controller::Args, tls: bool, measure: M) -> anyhow::Result<
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report>,
 {
-    coreward_control::server::raise_file_limit();
+    coreward_control_server::server::raise_file_limit();
     make_network()?;
     let (scratch, pins) = (Scratch::new()?, Pins::new()?);
     let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use coreward_api::client::{Client, Proof};
 use coreward_api::tokens::token_file;
-use coreward_control::config::ControllerConfig;
+use coreward_control_server::config::ControllerConfig;
 use coreward_model::ServiceAddress;
 use coreward_tls::connect::Connector;
 use coreward_tls::verify::Host;

@@ -9,7 +9,7 @@ use coreward_api::client::Client;
 use coreward_api::tokens::token_file;
 use coreward_api::types::Status;
 use coreward_config::Source;
-use coreward_control::server::Server;
+use coreward_control_server::server::Server;
 use coreward_model::placement::PlacementTable;
 use coreward_rack::config::Config;
 use coreward_rack::daemon::Rack;

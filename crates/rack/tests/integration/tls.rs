@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_config::Source;
-use coreward_control::server::Server;
+use coreward_control_server::server::Server;
 use coreward_rack::config::Config;
 use coreward_rack::daemon::Rack;
 use coreward_tls::authority::{Authority, DAY, Validity};

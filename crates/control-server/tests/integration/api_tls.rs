@@ -231,6 +231,6 @@ async fn beyond_its_host_it_listens_with_tls_only() {
     let home = Home::new(&["s1"], SERVICE);
     let text = std::fs::read_to_string(home.config()).unwrap();
     std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
-    let error = coreward_control::server::Server::bind(&home.config()).await.err().expect("refused").to_string();
+    let error = coreward_control_server::server::Server::bind(&home.config()).await.err().expect("refused").to_string();
     assert!(error.contains("tokens would pass a network in clear to 0.0.0.0:0: expected `[tls]`"), "{error}");
 }

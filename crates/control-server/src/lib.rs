@@ -3,10 +3,8 @@
 //! * [`config`]: the controller's own file
 //! * [`copy`]: `coreward store copy`
 //! * [`server`]: the daemon around it, and [`api`]: what it answers to people and their programs
-//! * [`show`]: `coreward status` and `coreward explain`
 
 mod api;
 pub mod config;
 pub mod copy;
 pub mod server;
-pub mod show;

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, ServerState, Service, Status};
-use coreward_control::show::Format;
-use coreward_control::show::fleet::{self, Wanted};
+use coreward_render::Format;
+use coreward_render::fleet::{self, Wanted};
 use proptest::prelude::*;
 
 use crate::support::{Home, Running, in_time};

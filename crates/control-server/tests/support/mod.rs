@@ -10,7 +10,7 @@ use coreward_api::Role;
 use coreward_api::client::Client;
 use coreward_api::tokens::token_file;
 use coreward_api::types::Status;
-use coreward_control::server::Server;
+use coreward_control_server::server::Server;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::{FleetChange, FleetConfiguration};
