@@ -1,5 +1,5 @@
-//! Turns `bpf/intf.h` into Rust: the layouts by bindgen, and beside each enum the list of its variants' names, so that
-//! a counter added in C is at once named in metrics and in `coreward status`.
+//! Turns `bpf/include/intf.h` into Rust: the layouts by bindgen, and beside each enum the list of its variants' names,
+//! so that a counter added in C is at once named in metrics and in `coreward status`.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -67,7 +67,7 @@ fn names(variants: &[(String, String, i64)]) -> String {
             .collect();
         listed.sort();
         listed.dedup();
-        assert!(!listed.is_empty(), "bpf/intf.h has no enum {enum_name}");
+        assert!(!listed.is_empty(), "bpf/include/intf.h has no enum {enum_name}");
         for (position, (value, name)) in listed.iter().enumerate() {
             assert_eq!(position as i64, *value, "enum {enum_name}: {name} leaves a gap");
         }
@@ -79,23 +79,21 @@ fn names(variants: &[(String, String, i64)]) -> String {
 }
 
 fn main() {
-    let header = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf/intf.h");
-    for part in ["intf_connections.h", "intf_counters.h", "intf_server.h", "intf_dispatch.h"] {
-        println!("cargo::rerun-if-changed={}", header.with_file_name(part).display());
-    }
-    println!("cargo::rerun-if-changed={}", header.display());
+    let include = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("../../bpf/include");
+    let header = include.join("intf.h");
+    println!("cargo::rerun-if-changed={}", include.display());
     println!("cargo::rerun-if-changed=build.rs");
     let variants = Variants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
-        .allowlist_file(".*/intf(_connections|_counters|_server|_dispatch)?\\.h")
+        .allowlist_file(".*/bpf/include/(intf|connections|counters|server|dispatch)\\.h")
         .parse_callbacks(Box::new(Callbacks { variants: variants.clone() }))
         .derive_default(true)
         .layout_tests(false)
         .prepend_enum_name(false)
         .merge_extern_blocks(true)
         .generate()
-        .expect("bindgen on bpf/intf.h (needs libclang: Debian package libclang1-19)");
+        .expect("bindgen on bpf/include/intf.h (needs libclang: Debian package libclang1-19)");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     bindings.write_to_file(out.join("intf.rs")).unwrap();
     std::fs::write(out.join("names.rs"), names(&variants.lock().unwrap())).unwrap();

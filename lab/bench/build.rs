@@ -10,7 +10,8 @@ fn main() {
     let headers = here.join("../../bpf");
     // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
     let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
-    let include = format!("-I{}", headers.display());
+    let includes = [headers.clone(), headers.join("include")].map(|folder| format!("-I{}", folder.display()));
+    let [folders, layouts] = &includes;
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
     println!("cargo::rerun-if-changed={}", headers.display());
     // target/PROFILE/build/coreward-bench-HASH/out
@@ -22,7 +23,16 @@ fn main() {
         SkeletonBuilder::new()
             .source(&source)
             .clang("clang-19")
-            .clang_args(["-mcpu=v3", "-Wall", "-Wextra", "-Werror", &include, "-idirafter", &architecture_headers])
+            .clang_args([
+                "-mcpu=v3",
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                folders,
+                layouts,
+                "-idirafter",
+                &architecture_headers,
+            ])
             .build_and_generate(out.join(format!("{name}.skel.rs")))
             .unwrap_or_else(|error| panic!("{name}.bpf.c (needs the Debian package clang-19): {error:?}"));
     }

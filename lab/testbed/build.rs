@@ -15,9 +15,9 @@ fn main() {
     let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
     let layouts = here.join("../../bpf");
-    for layout in ["intf.h", "intf_connections.h", "intf_counters.h", "intf_server.h", "dispatch_queue.bpf.h"] {
-        println!("cargo::rerun-if-changed={}", layouts.join(layout).display());
-    }
+    println!("cargo::rerun-if-changed={}", layouts.display());
+    let includes = [layouts.clone(), layouts.join("include")].map(|folder| format!("-I{}", folder.display()));
+    let [folders, layouts] = &includes;
     // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
     let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
     for program in PROGRAMS {
@@ -26,7 +26,7 @@ fn main() {
         SkeletonBuilder::new()
             .source(&source)
             .clang("clang-19")
-            .clang_args(["-I", layouts.to_str().unwrap(), "-idirafter", &architecture_headers, "-Wall", "-Werror"])
+            .clang_args([folders, layouts, "-idirafter", &architecture_headers, "-Wall", "-Werror"])
             .build_and_generate(out.join(format!("{program}.skel.rs")))
             .unwrap_or_else(|error| panic!("{program}.bpf.c (needs the Debian package clang-19): {error:?}"));
     }

@@ -11,7 +11,7 @@
 #include <bpf/bpf_core_read.h>
 #include <bpf/bpf_helpers.h>
 
-#include "dispatch_queue.bpf.h"
+#include "dispatch/queue.h"
 
 /* More than the kernel's struct udp_sock has. */
 #define SOCKET_BYTES 4096
@@ -31,7 +31,7 @@ struct {
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
 
-/* More of the kernel's struct than dispatch_queue.bpf.h has; libbpf drops what follows ___. */
+/* More of the kernel's struct than dispatch/queue.h has; libbpf drops what follows ___. */
 struct sock_common___port {
 	__u16 skc_num;
 };

@@ -33,7 +33,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
-#include "rss_input.bpf.h"
+#include "server/rss_input.h"
 
 #define TCP_FLAGS_OFFSET 13
 #define TCP_SYN 0x02

@@ -1,5 +1,5 @@
-//! The servers to which packets of connections that are not here may be handed (bpf/server.bpf.c, section 8): who they
-//! are the controller says, at which MAC address they are ARP says.
+//! The servers to which packets of connections that are not here may be handed (bpf/server/server.bpf.c, section 8):
+//! who they are the controller says, at which MAC address they are ARP says.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};

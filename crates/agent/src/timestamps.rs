@@ -1,5 +1,5 @@
 //! net.ipv4.tcp_timestamps of this network namespace. Echoes are restored by the clock, which needs TSvals without an
-//! offset per connection: value 2 (bpf/server.bpf.c, section 3).
+//! offset per connection: value 2 (bpf/server/server.bpf.c, section 3).
 
 use std::fs;
 

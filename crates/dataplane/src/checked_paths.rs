@@ -1,4 +1,5 @@
-//! `bpf/health.bpf.c` at a load balancer's device: connections to a server's own address reach that server at the VIP.
+//! `bpf/health/health.bpf.c` at a load balancer's device: connections to a server's own address reach that server at
+//! the VIP.
 
 use std::mem::MaybeUninit;
 use std::net::Ipv4Addr;
@@ -62,8 +63,8 @@ impl CheckedPaths {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
         let mut storage = MaybeUninit::uninit();
-        let open = HealthSkelBuilder::default().open(&mut storage).context("bpf/health.bpf.c")?;
-        let loaded = open.load().context("the kernel refused bpf/health.bpf.c")?;
+        let open = HealthSkelBuilder::default().open(&mut storage).context("bpf/health/health.bpf.c")?;
+        let loaded = open.load().context("the kernel refused bpf/health/health.bpf.c")?;
         let held = [
             tc::hold(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
             tc::hold(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,

@@ -1,4 +1,4 @@
-//! `bpf/cpu_load.bpf.c`: busy time of each CPU.
+//! `bpf/server/cpu_load.bpf.c`: busy time of each CPU.
 
 use std::mem::{MaybeUninit, offset_of};
 
@@ -27,8 +27,8 @@ impl CpuLoad {
     /// When the kernel refuses the program (it needs BTF).
     pub fn start() -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
-        let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/cpu_load.bpf.c")?;
-        let skeleton = open.load().context("the kernel refused bpf/cpu_load.bpf.c")?;
+        let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/server/cpu_load.bpf.c")?;
+        let skeleton = open.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
         // Ends before begins: an interrupt that was seen to begin is seen to end.
         let programs = [
             &skeleton.progs.interrupt_ends,

@@ -1,4 +1,5 @@
-//! `bpf/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, kept right, read.
+//! `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, kept right,
+//! read.
 //!
 //! Pinned below one directory of a bpffs for each service: `workers` (the array of sockets), `sockets` (their slots),
 //! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] is what changes them, [`Books`] reads and repairs what the
@@ -76,14 +77,15 @@ impl Dispatch {
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         let taken_over = pins.join(PIN_WORKERS).exists();
         let mut storage = MaybeUninit::uninit();
-        let mut open = DispatchSkelBuilder::default().open(&mut storage).context("bpf/dispatch.bpf.c")?;
+        let mut open = DispatchSkelBuilder::default().open(&mut storage).context("bpf/dispatch/dispatch.bpf.c")?;
         set_constants(&mut open, options)?;
         open.maps.workers.set_pin_path(pins.join(PIN_WORKERS))?;
         open.maps.sockets.set_pin_path(pins.join(PIN_SOCKETS))?;
         open.maps.bss_state.set_pin_path(pins.join(PIN_STATE))?;
         open.maps.bss_requests.set_pin_path(pins.join(PIN_REQUESTS))?;
         let another = || format!("{} is of another version (end it with --detach first)", pins.display());
-        let loaded = open.load().with_context(|| format!("the kernel refused bpf/dispatch.bpf.c, or {}", another()))?;
+        let loaded =
+            open.load().with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", another()))?;
         let books = Books::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
         if taken_over {
             ensure!(books.is_of_this_version(), another());
@@ -193,7 +195,7 @@ impl Dispatch {
         Ok(self.books.repair(&self.workers.sockets(), now, patience))
     }
 
-    /// Lets `bpf/dispatch.bpf.c`, `queues`, pass over all UDP sockets of this network namespace.
+    /// Lets `bpf/dispatch/dispatch.bpf.c`, `queues`, pass over all UDP sockets of this network namespace.
     fn read_queues(&self) -> anyhow::Result<()> {
         let mut iter = Iter::new(&self.queues).context("looking at the queues")?;
         let mut nothing = [0; 8];

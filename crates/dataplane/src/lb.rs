@@ -1,4 +1,4 @@
-//! `bpf/lb.bpf.c` at the load balancer's device: loaded, attached, pinned, taken over, filled, read.
+//! `bpf/lb/lb.bpf.c` at the load balancer's device: loaded, attached, pinned, taken over, filled, read.
 //!
 //! What packets need is pinned below `lb/` of the configured directory and outlives the process:
 //!
@@ -70,7 +70,7 @@ pub struct PacketRate {
     pub burst: u32,
 }
 
-/// How often packets may go to all servers of a service for one reason (`bpf/broadcast.bpf.h`).
+/// How often packets may go to all servers of a service for one reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// From one source address. Some sources share a bucket.

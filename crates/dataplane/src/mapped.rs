@@ -2,7 +2,7 @@
 //!
 //! The programs read and write it at any moment, on any CPU. So there are no references into it: everything goes by
 //! 64-bit words, each in one piece, and whatever is larger than a word is written where no program looks, then switched
-//! in. Offsets are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/intf.h`.
+//! in. Offsets are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/include/intf.h`.
 
 use std::marker::PhantomData;
 use std::num::NonZeroUsize;
@@ -29,7 +29,7 @@ unsafe impl<T: ?Sized> Sync for Mapped<T> {}
 
 impl<T: FromBytes + IntoBytes> Mapped<T> {
     /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: both sides take their
-    /// types from `bpf/intf.h`.
+    /// types from `bpf/include/intf.h`.
     ///
     /// # Errors
     /// When the map is smaller than a `T` or cannot be mapped.

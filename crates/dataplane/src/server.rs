@@ -1,4 +1,4 @@
-//! `bpf/server.bpf.c` at a server's device: loaded, attached, pinned, taken over, filled, read.
+//! `bpf/server/server.bpf.c` at a server's device: loaded, attached, pinned, taken over, filled, read.
 //!
 //! Everything that packets need is pinned below one directory of a bpffs, so that it outlives the process:
 //!
@@ -472,7 +472,7 @@ fn load<'object>(
     sample_every_syn: bool,
     pins: Option<&Path>,
 ) -> anyhow::Result<ServerSkel<'object>> {
-    let mut open: OpenServerSkel<'_> = ServerSkelBuilder::default().open(storage).context("bpf/server.bpf.c")?;
+    let mut open: OpenServerSkel<'_> = ServerSkelBuilder::default().open(storage).context("bpf/server/server.bpf.c")?;
     let rodata = open.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
     rodata.sample_every_syn = sample_every_syn.into();
     for (slot, inverse) in rodata.cookie_inverses.iter_mut().zip(Permutation::COOKIE.inverses()) {
@@ -499,7 +499,7 @@ fn load<'object>(
             map.set_pin_path(pins.join(name)).context(name)?;
         }
     }
-    let skeleton = open.load().context("the kernel refused bpf/server.bpf.c")?;
+    let skeleton = open.load().context("the kernel refused bpf/server/server.bpf.c")?;
     ensure!(
         skeleton.maps.bss.value_size() as usize == size_of::<intf::server_state>(),
         "server.bpf.c keeps more than server_state"

@@ -1,4 +1,5 @@
-//! The perfect hash in which BPF programs find a service (`bpf/service.bpf.h`), at the load balancer and on servers.
+//! The perfect hash in which BPF programs find a service (`bpf/include/service.h`), at the load balancer and on
+//! servers.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -35,7 +36,7 @@ pub enum DirectoryError {
     NoSeed(usize),
 }
 
-/// The 64 bits that alone name an IPv4 service (`struct service_key` of `bpf/intf.h`).
+/// The 64 bits that alone name an IPv4 service (`struct service_key` of `bpf/include/intf.h`).
 fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
@@ -197,7 +198,7 @@ mod tests {
         assert!(find(0).is_none_or(|number| number == 0), "empty slots hold the tail 0, which no packet has");
     }
 
-    /// What `find_service` of bpf/service.bpf.h does.
+    /// What `find_service` of bpf/include/service.h does.
     #[test]
     fn a_server_finds_as_many_services_as_there_may_be() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
@@ -205,7 +206,7 @@ mod tests {
         all_are_found(&services, |tail| directory.slots[slot(tail, directory.seed)]);
     }
 
-    /// What `find_lb_service` of bpf/service.bpf.h does.
+    /// What `find_lb_service` of bpf/include/service.h does.
     #[test]
     fn a_load_balancer_finds_as_many_services_as_there_may_be() {
         for count in [2, 64, intf::MAX_SERVICES] {

@@ -1,4 +1,4 @@
-//! `bpf/steer.bpf.c` at a group of listening sockets: loaded, attached, pinned, taken over, filled, read.
+//! `bpf/server/steer.bpf.c` at a group of listening sockets: loaded, attached, pinned, taken over, filled, read.
 //!
 //! A restarted agent takes over what is pinned below `steer/NAME/` of one directory of a bpffs (`workers` and `state`) and
 //! puts its program in the place of the one attached: [`crate::reuseport`] says why.
@@ -68,12 +68,15 @@ impl Steer {
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
         let taken_over = pins.join("workers").exists();
         let mut storage = MaybeUninit::uninit();
-        let mut open = SteerSkelBuilder::default().open(&mut storage).context("bpf/steer.bpf.c")?;
+        let mut open = SteerSkelBuilder::default().open(&mut storage).context("bpf/server/steer.bpf.c")?;
         open.maps.rss_mapping.reuse_fd(rss_map).context("the map of the server's RSS")?;
         open.maps.workers.set_pin_path(pins.join("workers"))?;
         open.maps.bss_steer.set_pin_path(pins.join("state"))?;
         let loaded = open.load().with_context(|| {
-            format!("the kernel refused bpf/steer.bpf.c, or {} is of another version (remove it then)", pins.display())
+            format!(
+                "the kernel refused bpf/server/steer.bpf.c, or {} is of another version (remove it then)",
+                pins.display()
+            )
         })?;
         let steer = Self {
             program: loaded.progs.steer.as_fd().try_clone_to_owned()?,

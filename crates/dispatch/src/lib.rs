@@ -1,5 +1,5 @@
 //! `coreward dispatch`: which worker of a UDP service gets a request, for unmodified servers. docs/dispatch.md is the
-//! reference for users, `bpf/dispatch.bpf.c` says how it works.
+//! reference for users, `bpf/dispatch/dispatch.bpf.c` says how it works.
 //!
 //! * [`config`]: what is said of each service
 //! * [`service`]: one service: its workers found and looked after

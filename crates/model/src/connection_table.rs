@@ -1,8 +1,8 @@
 //! The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack).
 //!
 //! An entry's place is in the cookie of the connection's packets, so that finding, taking and freeing one take constant
-//! time and no hash table. The layouts are in `bpf/intf.h`; `bpf/connection_table.bpf.h` says how packets use them and why
-//! that is right. Here:
+//! time and no hash table. The layouts are in `bpf/include/intf.h`; `bpf/lb/connection_table.h` says how packets use
+//! them and why that is right. Here:
 //!
 //! * this file: which partition a connection belongs to, what an entry's identity says, when an entry may be freed
 //! * [`table`]: what packets and user space do with the entries, over any memory of 64-bit words
@@ -151,7 +151,7 @@ pub fn syn_echo(owner: OwnerNumber, place: u32) -> u32 {
 }
 
 /// The connection's own keyed hash, by a key that never changes while the table lives (the fleet's keys do).
-/// `bpf/connection_table.bpf.h` gives the reason for its form.
+/// `bpf/lb/connection_table.h` gives the reason for its form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionHash(u64);
 
@@ -218,7 +218,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// `connection.identity` of `bpf/intf.h`.
+    /// `connection.identity` of `bpf/include/intf.h`.
     pub fn word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
             | u64::from(intf::CONNECTION_IN_USE)

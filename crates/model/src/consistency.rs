@@ -5,7 +5,7 @@ use coreward_intf as intf;
 use crate::ServerId;
 use crate::tuple::Protocol;
 
-/// `enum consistency` of `bpf/intf.h`.
+/// `enum consistency` of `bpf/include/intf.h`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Consistency {
     /// By the server's id in the cookie (Cheetah, NSDI'20, Sect. 3.2): no memory at the load balancer.
@@ -31,7 +31,7 @@ impl Consistency {
         self as u32
     }
 
-    /// The name as configuration and wire write it: that of `bpf/intf.h` with dashes.
+    /// The name as configuration and wire write it: that of `bpf/include/intf.h` with dashes.
     pub fn name(self) -> String {
         intf::CONSISTENCY_NAMES[self as usize].replace('_', "-")
     }
@@ -54,7 +54,7 @@ impl std::str::FromStr for Consistency {
 /// Who puts cookies into a service's TCP timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Timestamps {
-    /// The servers, by `bpf/server.bpf.c`.
+    /// The servers, by `bpf/server/server.bpf.c`.
     #[default]
     Server,
     /// The load balancer, for servers without an agent whose answers pass through it.

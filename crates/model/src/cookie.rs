@@ -1,8 +1,8 @@
 //! The cookie in the TCP timestamp (Cheetah, NSDI'20, Sect. 3.2 and 4.1), in a layout that survives PAWS.
 //!
-//! The bit diagram is at the head of `bpf/intf.h`. The paper puts the cookie into the upper half of TSval; with today's
-//! clients that fails PAWS (RFC 7323, Sect. 5): time must stand in the upper half. docs/design.md, "The cookie", says
-//! what was measured.
+//! The bit diagram is at the head of `bpf/include/intf.h`. The paper puts the cookie into the upper half of TSval; with
+//! today's clients that fails PAWS (RFC 7323, Sect. 5): time must stand in the upper half. docs/design.md, "The
+//! cookie", says what was measured.
 
 mod permutation;
 
@@ -32,7 +32,7 @@ impl CookieKey {
         Self { k0: rng.next_u64(), k1: rng.next_u64() }
     }
 
-    /// `cookie_key.vip_factor` of `bpf/intf.h`: drawn by the key itself.
+    /// `cookie_key.vip_factor` of `bpf/include/intf.h`: drawn by the key itself.
     pub fn vip_factor(&self) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.k0, self.k1);
         hasher.write(b"vip_factor");
@@ -105,7 +105,7 @@ impl FleetKeys {
 }
 
 /// SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's are folded:
-/// `bpf/cookie.bpf.h` gives the reasons.
+/// `bpf/include/cookie.h` gives the reasons.
 ///
 /// # Panics
 /// For IPv6, whose cookies nobody stamps.

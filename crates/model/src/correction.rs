@@ -1,5 +1,5 @@
 //! `timestamps = "lb"`: the cookie that the load balancer itself puts into servers' answers, and the servers' clocks as it
-//! learns them from those. `bpf/correction.bpf.h` says why it is done like this.
+//! learns them from those. `bpf/lb/correction.h` says why it is done like this.
 //!
 //! ```text
 //! 31                                12 11  10            0
@@ -64,7 +64,7 @@ pub fn restore(time_key: &CookieKey, tuple: &FourTuple, echo: u32, clock_ms: u32
     latest.wrapping_sub(latest.wrapping_sub(time) & intf::CORRECTION_TIME_MASK)
 }
 
-/// `struct corrected_server` of `bpf/intf.h`, without the id: what is known of a server's clock.
+/// `struct corrected_server` of `bpf/include/intf.h`, without the id: what is known of a server's clock.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Clock {
     /// TSval minus the load balancer's clock in ms, modulo 2^32: what stamped connections go by. `None`: not known.

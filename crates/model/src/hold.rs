@@ -8,7 +8,7 @@
 //! in between was; so the largest step is always newer. That the time parts of echo and clock happen to be close again
 //! after a full turn (65.5 s) says nothing: the client may have seen more than it echoed.
 //!
-//! `bpf/server_time.bpf.h` does the same with a map; here one connection's entry stands alone.
+//! `bpf/server/cookie_time.h` does the same with a map; here one connection's entry stands alone.
 
 use coreward_intf as intf;
 

@@ -16,7 +16,7 @@
 //! * [`load`]: absolute reports become smoothed loads per core
 //! * [`recent`]: how much counters have grown in the last seconds, and what follows
 //! * [`placement`]: the table that the data plane consults for a first packet, and how it does
-//! * [`lb`]: the load balancer, packet by packet, as `bpf/lb.bpf.c` is
+//! * [`lb`]: the load balancer, packet by packet, as `bpf/lb/lb.bpf.c` is
 //! * [`bucket_history`]: whose a bucket was before
 //! * [`allowance`]: how many new connections a server may still take
 //! * [`policy`]: what fills that table; one file per policy

@@ -1,8 +1,8 @@
 //! The table that the data plane consults for the first packet of a connection, and how it does.
 //!
 //! [`PlacementTable`] is what a policy computes, the controller sends and `lb.bpf.c` reads (`struct placement_table` of
-//! `bpf/intf.h`); [`PlacementTable::choose`] is, decision by decision, what `lb.bpf.c` does with it. The tests of the
-//! BPF program compare the two.
+//! `bpf/include/intf.h`); [`PlacementTable::choose`] is, decision by decision, what `lb.bpf.c` does with it. The tests
+//! of the BPF program compare the two.
 
 mod random;
 
@@ -75,7 +75,7 @@ impl Rule {
         self as u32
     }
 
-    /// The name in `bpf/intf.h`, lower case.
+    /// The name in `bpf/include/intf.h`, lower case.
     pub fn name(self) -> &'static str {
         intf::PLACEMENT_RULE_NAMES[self as usize]
     }

@@ -121,8 +121,8 @@ impl FromStr for ServiceAddress {
     }
 }
 
-/// An address as `bpf/intf.h` holds it: four words in network byte order, IPv4 in the last (IPv4-mapped, RFC 4291
-/// Sect. 2.5.5.2).
+/// An address as `bpf/include/intf.h` holds it: four words in network byte order, IPv4 in the last (IPv4-mapped, RFC
+/// 4291 Sect. 2.5.5.2).
 pub fn address_words(address: IpAddr) -> [u32; 4] {
     let octets = match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),

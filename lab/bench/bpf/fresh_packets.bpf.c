@@ -31,7 +31,7 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-#include "parse.bpf.h"
+#include "lb/parse.h"
 
 #define PACKETS (1 << 20)
 

@@ -19,7 +19,7 @@
 #include <linux/tcp.h>
 #include <bpf/bpf_helpers.h>
 
-#include "parse.bpf.h"
+#include "lb/parse.h"
 
 #define FRAME_WORDS 10
 #define LIVE_PACKETS (1 << 17)

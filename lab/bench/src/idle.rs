@@ -1,5 +1,5 @@
 //! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections have been idle for so long that
-//! the PAWS clamp applies to them (bpf/server_time.bpf.h), so that others search an entry of their own.
+//! the PAWS clamp applies to them (bpf/server/cookie_time.h), so that others search an entry of their own.
 //!
 //! Real connections over the loopback of a network namespace; the kernel counts how long the programs run
 //! (BPF_ENABLE_STATS).
@@ -43,7 +43,7 @@ const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INDEX: u32 = 1;
 /// One of so many is idle.
 const IDLE_OF: usize = 100;
-/// More than LARGEST_STEP_MS of bpf/intf_server.h.
+/// More than LARGEST_STEP_MS of bpf/include/server.h.
 const SILENCE: Duration = Duration::from_millis(intf::LARGEST_STEP_MS as u64 + 1_000);
 /// Connections that are not to be idle are asked so often.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);

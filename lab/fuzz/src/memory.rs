@@ -1,4 +1,4 @@
-//! The maps of a loaded `bpf/lb.bpf.c`, reached by the program's id: what the load balancer's own interface does not
+//! The maps of a loaded `bpf/lb/lb.bpf.c`, reached by the program's id: what the load balancer's own interface does not
 //! show, because nobody but a test would look.
 
 use std::mem::offset_of;

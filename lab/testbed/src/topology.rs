@@ -452,7 +452,7 @@ impl Testbed {
         self.pin_directory().join(load_balancer_name(number))
     }
 
-    /// Where a server's emulated NIC has its registers: a pinned map, `struct emulated_rss` of bpf/intf.h.
+    /// Where a server's emulated NIC has its registers: a pinned map, `struct emulated_rss` of bpf/include/intf.h.
     pub fn emulated_rss(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }

@@ -1,4 +1,4 @@
-//! The testbed's emulated NIC: its registers are a pinned map (`struct emulated_rss` of bpf/intf.h).
+//! The testbed's emulated NIC: its registers are a pinned map (`struct emulated_rss` of bpf/include/intf.h).
 
 use std::path::PathBuf;
 

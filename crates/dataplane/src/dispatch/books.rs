@@ -1,6 +1,6 @@
 //! The books of one service: what its workers have outstanding, read and kept right while the programs write.
 //!
-//! One rule for all who write (`bpf/dispatch_state.bpf.h`): who takes an entry out of `requests` by compare-and-swap
+//! One rule for all who write (`bpf/dispatch/state.h`): who takes an entry out of `requests` by compare-and-swap
 //! subtracts what it had added. User space takes those that will have no response.
 
 use std::collections::BTreeMap;
@@ -62,7 +62,7 @@ pub struct Books {
     liveness: BTreeMap<u32, Liveness>,
 }
 
-/// As `struct client` of bpf/dispatch_request.bpf.h has addresses; an unspecified one is 0.
+/// As `struct client` of bpf/dispatch/request.h has addresses; an unspecified one is 0.
 pub(super) fn client_words(address: IpAddr) -> [u64; 2] {
     match address {
         IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],

@@ -25,7 +25,7 @@ const POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
     [Policy::Random, Policy::RoundRobin, Policy::ShortestQueue, Policy::LightestQueue, Policy::RankedQueue];
 
 impl Policy {
-    /// Its number in bpf/intf_dispatch.h.
+    /// Its number in bpf/include/dispatch.h.
     pub fn number(self) -> u32 {
         match self {
             Self::Random => intf::DISPATCH_POLICY_RANDOM,

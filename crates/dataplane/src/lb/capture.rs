@@ -1,4 +1,4 @@
-//! `bpf/capture.bpf.h`: what came to the load balancer and what it decided, packet by packet, while it works.
+//! `bpf/lb/capture.h`: what came to the load balancer and what it decided, packet by packet, while it works.
 //!
 //! A variant of the program stands in the place of the one at the device as long as somebody watches.
 

@@ -1,5 +1,5 @@
-//! The connection table of stateful services: read, freed from, taken over. `bpf/connection_table.bpf.h` says what packets
-//! do with it; what this side does to an entry is the code of [`coreward_model::connection_table::table`].
+//! The connection table of stateful services: read, freed from, taken over. `bpf/lb/connection_table.h` says what
+//! packets do with it; what this side does to an entry is the code of [`coreward_model::connection_table::table`].
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;

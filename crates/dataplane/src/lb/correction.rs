@@ -1,5 +1,5 @@
 //! `timestamps = "lb"`: which MAC address is which server's, and what the program has learnt of the servers' clocks
-//! (`bpf/correction.bpf.h`).
+//! (`bpf/lb/correction.h`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;

@@ -1,4 +1,4 @@
-//! Loading `bpf/lb.bpf.c`: its maps, pinned or anonymous, and the variant of the program that the tables need.
+//! Loading `bpf/lb/lb.bpf.c`: its maps, pinned or anonymous, and the variant of the program that the tables need.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -552,7 +552,7 @@ fn or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 
-/// `struct token_bucket` of `bpf/broadcast.bpf.h`: nanoseconds per token, and how far the bucket may be overdrawn.
+/// `struct token_bucket` of `bpf/lb/broadcast.h`: nanoseconds per token, and how far the bucket may be overdrawn.
 fn bucket(rate: PacketRate) -> (u64, u64) {
     let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (interval, interval * u64::from(rate.burst.max(1) - 1))

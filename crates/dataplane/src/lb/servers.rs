@@ -28,7 +28,7 @@ fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
     (word * size_of::<u64>(), shift)
 }
 
-/// A server as programs see it for a service: server_at() of `bpf/placement.bpf.h`.
+/// A server as programs see it for a service: server_at() of `bpf/lb/placement.h`.
 pub(super) fn server_word(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_at(service, id.get());
     let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);

@@ -72,7 +72,7 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     Ok(())
 }
 
-/// A slot's number: SERVICE_INDEX_MASK and so on of `bpf/intf.h`.
+/// A slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.
 fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     let timestamps = match mode.timestamps {
         Timestamps::Server => 0,

@@ -1,4 +1,4 @@
-//! Busy time by `bpf/cpu_load.bpf.c` against a thread's own CPU time and the kernel's account.
+//! Busy time by `bpf/server/cpu_load.bpf.c` against a thread's own CPU time and the kernel's account.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::ops::Sub;

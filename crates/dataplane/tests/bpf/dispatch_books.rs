@@ -1,4 +1,4 @@
-//! The books of `bpf/dispatch.bpf.c` under what goes wrong: nothing leaks, nothing is taken away twice.
+//! The books of `bpf/dispatch/dispatch.bpf.c` under what goes wrong: nothing leaks, nothing is taken away twice.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;

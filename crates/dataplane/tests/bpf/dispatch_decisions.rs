@@ -1,4 +1,5 @@
-//! `bpf/dispatch.bpf.c` against `coreward_model::dispatch`, decision by decision: one request or one response at a time.
+//! `bpf/dispatch/dispatch.bpf.c` against `coreward_model::dispatch`, decision by decision: one request or one response
+//! at a time.
 
 use std::net::UdpSocket;
 use std::time::Duration;

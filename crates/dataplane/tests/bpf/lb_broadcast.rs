@@ -1,4 +1,5 @@
-//! The broadcast fallback of `bpf/lb.bpf.c` (`BPF_PROG_TEST_RUN`): no sender, service or kind of packet starves another.
+//! The broadcast fallback of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): no sender, service or kind of packet starves
+//! another.
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};

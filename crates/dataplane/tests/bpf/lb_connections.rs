@@ -1,4 +1,5 @@
-//! The connection table of `bpf/lb.bpf.c` (`BPF_PROG_TEST_RUN`): entries taken, found, kept apart, freed, used again.
+//! The connection table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): entries taken, found, kept apart, freed, used
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;

@@ -1,5 +1,5 @@
-//! `bpf/lb.bpf.c` against the model, decision by decision (`BPF_PROG_TEST_RUN`): first packets under every rule, packets
-//! with cookies, packets without timestamps.
+//! `bpf/lb/lb.bpf.c` against the model, decision by decision (`BPF_PROG_TEST_RUN`): first packets under every rule,
+//! packets with cookies, packets without timestamps.
 
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddrV4};

@@ -1,5 +1,5 @@
-//! The flow table of `bpf/lb.bpf.c` (`BPF_PROG_TEST_RUN`): where new connections and flows go that have an old entry, and
-//! whether a flood on one service moves the flows of another.
+//! The flow table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): where new connections and flows go that have an old
+//! entry, and whether a flood on one service moves the flows of another.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddrV4};

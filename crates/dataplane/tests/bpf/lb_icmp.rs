@@ -1,4 +1,4 @@
-//! `bpf/lb.bpf.c` on ICMP errors to a VIP (`BPF_PROG_TEST_RUN`): each goes to the server whose packet it quotes.
+//! `bpf/lb/lb.bpf.c` on ICMP errors to a VIP (`BPF_PROG_TEST_RUN`): each goes to the server whose packet it quotes.
 
 use std::net::Ipv4Addr;
 

@@ -1,5 +1,5 @@
-//! `bpf/lb.bpf.c` on what is not for it, and on truncated and malformed packets of every kind: the verdict and the reason
-//! that its essay promises, and not a byte changed.
+//! `bpf/lb/lb.bpf.c` on what is not for it, and on truncated and malformed packets of every kind: the verdict and the
+//! reason that its essay promises, and not a byte changed.
 
 use std::net::Ipv4Addr;
 

@@ -1,5 +1,5 @@
-//! `bpf/lb.bpf.c` under each mode of consistency (`BPF_PROG_TEST_RUN`): what finds the server, what is remembered, what
-//! is counted.
+//! `bpf/lb/lb.bpf.c` under each mode of consistency (`BPF_PROG_TEST_RUN`): what finds the server, what is remembered,
+//! what is counted.
 
 use std::net::Ipv4Addr;
 

@@ -1,4 +1,4 @@
-//! `bpf/lb.bpf.c` on UDP (`BPF_PROG_TEST_RUN`): by flow and by packet, malformed datagrams, fragments.
+//! `bpf/lb/lb.bpf.c` on UDP (`BPF_PROG_TEST_RUN`): by flow and by packet, malformed datagrams, fragments.
 
 use std::net::Ipv4Addr;
 

@@ -1,4 +1,5 @@
-//! `bpf/server.bpf.c` between two kernels' TCP: every packet of a connection carries the cookie, and neither side notices.
+//! `bpf/server/server.bpf.c` between two kernels' TCP: every packet of a connection carries the cookie, and neither
+//! side notices.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};

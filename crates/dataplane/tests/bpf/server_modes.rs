@@ -1,4 +1,5 @@
-//! `bpf/server.bpf.c` and services that are not plainly stateless: indexes, packets handed on, packets to all, stalls.
+//! `bpf/server/server.bpf.c` and services that are not plainly stateless: indexes, packets handed on, packets to all,
+//! stalls.
 
 use std::io::{Read as _, Write as _};
 use std::net::Ipv4Addr;

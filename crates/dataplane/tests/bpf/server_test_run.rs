@@ -1,4 +1,4 @@
-//! `bpf/server.bpf.c` against `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
+//! `bpf/server/server.bpf.c` against `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
 
 use std::net::Ipv4Addr;
 

@@ -3,7 +3,7 @@
 //! One code for three users: the data plane's user space frees by it, on the memory that it shares with the BPF program;
 //! the oracle of the load balancer's program does by it what packets do; and
 //! `tests/integration/connection_table_loom.rs` runs both sides against each other in every order that the memory model
-//! allows. What packets do is line by line what `bpf/connection_table.bpf.h` does.
+//! allows. What packets do is line by line what `bpf/lb/connection_table.h` does.
 
 use std::mem::offset_of;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -99,7 +99,7 @@ impl<M: Memory> ConnectionTable<M> {
 
     // ---- what packets do ----
 
-    /// `take_connection()` of `bpf/connection_table.bpf.h`: a free place, filled.
+    /// `take_connection()` of `bpf/lb/connection_table.h`: a free place, filled.
     ///
     /// # Errors
     /// When there is none, or others were always faster.

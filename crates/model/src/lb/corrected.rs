@@ -1,4 +1,4 @@
-//! Services that the load balancer itself stamps (`timestamps = "lb"`): `bpf/correction.bpf.h` and `bpf/reply.bpf.h`.
+//! Services that the load balancer itself stamps (`timestamps = "lb"`): `bpf/lb/correction.h` and `bpf/lb/reply.h`.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! What is remembered of flows: the flow table (`bpf/flow_table.bpf.h`, which its essay describes), and where the first
+//! What is remembered of flows: the flow table (`bpf/lb/flow_table.h`, which its essay describes), and where the first
 //! fragment of a datagram went.
 //!
 //! The table of fragments has no end here; the BPF program's is an LRU hash. They are the same until the first eviction.

@@ -1,4 +1,4 @@
-//! The load balancer, packet by packet: what `bpf/lb.bpf.c` does, written a second time from its essay and from
+//! The load balancer, packet by packet: what `bpf/lb/lb.bpf.c` does, written a second time from its essay and from
 //! docs/design.md, and as plainly as speed allows.
 //!
 //! [`LoadBalancer::receive`] takes a frame and the time and says what becomes of it; what the frame is then, the counters

@@ -46,8 +46,8 @@ impl Placement {
     }
 }
 
-/// First packets placed lately by rules that have a state: direct-mapped by the hash, a word each as `bpf/intf.h` draws
-/// it.
+/// First packets placed lately by rules that have a state: direct-mapped by the hash, a word each as
+/// `bpf/include/intf.h` draws it.
 #[derive(Debug, Clone)]
 pub(super) struct RecentFirstPackets(Vec<u64>);
 

@@ -1,5 +1,5 @@
-//! How often packets may go to all servers (`bpf/broadcast.bpf.h`): the generic cell rate algorithm (ITU-T I.371, Annex A), one
-//! word of state per token bucket.
+//! How often packets may go to all servers (`bpf/lb/broadcast.h`): the generic cell rate algorithm (ITU-T I.371, Annex
+//! A), one word of state per token bucket.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 

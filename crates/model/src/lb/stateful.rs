@@ -1,6 +1,7 @@
 //! Stateful services: the connection table, its owners, and first packets that tell the server their entry.
 //!
-//! What packets do with an entry is [`crate::connection_table::table`], which `bpf/connection_table.bpf.h` is line by line.
+//! What packets do with an entry is [`crate::connection_table::table`], which `bpf/lb/connection_table.h` is line by
+//! line.
 
 use std::net::{Ipv4Addr, SocketAddr};
 

@@ -1,7 +1,7 @@
 //! Packets on several CPUs take entries of the connection table while user space frees others: every order of their
 //! steps, and everything that the memory model lets them see, tried by loom. Both sides are the code of
 //! `model::connection_table::table`: user space's is what runs, the packets' is line by line that of
-//! `bpf/connection_table.bpf.h`.
+//! `bpf/lb/connection_table.h`.
 
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddrV4};

@@ -3,9 +3,9 @@
 //!
 //! Real here: the load balancers, each a BPF program of its own (by test runs) beside its twin, and everything that is
 //! said to them: servers, tables, keys. Modelled: clients ([`client`]), servers that stamp and restore as
-//! `bpf/server.bpf.c` does ([`server`]), the network between them (which loses answers, and spreads packets over the load
-//! balancers by a hash of the connection and, now and then, against it), and a controller whose word arrives at each load
-//! balancer and server at another moment ([`controller`]).
+//! `bpf/server/server.bpf.c` does ([`server`]), the network between them (which loses answers, and spreads packets over
+//! the load balancers by a hash of the connection and, now and then, against it), and a controller whose word arrives
+//! at each load balancer and server at another moment ([`controller`]).
 //!
 //! What must hold for connections with timestamps: no packet but a SYN (or a bare reset) is delivered to a server that does not
 //! have the connection, and all that are accepted are accepted by one server. A packet may be dropped, or go to all servers; then

@@ -1,4 +1,4 @@
-//! Servers as `bpf/server.bpf.c` and the kernel's TCP make them, as far as the client can tell.
+//! Servers as `bpf/server/server.bpf.c` and the kernel's TCP make them, as far as the client can tell.
 
 use coreward_intf as intf;
 use coreward_model::cookie::{self, Cookie, FleetKeys};

@@ -31,7 +31,7 @@ fn agents() -> impl Iterator<Item = String> {
 /// From now on what is pinned there is of another version: another layout. `T`: what stands in the map.
 fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped = Mapped::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
-    // The first word of both (bpf/intf.h).
+    // The first word of both (bpf/include/intf.h).
     mapped.store(0, 99);
 }
 

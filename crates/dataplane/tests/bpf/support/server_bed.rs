@@ -1,4 +1,4 @@
-//! A server with `bpf/server.bpf.c` at its device, and a client: two kernels' TCP.
+//! A server with `bpf/server/server.bpf.c` at its device, and a client: two kernels' TCP.
 
 use std::io::{Read as _, Write as _};
 use std::mem::MaybeUninit;

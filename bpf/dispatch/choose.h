@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Which worker: the policies. crates/model/src/dispatch decides the same; of equal workers the first slot is taken, as
+ * Turbo's comparator tree does (HPCA'23, Sect. V-A).
+ *
+ * Least of up to 64 numbers: a scan, four at a time in chains of their own and without branches, as a queue's length is
+ * just what no branch predictor knows. 16 workers are one cache line. A tree, as Turbo's hardware has it, would need
+ * several CPUs to agree on its inner nodes.
+ */
+#ifndef COREWARD_DISPATCH_CHOOSE_H
+#define COREWARD_DISPATCH_CHOOSE_H
+
+#include "state.h"
+#include "least.h"
+
+/* Written before the program is loaded: the verifier drops what other policies need. */
+const volatile __u32 policy = DISPATCH_POLICY_RANDOM;
+
+/* Ranks: below the slot's number (6 bits), above it what is compared. All are less than 2^63. */
+#define RANK_SHIFT 6
+#define LANES 4
+
+/* jbsrq: every worker that may take the class is preferred to those that may not, and those below their bound to others. */
+#define RANK_OVER_BOUND (1ull << DISPATCH_FLAGS_SHIFT)
+#define RANK_NOT_OF_CLASS (1ull << (DISPATCH_FLAGS_SHIFT + 1))
+#define RANK_FLAGS_SHIFT (DISPATCH_FLAGS_SHIFT + 2)
+
+/* 1 when a < b, for numbers below 2^63; no branch. */
+static __always_inline __u64 is_less(__u64 a, __u64 b)
+{
+	return (a - b) >> 63;
+}
+
+static __always_inline __u64 rank_of(__u32 slot, __u32 class)
+{
+	__u64 rank, outstanding, bound;
+
+	switch (policy) {
+	case DISPATCH_POLICY_JLQ:
+		rank = state.work[slot];
+		break;
+	case DISPATCH_POLICY_JBSRQ:
+		outstanding = state.outstanding[slot];
+		bound = state.bound[class][slot];
+		rank = outstanding & DISPATCH_COUNT_MASK;
+		rank |= (1 - is_less(rank, bound)) * RANK_OVER_BOUND;
+		rank |= is_less(bound, 1) * RANK_NOT_OF_CLASS;
+		rank |= outstanding >> DISPATCH_FLAGS_SHIFT << RANK_FLAGS_SHIFT;
+		break;
+	default:
+		rank = state.outstanding[slot];
+	}
+	return rank << RANK_SHIFT | slot;
+}
+
+/* The slot of least rank, with the rank above it. */
+static __always_inline __u64 least(__u32 class)
+{
+	__u64 best[LANES] = {~0ull >> 1, ~0ull >> 1, ~0ull >> 1, ~0ull >> 1};
+	__u32 slot, slots = state.slots;
+	__u64 idle;
+
+	/* What is beyond `slots` is empty, and ranks behind all others. */
+	for (slot = 0; slot < MAX_DISPATCH_WORKERS && slot < slots; slot += LANES) {
+		best[0] = lesser(rank_of(slot, class), best[0]);
+		best[1] = lesser(rank_of(slot + 1, class), best[1]);
+		best[2] = lesser(rank_of(slot + 2, class), best[2]);
+		best[3] = lesser(rank_of(slot + 3, class), best[3]);
+		/* Nobody has less than nothing: the first idle worker ends the search. */
+		idle = is_less(best[0], 1 << RANK_SHIFT) | is_less(best[1], 1 << RANK_SHIFT) |
+		       is_less(best[2], 1 << RANK_SHIFT) | is_less(best[3], 1 << RANK_SHIFT);
+		asm volatile("" : "+r"(idle));
+		if (idle)
+			break;
+	}
+	return lesser(lesser(best[0], best[1]), lesser(best[2], best[3]));
+}
+
+/* The same once more, for the rare case that the first choice is gone: out of the common path's way. */
+static __noinline __u64 next_best(__u32 class)
+{
+	return least(class & (MAX_DISPATCH_CLASSES - 1));
+}
+
+/* The worker that has the turn, of those that take turns. */
+static __always_inline __u32 by_order(__u32 position)
+{
+	return state.order[position & (MAX_DISPATCH_WORKERS - 1)];
+}
+
+/*
+ * The slot for a request of that class; `hash`: the kernel's own of the client's address and port. `over_bound` is set
+ * when every worker that might take it is at its bound.
+ */
+static __always_inline __u32 choose(__u32 class, __u32 hash, bool *over_bound)
+{
+	__u32 count = state.order_count;
+	__u64 rank;
+
+	if (policy == DISPATCH_POLICY_RANDOM && count)
+		/* As reuseport_select_sock_by_hash in net/core/sock_reuseport.c. */
+		return by_order((__u64)hash * count >> 32);
+	if (policy == DISPATCH_POLICY_RR && count)
+		return by_order(__sync_fetch_and_add(&state.turn, 1) % count);
+	rank = least(class);
+	if (policy == DISPATCH_POLICY_JSQ)
+		*over_bound = (rank >> RANK_SHIFT & DISPATCH_COUNT_MASK) >= state.bound[0][0];
+	if (policy == DISPATCH_POLICY_JBSRQ)
+		*over_bound = rank & RANK_OVER_BOUND << RANK_SHIFT;
+	return rank & (MAX_DISPATCH_WORKERS - 1);
+}
+
+#endif

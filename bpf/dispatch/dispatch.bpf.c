@@ -1,0 +1,424 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Dispatch: which worker of a UDP service gets a request, decided request by request, for servers as they are. Turbo
+ * (Seyedroudbari et al., HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC; here the server's kernel does.
+ *
+ * 1. What passes here. `dispatch` is asked for every datagram that comes to a group of SO_REUSEPORT sockets, one of each
+ *    worker, and names the socket whose queue it goes to. Without it the kernel picks by a hash of the client's address and
+ *    port, whatever the workers have to do. `responses` sees every IP packet that a socket of this host sends (cgroup of
+ *    all sockets, egress) and lets all pass; those from the service's port count. `queues` is run by user space ten times
+ *    a second over all UDP sockets, and reads the lengths of the workers' queues.
+ *
+ * 2. What is decided. choose.h: one policy per loaded program. The others are dead code for the verifier,
+ *    which removes it: a decision costs what its policy costs.
+ *
+ * 3. The books (Turbo, Sect. IV-B: the NIC sees requests and responses, and so knows what each core has outstanding).
+ *    state.h: a request in flight is one word in a table that is found by client address, port and, where the
+ *    protocol has one, request id. It is added when the request is dispatched and taken when its response leaves. So a
+ *    second datagram of a response, one that nobody asked for, or an answer to somebody else takes nothing away.
+ *    skb->sk names the worker that answers; where another socket of the service's port answers in its stead, the entry
+ *    says whose request it was.
+ *
+ * 4. Why it stays right. What a full receive buffer drops, `drops` takes away at once: the kernel's tracepoint for it is in
+ *    the same breath as the choice. What never gets a response (ignored, its worker died) user
+ *    space gives up when it is too old and cannot be in the queue any more; what waits in a queue and was never counted
+ *    (more than the table holds) `queues` adds as `surplus`. So outstanding is never set below what waits. A
+ *    worker that does not read its queue is barred by user space and unbarred here, by its first response.
+ *
+ * 5. What can go wrong. The chosen worker died since: its slot is empty, is marked so and the next best is
+ *    taken, so that no request waits for user space to notice. No slot has a socket: the kernel picks as it would without
+ *    us. No request is ever refused here.
+ *
+ * 6. Who else writes. User space: sockets, bounds, order, types' weights, epoch, seed, flags; entries that it gives up
+ *    (crates/dataplane/src/dispatch). A program of type sk_reuseport has no link: it lives with its group. All maps
+ *    are pinned, so that the next version takes over in mid-flight.
+ *
+ * 7. What it costs. No look-up in a map: everything is in .bss. Helpers: one for the client's address, one that selects.
+ *    Clocks: none, but for learning; time is the number of user space's looks.
+ */
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/udp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "choose.h"
+#include "queue.h"
+#include "request.h"
+#include "state.h"
+
+#define ETHERTYPE_IPV4 0x0800
+#define ETHERTYPE_IPV6 0x86dd
+/* A worker that dies between two looks takes one attempt; four die in the same 100 ms when a server crashes. */
+#define ATTEMPTS 4
+
+/* Of the kernel's struct sock, in bytes: the part in which the network namespace is named. */
+#define SOCK_BEGINNING 128
+
+/* Written before the program is loaded. */
+const volatile __u16 service_port = 0; /* network byte order */
+const volatile __u64 service_address[2] = {}; /* as in struct client; 0: any */
+const volatile __u32 network_namespace = 0; /* inode number */
+const volatile bool learning = false;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__uint(max_entries, MAX_DISPATCH_WORKERS);
+	__type(key, __u32);
+	__type(value, __u64);
+} workers SEC(".maps");
+
+/* From a worker's socket to its slot. */
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, __u32);
+} sockets SEC(".maps");
+
+/* Keeps clang from proving the bound away, as it knows it where the verifier has lost it (a value that was spilled). */
+static __always_inline __u32 within(__u32 place, __u32 count)
+{
+	place &= count - 1;
+	asm volatile("" : "+r"(place));
+	return place;
+}
+
+/*
+ * Since Linux 6.3 the kernel's own view of the context may be read. The verifier makes nothing of the call of such a
+ * function, and a plain load of each access: 10 ns less than the helper.
+ */
+extern void *bpf_cast_to_kern_ctx(void *ctx) __ksym __weak;
+extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
+
+/* The client's IPv4 address: the packet's IP header lies before what the program is shown. */
+static __always_inline bool read_ipv4_client(struct sk_reuseport_md *ctx, __u64 *address)
+{
+	if (bpf_ksym_exists(bpf_cast_to_kern_ctx) && bpf_ksym_exists(bpf_rdonly_cast)) {
+		struct sk_reuseport_kern *kernel = bpf_cast_to_kern_ctx(ctx);
+		struct sk_buff *skb = kernel->skb;
+		const void *header = skb->head + skb->network_header;
+
+		*address = ((struct iphdr *)bpf_rdonly_cast(header, bpf_core_type_id_kernel(struct iphdr)))->saddr;
+		return true;
+	}
+	return !bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct iphdr, saddr), address, sizeof(__u32),
+					    BPF_HDR_START_NET);
+}
+
+static __always_inline bool read_client(struct sk_reuseport_md *ctx, struct client *client)
+{
+	void *data = ctx->data;
+
+	if (data + sizeof(struct udphdr) > ctx->data_end)
+		return false;
+	client->port = ((struct udphdr *)data)->source;
+	client->address[0] = 0;
+	client->address[1] = 0;
+	if (ctx->eth_protocol == bpf_htons(ETHERTYPE_IPV4))
+		return read_ipv4_client(ctx, &client->address[1]);
+	if (ctx->eth_protocol == bpf_htons(ETHERTYPE_IPV6))
+		return !bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct ipv6hdr, saddr), client->address,
+						    sizeof(client->address), BPF_HDR_START_NET);
+	return false;
+}
+
+/* Dispatched all the same. */
+static __always_inline void untracked(__u32 slot)
+{
+	dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)].entry = 0;
+	count(DISPATCH_COUNTER_UNTRACKED);
+	__sync_fetch_and_add(&state.workers[slot].untracked, 1);
+}
+
+static __always_inline void add(struct sk_reuseport_md *ctx, const struct client *client, __u32 slot, __u32 type)
+{
+	struct dispatch_worker *worker = &state.workers[slot];
+	__u64 weight = policy == DISPATCH_POLICY_JLQ ? state.types[type & DISPATCH_TYPE_MASK].weight : 0;
+	struct dispatched *queued = &dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)];
+	__u64 id = 0, hash, entry;
+	__u32 place;
+
+	if (request_id_bytes)
+		id = LOAD_BYTES(ctx, ctx->len, sizeof(struct udphdr) + request_id_offset, request_id_bytes);
+	hash = hash_of(state.seed, client, id);
+	entry = tag_of(hash) | (__u64)type << DISPATCH_TYPE_SHIFT | (__u64)slot << DISPATCH_WORKER_SHIFT |
+		(state.epoch & DISPATCH_EPOCH_MASK) << DISPATCH_EPOCH_SHIFT | (weight & DISPATCH_WEIGHT_MASK);
+	place = put(hash, entry);
+	if (place >= DISPATCH_REQUESTS) {
+		untracked(slot);
+		return;
+	}
+	queued->entry = entry;
+	queued->place = place;
+	if (policy == DISPATCH_POLICY_JLQ)
+		__sync_fetch_and_add(&state.work[slot], weight_ns(weight));
+	if (learning) {
+		/* A worker that had nothing to do starts now; another one when its response before has left. */
+		if (!(__sync_fetch_and_add(&state.outstanding[slot], 1) & DISPATCH_COUNT_MASK))
+			worker->serving_since_ns = bpf_ktime_get_ns();
+	} else {
+		__sync_fetch_and_add(&state.outstanding[slot], 1);
+	}
+}
+
+/* The worker is not chosen any more while it has this mark. */
+static __always_inline void bar(__u32 slot, __u32 flags)
+{
+	__sync_fetch_and_or(&state.outstanding[slot], flags);
+	__sync_fetch_and_or(&state.work[slot], (__u64)(flags >> DISPATCH_FLAGS_SHIFT) << DISPATCH_WORK_FLAGS_SHIFT);
+}
+
+/* The worker that got the request; MAX_DISPATCH_WORKERS: none. */
+static __always_inline __u32 select(struct sk_reuseport_md *ctx, __u32 class)
+{
+	bool over_bound = false;
+	__u32 slot = choose(class, ctx->hash, &over_bound), chosen;
+	int attempt;
+
+	for (attempt = 0; attempt < ATTEMPTS; attempt++) {
+		chosen = within(slot, MAX_DISPATCH_WORKERS);
+		if (!bpf_sk_select_reuseport(ctx, &workers, &slot, 0)) {
+			if (over_bound)
+				count(DISPATCH_COUNTER_OVER_BOUND);
+			return chosen;
+		}
+		bar(chosen, DISPATCH_GONE | DISPATCH_BARRED);
+		slot = next_best(class) & (MAX_DISPATCH_WORKERS - 1);
+	}
+	return MAX_DISPATCH_WORKERS;
+}
+
+SEC("sk_reuseport")
+int dispatch(struct sk_reuseport_md *ctx)
+{
+	__u32 type = 0, class = 0, slot;
+	struct client client;
+
+	if (type_count) {
+		const struct dispatch_match *match =
+			type_of(LOAD_BYTES(ctx, ctx->len, sizeof(struct udphdr) + type_offset, DISPATCH_TYPE_BYTES));
+
+		type = match->number & DISPATCH_TYPE_MASK;
+		class = match->class & (MAX_DISPATCH_CLASSES - 1);
+	}
+	slot = select(ctx, class);
+	if (slot >= MAX_DISPATCH_WORKERS) {
+		count(DISPATCH_COUNTER_NO_WORKER);
+		return SK_PASS;
+	}
+	if (read_client(ctx, &client))
+		add(ctx, &client, slot, type);
+	else
+		untracked(slot);
+	return SK_PASS;
+}
+
+/* A datagram from the service's port, as far as it is read. */
+struct response {
+	struct client client;
+	__u64 source[2];
+	/* Of the payload, from the IP header on. */
+	__u32 payload;
+};
+
+/* False: not from the service's port. */
+static __always_inline bool read_response(struct __sk_buff *skb, struct response *response)
+{
+	void *data = (void *)(long)skb->data;
+	void *data_end = (void *)(long)skb->data_end;
+	struct udphdr *udp;
+
+	if (skb->protocol == bpf_htons(ETHERTYPE_IPV4)) {
+		struct iphdr *ip = data;
+
+		if ((void *)(ip + 1) > data_end || ip->protocol != IPPROTO_UDP)
+			return false;
+		udp = data + ip->ihl * 4;
+		response->client.address[0] = 0;
+		response->client.address[1] = ip->daddr;
+		response->source[0] = 0;
+		response->source[1] = ip->saddr;
+		response->payload = ip->ihl * 4 + sizeof(*udp);
+	} else {
+		struct ipv6hdr *ip = data;
+
+		if ((void *)(ip + 1) > data_end || ip->nexthdr != IPPROTO_UDP)
+			return false;
+		udp = (void *)(ip + 1);
+		__builtin_memcpy(response->client.address, &ip->daddr, sizeof(response->client.address));
+		__builtin_memcpy(response->source, &ip->saddr, sizeof(response->source));
+		response->payload = sizeof(*ip) + sizeof(*udp);
+	}
+	if ((void *)(udp + 1) > data_end || udp->source != service_port)
+		return false;
+	response->client.port = udp->dest;
+	return true;
+}
+
+/* The socket is not a worker's, but has the service's address, in its network namespace. */
+static __always_inline bool speaks_for_service(struct bpf_sock *socket, const struct response *response)
+{
+	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;
+	/* The verifier allows no arithmetic on such a pointer: the struct's beginning is copied. */
+	__u64 beginning[SOCK_BEGINNING / sizeof(__u64)];
+	void *net;
+
+	if ((service_address[0] | service_address[1]) &&
+	    (service_address[0] != response->source[0] || service_address[1] != response->source[1]))
+		return false;
+	if (offset > sizeof(beginning) - sizeof(net) || bpf_probe_read_kernel(beginning, sizeof(beginning), socket))
+		return false;
+	net = *(void **)((void *)beginning + offset);
+	bpf_probe_read_kernel(&inode, sizeof(inode), net + bpf_core_field_offset(struct net, ns.inum));
+	return inode == network_namespace;
+}
+
+static __always_inline void learn(__u32 slot, __u32 type)
+{
+	struct dispatch_worker *worker = &state.workers[slot];
+	__u64 now = bpf_ktime_get_ns(), since = worker->serving_since_ns;
+
+	worker->serving_since_ns = now;
+	if (since && since < now) {
+		__sync_fetch_and_add(&state.types[type].observed_ns, now - since);
+		__sync_fetch_and_add(&state.types[type].observed, 1);
+	}
+}
+
+/* What a taken entry had added; the slot that had it. */
+static __always_inline __u32 subtract(__u64 entry)
+{
+	__u32 slot = entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK;
+
+	__sync_fetch_and_sub(&state.outstanding[slot], 1);
+	if (entry & DISPATCH_WEIGHT_MASK)
+		__sync_fetch_and_sub(&state.work[slot], weight_ns(entry));
+	return slot;
+}
+
+static __always_inline void complete(__u64 entry)
+{
+	__u32 slot = subtract(entry);
+
+	__sync_fetch_and_add(&state.workers[slot].completed, 1);
+	if (learning)
+		learn(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
+}
+
+/* It answers: whatever was thought of it, it is alive. */
+static __always_inline void sign_of_life(__u32 slot)
+{
+	__u32 flags = state.outstanding[slot] & (DISPATCH_BARRED | DISPATCH_GONE);
+
+	__sync_fetch_and_add(&state.workers[slot].responses, 1);
+	if (flags == DISPATCH_BARRED) {
+		__sync_fetch_and_and(&state.outstanding[slot], ~DISPATCH_BARRED);
+		__sync_fetch_and_and(&state.work[slot], (1ull << DISPATCH_WORK_FLAGS_SHIFT) - 1);
+	}
+}
+
+static __always_inline void answered(struct __sk_buff *skb, const struct response *response)
+{
+	__u64 mask = ~0ull << DISPATCH_TAG_SHIFT | DISPATCH_USED;
+	struct bpf_sock *socket = skb->sk;
+	__u64 id = 0, hash, entry = 0;
+	__u32 *slot;
+
+	if (!socket)
+		return;
+	socket = bpf_sk_fullsock(socket);
+	if (!socket)
+		return;
+	if (request_id_bytes)
+		id = LOAD_BYTES(skb, skb->len, response->payload + response_id_offset, request_id_bytes);
+	hash = hash_of(state.seed, &response->client, id);
+	slot = bpf_sk_storage_get(&sockets, socket, NULL, 0);
+	if (slot) {
+		__u32 own = *slot & DISPATCH_WORKER_MASK;
+
+		sign_of_life(own);
+		entry = take(hash, tag_of(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
+			     mask | (__u64)DISPATCH_WORKER_MASK << DISPATCH_WORKER_SHIFT);
+	} else if (!speaks_for_service(socket, response)) {
+		return;
+	}
+	/* One worker may answer what another one read. */
+	if (!entry)
+		entry = take(hash, tag_of(hash), mask);
+	if (entry)
+		complete(entry);
+	else
+		count(DISPATCH_COUNTER_UNMATCHED);
+}
+
+SEC("cgroup_skb/egress")
+int responses(struct __sk_buff *skb)
+{
+	struct response response;
+
+	if (read_response(skb, &response))
+		answered(skb, &response);
+	return 1;
+}
+
+/*
+ * A UDP socket has not taken a datagram: its receive buffer is full, or the protocol's memory is. Whatever the request had
+ * added is taken away again. (The second argument is the socket since the tracepoint exists; a third came in Linux 6.11.)
+ */
+SEC("tp_btf/udp_fail_queue_rcv_skb")
+int drops(__u64 *ctx)
+{
+	struct dispatched *queued = &dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)];
+	__u64 entry = queued->entry;
+	__u32 *slot = bpf_sk_storage_get(&sockets, (struct sock *)ctx[1], NULL, 0);
+
+	/* Another socket's, which nobody dispatches. */
+	if (!slot || !entry || (entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK) != *slot)
+		return 0;
+	queued->entry = 0;
+	if (__sync_val_compare_and_swap(&requests[within(queued->place, DISPATCH_REQUESTS)], entry, 0) == entry)
+		__sync_fetch_and_add(&state.workers[subtract(entry)].repaired, 1);
+	return 0;
+}
+
+/*
+ * One socket of the network namespace in which user space looks. The queue is read before the count: a request is counted
+ * before it is queued and until it is answered, so that a count read later is not too low for the queue.
+ */
+SEC("iter/udp")
+int queues(struct bpf_iter__udp *ctx)
+{
+	struct udp_sock *socket = ctx->udp_sk;
+	struct dispatch_worker *worker;
+	__u32 *stored, slot, tracked, surplus;
+	__u64 work;
+
+	if (!socket)
+		return 0;
+	stored = bpf_sk_storage_get(&sockets, (struct sock *)socket, NULL, 0);
+	if (!stored)
+		return 0;
+	slot = *stored & DISPATCH_WORKER_MASK;
+	worker = &state.workers[slot];
+	worker->queued = queued_at(socket);
+	worker->dropped = dropped_at(socket);
+	barrier();
+	/* Only this program writes the surplus, and user space runs one at a time. */
+	tracked = (state.outstanding[slot] & DISPATCH_COUNT_MASK) - worker->surplus;
+	surplus = worker->queued > tracked ? worker->queued - tracked : 0;
+	if (surplus != worker->surplus) {
+		work = surplus * weight_ns(state.types[type_count & DISPATCH_TYPE_MASK].weight);
+		__sync_fetch_and_add(&state.outstanding[slot], surplus - worker->surplus);
+		__sync_fetch_and_add(&state.work[slot], work - worker->surplus_work);
+		worker->surplus = surplus;
+		worker->surplus_work = work;
+	}
+	return 0;
+}
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";

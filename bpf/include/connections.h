@@ -1,0 +1,170 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
+/* What the load balancer remembers of connections, and user space reads and frees. Included by intf.h. */
+#ifndef COREWARD_INCLUDE_CONNECTIONS_H
+#define COREWARD_INCLUDE_CONNECTIONS_H
+
+#include "counters.h"
+
+/* ---- connections that carry no cookie: the flow table ----------------------------------------------------------- */
+
+/* Sets of FLOW_SET_ENTRIES; a keyed hash of the connection selects the set and is the tag (bpf/lb/flow_table.h). */
+#define FLOW_SET_ENTRIES 8
+#define DEFAULT_FLOW_TABLE_ENTRIES 1048576
+
+/*
+ * flow: all that a decision depends on, read and written as one word. 0: the entry is free (a tag is odd).
+ *
+ *    63                32 31          16 15           0
+ *    +-------------------+--------------+--------------+
+ *    | tag               | before       | server id    |
+ *    +-------------------+--------------+--------------+
+ *
+ * use: selects the entry to evict.
+ *
+ *    63       50   49   48  47           32 31                  0
+ *    +----------+------+---+---------------+---------------------+
+ *    | 0        | hint |UDP| service       | last packet's time  |
+ *    +----------+------+---+---------------+---------------------+
+ */
+#define FLOW_TAG_SHIFT 32
+#define FLOW_BEFORE_SHIFT 16
+#define FLOW_SERVICE_SHIFT 32
+#define FLOW_UDP_SHIFT 48
+#define FLOW_HINT_SHIFT 49
+/* The bucket finds the flow's server, too, unless it has changed hands since. A hint never evicts anything else. */
+#define FLOW_HINT 1u
+
+/* 128 bytes: two cache lines, of which a look-up reads one. */
+struct flow_set {
+	__u64 flow[FLOW_SET_ENTRIES];
+	__u64 use[FLOW_SET_ENTRIES];
+};
+
+/* An entry that was not used for so many ticks of lb_state.clock (0.1 s) is free: 5 min (RFC 4787), 2 h 4 min (RFC 5382), REQ-5. */
+#define FLOW_IDLE_UDP 3000
+#define FLOW_IDLE_TCP 74400
+
+struct flow_table_entry {
+	__u16 server_id;
+	/* To whom the server hands what it does not know (placement_table.consistent_before), or NO_SERVER. */
+	__u16 before;
+};
+
+/* A datagram's fragments carry the ports only in the first one. */
+struct fragment_key {
+	__u32 client_address[4];
+	__u32 vip_address[4];
+	__u32 identification;
+	__u32 protocol;
+};
+
+/* Where the datagram's first fragment went. */
+struct fragment_entry {
+	/* The service's index. */
+	__u16 service;
+	__u16 server_id;
+};
+
+#define MAX_FRAGMENTED_DATAGRAMS 4096
+
+/*
+ * The server before, from load balancer to server: in the IP header's identification, which means nothing in a datagram
+ * that is not fragmented (RFC 6864, Sect. 4.1); NO_SERVER: there is none. No fragment ever carries it.
+ */
+
+/* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
+
+/*
+ * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its place in the partition by
+ * a stack of free places (ConnStack). The cookie holds owner and place; partition and tag come from the hash. So a cookie
+ * of 14 bits serves a table of any size.
+ */
+#define CONNECTION_PLACE_BITS 10
+#define CONNECTIONS_PER_PARTITION 1024
+#define CONNECTION_PLACE_MASK 0x3ffu
+#define CONNECTION_OWNER_BITS 4
+/* Load balancers with a connection table. */
+#define MAX_OWNERS 16
+#define DEFAULT_CONNECTION_TABLE_ENTRIES 262144
+#define MAX_CONNECTION_TABLE_ENTRIES 4194304
+
+/*
+ * connection.identity: all that a decision depends on, read and written as one word. 0: the entry is free.
+ *
+ *    63            32 31 30          24 23      14 13          0
+ *    +---------------+--+--------------+----------+-------------+
+ *    | tag           |1 | generation   | service  | server id   |
+ *    +---------------+--+--------------+----------+-------------+
+ */
+#define CONNECTION_TAG_SHIFT 32
+#define CONNECTION_IN_USE 0x80000000u
+#define CONNECTION_GENERATION_SHIFT 24
+#define CONNECTION_GENERATION_MASK 0x7fu
+#define CONNECTION_SERVICE_SHIFT 14
+#define CONNECTION_SERVICE_MASK 0x3ffu
+
+/* FIN or RST was seen: the entry may be freed sooner (no more: both may be forged, and a FIN is only half a close). */
+#define CONNECTION_CLOSING 1u
+
+/* 64 bytes: one cache line per connection. */
+struct connection {
+	__u64 identity;
+	__u64 packets;
+	/* Frame bytes from the client. */
+	__u64 bytes;
+	/* lb_state.clock when the last packet came, and the first. */
+	__u32 last_seen;
+	__u32 opened;
+	__u32 client_address[4];
+	__u16 client_port;
+	__u16 flags;
+	/* While free: place of the next free entry of the partition + 1; 0: it is the last. */
+	__u32 next_free;
+	/* Of the entry's next use; low bits go into `identity`. */
+	__u32 generation;
+	__u32 reserved;
+};
+
+/*
+ * The top of a partition's stack of free places: place + 1 in the low 16 bits (0: empty), above them a count that grows
+ * with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA) for the old one.
+ * A cache line of its own.
+ */
+struct connection_stack {
+	__u64 top;
+	__u64 unused[7];
+};
+#define CONNECTION_STACK_PLACE_MASK 0xffffu
+#define CONNECTION_STACK_COUNT_SHIFT 16
+/* Attempts to take a free place; then the connection gets a cookie of the stateless kind. */
+#define CONNECTION_TAKE_ATTEMPTS 8
+
+/*
+ * So that a retransmitted SYN gets the entry of the first one: direct-mapped by the connection's hash, the upper bits of
+ * its tag and, in the low CONNECTION_PLACE_BITS, the place. A hint: the entry's own identity decides. The tag is there so
+ * that a new connection does not fetch another one's entry, which is most likely in no cache.
+ */
+#define RECENT_CONNECTIONS 16384
+
+/* Source prefixes (/24) share a counter by their hash. */
+#define SOURCE_SHARDS 4096
+
+/* A cache line for each receive queue or CPU, as a row of counters (MAX_LB_COUNTER_ROWS). */
+struct connection_takes_row {
+	__u64 count;
+	__u64 unused[7];
+};
+
+/* Entries that each prefix holds: packets add, user space subtracts. Entries taken since the map was made, by row. */
+struct connection_takes {
+	__u64 held_by_source[SOURCE_SHARDS];
+	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];
+};
+
+/*
+ * How the server learns the index: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), which its ingress
+ * program takes out again. This bit and the cookie's kind, owner and place.
+ */
+#define SYN_ECHO_HOLDS_COOKIE 0x10000u
+
+#endif

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The cookie's keyed hash: what lb.bpf.c recognises and server.bpf.c stamps. crates/model/src/cookie.rs is the same in
+ * Rust; the tests compare the two.
+ */
+#ifndef COREWARD_INCLUDE_COOKIE_H
+#define COREWARD_INCLUDE_COOKIE_H
+
+#include <linux/bpf.h>
+#include <linux/types.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+
+/* The words below are read from the packet as they stand there; SipHash takes them as little-endian numbers. */
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.h is written for little-endian machines");
+
+#define ROTATE_LEFT_64(x, bits) ((x) << (bits) | (x) >> (64 - (bits)))
+
+/* One SipRound (Aumasson and Bernstein, "SipHash: a fast short-input PRF", INDOCRYPT'12, Fig. 2.1). */
+#define SIP_ROUND(v0, v1, v2, v3)                                                                                      \
+	do {                                                                                                           \
+		v0 += v1;                                                                                              \
+		v2 += v3;                                                                                              \
+		v1 = ROTATE_LEFT_64(v1, 13) ^ v0;                                                                      \
+		v3 = ROTATE_LEFT_64(v3, 16) ^ v2;                                                                      \
+		v0 = ROTATE_LEFT_64(v0, 32);                                                                           \
+		v2 += v1;                                                                                              \
+		v0 += v3;                                                                                              \
+		v1 = ROTATE_LEFT_64(v1, 17) ^ v2;                                                                      \
+		v3 = ROTATE_LEFT_64(v3, 21) ^ v0;                                                                      \
+		v2 = ROTATE_LEFT_64(v2, 32);                                                                           \
+	} while (0)
+
+/*
+ * SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port times the key's
+ * vip_factor. One block and so four rounds in all; 12 bytes would take five. Folding by a secret factor is a universal hash, and a
+ * PRF of that is a PRF of the whole tuple (Carter and Wegman, 1979): two tuples that fold to the same word exist, but nobody
+ * without the key can name them. Nothing here waits for the look-up of the service.
+ *
+ * `ports` is the 32-bit word at the start of the client's TCP header; the server, which sees the answer, swaps its halves.
+ */
+static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 client_address, __u32 vip_address,
+					 __u32 ports)
+{
+	__u64 k0 = key->k0, k1 = key->k1;
+	__u64 v0 = k0 ^ 0x736f6d6570736575ull, v1 = k1 ^ 0x646f72616e646f6dull;
+	__u64 v2 = k0 ^ 0x6c7967656e657261ull, v3 = k1 ^ 0x7465646279746573ull;
+	__u64 vip = (__u64)(ports >> 16) << 32 | vip_address;
+	__u64 client = (__u64)(ports & 0xffff) << 32 | client_address;
+	__u64 word = 7ull << 56 | (client ^ vip * key->vip_factor >> 8);
+
+	v3 ^= word;
+	SIP_ROUND(v0, v1, v2, v3);
+	v0 ^= word;
+	v2 ^= 0xff;
+	SIP_ROUND(v0, v1, v2, v3);
+	SIP_ROUND(v0, v1, v2, v3);
+	SIP_ROUND(v0, v1, v2, v3);
+	return v0 ^ v1 ^ v2 ^ v3;
+}
+
+/* Added to the time part of TSval, modulo 2^16: from a hash with the server's own time key. */
+static __always_inline __u16 cookie_time_mask(__u64 hash)
+{
+	return hash;
+}
+
+/* How numbers of so many bits are hidden (intf.h, COOKIE_PRIME): the constants are folded into the code. */
+struct permutation {
+	__u32 bits;
+	__u32 factors;
+	__u64 prime;
+	__u64 reciprocal;
+	__u32 reciprocal_shift;
+};
+
+#define COOKIE_PERMUTATION                                                                                             \
+	((struct permutation){COOKIE_HIDDEN_BITS, COOKIE_FACTORS, COOKIE_PRIME, COOKIE_RECIPROCAL,                     \
+			      COOKIE_RECIPROCAL_SHIFT})
+
+/* x mod prime without a division. */
+static __always_inline __u64 modulo(__u64 x, struct permutation of)
+{
+	return x - (x * of.reciprocal >> of.reciprocal_shift) * of.prime;
+}
+
+/* The number that hide() hid, with the same hash. */
+static __always_inline __u32 reveal(__u64 hash, __u32 hidden, struct permutation of)
+{
+	__u64 factor = (hash >> of.bits & (of.factors - 1)) + 1, offset = hash & ((1ull << of.bits) - 1), sum;
+
+	if (hidden >= of.prime)
+		return hidden;
+	sum = factor * hidden + offset;
+	return modulo(sum, of);
+}
+
+/* `plain` as it stands in the cookie. `inverses`: of factors 1, 2, ... modulo the prime. */
+static __always_inline __u32 hide(__u64 hash, __u32 plain, struct permutation of, const volatile __u16 *inverses)
+{
+	__u64 inverse = inverses[hash >> of.bits & (of.factors - 1)];
+	__u64 difference = plain + 2 * of.prime - (hash & ((1ull << of.bits) - 1));
+
+	if (plain >= of.prime)
+		return plain;
+	return modulo(modulo(difference, of) * inverse, of);
+}
+
+/* Which of the two keys an echo was made with: its key bit, in clear. */
+static __always_inline __u32 cookie_key_index(__u32 echo)
+{
+	return (echo & COOKIE_KEY_BIT) / COOKIE_KEY_BIT;
+}
+
+#endif

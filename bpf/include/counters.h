@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
+/* What the programs count: metrics and `coreward status` name them by these enums. Included by intf.h. */
+#ifndef COREWARD_INCLUDE_COUNTERS_H
+#define COREWARD_INCLUDE_COUNTERS_H
+
+/* ---- counters -------------------------------------------------------------------------------------------------- */
+
+/* What lb.bpf.c did with a packet. Names are shown to users in lower case without the prefix. */
+enum lb_counter {
+	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
+	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
+	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/lb/correction.h says when */
+	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
+	LB_COUNTER_CONNECTION, /* by the index in the cookie: the connection table */
+	LB_COUNTER_FLOW, /* by the flow table */
+	LB_COUNTER_FIRST, /* by the placement rule */
+	LB_COUNTER_PLACED, /* the same, though it may not be the first: nothing is remembered */
+	LB_COUNTER_CONSISTENT, /* without a cookie: by the bucket */
+	LB_COUNTER_ICMP_ERROR, /* an ICMP error, to the server that the quoted packet names */
+	LB_COUNTER_FRAGMENT, /* a later fragment, to where the first went */
+	LB_COUNTER_TO_OWNER, /* to the load balancer whose connection table the cookie's index is of */
+	LB_COUNTER_TO_OTHER_BALANCER, /* to the one that the service is adopted from or handed over to */
+	LB_COUNTER_TO_ALL, /* to all servers of the service, rate-limited */
+	LB_COUNTER_TO_ALL_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
+	LB_COUNTER_DROP_MALFORMED_IPV4,
+	LB_COUNTER_DROP_MALFORMED_TCP,
+	LB_COUNTER_DROP_MALFORMED_UDP,
+	LB_COUNTER_DROP_MALFORMED_ICMP,
+	LB_COUNTER_DROP_FRAGMENT,
+	LB_COUNTER_DROP_UNKNOWN_COOKIE,
+	LB_COUNTER_DROP_SERVER_UNRESOLVED,
+	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
+	LB_COUNTER_DROP_TO_ALL_RATE_LIMITED,
+	LB_COUNTER_DROP_INTERNAL,
+	LB_COUNTER_COUNT,
+};
+
+/* What else happened to a packet that was counted above. */
+enum lb_event {
+	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
+	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
+	LB_EVENT_CONNECTION_SOURCE_LIMITED, /* the same: the source prefix holds its part of the table */
+	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
+	LB_EVENT_FLOW_INSERTED,
+	LB_EVENT_COUNT,
+};
+
+/* 320 bytes: five cache lines of its own. An established packet writes to the first only. */
+struct lb_counters {
+	/* Frame bytes of what was forwarded. */
+	__u64 forwarded_bytes;
+	__u64 packets[LB_COUNTER_COUNT];
+	__u64 events[LB_EVENT_COUNT];
+	/* New connections sent to its servers. */
+	__u64 opened;
+	/* The newest outcome (enum lb_counter), kept while `coreward capture` watches. */
+	__u64 last_outcome;
+	__u64 unused[40 - LB_COUNTER_COUNT - LB_EVENT_COUNT - 3];
+};
+
+/*
+ * One struct lb_counters per service in each row, and one struct server_traffic per server id. Counting takes no atomic
+ * operation. New and ended connections are counted in the row of the CPU, packets in that of the receive queue (native
+ * XDP) or the CPU (generic XDP): where two CPUs serve queues of one number, counts of packets may be lost now and then.
+ * There are as many rows as the machine may have CPUs, a power of two and at most so many; more CPUs share them.
+ */
+#define MAX_LB_COUNTER_ROWS 256
+/* In the place of a service's index: packets whose service is not known. */
+#define LB_COUNTERS_NO_SERVICE MAX_SERVICES
+/* What services counted that are removed, and whose place another one has. Only user space writes it. */
+#define LB_COUNTERS_REMOVED (MAX_SERVICES + 1)
+#define LB_COUNTERS_PER_ROW (MAX_SERVICES + 2)
+
+/* What server.bpf.c did. */
+enum server_counter {
+	SERVER_COUNTER_STAMPED,
+	SERVER_COUNTER_RESTORED,
+	SERVER_COUNTER_HELD,
+	SERVER_COUNTER_HELD_CONFIRMED,
+	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
+	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left alone. */
+	SERVER_COUNTER_EGRESS_OTHER_CLOCK,
+	/* The same of a SYN-ACK that has no socket here: it comes from another network namespace, as of a container. */
+	SERVER_COUNTER_EGRESS_FOREIGN_CLOCK,
+	SERVER_COUNTER_EGRESS_FORWARDED, /* a SYN-ACK from another network namespace was stamped */
+	SERVER_COUNTER_INGRESS_WITHOUT_ECHO,
+	/* The echo does not hold this server's id: left alone. */
+	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
+	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
+	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
+	SERVER_COUNTER_INDEX_LEARNT, /* a SYN brought the index of its entry in a connection table */
+	SERVER_COUNTER_INDEX_UNKNOWN, /* a packet of a stateful service left with the server's id: no index is known */
+	SERVER_COUNTER_INDEX_GIVEN_UP, /* its connection table is lost: from now on the server's id */
+	SERVER_COUNTER_CHAINED, /* no socket here: handed to the bucket's server before */
+	SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED,
+	SERVER_COUNTER_ICMP_TO_ALL_IGNORED,
+	SERVER_COUNTER_HANDSHAKE, /* a stamped SYN-ACK was sent for the first time (and once again, if it had to be) */
+	SERVER_COUNTER_HANDSHAKE_STALLED, /* a stamped SYN-ACK was sent for the fourth time */
+	SERVER_COUNTER_CONNECTION_STALLED, /* a segment of a stamped connection was sent for the fifth time */
+	SERVER_COUNTER_RSS_MATCHED, /* a SYN arrived on the queue that Toeplitz and the table predict */
+	SERVER_COUNTER_RSS_MISMATCHED,
+	SERVER_COUNTER_INGRESS_ESTABLISHED, /* a packet of an open connection; one of RSS_ESTABLISHED_SAMPLING is sampled */
+	SERVER_COUNTER_RSS_ESTABLISHED_MATCHED, /* it arrived on the queue that Toeplitz and the table predict */
+	SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED,
+	SERVER_COUNTER_RSS_UNPREDICTED, /* the table is not known, or the device recorded no queue */
+	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket here, and the MAC address of the server before is not known */
+	SERVER_COUNTER_DROP_MALFORMED_TCP,
+	SERVER_COUNTER_DROP_NO_MEMORY, /* the packet could not be made writable */
+	SERVER_COUNTER_COUNT,
+};
+
+/* What steer.bpf.c did. */
+enum steer_counter {
+	STEER_COUNTER_STEERED,
+	STEER_COUNTER_NO_WORKER, /* no socket for that core: the kernel's own choice */
+	STEER_COUNTER_COUNT,
+};
+
+#endif

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
+/* What dispatch.bpf.c and user space share: which worker of a UDP service gets a request. Included by intf.h. */
+#ifndef COREWARD_INCLUDE_DISPATCH_H
+#define COREWARD_INCLUDE_DISPATCH_H
+
+/* Workers of one service: slots of the array of sockets. A slot has 6 bits in a request's entry. */
+#define MAX_DISPATCH_WORKERS 64
+/* Priority classes of one service; 0 is the highest. */
+#define MAX_DISPATCH_CLASSES 4
+/* Types of requests that are told apart; the last in use is that of all others. */
+#define MAX_DISPATCH_TYPES 32
+/* Bytes of the payload that tell the type. */
+#define DISPATCH_TYPE_BYTES 8
+
+enum dispatch_policy {
+	DISPATCH_POLICY_RANDOM, /* the kernel's own choice: by a hash of the client's address and port */
+	DISPATCH_POLICY_RR, /* workers in turn */
+	DISPATCH_POLICY_JSQ, /* fewest requests outstanding */
+	DISPATCH_POLICY_JLQ, /* least expected work outstanding */
+	DISPATCH_POLICY_JBSRQ, /* fewest requests outstanding, among the workers that take the request's class */
+	DISPATCH_POLICY_COUNT,
+};
+
+enum dispatch_counter {
+	DISPATCH_COUNTER_OVER_BOUND, /* every eligible worker was at its bound: the shortest queue got the request */
+	DISPATCH_COUNTER_UNTRACKED, /* dispatched, but not counted as outstanding: no room, or no client address */
+	DISPATCH_COUNTER_NO_WORKER, /* no slot had a socket: the kernel picked */
+	DISPATCH_COUNTER_UNMATCHED, /* datagrams that answered no outstanding request: they took nothing away */
+	DISPATCH_COUNTER_COUNT,
+};
+
+/*
+ * outstanding[w]: the count of requests, and above it what bars the worker. The flags are the highest bits, so that one
+ * comparison prefers eligible workers, then stalled ones, and takes an empty slot last.
+ */
+#define DISPATCH_COUNT_MASK 0x3fffffffu
+#define DISPATCH_GONE 0x40000000u /* no socket in the slot */
+#define DISPATCH_BARRED 0x80000000u /* stalled; set with GONE, too */
+#define DISPATCH_FLAGS_SHIFT 30
+/* work[w]: ns, and the same flags above. 2^55 ns are a year; with a slot below (6 bits) less than 2^63. */
+#define DISPATCH_WORK_FLAGS_SHIFT 55
+
+/*
+ * A request in flight, one word, so that one compare-and-swap adds or takes it:
+ *
+ *    63                36  35  34      30 29        24 23       16 15             0
+ *    +-------------------+---+----------+------------+-----------+----------------+
+ *    |        tag        | 1 |   type   |   worker   |   epoch   |     weight     |
+ *    +-------------------+---+----------+------------+-----------+----------------+
+ *
+ * tag: 28 bits of the hash of client address, port and request id; 11 further bits choose the set, which may continue in
+ * the DISPATCH_PROBES - 1 behind it. epoch: the
+ * look (100 ms) in which it was dispatched, modulo 256. weight: the expected work that it added, mantissa (11 bits) and
+ * exponent (5 bits): ns = mantissa << exponent. 0: no request.
+ */
+#define DISPATCH_WAYS 8 /* a cache line */
+#define DISPATCH_SET_BITS 11
+#define DISPATCH_PROBES 4
+#define DISPATCH_REQUESTS (DISPATCH_WAYS << DISPATCH_SET_BITS)
+#define DISPATCH_TAG_SHIFT 36
+#define DISPATCH_USED (1ull << 35)
+#define DISPATCH_TYPE_SHIFT 30
+#define DISPATCH_TYPE_MASK 0x1fu
+#define DISPATCH_WORKER_SHIFT 24
+#define DISPATCH_WORKER_MASK 0x3fu
+#define DISPATCH_EPOCH_SHIFT 16
+#define DISPATCH_EPOCH_MASK 0xffu
+#define DISPATCH_WEIGHT_MASK 0xffffu
+#define DISPATCH_MANTISSA_BITS 11
+
+/* CPUs on which the request that is being queued is known; a power of two. Beyond it CPUs share. */
+#define DISPATCH_CPUS 1024
+
+/* How the type is told: the first whose masked bytes are the payload's. Written before the program is loaded. */
+struct dispatch_match {
+	/* As they stand in the payload from `type_offset` on. */
+	__u64 value;
+	__u64 mask;
+	__u32 class;
+	/* Its place. */
+	__u32 number;
+};
+
+/* What a type of requests takes. */
+struct dispatch_type {
+	/* Of user space: the expected service time as an entry's weight. */
+	__u64 weight;
+	/* Of the programs, when service times are learned: the sum of those observed (ns), and how many. */
+	__u64 observed_ns;
+	__u64 observed;
+};
+
+/* Two cache lines: one that packets write, one that user space writes and the programs hardly read. */
+struct dispatch_worker {
+	/* Dispatched and not counted. (All dispatched: these, completed, repaired, and outstanding without surplus.) */
+	__u64 untracked;
+	/* Requests whose response was seen. */
+	__u64 completed;
+	/* Datagrams that the worker's socket sent from the service's port. */
+	__u64 responses;
+	/* Learning: since when the request that is served is served, at the latest (CLOCK_MONOTONIC). */
+	__u64 serving_since_ns;
+	__u64 unused[4];
+
+	/* Requests given up by user space: no response, dropped at a full receive buffer, the worker died. */
+	__u64 repaired;
+	/* SO_COOKIE of the socket in the slot. */
+	__u64 socket;
+	/* Expected work that stands for `surplus` (ns). */
+	__u64 surplus_work;
+	/* As the last look found them: datagrams in the receive queue, dropped since the socket was made. */
+	__u32 queued;
+	__u32 dropped;
+	/* Queued datagrams that no entry stands for, counted as outstanding. */
+	__u32 surplus;
+	/* The process that reads the socket. */
+	__u32 pid;
+	__u64 reserved[3];
+};
+
+/* Grows whenever a pinned layout or its meaning changes. */
+#define DISPATCH_LAYOUT_VERSION 1
+
+/* What of dispatch.bpf.c outlives the process that loaded it; one per service. */
+struct dispatch_state {
+	__u32 outstanding[MAX_DISPATCH_WORKERS];
+	__u64 work[MAX_DISPATCH_WORKERS];
+	/*
+	 * jbsrq: how many requests a worker may have outstanding before it takes another one of the class; 0: it takes
+	 * none. jsq: row 0, where equal numbers stand, only says what is counted.
+	 */
+	__u32 bound[MAX_DISPATCH_CLASSES][MAX_DISPATCH_WORKERS];
+	/* rr and random: the slots that take turns. */
+	__u8 order[MAX_DISPATCH_WORKERS];
+	__u32 order_count;
+	/* Slots that are looked at: the highest one in use, and one more. */
+	__u32 slots;
+	/* Counts the looks of user space. */
+	__u64 epoch;
+	/* Of the hash of requests: no client can choose requests that fall into one set. */
+	__u64 seed;
+	__u64 layout_version;
+	__u64 unused[4];
+	/* rr: in a cache line of its own, as every request writes it. */
+	__u64 turn;
+	__u64 counters[DISPATCH_COUNTER_COUNT];
+	__u64 reserved[3];
+	struct dispatch_type types[MAX_DISPATCH_TYPES];
+	struct dispatch_worker workers[MAX_DISPATCH_WORKERS];
+	/* Names the service to those who find the pins. */
+	__u32 policy;
+	__u32 port;
+	/* As in struct service_key; all zero: any address. */
+	__u32 address[4];
+	/* of user space: milliseconds since the epoch when it looked last (CLOCK_REALTIME). */
+	__u64 looked_ms;
+};
+
+#endif

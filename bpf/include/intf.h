@@ -1,0 +1,551 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
+/*
+ * Every layout and every limit that the kernel's side and user space share, once: here, and in files that this one includes:
+ * connections.h (what the load balancer remembers of connections), counters.h (what is counted), server.h and
+ * dispatch.h (what concerns servers alone).
+ *
+ * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
+ * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
+ *
+ * Rules: only fixed-width types, no implicit padding (the Rust side derives zerocopy's IntoBytes, which refuses a
+ * struct with padding), addresses and ports in network byte order as they stand in the packet, everything else in the
+ * host's order.
+ *
+ * THE COOKIE (Cheetah, NSDI'20, Sect. 3.2; the layout is ours, see docs/design.md, "The cookie")
+ *
+ *    TSval on the wire, from server to client; the client echoes it in TSecr:
+ *
+ *    31                              16 15  14  13                       0
+ *    +--------------------------------+---+---+--------------------------+
+ *    |  (ms + time mask) mod 2^16     | K | k |        id or index       |
+ *    +--------------------------------+---+---+--------------------------+
+ *                                       |   \___________ 15 bits, hidden by a permutation that the keyed hash draws
+ *                                       which of the two keys, in clear
+ *
+ *    permutation = by SipHash-1-3(key[K], 4-tuple), COOKIE_PRIME below: the key is what load balancers and servers share,
+ *                and rotate
+ *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection, so
+ *                that time goes on when the fleet's key changes (PAWS, RFC 7323 Sect. 5)
+ *    k (kind)  = 0: the id of a server; 1: owner (4 bits) and index (10 bits) of an entry in the connection table of one
+ *                load balancer (stateful mode)
+ */
+#ifndef COREWARD_INTF_H
+#define COREWARD_INTF_H
+
+#ifndef __bpf__
+#include <linux/types.h>
+#endif
+
+/* ---- the cookie ------------------------------------------------------------------------------------------------ */
+
+#define COOKIE_KEY_BIT 0x8000u
+#define COOKIE_KIND_BIT 0x4000u
+#define COOKIE_ID_MASK 0x3fffu
+/* What the keyed hash hides: everything but the key bit. */
+#define COOKIE_HIDDEN_MASK 0x7fffu
+/*
+ * plain = (factor * hidden + offset) mod COOKIE_PRIME: the largest prime below 2^15. Numbers from the prime on stay as they are.
+ * offset: bits 0..14 of the hash; factor: bits 15..28, + 1. A client that knows some of its cookies, and their servers, learns
+ * nothing of the cookies of another tuple (pairwise independence: Carter and Wegman, 1979); a XOR would show it how ids differ.
+ */
+#define COOKIE_HIDDEN_BITS 15
+#define COOKIE_PRIME 32749
+/* Factors: 1 to this. */
+#define COOKIE_FACTORS 16384
+/* x / COOKIE_PRIME = x * COOKIE_RECIPROCAL >> COOKIE_RECIPROCAL_SHIFT for x below 2^30: 2^45 / COOKIE_PRIME, rounded up. */
+#define COOKIE_RECIPROCAL 1074364778ull
+#define COOKIE_RECIPROCAL_SHIFT 45
+#define COOKIE_TIME_SHIFT 16
+/* Ids of one service: all that the cookie can hold. */
+#define SERVER_ID_COUNT 16384
+
+struct cookie_key {
+	__u64 k0;
+	__u64 k1;
+	/* Odd; folds the VIP into the client's word (cookie.h). User space derives it from k0 and k1. */
+	__u64 vip_factor;
+};
+
+/* What every load balancer and every server of the fleet must agree on. */
+struct fleet_keys {
+	struct cookie_key key[2];
+	/* Which of the two stamps new TSvals (0 or 1); both are always accepted. */
+	__u32 current;
+	/*
+	 * On servers: TSvals of the server's own clock (ms) from here on are stamped with `current`, earlier ones with the
+	 * other key. By the packet's own time and not by the moment it passes, so that no packet carries a smaller TSval than
+	 * one sent before it. Kept within 2^31 ms of now by the agent.
+	 */
+	__u32 switch_ms;
+};
+
+/* ---- services -------------------------------------------------------------------------------------------------- */
+
+/* Of a load balancer, and of a server. */
+#define MAX_SERVICES 1024
+#define MAX_SERVICES_OF_SERVER 64
+/* UTF-8, padded with zeros. */
+#define SERVICE_NAME_BYTES 64
+/*
+ * Services stand in a perfect hash. On servers: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a
+ * seed that gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
+ */
+#define SERVICE_SLOTS 1024
+#define SERVICE_SLOT_SHIFT 54
+/*
+ * At the load balancer no seed would be found for so many ("hash and displace" then): the upper bits of tail * seed name one
+ * of some groups, and lower ones, XOR the group's displacement, the slot. Most groups are a few keys, so displacements that
+ * fit are found at once. One load more. bpf/include/service.h looks up, crates/dataplane/src/service_slots.rs searches.
+ */
+#define LB_SERVICE_SLOTS 4096
+#define LB_SERVICE_SLOT_SHIFT 42
+#define LB_SERVICE_GROUPS 1024
+#define LB_SERVICE_GROUP_SHIFT 54
+
+/* How a service's packets find the server that its connection's first packet found. */
+enum consistency {
+	CONSISTENCY_STATELESS, /* by the server's id in the cookie */
+	CONSISTENCY_STATEFUL, /* by an index in the cookie: the connection table */
+	CONSISTENCY_NONE, /* not at all: each packet by the placement rule; `udp = "packet"` */
+	CONSISTENCY_HASH_TABLE, /* by the flow table, every connection in it; `udp = "flow"` */
+	/* By the bucket, and the server hands what it does not know to the bucket's server before it; see has_flows. */
+	CONSISTENCY_BEAMER,
+	CONSISTENCY_COUNT,
+};
+
+/* service_slot.number at the load balancer. */
+#define SERVICE_INDEX_MASK 0x3ffu
+#define SERVICE_CONSISTENCY_SHIFT 10
+#define SERVICE_CONSISTENCY_MASK 0x7u
+/* No packet of the service carries a cookie (`timestamps = "off"`): all its connections are as those without timestamps. */
+#define SERVICE_TIMESTAMPS_OFF 0x2000u
+/* The load balancer stamps and restores itself (`timestamps = "lb"`). */
+#define SERVICE_TIMESTAMPS_LB 0x4000u
+/*
+ * Another load balancer has some of the service's connections: it stands among the servers, takes no first packets, and
+ * this is its id. ADOPTED: it had the service before us; HANDED_OVER: it gets the first packets from now on.
+ */
+#define SERVICE_OTHER_BALANCER_SHIFT 16
+#define SERVICE_ADOPTED 0x40000000u
+#define SERVICE_HANDED_OVER 0x80000000u
+
+/* service_slot.number on a server: its id in the service, and how it takes part. */
+#define SERVER_NUMBER_ID_MASK 0x3fffu
+/* Cookies may hold an index: bpf/server/server.bpf.c, "The index". */
+#define SERVER_NUMBER_STATEFUL 0x4000u
+/* Nothing is stamped or restored. */
+#define SERVER_NUMBER_TIMESTAMPS_OFF 0x8000u
+/* Every packet carries the id of the server before (CONSISTENCY_BEAMER), and not only those without timestamps. */
+#define SERVER_NUMBER_CHAINED 0x10000u
+
+#define ADDRESS_FAMILY_IPV4 4
+#define ADDRESS_FAMILY_IPV6 6
+
+/*
+ * IPv4 addresses stand in address[3], the rest as in an IPv4-mapped IPv6 address (::ffff:a.b.c.d).
+ * The last 8 bytes (address[3], port, protocol, family) are the "tail": one 64-bit word that alone names an IPv4 service.
+ */
+struct service_key {
+	__u32 address[4];
+	__u16 port;
+	__u8 protocol;
+	__u8 family;
+};
+
+/* find_service() found none. */
+#define NO_SERVICE 0xffffffffu
+/*
+ * The number of a slot with port 0 and protocol 0: a VIP's address alone, for packets whose ports cannot be read and for
+ * ICMP. One per VIP, whatever its services' protocols.
+ */
+#define SERVICE_ADDRESS_ONLY 0xfffffffeu
+
+/* 32 bytes: reached by shift and add. `number` first, so that the key's tail is aligned. */
+struct service_slot {
+	/* At the load balancer SERVICE_INDEX_MASK and so on, on a server SERVER_NUMBER_ID_MASK and so on. */
+	__u32 number;
+	struct service_key key;
+	__u64 reserved;
+};
+
+struct service_directory {
+	__u64 seed;
+	struct service_slot slots[SERVICE_SLOTS];
+};
+
+/* User space fills the half that is not active, switches, and waits for an RCU grace period before the next change. */
+struct service_directories {
+	__u64 active;
+	struct service_directory half[2];
+};
+
+struct lb_service_directory {
+	__u64 seed;
+	__u16 displacement[LB_SERVICE_GROUPS];
+	struct service_slot slots[LB_SERVICE_SLOTS];
+};
+
+/* The same at the load balancer. */
+struct lb_service_directories {
+	__u64 active;
+	struct lb_service_directory half[2];
+};
+
+/* ---- RSS ------------------------------------------------------------------------------------------------------- */
+
+/* Toeplitz input of IPv4 with ports: source address, destination address, source port, destination port. */
+#define RSS_INPUT_IPV4_BYTES 12
+/*
+ * What a NIC does to the input before it hashes it: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
+ * Nothing; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of
+ * both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR, the default of mlx5).
+ */
+#define RSS_INPUT_AS_IT_IS 0
+#define RSS_INPUT_SYMMETRIC_XOR 1
+#define RSS_INPUT_SYMMETRIC_OR_XOR 2
+#define RSS_KEY_BYTES 40
+#define RSS_KEY_MAX_BYTES 52
+/* Source address (4) and source port (2): the bytes of the input that differ between packets of one service. */
+#define RSS_SOURCE_BYTES 6
+#define MAX_RSS_GROUPS 4
+/* ice has 2048 entries, mlx5 256, ixgbe 128 or 512. */
+#define MAX_INDIRECTION_ENTRIES 2048
+
+/*
+ * Toeplitz is linear over GF(2): hash(a ^ b) = hash(a) ^ hash(b). So the hash of a tuple is the XOR of one table entry
+ * per input byte, and the part of the destination is a constant of the service.
+ */
+struct toeplitz_source_tables {
+	__u32 byte[RSS_SOURCE_BYTES][256];
+};
+
+/* ---- placement tables ------------------------------------------------------------------------------------------ */
+
+#define MAX_BUCKETS 2048
+#define MAX_CANDIDATES 8
+/* Candidates of all groups and buckets of one table together. */
+#define MAX_TABLE_CANDIDATES 16384
+#define MAX_CORE_SLOTS 8192
+#define MAX_MEMBERS 16384
+
+/* Load in fractions of a core's capacity: 1.0 is LOAD_ONE. */
+#define LOAD_ONE_SHIFT 20
+#define LOAD_ONE 1048576u
+
+/* How a first packet finds its server. */
+enum placement_rule {
+	PLACEMENT_RULE_TABLE = 0, /* bucket -> server, one look-up: hash, crossrss */
+	PLACEMENT_RULE_LEAST_ASSIGNED =
+		1, /* the least of the bucket's candidates, load + assigned since: crossrss-plus */
+	PLACEMENT_RULE_ROUND_ROBIN = 2, /* a counter: rr */
+	PLACEMENT_RULE_POWER_OF_TWO = 3, /* the less loaded of two drawn by hash: pow2 */
+	PLACEMENT_RULE_COUNT = 4,
+};
+
+struct candidate {
+	__u32 load;
+	__u16 server_id;
+	/* Counts the connections assigned since the table was switched in, per (server, core). */
+	__u16 core_slot;
+};
+
+struct member {
+	__u32 load;
+	__u16 server_id;
+	__u16 reserved;
+};
+
+/*
+ * Tables of all services stand in one piece of memory, each as long as it must be: this struct, and behind it what the
+ * offsets in it say (bytes from the start of the memory). User space writes a new table where none is, switches
+ * service_state.table_at, and uses the old one's place again when an RCU grace period has passed (membarrier): nobody
+ * waits for that. All that a decision depends on is in here, so that one switch changes it all.
+ */
+struct placement_table {
+	__u64 generation;
+	/* Power of two, 1..MAX_BUCKETS. */
+	__u32 bucket_count;
+	/* 1..MAX_RSS_GROUPS; group g's candidates of bucket b start at (g * bucket_count + b) * candidates_per_bucket. */
+	__u32 group_count;
+	__u32 candidates_per_bucket;
+	/* What one connection assigned since the switch adds to a candidate's load. */
+	__u32 assignment_cost;
+	__u32 member_count;
+	__u32 rule;
+	/* By group: XOR part of the service's address and port in the Toeplitz hash. */
+	__u32 toeplitz_destination[MAX_RSS_GROUPS];
+	/* By group: its struct toeplitz_source_tables, which all tables with that key share. */
+	__u32 toeplitz_source_at[MAX_RSS_GROUPS];
+	/* __u16 by bucket: the fixed choice for connections that carry no cookie, which changes only when the pool changes. */
+	__u32 consistent_at;
+	/*
+	 * __u16 by bucket: whose the bucket was before it last changed hands, or NO_SERVER: it may still have the bucket's
+	 * older connections.
+	 */
+	__u32 consistent_before_at;
+	/* struct candidate. */
+	__u32 candidates_at;
+	/* struct member. */
+	__u32 members_at;
+	/* __u32 by core slot: connections assigned since the core's load was last new. */
+	__u32 assigned_at;
+	/* Bytes of the table in all, from here on. */
+	__u32 bytes;
+};
+
+/* The memory's size is 2^k and this: an offset masked with 2^k - 1 has room for any struct behind it. */
+#define PLACEMENT_MEMORY_SLACK 262144
+#define MIN_PLACEMENT_MEMORY 4194304
+#define MAX_PLACEMENT_MEMORY 268435456
+
+#define NO_SERVER 0xffffu
+/* In a flow's `before`: its SYN-ACK was not stamped, and nothing else has come from the client yet (correction.h). */
+#define HALF_OPEN_FLOW 0xfffeu
+
+/* 64 bytes: a cache line of its own for each service. */
+struct service_state {
+	/* Where its placement table stands; 0: it has none. */
+	__u32 table_at;
+	__u32 reserved;
+	/* The counter of rule ROUND_ROBIN. */
+	__u64 round_robin;
+	/* `timestamps = "lb"`: masks the time part. The same at all load balancers, never changed while connections live. */
+	struct cookie_key time_key;
+	/* 1: a SYN has entered a flow into the flow table. Until then a service of CONSISTENCY_BEAMER looks up none there. */
+	__u64 has_flows;
+	__u64 unused[2];
+};
+
+/* ---- the broadcast fallback ------------------------------------------------------------------------------------ */
+
+/* Why a packet goes to all servers of its service. Each has a rate of its own, so that none starves another. */
+enum broadcast_reason {
+	BROADCAST_UNKNOWN_COOKIE, /* a cookie that names no server and no connection */
+	BROADCAST_RESET, /* a reset without timestamps */
+	BROADCAST_ICMP, /* an ICMP error whose quote names no server */
+	BROADCAST_OWNER_LOST, /* a cookie with an index of a connection table that is lost */
+	BROADCAST_REASON_COUNT,
+};
+
+/* Sources share a bucket by their hash. */
+#define BROADCAST_SHARDS 4096
+
+/*
+ * Token buckets: until when the tokens taken are paid for (CLOCK_MONOTONIC, ns). A packet takes a token of its source, then
+ * one of its service, then one of the whole load balancer: one source cannot use up a service's, nor a service the others'.
+ */
+struct broadcast_buckets {
+	__u64 by_source[BROADCAST_SHARDS];
+	__u64 by_service[MAX_SERVICES][BROADCAST_REASON_COUNT];
+	__u64 of_all[BROADCAST_REASON_COUNT];
+};
+
+/* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
+
+/* A service knows the server. */
+#define SERVER_KNOWN 1u
+/* The service's new connections may go to it; without it (draining, unhealthy) only established ones do. */
+#define SERVER_ELIGIBLE 2u
+/* Down by this load balancer's own health checks (not ELIGIBLE then), whatever the controller has found. */
+#define SERVER_DOWN 4u
+/* The service's placement table has it. An eligible server without it is down: the controller leaves it out. */
+#define SERVER_IN_TABLE 8u
+/* Its MAC address is known: the same for all services. */
+#define SERVER_RESOLVED 16u
+
+/* The flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
+#define SERVER_MEMBER_BITS 4
+#define SERVER_MEMBER_MASK (SERVER_KNOWN | SERVER_ELIGIBLE | SERVER_DOWN | SERVER_IN_TABLE)
+#define SERVER_MEMBERS_PER_WORD 16
+#define MEMBERSHIP_WORDS 1024
+
+/* By server id, the same for all services: reached by a shift, no hash. 8 bytes: one load. */
+struct server_entry {
+	__u8 mac_address[6];
+	__u16 flags;
+};
+
+/* ---- timestamps = "lb": the load balancer stamps and restores --------------------------------------------------- */
+
+/*
+ *    TSval on the wire, from load balancer to client:
+ *
+ *    31                                12 11  10            0
+ *    +-----------------------------------+---+---------------+
+ *    |  (ms + time mask) mod 2^20        | K |  server's id  |
+ *    +-----------------------------------+---+---------------+
+ *                                          |   hidden as in the cookie of 15 bits
+ *                                          which of the two keys, in clear
+ *
+ * More bits of time than where servers stamp: the load balancer does not know what the client has seen last, so there
+ * is no hold rule, and a connection may be idle for half of 2^20 ms only.
+ */
+#define CORRECTION_TIME_SHIFT 12
+#define CORRECTION_TIME_MASK 0xfffffu
+#define CORRECTION_KEY_BIT 0x800u
+#define CORRECTION_ID_MASK 0x7ffu
+/* As COOKIE_PRIME and so on, for 11 bits. */
+#define CORRECTION_ID_BITS 11
+#define CORRECTION_PRIME 2039
+#define CORRECTION_FACTORS 1024
+#define CORRECTION_RECIPROCAL 33702539ull
+#define CORRECTION_RECIPROCAL_SHIFT 36
+
+/* Key: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
+#define CORRECTED_SERVICE_SHIFT 48
+#define MAX_CORRECTED_SERVERS 16384
+
+/*
+ * What the load balancer has learnt of a server's clock from its answers. With net.ipv4.tcp_timestamps=2 all its
+ * connections show one clock; with 1 each has an offset of its own, and nothing can be restored.
+ */
+struct corrected_server {
+	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32: what stamped connections go by. */
+	__u32 offset_ms;
+	/* The same by the newest SYN-ACK. */
+	__u32 newest_ms;
+	/* Whose that SYN-ACK was, client's address XOR ports: one that is sent again proves nothing. */
+	__u32 newest_client;
+	__u16 server_id;
+	/* SYN-ACKs in a row that agreed, the newest included, at most CORRECTION_AGREEING; with so many it is stamped. */
+	__u16 agreeing;
+	/* 1: `offset_ms` is of an answer. */
+	__u64 has_clock;
+	/* SYN-ACKs, with timestamps or without. */
+	__u64 syn_acks;
+	/* Those with timestamps. */
+	__u64 with_timestamps;
+	/* Those that did not agree with the one before. */
+	__u64 disagreed;
+};
+#define CORRECTION_AGREEING 4
+/* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
+#define CORRECTION_TOLERANCE_MS 1000
+/* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
+#define CORRECTION_SLACK_MS 60000
+
+/*
+ * By server id: connections opened and closed by what was seen here, and what passed, of all services together; one for each row of counters:
+ * for policies and for people.
+ */
+struct server_traffic {
+	/* New connections that the placement rule sent to it. */
+	__u64 opened;
+	/* Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.) */
+	__u64 closed;
+	__u64 packets;
+	__u64 bytes;
+};
+
+/* What is remembered of connections: a file of its own for its length. */
+#include "connections.h"
+
+/* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
+
+/* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
+#define LB_LAYOUT_VERSION 4
+
+/* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
+struct lb_state {
+	__u64 layout_version;
+	/* The device's MAC address: the first 8 bytes of a frame sent to it, shifted left by 16. */
+	__u64 own_mac_shifted;
+	/* 1: the program was loaded for generic XDP. */
+	__u64 counters_by_cpu;
+	struct fleet_keys keys;
+	/* Places connections in the connection table; this load balancer's own, never changed while the table lives. */
+	struct cookie_key connection_key;
+	/* Tenths of a second, by the daemon: reading a clock here would cost more than all else about an entry. */
+	__u32 clock;
+	/* This load balancer's number among those with a connection table; MAX_OWNERS: it has none yet. */
+	__u32 owner;
+	/* Entries of the connection table that one source prefix may hold; 0: not set yet, any number. */
+	__u64 entries_per_source;
+	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
+	struct server_entry owners[MAX_OWNERS];
+	struct lb_service_directories directories;
+	struct service_state services[MAX_SERVICES];
+	/* By index, for commands that read this without the daemon and without the controller. */
+	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
+};
+
+/*
+ * First packets that a rule with a state of its own (LEAST_ASSIGNED, ROUND_ROBIN) has placed lately, so that a
+ * retransmitted SYN reaches the same server while the table stands. Direct-mapped; one word:
+ *
+ *    63             32 31 30          24 23        14 13        0
+ *    +----------------+--+--------------+------------+-----------+
+ *    | Toeplitz hash  |1 | generation   |  service   | server id |
+ *    +----------------+--+--------------+------------+-----------+
+ */
+#define RECENT_FIRST_PACKETS 4096
+#define RECENT_HASH_SHIFT 32
+#define RECENT_VALID_BIT 0x80000000u
+#define RECENT_GENERATION_SHIFT 24
+#define RECENT_GENERATION_MASK 0x7fu
+#define RECENT_SERVICE_SHIFT 14
+
+/* What is counted: another. */
+#include "counters.h"
+
+/* ---- what people look at and checks send ----------------------------------------------------------------------- */
+
+/* What capture.h tells of one packet; the first captured_length bytes of the frame follow. */
+struct captured_packet {
+	/* CLOCK_MONOTONIC. */
+	__u64 time_ns;
+	/* Grows by one with every packet that this CPU captured; the same as it came and as it was decided. */
+	__u64 sequence;
+	/* Of the frame as it is at this moment. */
+	__u32 length;
+	__u32 captured_length;
+	/* CAPTURE_ARRIVED, or the XDP action that was decided. */
+	__u32 action;
+	/* enum lb_counter; only when decided. */
+	__u32 outcome;
+};
+#define CAPTURE_ARRIVED 0xffffffffu
+
+/* One direction of a health check's connection (health.bpf.c): what the packets carry, in network order. */
+struct checked_path {
+	/* The server's own towards the server, the VIP on the way back. */
+	__u32 address;
+	/* The server's. */
+	__u16 port;
+	/* The load balancer's. */
+	__u16 own_port;
+};
+#define MAX_CHECKED_PATHS 4096
+
+/* CPUs that have a row of their own in per-CPU arrays. Beyond, two share a row, and a count may be lost now and then. */
+#define MAX_CPUS 512
+
+/* Servers as they see themselves: a file of its own for its length. */
+#include "server.h"
+/* Requests at a server's workers: another. */
+#include "dispatch.h"
+
+/* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
+
+/*
+ * The "registers" of one server's emulated NIC: veth has no RSS, so testbed/rss_emulation.bpf.c computes it at tc egress
+ * of the switch port that feeds the server. One entry of an array map, pinned by the testbed; the agent reads and
+ * writes it there as it would a real NIC's by ETHTOOL_GRSSH and ETHTOOL_SRSSH. Whoever writes the key fills
+ * mapping.byte from it.
+ */
+struct emulated_rss {
+	struct rss_mapping mapping;
+	__u8 key[RSS_KEY_BYTES];
+	/* Open connections go by the table's entry so many further on, as where a flow director moves them; 0: by their own. */
+	__u32 established_shift;
+	__u32 reserved;
+};
+
+/* What testbed/receive_queues.bpf.c (tests only) saw of one flow. */
+struct received_flow {
+	/* Receive queue + 1; 0: none was recorded. */
+	__u32 recorded_queue;
+	__u32 hash;
+};
+
+#endif

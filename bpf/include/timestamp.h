@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Where the timestamp option (RFC 7323, Sect. 3.2) stands among the options of a TCP header.
+ */
+#ifndef COREWARD_INCLUDE_TIMESTAMP_H
+#define COREWARD_INCLUDE_TIMESTAMP_H
+
+#include <linux/types.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#define TCP_OPTION_END 0
+#define TCP_OPTION_NOP 1
+#define TCP_OPTION_TIMESTAMP 8
+#define TCP_TIMESTAMP_LENGTH 10
+/* The longest list of options: doff is 4 bits. */
+#define TCP_OPTIONS_MAX 40
+/* NOP NOP TIMESTAMP 10: how every common stack begins the options of all packets but SYNs (RFC 7323, Appendix A). */
+#define OPTIONS_USUAL_TIMESTAMP bpf_htonl(0x0101080a)
+#define OPTIONS_USUAL_LENGTH 12
+#define OPTIONS_USUAL_OFFSET 2
+
+/* What follows kind and length of the option; packed, as it may stand at an odd place. */
+#define TIMESTAMP_WORDS_OFFSET 2
+struct timestamp_words {
+	__be32 value;
+	__be32 echo;
+} __attribute__((packed));
+
+#define TIMESTAMP_NONE -1
+#define TIMESTAMP_MALFORMED -2
+
+/* A copy of the options. A little longer than any list, so that the byte behind the last one can be read. */
+struct tcp_options {
+	__u8 bytes[48];
+};
+
+/*
+ * Offset of the timestamp option (its kind) among the first `length` bytes; TIMESTAMP_NONE if there is none;
+ * TIMESTAMP_MALFORMED if the list goes wrong before one: an option that covers less than its first two bytes or more
+ * than the header (RFC 9293, Sect. 3.1).
+ *
+ * Goes byte by byte, so that every index is the loop's own: an offset that grows by what a packet says makes the
+ * verifier follow each of its values. A global function, so that it is verified once, not once per path that leads here.
+ */
+__noinline int find_timestamp(const struct tcp_options *options, __u32 length)
+{
+	__u32 skip = 0;
+
+	if (!options)
+		return TIMESTAMP_NONE;
+	for (__u32 i = 0; i < TCP_OPTIONS_MAX && i < length; i++) {
+		__u8 kind = options->bytes[i], size = options->bytes[i + 1];
+
+		if (skip) {
+			skip--;
+			continue;
+		}
+		if (kind == TCP_OPTION_END)
+			return TIMESTAMP_NONE;
+		if (kind == TCP_OPTION_NOP)
+			continue;
+		if (size < 2 || i + size > length)
+			return TIMESTAMP_MALFORMED;
+		if (kind == TCP_OPTION_TIMESTAMP && size == TCP_TIMESTAMP_LENGTH)
+			return i;
+		skip = size - 1;
+	}
+	return TIMESTAMP_NONE;
+}
+
+#endif

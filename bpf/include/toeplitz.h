@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The hash that a server's NIC will compute for a connection (Toeplitz: Microsoft, "RSS hashing types"), by one table
+ * look-up per byte of client address and port; VIP and port are a constant of the service.
+ */
+#ifndef COREWARD_INCLUDE_TOEPLITZ_H
+#define COREWARD_INCLUDE_TOEPLITZ_H
+
+#include <linux/types.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+
+/* `byte`: one table per byte (struct toeplitz_source_tables). Address and port in network byte order. */
+static __always_inline __u32 toeplitz_source(const __u32 (*byte)[256], __u32 client_address, __u16 client_port)
+{
+	return byte[0][client_address & 0xff] ^ byte[1][client_address >> 8 & 0xff] ^
+	       byte[2][client_address >> 16 & 0xff] ^ byte[3][client_address >> 24] ^ byte[4][client_port & 0xff] ^
+	       byte[5][client_port >> 8];
+}
+
+#endif

@@ -1,0 +1,255 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The flow table: connections that carry no cookie, and their servers. crates/model/src/lb/flow.rs is the same in Rust.
+ *
+ * 1. The table is an array of sets of 8 entries (include/connections.h). The keyed hash of a connection selects the set
+ * and is the tag: a look-up reads one cache line, and a second one for the age of what it finds. Two flows of one set
+ * with equal tags (31 bits) share an entry: the second one is placed at the first one's server, and stays there.
+ *
+ * 2. Eviction from a full set is fair between services: the service with the most entries in the set loses the one that was used
+ *    longest ago, and the new flow's own service counts one more. So a flood of new flows at one service evicts what that service
+ *    has, and a service with less than its part of the set loses nothing. One order of use for all (LRU) would give the whole table
+ *    to whoever sends most. Hints are evicted first, and evict only hints; of a service's entries those whose SYN-ACK the client has
+ *    not acknowledged (HALF_OPEN_FLOW) go before the others, because a SYN flood consists of these.
+ *
+ * 3. Entries: every flow of mode HASH_TABLE; connections without timestamps of servers that the load balancer stamps, once an
+ *    answer has passed; and as hints other connections without timestamps. A hint needs no proof (the answers do not pass here):
+ *    anybody can forge one, and it displaces nothing that is needed. A SYN that the bucket's server cannot take enters its choice
+ *    as needed: nothing else finds it.
+ *
+ * 4. Entries age: one that was unused for FLOW_IDLE_* counts as free. The clock is the daemon's.
+ *
+ * 5. Concurrency. The word `flow` is all that a decision depends on. It is replaced by compare-and-swap: of two CPUs that choose
+ *    the same entry one chooses again. `use` is written after it: for some ns a new entry may look old and be evicted.
+ */
+#ifndef COREWARD_LB_FLOW_TABLE_H
+#define COREWARD_LB_FLOW_TABLE_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "connection_table.h"
+#include "parse.h"
+#include "state.h"
+#include "stats.h"
+
+/* Sets. Fixed when the program is loaded: the map has that size. */
+const volatile __u32 flow_sets;
+
+/* User space sets the size. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, DEFAULT_FLOW_TABLE_ENTRIES / FLOW_SET_ENTRIES);
+	__type(key, __u32);
+	__type(value, struct flow_set);
+} flow_table SEC(".maps");
+
+_Static_assert(sizeof(struct flow_set) == 128, "two cache lines");
+
+static __always_inline struct flow_set *flow_set_of(__u64 hash)
+{
+	__u32 set = (hash & 0xffffffff) * flow_sets >> 32;
+
+	return bpf_map_lookup_elem(&flow_table, &set);
+}
+
+/* Loads a flow's set, which nothing waits for: what is decided until it is needed hides a part of the cache misses. */
+static __always_inline void touch_flow_set(__u32 service, const struct packet *packet)
+{
+	const struct flow_set *set = flow_set_of(connection_hash(service, packet->client_address, packet->ports));
+	__u64 word;
+
+	if (!set)
+		return;
+	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->flow[0]));
+	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->use[0]));
+}
+
+/* Odd, so that no entry in use is 0. */
+static __always_inline __u32 flow_tag(__u64 hash)
+{
+	return hash >> 32 | 1;
+}
+
+/* 1 for 0, else 0; of a number below 2^63. Without a branch: the verifier would follow both ways for each entry of a set. */
+static __always_inline __u64 is_zero(__u64 number)
+{
+	number--;
+	barrier_var(number);
+	return number >> 63;
+}
+
+/* Ticks since an entry was last used; 0 if another CPU has seen a later tick meanwhile. */
+static __always_inline __u64 flow_age(__u64 use)
+{
+	__s64 age = (__s32)(lb_state.clock - (__u32)use), negative = age >> 63;
+
+	barrier_var(negative);
+	return age & ~negative;
+}
+
+static __always_inline __u64 flow_is_idle(__u64 use)
+{
+	__u64 limit = FLOW_IDLE_TCP - (use >> FLOW_UDP_SHIFT & 1) * (FLOW_IDLE_TCP - FLOW_IDLE_UDP);
+
+	return (limit - flow_age(use)) >> 63;
+}
+
+/*
+ * Fills `entry` and returns true, if the flow is known. The caller has initialised it: clang may spill what is undefined, and the
+ * verifier refuses that.
+ */
+static __always_inline bool find_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
+{
+	__u64 hash = connection_hash(service, packet->client_address, packet->ports);
+	__u32 tag = flow_tag(hash), now = lb_state.clock;
+	struct flow_set *set = flow_set_of(hash);
+
+	if (!set)
+		return false;
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++) {
+		__u64 flow = *(volatile __u64 *)&set->flow[i], use;
+
+		if (flow >> FLOW_TAG_SHIFT != tag)
+			continue;
+		use = *(volatile __u64 *)&set->use[i];
+		if (flow_is_idle(use))
+			return false;
+		/* Not if another CPU has put another flow there meanwhile. */
+		if ((__u32)use != now && *(volatile __u64 *)&set->flow[i] == flow)
+			*(volatile __u64 *)&set->use[i] = (use >> FLOW_SERVICE_SHIFT << FLOW_SERVICE_SHIFT) | now;
+		entry->server_id = flow;
+		entry->before = flow >> FLOW_BEFORE_SHIFT;
+		return true;
+	}
+	return false;
+}
+
+static __always_inline __u32 service_of_use(__u64 use)
+{
+	return use >> FLOW_SERVICE_SHIFT & 0xffff;
+}
+
+/* What decides how soon an entry is replaced, most important first: bits of flow_rank(). */
+#define FLOW_RANK_SAME_SHIFT 59 /* it is the flow's own */
+#define FLOW_RANK_FREE_SHIFT 58 /* or was not used for too long */
+#define FLOW_RANK_HINT_SHIFT 57
+#define FLOW_RANK_COUNT_SHIFT 40 /* entries of its service in the set */
+#define FLOW_RANK_OWN_SHIFT 39 /* its service is the flow's */
+#define FLOW_RANK_HALF_OPEN_SHIFT 38
+/* Below them its age; and, behind all, its position. */
+#define FLOW_POSITION_BITS 3
+
+_Static_assert(FLOW_SET_ENTRIES == 1 << FLOW_POSITION_BITS, "a position fits its bits");
+
+/* Whether all entries of a set are of `service`. */
+static __always_inline bool set_is_of(const struct flow_set *set, __u32 service)
+{
+	__u32 others = 0;
+
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++)
+		others |= service_of_use(*(volatile __u64 *)&set->use[i]) ^ service;
+	return !others;
+}
+
+/*
+ * How soon an entry is replaced by a flow of `service` with `tag`: the highest rank first (essay, 2). `alone`: all entries of the
+ * set are of that service, so that nothing is to be counted.
+ */
+static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 position, __u32 tag, __u32 service, bool alone)
+{
+	__u64 flow = *(volatile __u64 *)&set->flow[position];
+	__u64 use = *(volatile __u64 *)&set->use[position];
+	__u64 of = service_of_use(use), own = alone ? 1 : is_zero(of ^ service), count = own;
+	__u64 unused = is_zero(flow >> FLOW_TAG_SHIFT) | flow_is_idle(use);
+
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES && !alone; i++)
+		count += is_zero(service_of_use(*(volatile __u64 *)&set->use[i]) ^ of);
+	return is_zero(flow >> FLOW_TAG_SHIFT ^ tag) << FLOW_RANK_SAME_SHIFT | unused << FLOW_RANK_FREE_SHIFT |
+	       (use >> FLOW_HINT_SHIFT & 1) << FLOW_RANK_HINT_SHIFT | count << FLOW_RANK_COUNT_SHIFT |
+	       own << FLOW_RANK_OWN_SHIFT |
+	       is_zero((flow >> FLOW_BEFORE_SHIFT & 0xffff) ^ HALF_OPEN_FLOW) << FLOW_RANK_HALF_OPEN_SHIFT |
+	       flow_age(use);
+}
+
+/* The highest rank in the set, its entry's position below it (the first of equals). */
+static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag, __u32 service, bool alone)
+{
+	__s64 highest = 0;
+
+	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++) {
+		__u64 of_entry = flow_rank(set, i, tag, service, alone);
+		__s64 rank = of_entry << FLOW_POSITION_BITS | (FLOW_SET_ENTRIES - 1 - i);
+		__s64 difference = rank - highest, lower = difference >> 63;
+
+		barrier_var(lower);
+		highest += difference & ~lower;
+	}
+	return highest;
+}
+
+#define FLOW_INSERT_ATTEMPTS 4
+
+/*
+ * Enters a flow, or changes its entry. `entry`: server id, and `before` above it; `hint`: FLOW_HINT or 0. Returns whether it is
+ * entered: not when it is a hint in a set without room for one. A global function, as decide() is.
+ */
+__noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry, __u32 hint)
+{
+	struct flow_set *set;
+	__u64 hash, use;
+	__u32 tag;
+
+	if (!packet)
+		return 0;
+	hash = connection_hash(service, packet->client_address, packet->ports);
+	tag = flow_tag(hash);
+	set = flow_set_of(hash);
+	if (!set)
+		return 0;
+	use = (__u64)(hint & FLOW_HINT) << FLOW_HINT_SHIFT |
+	      (__u64)(packet->protocol == IPPROTO_UDP) << FLOW_UDP_SHIFT | (__u64)service << FLOW_SERVICE_SHIFT |
+	      lb_state.clock;
+	for (int attempt = 0; attempt < FLOW_INSERT_ATTEMPTS; attempt++) {
+		__s64 highest = set_is_of(set, service) ? highest_rank(set, tag, service, true)
+							: highest_rank(set, tag, service, false);
+		__u32 position;
+		__u64 old;
+
+		if (hint && !(highest >> (FLOW_RANK_HINT_SHIFT + FLOW_POSITION_BITS)))
+			return 0;
+		position = FLOW_SET_ENTRIES - 1 - (highest & (FLOW_SET_ENTRIES - 1));
+		barrier_var(position);
+		position &= FLOW_SET_ENTRIES - 1;
+		old = *(volatile __u64 *)&set->flow[position];
+		if (__sync_val_compare_and_swap(&set->flow[position], old, (__u64)tag << FLOW_TAG_SHIFT | entry) != old)
+			continue;
+		*(volatile __u64 *)&set->use[position] = use;
+		return 1;
+	}
+	return 0;
+}
+
+static __always_inline __u32 flow_entry_word(__u32 server_id, __u32 before)
+{
+	return before << FLOW_BEFORE_SHIFT | server_id;
+}
+
+static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+					struct flow_table_entry entry, __u32 hint)
+{
+	if (set_flow(service, packet, flow_entry_word(entry.server_id, entry.before), hint))
+		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
+}
+
+/* The client has acknowledged the SYN-ACK that brought the entry. */
+static __always_inline void open_flow(__u32 service, const struct packet *packet, struct flow_table_entry entry)
+{
+	set_flow(service, packet, flow_entry_word(entry.server_id, NO_SERVER), 0);
+}
+
+#endif

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Fragments of UDP datagrams: the first one carries the ports and goes as a whole datagram would; where it went is
+ * remembered, and the later ones follow it. (TCP avoids fragments, and a later one of ICMP has nobody to go to.)
+ *
+ * Only in this order: a later fragment that overtakes the first one is dropped and counted, and so is the datagram at the
+ * server. User space adds the room that CPUs hold back (crates/dataplane/src/lru.rs). The table is small and anybody can fill it: datagrams live for ms, and a flood of first fragments costs the
+ * service its other fragmented datagrams, nothing else. A left-over entry is met only by a later fragment without a first
+ * one, of the same client and identification.
+ */
+#ifndef COREWARD_LB_FRAGMENT_H
+#define COREWARD_LB_FRAGMENT_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "decide.h"
+#include "parse.h"
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_FRAGMENTED_DATAGRAMS);
+	__type(key, struct fragment_key);
+	__type(value, struct fragment_entry);
+} fragments SEC(".maps");
+
+_Static_assert(sizeof(struct fragment_entry) == sizeof(__u32), "an entry is read as one word (flow_table.h)");
+typedef __u32 __attribute__((may_alias)) fragment_word;
+
+static __always_inline bool is_later_fragment(const struct packet *packet)
+{
+	return packet->fragment & IP_FRAGMENT_OFFSET;
+}
+
+static __always_inline struct fragment_key fragment_key_of(const struct packet *packet)
+{
+	return (struct fragment_key){
+		.client_address = {0, 0, bpf_htonl(0xffff), packet->client_address},
+		.vip_address = {0, 0, bpf_htonl(0xffff), packet->vip_address},
+		.identification = packet->identification,
+		.protocol = packet->protocol,
+	};
+}
+
+/* A first fragment was sent to a server: the others are to follow. */
+static __always_inline void remember_fragment(const struct packet *packet, const struct decision *decision)
+{
+	struct fragment_key key = fragment_key_of(packet);
+	struct fragment_entry entry = {.service = decision->service, .server_id = decision->server_id};
+
+	bpf_map_update_elem(&fragments, &key, &entry, BPF_ANY);
+}
+
+/* A later fragment. Returns 0, or how it ended. */
+static __always_inline int decide_later_fragment(const struct packet *packet, struct decision *decision)
+{
+	struct fragment_key key = fragment_key_of(packet);
+	const volatile fragment_word *found = bpf_map_lookup_elem(&fragments, &key);
+	__u32 word, service, server_id;
+
+	if (!found)
+		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	word = *found;
+	service = word & 0xffff & (MAX_SERVICES - 1);
+	server_id = word >> 16;
+	if (!server_is_known(service, server_id))
+		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	decision->service = service;
+	decide_server(server_id, LB_COUNTER_FRAGMENT, decision);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * ICMP errors to a VIP: "fragmentation needed" (RFC 1191), "port unreachable", "time exceeded" and the like, about a
+ * packet that a server sent to a client. Without them a path with a smaller MTU than client and server think stalls
+ * every connection through it.
+ *
+ * The error quotes the packet's IP header and at least 8 bytes behind it (RFC 792), most routers more (RFC 1812,
+ * Sect. 4.3.2.3). So VIP, client and both ports are always there; and if the quote reaches as far as the TCP timestamp,
+ * the TSval in it is what the server stamped, whose cookie names the server, or an entry of a connection table. Else the flow table may know; else the error
+ * goes to all servers, and the one that has the quoted connection takes it (server.bpf.c). Nothing of a quote can be
+ * proved: a forged one reaches a server, whose kernel checks it against its sockets as it would anywhere.
+ *
+ * Errors that quote no service of ours pass to the kernel, as does all other ICMP.
+ */
+#ifndef COREWARD_LB_ICMP_H
+#define COREWARD_LB_ICMP_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/ip.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "decide.h"
+#include "parse.h"
+#include "service.h"
+#include "service_mode.h"
+
+/* The types that quote a packet (RFC 792). <linux/icmp.h> drags in libc's headers, which are not for this target. */
+#define ICMP_DESTINATION_UNREACHABLE 3
+#define ICMP_TIME_EXCEEDED 11
+#define ICMP_PARAMETER_PROBLEM 12
+
+struct icmp_header {
+	__u8 type;
+	__u8 code;
+	__be16 checksum;
+	/* By type: the next hop's MTU, the position of what is wrong, an echo's identifier. */
+	__be32 rest;
+};
+
+/* What every error begins with. */
+struct icmp_error {
+	struct icmp_header icmp;
+	struct iphdr quoted;
+};
+
+/* Ports and more: as much of the quoted packet's payload as an error must hold. */
+#define QUOTED_BYTES 8
+
+static __always_inline bool quotes_a_packet(__u8 type)
+{
+	return type == ICMP_DESTINATION_UNREACHABLE || type == ICMP_TIME_EXCEEDED || type == ICMP_PARAMETER_PROBLEM;
+}
+
+/*
+ * What of a quoted packet, from VIP to client, tells whose it is: filled into `quoted` as if it were the client's, with
+ * TSval in the place of the echo. Returns 0, or how parsing ended.
+ */
+static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *packet, struct packet *quoted)
+{
+	struct icmp_error error;
+	__u32 header_length, ports;
+
+	if (packet->transport + sizeof(error.icmp) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+	if (bpf_xdp_load_bytes(ctx, packet->transport, &error.icmp, sizeof(error.icmp)))
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	if (!quotes_a_packet(error.icmp.type))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (packet->transport + sizeof(error) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+	if (bpf_xdp_load_bytes(ctx, packet->transport, &error, sizeof(error)))
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	header_length = error.quoted.ihl * 4;
+	quoted->transport = packet->transport + sizeof(error.icmp) + header_length;
+	quoted->end = packet->end;
+	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
+	    quoted->transport + QUOTED_BYTES > quoted->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+	/* Not about a packet of this VIP; or about a later fragment, which has no ports. */
+	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (bpf_xdp_load_bytes(ctx, quoted->transport, &ports, sizeof(ports)))
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	quoted->client_address = error.quoted.daddr;
+	quoted->vip_address = error.quoted.saddr;
+	quoted->ports = ports >> 16 | ports << 16;
+	quoted->protocol = error.quoted.protocol;
+	return 0;
+}
+
+/* TSval of a quoted TCP packet, if the quote reaches that far. Returns 0, or how parsing ended. */
+static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct packet *quoted)
+{
+	struct timestamp_words words = {};
+	__u32 header_end;
+	__u8 data_offset;
+	int found;
+
+	if (quoted->transport + sizeof(struct tcphdr) >= quoted->end)
+		return 0;
+	if (bpf_xdp_load_bytes(ctx, quoted->transport + TCP_FLAGS_OFFSET - 1, &data_offset, sizeof(data_offset)))
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	header_end = quoted->transport + (data_offset >> 4) * 4;
+	if (header_end > quoted->end)
+		header_end = quoted->end;
+	if (header_end <= quoted->transport + sizeof(struct tcphdr))
+		return 0;
+	/* Options cut short look malformed: then there is no timestamp. */
+	found = load_timestamp(ctx, quoted->transport + sizeof(struct tcphdr),
+			       header_end - quoted->transport - sizeof(struct tcphdr), &words);
+	if (found < 0)
+		return found == TIMESTAMP_UNREADABLE ? parse_ended(LB_COUNTER_DROP_INTERNAL) : 0;
+	quoted->has_timestamp = 1;
+	quoted->echo = bpf_ntohl(words.value);
+	return 0;
+}
+
+/* Whose quoted packet it is: the cookie in its own timestamp, the flow table, or all. `source`: the error's sender. */
+static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, __u32 source, const struct packet *quoted,
+					  struct decision *decision)
+{
+	struct connection *connection;
+	struct flow_table_entry entry = {};
+
+	/* A plain connection's timestamp may look like any cookie: what stands in the flow table is plain. */
+	if (quoted->has_timestamp && is_corrected(number) && !find_flow(decision->service, quoted, &entry)) {
+		__u32 id = corrected_id(quoted);
+
+		if (server_is_known(decision->service, id)) {
+			decide_server(id, LB_COUNTER_ICMP_ERROR, decision);
+			return;
+		}
+	}
+	if (quoted->has_timestamp && has_cookies(number)) {
+		__u32 cookie = cookie_of(quoted->echo, quoted->client_address, quoted->vip_address, quoted->ports);
+
+		if (is_index(number, cookie)) {
+			if (decide_index(ctx, number, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
+				return;
+		} else if (!(cookie & COOKIE_KIND_BIT) && server_is_known(decision->service, cookie)) {
+			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
+			return;
+		}
+	}
+	if (find_flow(decision->service, quoted, &entry) && server_is_known(decision->service, entry.server_id))
+		decide_server(entry.server_id, LB_COUNTER_ICMP_ERROR, decision);
+	else if (has_other_balancer(number))
+		decide_other_balancer(number, decision);
+	else
+		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+}
+
+/* An ICMP packet to a VIP. Returns 0, or how parsing ended. */
+static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struct packet *packet,
+						 struct decision *decision)
+{
+	struct packet quoted = {};
+	__u32 number;
+	int ended;
+
+	/* An error is never so long that it must be a fragment. */
+	if (packet->fragment)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	ended = parse_quote(ctx, packet, &quoted);
+	if (ended)
+		return ended;
+	number = find_service_of(&quoted);
+	if (!is_service(number))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	decision->service = service_index(number);
+	if (quoted.protocol == IPPROTO_TCP) {
+		ended = parse_quoted_timestamp(ctx, &quoted);
+		if (ended)
+			return ended;
+	}
+	decide_quoted(ctx, number, packet->client_address, &quoted, decision);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Reading a frame.
+ *
+ * usual_frame() recognises by a few masked compares what nearly every packet of an established connection looks like:
+ * Ethernet, IPv4 without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of what Linux,
+ * the BSDs and Windows send). Everything else goes to parse_*(), which take nothing for granted.
+ *
+ * Every parse_*() returns 0, or the negative outcome of a packet that ends there: -1 - enum lb_counter.
+ */
+#ifndef COREWARD_LB_PARSE_H
+#define COREWARD_LB_PARSE_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/tcp.h>
+#include <linux/udp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "timestamp.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.h is written for little-endian machines");
+
+/* Words as they stand in the packet. Unaligned ones too: what this runs on reads them in one piece. */
+typedef __u64 __attribute__((may_alias)) packet_u64;
+typedef __u32 __attribute__((may_alias)) packet_u32;
+typedef __u16 __attribute__((may_alias)) packet_u16;
+#define PACKET_U64(start, offset) (*(packet_u64 *)((__u8 *)(start) + (offset)))
+#define PACKET_U32(start, offset) (*(packet_u32 *)((__u8 *)(start) + (offset)))
+#define PACKET_U16(start, offset) (*(packet_u16 *)((__u8 *)(start) + (offset)))
+#define PACKET_U8(start, offset) (*((__u8 *)(start) + (offset)))
+
+#define IP_AT(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
+/* RFC 791, Sect. 3.1. The mask: all but "don't fragment" and the reserved bit. */
+#define IP_MORE_FRAGMENTS 0x2000
+#define IP_FRAGMENT_OFFSET 0x1fff
+#define IP_FRAGMENT_MASK (IP_MORE_FRAGMENTS | IP_FRAGMENT_OFFSET)
+
+#define TCP_FLAGS_OFFSET 13
+#define TCP_CHECKSUM_OFFSET 16
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+#define TCP_ACK 0x10
+
+/* What lb.bpf.c needs to know of a packet. Addresses and ports as they stand in the packet. */
+struct packet {
+	__u32 client_address;
+	__u32 vip_address;
+	/* Source port in the low half, destination port in the high one. */
+	__u32 ports;
+	/* TSecr in the host's order; 0 when there is no timestamp option. */
+	__u32 echo;
+	/* Of TCP; 0 for other protocols. */
+	__u8 flags;
+	__u8 has_timestamp;
+	__u8 protocol;
+	__u8 reserved;
+	/* Of the IP header, as it stands there. */
+	__u16 identification;
+	/* 0: the packet is whole; else its offset in units of 8 bytes, and IP_MORE_FRAGMENTS. */
+	__u16 fragment;
+	/* Where TSecr stands, from the frame's start; 0: nowhere. */
+	__u16 echo_offset;
+	/* Where the header behind IP begins, and where the packet ends according to IP, from the frame's start. */
+	__u16 transport;
+	__u32 end;
+};
+
+static __always_inline __u64 frame_bytes(const struct xdp_md *ctx)
+{
+	return (void *)(long)ctx->data_end - (void *)(long)ctx->data;
+}
+
+static __always_inline int parse_ended(enum lb_counter outcome)
+{
+	return -1 - (int)outcome;
+}
+
+static __always_inline enum lb_counter outcome_of(int ended)
+{
+	return -1 - ended;
+}
+
+/* ---- the usual frame ------------------------------------------------------------------------------------------- */
+
+#define USUAL_TCP (ETH_HLEN + sizeof(struct iphdr))
+#define USUAL_OPTIONS (USUAL_TCP + sizeof(struct tcphdr))
+/* NOP NOP TIMESTAMP, and the two times. */
+#define USUAL_LENGTH (USUAL_OPTIONS + OPTIONS_USUAL_LENGTH)
+#define USUAL_ECHO                                                                                                     \
+	(USUAL_OPTIONS + OPTIONS_USUAL_OFFSET + TIMESTAMP_WORDS_OFFSET +                                               \
+	 __builtin_offsetof(struct timestamp_words, echo))
+
+/* Ethertype IPv4, and version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
+#define USUAL_ETHERTYPE_MASK 0x00ffffffu
+#define USUAL_ETHERTYPE 0x00450008u
+/* No fragment; TCP: (fragment, 2 bytes) (time to live) (protocol). */
+#define USUAL_PROTOCOL_MASK 0xff00ff3fu
+#define USUAL_PROTOCOL 0x06000000u
+/* ACK without SYN, FIN and RST (which are counted apart); a data offset of 8 or more, that is: its top bit is set. */
+#define USUAL_FLAGS_MASK 0x1780
+#define USUAL_FLAGS 0x1080
+
+/* SYN without ACK, FIN and RST. */
+#define USUAL_SYN_FLAGS_MASK 0x1700
+#define USUAL_SYN_FLAGS 0x0200
+
+/*
+ * How the options of nearly all SYNs with timestamps begin; in the packet's byte order. Linux: MSS, SACK permitted,
+ * timestamps. BSD and macOS: MSS, NOP, window scale, SACK permitted or two NOPs, timestamps.
+ */
+#define SYN_OPTIONS_MSS 0x0402u
+#define SYN_OPTIONS_LINUX 0x0a080204u
+#define SYN_OPTIONS_NOP_SCALE_MASK 0x00ffffffu
+#define SYN_OPTIONS_NOP_SCALE 0x00030301u
+#define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
+#define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
+/* TSecr of both, from the frame's start. */
+#define SYN_LINUX_ECHO (USUAL_OPTIONS + 12)
+#define SYN_BSD_ECHO (USUAL_OPTIONS + 16)
+#define USUAL_SYN_LENGTH (SYN_BSD_ECHO + sizeof(__u32))
+#define USUAL_SYN_HEADER (USUAL_SYN_LENGTH - USUAL_TCP)
+
+/*
+ * Whether the frame, of at least USUAL_LENGTH bytes, is IPv4 without options that holds a whole segment of TCP, and no more than
+ * the IP header says, nor cut short.
+ */
+static __always_inline bool is_usual_tcp(const void *data, const void *data_end)
+{
+	__u32 ip_length, data_offset_byte;
+
+	if ((PACKET_U32(data, ETH_HLEN - 2) & USUAL_ETHERTYPE_MASK) != USUAL_ETHERTYPE)
+		return false;
+	if ((PACKET_U32(data, IP_AT(frag_off)) & USUAL_PROTOCOL_MASK) != USUAL_PROTOCOL)
+		return false;
+	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
+	data_offset_byte = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1);
+	return ip_length >= sizeof(struct iphdr) + (data_offset_byte >> 4) * 4 &&
+	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
+}
+
+/* Whether the frame is an established packet of the usual form. */
+static __always_inline bool usual_frame(const void *data, const void *data_end)
+{
+	if (data + USUAL_LENGTH > data_end)
+		return false;
+	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_FLAGS_MASK) != USUAL_FLAGS)
+		return false;
+	return PACKET_U32(data, USUAL_OPTIONS) == OPTIONS_USUAL_TIMESTAMP && is_usual_tcp(data, data_end);
+}
+
+/* Where TSecr stands in a SYN of the usual form, from the frame's start; 0: the frame is something else. */
+static __always_inline __u32 usual_syn_echo(const void *data, const void *data_end)
+{
+	__u32 second, third;
+
+	if (data + USUAL_SYN_LENGTH > data_end)
+		return 0;
+	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_SYN_FLAGS_MASK) != USUAL_SYN_FLAGS)
+		return 0;
+	if (PACKET_U16(data, USUAL_OPTIONS) != SYN_OPTIONS_MSS || !is_usual_tcp(data, data_end))
+		return 0;
+	if ((PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) >> 4) * 4 < USUAL_SYN_HEADER)
+		return 0;
+	second = PACKET_U32(data, USUAL_OPTIONS + 4);
+	if (second == SYN_OPTIONS_LINUX)
+		return SYN_LINUX_ECHO;
+	third = PACKET_U32(data, USUAL_OPTIONS + 8);
+	if ((second & SYN_OPTIONS_NOP_SCALE_MASK) == SYN_OPTIONS_NOP_SCALE &&
+	    (third == SYN_OPTIONS_SACK_TIMESTAMP || third == SYN_OPTIONS_NOPS_TIMESTAMP))
+		return SYN_BSD_ECHO;
+	return 0;
+}
+
+/* ---- any frame ------------------------------------------------------------------------------------------------- */
+
+/* Ethernet and the fixed part of IPv4: enough to say whether this may be for an address of ours. */
+static __always_inline int parse_ethernet(const void *data, const void *data_end)
+{
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	return 0;
+}
+
+/* The whole IPv4 header of a frame that parse_ethernet() took. */
+static __always_inline int parse_ipv4(const void *data, const void *data_end, struct packet *packet)
+{
+	__u32 version_ihl, header_length, ip_length;
+
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	version_ihl = PACKET_U8(data, ETH_HLEN);
+	header_length = (version_ihl & 0xf) * 4;
+	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
+	if (version_ihl >> 4 != 4 || header_length < sizeof(struct iphdr) || ip_length < header_length ||
+	    ETH_HLEN + ip_length > (__u64)(data_end - data))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV4);
+	packet->client_address = PACKET_U32(data, IP_AT(saddr));
+	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
+	packet->protocol = PACKET_U8(data, IP_AT(protocol));
+	packet->identification = PACKET_U16(data, IP_AT(id));
+	packet->fragment = bpf_ntohs(PACKET_U16(data, IP_AT(frag_off))) & IP_FRAGMENT_MASK;
+	packet->transport = ETH_HLEN + header_length;
+	packet->end = ETH_HLEN + ip_length;
+	return 0;
+}
+
+/* The ports with which TCP and UDP begin. `malformed`: the outcome when the packet ends before. */
+static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
+				       struct packet *packet)
+{
+	if (packet->transport + sizeof(packet->ports) > packet->end)
+		return parse_ended(malformed);
+	data += packet->transport;
+	if (data + sizeof(packet->ports) > data_end)
+		return parse_ended(malformed);
+	packet->ports = PACKET_U32(data, 0);
+	return 0;
+}
+
+/* load_timestamp(): the options could not be read, which cannot be. */
+#define TIMESTAMP_UNREADABLE -3
+
+/*
+ * The timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns where it begins among them and
+ * fills `words` (which the caller has initialised: clang may spill what is undefined, and the verifier refuses that); or
+ * TIMESTAMP_NONE, TIMESTAMP_MALFORMED, TIMESTAMP_UNREADABLE.
+ */
+static __always_inline int load_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length, struct timestamp_words *words)
+{
+	/* A copy on the stack, where an offset may vary freely; only packets that are not usual come here. */
+	struct tcp_options options = {};
+	__u32 last = length - 1;
+	int found;
+
+	if (length == 0)
+		return TIMESTAMP_NONE;
+	/* By a mask that clang cannot leave out: "not 0" teaches the verifier of kernel 6.1 nothing. */
+	barrier_var(last);
+	last &= 63;
+	if (last >= TCP_OPTIONS_MAX || bpf_xdp_load_bytes(ctx, offset, &options, last + 1))
+		return TIMESTAMP_UNREADABLE;
+	found = find_timestamp(&options, length);
+	if (found < 0)
+		return found;
+	if (found > TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
+		return TIMESTAMP_NONE;
+	*words = *(const struct timestamp_words *)&options.bytes[found + TIMESTAMP_WORDS_OFFSET];
+	return found;
+}
+
+/* The options of a TCP packet: what lb.bpf.c wants of them is the timestamp's echo. */
+static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32 length, struct packet *packet)
+{
+	struct timestamp_words words = {};
+	int found = load_timestamp(ctx, offset, length, &words);
+
+	packet->has_timestamp = 0;
+	packet->echo = 0;
+	packet->echo_offset = 0;
+	if (found == TIMESTAMP_MALFORMED)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	if (found == TIMESTAMP_UNREADABLE)
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	if (found < 0)
+		return 0;
+	packet->has_timestamp = 1;
+	packet->echo = bpf_ntohl(words.echo);
+	packet->echo_offset = offset + found + TIMESTAMP_WORDS_OFFSET + sizeof(words.value);
+	return 0;
+}
+
+/* The TCP header behind the ports that parse_ports() read, whatever its flags. */
+static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data, const void *data_end,
+					    struct packet *packet)
+{
+	__u32 header_length;
+
+	if (packet->transport + sizeof(struct tcphdr) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	data += packet->transport;
+	if (data + sizeof(struct tcphdr) > data_end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
+	packet->flags = PACKET_U8(data, TCP_FLAGS_OFFSET);
+	if (header_length < sizeof(struct tcphdr) || packet->transport + header_length > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	return parse_options(ctx, packet->transport + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr),
+			     packet);
+}
+
+/* The same of a client's packet. */
+static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const void *data_end, struct packet *packet)
+{
+	int ended = parse_tcp_header(ctx, data, data_end, packet);
+
+	if (ended)
+		return ended;
+	/* A SYN never acknowledges, ends or resets here; and nothing but SYN and RST comes without ACK. */
+	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
+				    : !(packet->flags & (TCP_ACK | TCP_RST)))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
+	return 0;
+}
+
+/*
+ * The UDP header behind the ports that parse_ports() read. Its length may be less than what IP carries (the rest is
+ * padding), but not more; of a first fragment it is the whole datagram's.
+ */
+static __always_inline int parse_udp(const void *data, const void *data_end, const struct packet *packet)
+{
+	__u32 length;
+
+	if (packet->transport + sizeof(struct udphdr) > packet->end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+	data += packet->transport;
+	if (data + sizeof(struct udphdr) > data_end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+	length = bpf_ntohs(PACKET_U16(data, __builtin_offsetof(struct udphdr, len)));
+	if (length < sizeof(struct udphdr) || (!packet->fragment && packet->transport + length > packet->end))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,352 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Where a connection's first packet goes: PlacementTable::choose() of crates/model/src/placement.rs, decision by
+ * decision, on the service's table.
+ *
+ * place() reads service_state.table_at once and then only that table: user space writes there again only after an RCU
+ * grace period, so a decision never mixes two tables.
+ */
+#ifndef COREWARD_LB_PLACEMENT_H
+#define COREWARD_LB_PLACEMENT_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "least.h"
+#include "parse.h"
+#include "service_mode.h"
+#include "toeplitz.h"
+
+/*
+ * The rules that any table may use, as bits. Fixed when the program is loaded: what is not in use is not compiled in,
+ * and with one rule nothing is compared. A change loads the program anew.
+ */
+const volatile __u32 rules_in_use;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__uint(key_size, sizeof(__u32));
+	/* User space sets it, and makes a larger one when this is full. */
+	__uint(value_size, MIN_PLACEMENT_MEMORY + PLACEMENT_MEMORY_SLACK);
+} placement_memory SEC(".maps");
+
+/* The memory's size without PLACEMENT_MEMORY_SLACK, - 1. Fixed when the program is loaded. */
+const volatile __u32 placement_memory_mask;
+
+/* Aligned, so that an entry is one load. */
+struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers") __attribute__((aligned(8)));
+__u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
+__u64 recent_first_packets[RECENT_FIRST_PACKETS] SEC(".bss.recent");
+
+/* A server as a service sees it, in one word: 48 bits of MAC address, 16 of flags. */
+typedef __u64 __attribute__((may_alias)) server_word;
+#define SERVER_FLAGS_SHIFT 48
+#define SERVER_MAC_MASK 0xffffffffffffull
+
+/* Members tried when the chosen server cannot take a connection; then the packet is dropped. */
+#define FALLBACK_MEMBERS 16
+
+static __always_inline server_word server_at(__u32 service, __u32 id)
+{
+	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
+	__u64 flags;
+
+	/* Or clang would make the sum an OR, and the verifier of kernel 6.1 loses the bounds of a 32-bit OR. */
+	barrier_var(word);
+	word += (id & COOKIE_ID_MASK) / SERVER_MEMBERS_PER_WORD;
+	flags = membership[word] >> id % SERVER_MEMBERS_PER_WORD * SERVER_MEMBER_BITS & SERVER_MEMBER_MASK;
+	return *(const server_word *)&servers[id & COOKIE_ID_MASK] | flags << SERVER_FLAGS_SHIFT;
+}
+
+static __always_inline bool server_has(server_word server, __u32 flags)
+{
+	return (server >> SERVER_FLAGS_SHIFT & flags) == flags;
+}
+
+#define TAKES_FIRST_PACKETS (SERVER_KNOWN | SERVER_RESOLVED | SERVER_ELIGIBLE)
+
+/* A service's table and the memory that its offsets count in. */
+struct placement {
+	void *memory;
+	struct placement_table *table;
+};
+
+static __always_inline void *memory_at(const struct placement *placement, __u32 at)
+{
+	return placement->memory + (at & placement_memory_mask);
+}
+
+static __always_inline bool rule_is(const struct placement_table *table, enum placement_rule rule)
+{
+	if (!(rules_in_use & 1u << rule))
+		return false;
+	return rules_in_use == 1u << rule || table->rule == rule;
+}
+
+/* The finaliser of MurmurHash3 (64 bits): model's placement::mix(). */
+static __always_inline __u64 mix(__u32 hash)
+{
+	__u64 x = hash | 0x9e3779b9ull << 32;
+
+	x ^= x >> 33;
+	x *= 0xff51afd7ed558ccdull;
+	x ^= x >> 33;
+	x *= 0xc4ceb9fe1a85ec53ull;
+	return x ^ x >> 33;
+}
+
+/* A draw below `count` from half of a mixed hash: model's placement::two_draws(). */
+static __always_inline __u32 draw(__u64 half, __u32 count)
+{
+	return (half & 0xffffffff) * count >> 32;
+}
+
+static __always_inline const struct member *member_at(const struct placement *placement, __u32 position)
+{
+	return memory_at(placement, placement->table->members_at + position * sizeof(struct member));
+}
+
+static __always_inline __u32 table_hash(const struct placement *placement, __u32 group, const struct packet *packet)
+{
+	const struct placement_table *table = placement->table;
+	const struct toeplitz_source_tables *source = memory_at(placement, table->toeplitz_source_at[group]);
+
+	return toeplitz_source(source->byte, packet->client_address, packet->ports & 0xffff) ^
+	       table->toeplitz_destination[group];
+}
+
+_Static_assert(MAX_CANDIDATES * sizeof(struct candidate) <= PLACEMENT_MEMORY_SLACK, "a bucket fits behind the mask");
+_Static_assert((1 << 16) * sizeof(__u32) <= PLACEMENT_MEMORY_SLACK, "the counts of 16 bits of core slots, too");
+
+/* The first candidate of a bucket of a group. `position`: as in struct placement_table. */
+static __always_inline const struct candidate *candidates_at(const struct placement *placement, __u32 position)
+{
+	return memory_at(placement, placement->table->candidates_at + position * sizeof(struct candidate));
+}
+
+/* Connections assigned by core slot. The verifier must see that atomic operations there are aligned. */
+static __always_inline __u32 *assigned_counts(const struct placement *placement)
+{
+	return memory_at(placement, placement->table->assigned_at & ~(__u32)(sizeof(__u32) - 1));
+}
+
+/* Which candidate a cost is of: group and number in the bucket, below the cost. 58 bits are left for that: 1.0 of load takes 20. */
+#define CANDIDATE_NUMBER_BITS 3
+#define CANDIDATE_RANK_BITS 5
+#define NO_COST (-1ull >> 1)
+_Static_assert(MAX_CANDIDATES == 1 << CANDIDATE_NUMBER_BITS, "a candidate's number fits its bits");
+_Static_assert(MAX_RSS_GROUPS *MAX_CANDIDATES == 1 << CANDIDATE_RANK_BITS, "group and number fit their bits");
+
+/* `least`, or the cost and number of candidate `i`, if there is one, if that is less. */
+static __always_inline __s64 with_candidate(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
+					    const __u32 *assigned, __u64 cost_of_one)
+{
+	__u64 cost;
+
+	if (i >= count)
+		return least;
+	cost = candidates[i].load + assigned[candidates[i].core_slot] * cost_of_one;
+	return lesser((__s64)(cost << CANDIDATE_RANK_BITS | i), least);
+}
+
+/*
+ * The least cost among a bucket's first `count` candidates, and the number of the first that has it. Even and odd candidates have
+ * a minimum each, so that the CPU works on two at a time.
+ */
+static __always_inline __s64 least_assigned_of(const struct candidate *candidates, __u32 count, const __u32 *assigned,
+					       __u64 cost_of_one)
+{
+	__s64 even = NO_COST, odd = NO_COST;
+
+	_Static_assert(MAX_CANDIDATES == 8, "all are compared");
+	even = with_candidate(even, candidates, 0, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 1, count, assigned, cost_of_one);
+	even = with_candidate(even, candidates, 2, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 3, count, assigned, cost_of_one);
+	even = with_candidate(even, candidates, 4, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 5, count, assigned, cost_of_one);
+	even = with_candidate(even, candidates, 6, count, assigned, cost_of_one);
+	odd = with_candidate(odd, candidates, 7, count, assigned, cost_of_one);
+	return lesser(odd, even);
+}
+
+/*
+ * The candidate of least cost over all groups, the first of equals; NULL: there is none. Rule TABLE compares the first candidate
+ * of each group's bucket by load, LEAST_ASSIGNED all of them by load and connections assigned since the switch.
+ */
+static __always_inline const struct candidate *least_candidate(const struct placement *placement, __u32 first_hash,
+							       const struct packet *packet, bool least_assigned)
+{
+	const struct placement_table *table = placement->table;
+	const __u32 *assigned = assigned_counts(placement);
+	__u32 starts[MAX_RSS_GROUPS];
+	__s64 least = NO_COST;
+
+	for (__u32 group = 0; group < MAX_RSS_GROUPS; group++) {
+		const struct candidate *candidates;
+		__s64 of_group;
+		__u32 hash;
+
+		if (group >= table->group_count)
+			break;
+		hash = group ? table_hash(placement, group, packet) : first_hash;
+		starts[group] = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
+				table->candidates_per_bucket;
+		candidates = candidates_at(placement, starts[group]);
+		if (least_assigned)
+			of_group = least_assigned_of(candidates, table->candidates_per_bucket, assigned,
+						     table->assignment_cost);
+		else
+			of_group = (__u64)candidates->load << CANDIDATE_RANK_BITS;
+		least = lesser(of_group | group << CANDIDATE_NUMBER_BITS, least);
+	}
+	if (least == NO_COST)
+		return NULL;
+	return candidates_at(placement, starts[least >> CANDIDATE_NUMBER_BITS & (MAX_RSS_GROUPS - 1)]) +
+	       (least & (MAX_CANDIDATES - 1));
+}
+
+/*
+ * The chosen server cannot take the connection at this moment (its MAC address is not resolved, or it was taken out and
+ * the next table is on its way): the next member that can, from a position drawn by hash, whatever its load.
+ */
+static __always_inline __u32 fallback(const struct placement *placement, __u32 service, __u32 hash)
+{
+	__u32 count = placement->table->member_count, position;
+
+	position = draw(mix(hash), count);
+	for (__u32 i = 0; i < FALLBACK_MEMBERS && i < count; i++, position++) {
+		__u32 id;
+
+		if (position >= count)
+			position = 0;
+		id = member_at(placement, position)->server_id;
+		if (server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+			return id;
+	}
+	return NO_SERVER;
+}
+
+/* The server that the rule names, without regard to whether it can take the connection; NO_SERVER: table unusable. */
+static __always_inline __u32 choose(const struct placement *placement, struct service_state *state, __u32 service,
+				    __u32 hash, const struct packet *packet)
+{
+	const struct placement_table *table = placement->table;
+
+	if (rule_is(table, PLACEMENT_RULE_TABLE)) {
+		const struct candidate *candidate = least_candidate(placement, hash, packet, false);
+
+		return candidate ? candidate->server_id : NO_SERVER;
+	}
+	if (rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
+		const struct candidate *candidate = least_candidate(placement, hash, packet, true);
+
+		if (!candidate)
+			return NO_SERVER;
+		/* Counted only if the server gets it. All CPUs count in one place, which the next choice reads. */
+		if (server_has(server_at(service, candidate->server_id), TAKES_FIRST_PACKETS))
+			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
+		return candidate->server_id;
+	}
+	if (rule_is(table, PLACEMENT_RULE_ROUND_ROBIN)) {
+		__u64 turn = __sync_fetch_and_add(&state->round_robin, 1);
+
+		return member_at(placement, turn % table->member_count)->server_id;
+	}
+	if (rule_is(table, PLACEMENT_RULE_POWER_OF_TWO)) {
+		__u64 mixed = mix(hash);
+		const struct member *first = member_at(placement, draw(mixed, table->member_count));
+		const struct member *second = member_at(placement, draw(mixed >> 32, table->member_count));
+
+		return second->load < first->load ? second->server_id : first->server_id;
+	}
+	return NO_SERVER;
+}
+
+/*
+ * Rules whose choice for the same packet is another one the next time: a SYN that is sent again must find its server. A
+ * datagram is placed for its own sake each time, or its flow is remembered elsewhere.
+ */
+static __always_inline bool choice_is_remembered(const struct placement_table *table, const struct packet *packet)
+{
+	if (udp_in_use && packet->protocol == IPPROTO_UDP)
+		return false;
+	return rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED) || rule_is(table, PLACEMENT_RULE_ROUND_ROBIN);
+}
+
+static __always_inline __u64 recent_key(const struct placement_table *table, __u32 service, __u32 hash)
+{
+	return (__u64)hash << RECENT_HASH_SHIFT | RECENT_VALID_BIT |
+	       (table->generation & RECENT_GENERATION_MASK) << RECENT_GENERATION_SHIFT |
+	       service << RECENT_SERVICE_SHIFT;
+}
+
+/* The service's table; false: it has none, or one without members. */
+static __always_inline bool table_of(const struct service_state *state, struct placement *placement)
+{
+	__u32 at = *(const volatile __u32 *)&state->table_at, first = 0;
+
+	placement->memory = bpf_map_lookup_elem(&placement_memory, &first);
+	if (!at || !placement->memory)
+		return false;
+	placement->table = memory_at(placement, at);
+	return placement->table->member_count;
+}
+
+/* The server for a first packet: an id that can take it, or NO_SERVER. A global function, as decide() is. */
+__noinline int place(struct service_state *state, __u32 service, const struct packet *packet)
+{
+	const struct placement_table *table;
+	struct placement placement;
+	__u64 key, *recent;
+	__u32 hash, id;
+
+	if (!state || !packet)
+		return NO_SERVER;
+	if (!table_of(state, &placement))
+		return NO_SERVER;
+	table = placement.table;
+	hash = table_hash(&placement, 0, packet);
+	key = recent_key(table, service, hash);
+	recent = &recent_first_packets[hash & (RECENT_FIRST_PACKETS - 1)];
+	if (choice_is_remembered(table, packet)) {
+		__u64 remembered = *(volatile __u64 *)recent;
+
+		id = remembered & COOKIE_ID_MASK;
+		if ((remembered & ~(__u64)COOKIE_ID_MASK) == key &&
+		    server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+			return id;
+	}
+	id = choose(&placement, state, service, hash, packet);
+	if (id == NO_SERVER)
+		return NO_SERVER;
+	if (!server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+		id = fallback(&placement, service, hash);
+	if (choice_is_remembered(table, packet) && id != NO_SERVER)
+		*(volatile __u64 *)recent = key | id;
+	return id;
+}
+
+/* The fixed choice for a connection that cannot carry a cookie, and whose its bucket was before; NO_SERVER: none. */
+static __always_inline struct flow_table_entry place_consistently(const struct service_state *state,
+								  const struct packet *packet)
+{
+	const struct placement_table *table;
+	struct placement placement;
+	__u32 offset;
+
+	if (!table_of(state, &placement))
+		return (struct flow_table_entry){.server_id = NO_SERVER, .before = NO_SERVER};
+	table = placement.table;
+	offset = (table_hash(&placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
+	return (struct flow_table_entry){
+		.server_id = *(const __u16 *)memory_at(&placement, table->consistent_at + offset),
+		.before = *(const __u16 *)memory_at(&placement, table->consistent_before_at + offset),
+	};
+}
+
+#endif

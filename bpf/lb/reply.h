@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * What servers answer, where the load balancer stamps itself: correction.h says how and why. An answer goes on to the
+ * kernel, which routes it to the client.
+ */
+#ifndef COREWARD_LB_REPLY_H
+#define COREWARD_LB_REPLY_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "correction.h"
+#include "decide.h"
+#include "flow_table.h"
+#include "parse.h"
+#include "rewrite.h"
+#include "service_mode.h"
+#include "stats.h"
+
+typedef __u64 __attribute__((may_alias)) switch_word;
+
+_Static_assert(__builtin_offsetof(struct lb_state, keys.current) % 8 == 0, "current and switch_ms are one word");
+
+/*
+ * Which of the fleet's keys stamps, by the packet's own time (ms), as on servers. `current` and
+ * `switch_ms` are read as one word: they change together, and one of each would name the wrong key for a moment.
+ */
+static __always_inline __u32 stamping_key(__u32 milliseconds)
+{
+	__u64 both = *(const volatile switch_word *)&lb_state.keys.current;
+	__u32 current = both, switch_ms = both >> 32;
+
+	if ((__s32)(milliseconds - switch_ms) < 0)
+		current = ~current;
+	return current & 1;
+}
+
+/* TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
+static __always_inline __u32 corrected_value(__u32 service, const struct packet *packet,
+					     const struct corrected_server *server, __u32 milliseconds)
+{
+	__u32 index = stamping_key(milliseconds - server->offset_ms);
+	__u32 time = (milliseconds + correction_time_mask(service, packet)) & CORRECTION_TIME_MASK;
+	__u32 id = hide(correction_hash(index, packet), server->server_id & CORRECTION_ID_MASK, CORRECTION_PERMUTATION,
+			correction_inverses);
+	__u32 value = time << CORRECTION_TIME_SHIFT | index * CORRECTION_KEY_BIT | id;
+
+	return value ? value : 1u << CORRECTION_TIME_SHIFT;
+}
+
+/* A SYN-ACK decides for ever whether its connection is stamped (correction.h, essay, 2). */
+static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+						   struct corrected_server *server, __u32 milliseconds)
+{
+	struct flow_table_entry entry = {};
+	bool plain = find_flow(service, packet, &entry);
+
+	server->syn_acks++;
+	if (packet->has_timestamp) {
+		server->with_timestamps++;
+		learn_clock(server, packet, milliseconds);
+		if (is_verified(server) && !plain)
+			return true;
+	}
+	/* Without timestamps, too: the SYN may have had one, and then its server is not the bucket's. */
+	if (!plain || entry.server_id != server->server_id || entry.before != HALF_OPEN_FLOW) {
+		entry = (struct flow_table_entry){.server_id = server->server_id, .before = HALF_OPEN_FLOW};
+		insert_flow(ctx, service, packet, entry, 0);
+	}
+	return false;
+}
+
+static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+					     struct corrected_server *server, __u32 milliseconds)
+{
+	struct flow_table_entry entry = {};
+
+	if (packet->flags & TCP_SYN)
+		return is_to_be_stamped_first(ctx, service, packet, server, milliseconds);
+	if (find_flow(service, packet, &entry))
+		return false;
+	if (!packet->has_timestamp) {
+		/* The table lost the connection, and the answer proves it. A reset is an answer to any forged packet. */
+		entry = (struct flow_table_entry){.server_id = server->server_id, .before = NO_SERVER};
+		if (!(packet->flags & TCP_RST))
+			insert_flow(ctx, service, packet, entry, 0);
+		return false;
+	}
+	take_clock(server, milliseconds);
+	return true;
+}
+
+/* An answer of the service `number`: `packet` has addresses and ports as the client's packets carry them. */
+static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 number, const struct packet *packet,
+						     __u64 source_mac)
+{
+	__u32 service = service_index(number), offset = packet->echo_offset - sizeof(__u32), milliseconds;
+	struct corrected_server *server = corrected_server(service, source_mac);
+	__be32 value = 0;
+
+	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
+		return LB_COUNTER_REPLY_UNCHANGED;
+	milliseconds = bpf_ntohl(value);
+	if (!is_to_be_stamped(ctx, service, packet, server, milliseconds))
+		return LB_COUNTER_REPLY_UNCHANGED;
+	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset,
+			  corrected_value(service, packet, server, milliseconds));
+	return LB_COUNTER_REPLY_STAMPED;
+}
+
+/* A frame that is for no service: is it from one? Returns an XDP action, or -1. Global, as decide() is. */
+__noinline int forward_reply(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct packet packet = {};
+	enum lb_counter outcome;
+	__u64 source_mac;
+	__u32 number, vip;
+
+	if (parse_ethernet(data, data_end) || !sent_to_us(data) || parse_ipv4(data, data_end, &packet) ||
+	    packet.fragment || packet.protocol != IPPROTO_TCP ||
+	    parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, &packet))
+		return -1;
+	/* As the client's packets carry them. */
+	vip = packet.client_address;
+	packet.client_address = packet.vip_address;
+	packet.vip_address = vip;
+	packet.ports = packet.ports << 16 | packet.ports >> 16;
+	number = find_service_of(&packet);
+	if (!is_service(number) || !(number & SERVICE_TIMESTAMPS_LB))
+		return -1;
+	source_mac = PACKET_U32(data, ETH_ALEN) | (__u64)PACKET_U16(data, ETH_ALEN + 4) << 32;
+	/* A header that contradicts itself the kernel behind may look at. */
+	if (parse_tcp_header(ctx, data, data_end, &packet))
+		outcome = LB_COUNTER_REPLY_UNCHANGED;
+	else
+		outcome = correct_reply(ctx, number, &packet, source_mac);
+	count_packet(ctx, service_index(number), outcome, 0);
+	return XDP_PASS;
+}
+
+#endif

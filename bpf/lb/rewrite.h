@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * What is changed in a packet: MAC addresses; the IP identification, which tells a server whom the bucket belonged to
+ * before; TSecr, which tells a server the index of a connection's entry or its own time. Checksums by the difference.
+ */
+#ifndef COREWARD_LB_REWRITE_H
+#define COREWARD_LB_REWRITE_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "parse.h"
+#include "placement.h"
+#include "state.h"
+
+/* New addresses for the frame. Two stores: 6 bytes of destination and 2 of source; 4 of source. */
+static __always_inline void rewrite_mac(void *data, __u64 destination)
+{
+	__u64 own_shifted = lb_state.own_mac_shifted;
+
+	PACKET_U64(data, 0) = (destination & SERVER_MAC_MASK) | own_shifted >> 16 << 48;
+	PACKET_U32(data, 8) = own_shifted >> 32;
+}
+
+static __always_inline bool sent_to_us(const void *data)
+{
+	return PACKET_U64(data, 0) << 16 == lb_state.own_mac_shifted;
+}
+
+/* A new identification in the IP header, and its checksum by the difference (RFC 1624, Eqn. 3). */
+static __always_inline void rewrite_identification(void *data, __u16 identification)
+{
+	__u16 new = bpf_htons(identification);
+	__u32 sum = (__u16)~PACKET_U16(data, IP_AT(check)) + (__u16)~PACKET_U16(data, IP_AT(id)) + new;
+
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	PACKET_U16(data, IP_AT(id)) = new;
+	PACKET_U16(data, IP_AT(check)) = ~sum;
+}
+
+/* Bounds of offsets in the frame that the verifier can see. */
+#define TRANSPORT_MASK 0x7f
+#define OPTION_MASK 0xff
+_Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_MASK, "60 bytes are the longest IP header");
+_Static_assert(ETH_HLEN + 60 + 60 <= OPTION_MASK, "60 bytes are the longest TCP header");
+
+/*
+ * One word of the timestamp option, `offset` bytes into the frame, and the TCP checksum by the difference (RFC 1624,
+ * Eqn. 3). The option may stand at an odd place: then its bytes count in the other half of the checksum's words
+ * (RFC 1071, Sect. 2, byte order independence).
+ */
+static __always_inline void rewrite_timestamp(void *data, const void *data_end, const struct packet *packet,
+					      __u32 offset, __u32 word)
+{
+	__u32 checksum_at = (packet->transport + TCP_CHECKSUM_OFFSET) & TRANSPORT_MASK;
+	__u32 at = offset & OPTION_MASK;
+	__u32 old, new = bpf_htonl(word), sum;
+
+	if (data + at + sizeof(new) > data_end || data + checksum_at + sizeof(__u16) > data_end)
+		return;
+	old = PACKET_U32(data, at);
+	PACKET_U32(data, at) = new;
+	if ((offset - packet->transport) & 1) {
+		old = (old & 0xff00ff) << 8 | (old >> 8 & 0xff00ff);
+		new = (new & 0xff00ff) << 8 | (new >> 8 & 0xff00ff);
+	}
+	sum = (__u16)~PACKET_U16(data, checksum_at);
+	sum += (~old & 0xffff) + (~old >> 16) + (new & 0xffff) + (new >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	PACKET_U16(data, checksum_at) = ~sum;
+}
+
+#endif

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Counts of what lb.bpf.c did: by service, and by server what policies need. Each receive queue or CPU has a row of its
+ * own, so that counting takes no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW). New and
+ * ended connections, which policies add up for as long as the maps live, are counted in the row of the CPU.
+ */
+#ifndef COREWARD_LB_STATS_H
+#define COREWARD_LB_STATS_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+
+/* Native XDP: the receive queue is polled by one CPU at a time. Generic XDP: several CPUs may run for one queue. */
+const volatile bool counters_by_cpu;
+
+/* A service is watched (capture.h). Fixed when the program is loaded. */
+const volatile bool capture_in_use;
+
+/* Rows - 1. Fixed when the program is loaded. */
+const volatile __u32 counter_row_mask;
+
+/* A row of LB_COUNTERS_PER_ROW for each receive queue or CPU: user space sets the size. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, LB_COUNTERS_PER_ROW);
+	__type(key, __u32);
+	__type(value, struct lb_counters);
+} lb_counters SEC(".maps");
+
+/* The row of this receive queue or CPU. */
+static __always_inline __u32 counter_row(struct xdp_md *ctx)
+{
+	return (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
+}
+
+/* This CPU's row, which has no other writer. On a bond two CPUs may serve queues of one number. */
+static __always_inline __u32 cpu_row(void)
+{
+	return bpf_get_smp_processor_id() & counter_row_mask;
+}
+
+/* `service`: an index, or LB_COUNTERS_NO_SERVICE. */
+static __always_inline struct lb_counters *counters_at(__u32 row, __u32 service)
+{
+	__u32 position = row * LB_COUNTERS_PER_ROW + service;
+
+	return bpf_map_lookup_elem(&lb_counters, &position);
+}
+
+static __always_inline struct lb_counters *counters_of(struct xdp_md *ctx, __u32 service)
+{
+	return counters_at(counter_row(ctx), service);
+}
+
+static __always_inline void count_packet(struct xdp_md *ctx, __u32 service, enum lb_counter outcome,
+					 __u64 forwarded_bytes)
+{
+	struct lb_counters *counters = counters_of(ctx, service);
+
+	if (!counters || outcome >= LB_COUNTER_COUNT)
+		return;
+	counters->packets[outcome]++;
+	counters->forwarded_bytes += forwarded_bytes;
+	if (capture_in_use)
+		counters->last_outcome = outcome;
+}
+
+static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum lb_event event)
+{
+	struct lb_counters *counters = counters_of(ctx, service);
+
+	if (counters && event < LB_EVENT_COUNT)
+		counters->events[event]++;
+}
+
+/* ---- by server ------------------------------------------------------------------------------------------------- */
+
+/* Packets and bytes per server are wanted: a policy goes by them. Fixed when the program is loaded. */
+const volatile bool traffic_in_use;
+
+/* By row and server id: user space sets the size. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, SERVER_ID_COUNT);
+	__type(key, __u32);
+	__type(value, struct server_traffic);
+} server_traffic SEC(".maps");
+
+static __always_inline struct server_traffic *traffic_at(__u32 row, __u32 server_id)
+{
+	__u32 position = row * SERVER_ID_COUNT + server_id;
+
+	return bpf_map_lookup_elem(&server_traffic, &position);
+}
+
+/* A packet of `bytes` goes to a server. */
+static __always_inline void count_traffic(struct xdp_md *ctx, __u32 server_id, __u64 bytes)
+{
+	struct server_traffic *traffic;
+
+	if (!traffic_in_use)
+		return;
+	traffic = traffic_at(counter_row(ctx), server_id);
+	if (!traffic)
+		return;
+	traffic->packets++;
+	traffic->bytes += bytes;
+}
+
+static __always_inline void count_opened(__u32 service, __u32 server_id)
+{
+	__u32 row = cpu_row();
+	struct server_traffic *traffic = traffic_at(row, server_id);
+	struct lb_counters *counters = counters_at(row, service);
+
+	if (traffic)
+		traffic->opened++;
+	if (counters)
+		counters->opened++;
+}
+
+static __always_inline void count_closed(__u32 server_id)
+{
+	struct server_traffic *traffic = traffic_at(cpu_row(), server_id);
+
+	if (traffic)
+		traffic->closed++;
+}
+
+#endif

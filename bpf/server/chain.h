@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Packets for connections that are not here, handed to the server that may have them (server.bpf.c, "The server before").
+ */
+#ifndef COREWARD_SERVER_CHAIN_H
+#define COREWARD_SERVER_CHAIN_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/ip.h>
+#include <linux/pkt_cls.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "segment.h"
+#include "socket.h"
+#include "state.h"
+
+/* Whether the load balancer has written "the server before" into the packet. `number`: the service's. */
+static __always_inline bool carries_server_before(__u32 number, const struct segment *segment)
+{
+	return number & SERVER_NUMBER_CHAINED ||
+	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp == NO_TIMESTAMP);
+}
+
+/* TC_ACT_UNSPEC: the packet is for this host after all. */
+static __noinline int hand_on(struct __sk_buff *skb, const struct segment *segment, __u32 own_id)
+{
+	__u32 before = bpf_ntohs(segment->identification), offset = ETH_HLEN + __builtin_offsetof(struct iphdr, check);
+	__be16 none = bpf_htons(NO_SERVER);
+	__u8 addresses[2 * ETH_ALEN];
+	struct server_entry *server;
+
+	if (before >= SERVER_ID_COUNT || before == own_id || connection_is_here(skb, segment))
+		return TC_ACT_UNSPEC;
+	server = &chained_servers[before & (SERVER_ID_COUNT - 1)];
+	/*
+	 * The load balancer may know of the bucket's new server before that one knows the MAC address of the old. To keep the
+	 * packet would end the connection by an RST; lost, it is sent again, and the address is known by then.
+	 */
+	if (!(server->flags & SERVER_RESOLVED)) {
+		count(SERVER_COUNTER_DROP_CHAIN_UNRESOLVED);
+		return TC_ACT_SHOT;
+	}
+	/* The frame was sent to us, and goes on from us. */
+	if (bpf_skb_load_bytes(skb, 0, &addresses[ETH_ALEN], ETH_ALEN))
+		return TC_ACT_UNSPEC;
+	__builtin_memcpy(addresses, server->mac_address, ETH_ALEN);
+	if (bpf_skb_store_bytes(skb, 0, addresses, sizeof(addresses), 0) ||
+	    bpf_l3_csum_replace(skb, offset, segment->identification, none, sizeof(none)) ||
+	    bpf_skb_store_bytes(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, id), &none, sizeof(none), 0)) {
+		count(SERVER_COUNTER_DROP_NO_MEMORY);
+		return TC_ACT_SHOT;
+	}
+	count(SERVER_COUNTER_CHAINED);
+	return bpf_redirect(skb->ifindex, 0);
+}
+
+#endif

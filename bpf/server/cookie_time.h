@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The time part of the cookie: from the server's own TSval and back, by the clock and by the hold rule (server.bpf.c,
+ * "The clock" and "The hold rule"). crates/model/src/hold.rs is the same for one connection, with what can be proved of
+ * it.
+ */
+#ifndef COREWARD_SERVER_COOKIE_TIME_H
+#define COREWARD_SERVER_COOKIE_TIME_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "segment.h"
+#include "state.h"
+
+#define NANOSECONDS_PER_MS 1000000
+/* A packet without a socket is on the plain clock if its TSval lies no further back than this (SYN cookies: 64 ms). */
+#define PLAIN_CLOCK_WINDOW_MS 1000
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_HELD_TIMESTAMPS);
+	__type(key, struct flow_key);
+	__type(value, struct held_timestamp);
+} held_timestamps SEC(".maps");
+
+/* A time part to be sent, and the server's own TSval that it stands for: it says which of the fleet's keys stamps. */
+struct time_part {
+	__u32 sent;
+	__u32 original;
+};
+
+static __always_inline __u32 clock_ms(void)
+{
+	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
+}
+
+/* Whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
+static __always_inline bool plain_clock(__u32 milliseconds)
+{
+	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
+}
+
+/* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is all that is asked, a collision costs a look-up. */
+static __always_inline __u32 hold_group(__u32 client_address, __u16 client_port)
+{
+	return ((client_address ^ client_port) * 2654435769u) >> (32 - HOLD_GROUP_BITS);
+}
+
+/*
+ * Whether anything of the group was held so lately that an entry may matter though the last echo is of less than a largest
+ * step ago (and that one may have been restored to a little after now). As signed numbers: another CPU may have held a packet
+ * of a millisecond that is not yet over here.
+ */
+static __always_inline bool held_lately(__u32 group, __u32 milliseconds)
+{
+	return (__s32)(milliseconds - state.last_hold_ms[group]) <= (__s32)(LARGEST_STEP_MS + RESTORE_SLACK_MS);
+}
+
+/*
+ * Where the hold rule may apply: replaces time->sent, for the server's own TSval `milliseconds`, when the client's last
+ * echo was restored to `last_echo`.
+ */
+static __noinline void apply_hold_rule(const struct segment *segment, __u32 last_echo, struct time_part *time)
+{
+	struct flow_key flow = flow_of(segment->destination_address, segment->source_address, swapped(segment->ports));
+	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow), next = {};
+	__u32 milliseconds = time->original, group = hold_group(segment->destination_address, segment->ports >> 16);
+	__u16 recent = last_echo;
+
+	if (held && held->confirmed && held->original == last_echo) {
+		recent = held->sent;
+	} else if (held && held->original_before == last_echo) {
+		/* Not echoed so far, or the echo is still on its way from ingress to TCP. */
+		time->sent = held->sent;
+		time->original = held->original;
+		state.last_hold_ms[group] = milliseconds;
+		count(SERVER_COUNTER_HELD);
+		return;
+	}
+	/* From what the client has to now; more than a turn is counted as such. */
+	if ((__u16)(last_echo - recent) + (milliseconds - last_echo) < LARGEST_STEP_MS)
+		return;
+	next.sent = recent + LARGEST_STEP_MS;
+	next.sent_before = recent;
+	next.original = milliseconds;
+	next.original_before = last_echo;
+	bpf_map_update_elem(&held_timestamps, &flow, &next, BPF_ANY);
+	time->sent = next.sent;
+	state.last_hold_ms[group] = milliseconds;
+	count(SERVER_COUNTER_HELD);
+}
+
+/* The time part to send for the server's own TSval, when the client's last echo was restored to `last_echo` (0: none). */
+static __always_inline struct time_part time_to_send(const struct segment *segment, __u32 milliseconds, __u32 last_echo)
+{
+	struct time_part time = {.sent = milliseconds, .original = milliseconds};
+	__u32 elapsed = milliseconds - last_echo;
+	__u32 group = hold_group(segment->destination_address, segment->ports >> 16);
+
+	/* Restored echoes are never further ahead than the slack: what is was forged, and changes nothing. */
+	if (last_echo && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
+	    (elapsed >= LARGEST_STEP_MS || held_lately(group, milliseconds)))
+		apply_hold_rule(segment, last_echo, &time);
+	return time;
+}
+
+/* The latest of the server's own TSvals not after now (and slack) with these 16 bits. */
+static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
+{
+	__u32 reference = now + RESTORE_SLACK_MS;
+
+	return reference - (__u16)(reference - time);
+}
+
+/* The same where a held time part may have been echoed. */
+static __noinline __u32 restored_by_hold(const struct segment *segment, __u32 now, __u32 time_bits)
+{
+	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
+	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow);
+	__u16 time = time_bits, step, behind;
+
+	if (!held)
+		return restored_by_clock(time, now);
+	if (held->sent == time) {
+		if (!held->confirmed) {
+			held->confirmed = 1;
+			count(SERVER_COUNTER_HELD_CONFIRMED);
+		}
+		return held->original;
+	}
+	if (held->confirmed) {
+		/* The client has gone on: from now on these 16 bits may come from the clock again. */
+		bpf_map_delete_elem(&held_timestamps, &flow);
+		return restored_by_clock(time, now);
+	}
+	/* Sent before the held one, and so less than a largest step after what the client had echoed then. */
+	step = time - held->sent_before;
+	behind = held->original_before - held->sent_before;
+	if (step == 0)
+		return held->original_before;
+	if (step >= behind && step < LARGEST_STEP_MS)
+		return held->original_before + (step - behind);
+	return restored_by_clock(time, now);
+}
+
+/* The server's own TSval that an echo's time part stands for. Never 0, which the kernel reads as "no echo". */
+static __always_inline __u32 restored(const struct segment *segment, __u16 time)
+{
+	__u32 now = clock_ms(), group = hold_group(segment->source_address, segment->ports);
+	__u32 original = held_lately(group, now) ? restored_by_hold(segment, now, time) : restored_by_clock(time, now);
+
+	return original ? original : -1u;
+}
+
+#endif

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Whether the NIC's indirection table is in force: of SYNs, and of a few packets of open connections, the queue that it
+ * predicts is compared with the one they came by. NICs with a flow director (ixgbe, i40e) move open connections by
+ * themselves (ATR), while their SYNs go by the table.
+ */
+#ifndef COREWARD_SERVER_RSS_H
+#define COREWARD_SERVER_RSS_H
+
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "rss_mapping.h"
+#include "segment.h"
+#include "state.h"
+
+/* Compares the queue that a SYN came by with the predicted one (server.bpf.c, section 10). */
+static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *segment)
+{
+	__u32 hash = 0, sequence, predicted;
+	struct rss_sample *sample;
+
+	predicted = predicted_queue(segment->source_address, segment->destination_address, segment->ports, &hash);
+	/* skb_record_rx_queue() keeps queue + 1; 0: none was recorded. */
+	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping) {
+		count(SERVER_COUNTER_RSS_UNPREDICTED);
+		return;
+	}
+	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_MATCHED : SERVER_COUNTER_RSS_MISMATCHED);
+	sequence = __sync_fetch_and_add(&state.sample_sequence, 1);
+	sample = &state.samples[sequence & (RSS_SAMPLES - 1)];
+	sample->source_address = segment->source_address;
+	sample->destination_address = segment->destination_address;
+	sample->source_port = segment->ports;
+	sample->destination_port = high_half(segment->ports);
+	sample->hash = hash;
+	sample->predicted_queue = predicted;
+	sample->actual_queue = skb->queue_mapping - 1;
+	barrier();
+	sample->sequence = sequence + 1;
+}
+
+/* A packet of an open connection. Only counted: what it shows is of the NIC, not of a connection. */
+static __noinline void sample_established(struct __sk_buff *skb, const struct segment *segment)
+{
+	__u32 hash = 0, predicted;
+
+	predicted = predicted_queue(segment->source_address, segment->destination_address, segment->ports, &hash);
+	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping)
+		return;
+	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_ESTABLISHED_MATCHED
+						  : SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED);
+}
+
+static __always_inline void count_established(struct __sk_buff *skb, const struct segment *segment)
+{
+	if (!(count(SERVER_COUNTER_INGRESS_ESTABLISHED) % RSS_ESTABLISHED_SAMPLING))
+		sample_established(skb, segment);
+}
+
+#endif

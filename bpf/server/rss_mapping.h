@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The server's own RSS: which receive queue its NIC chooses for a connection. The agent fills the map; server.bpf.c
+ * compares prediction and fact, steer.bpf.c sends the connection after its queue. They share one map.
+ */
+#ifndef COREWARD_SERVER_RSS_MAPPING_H
+#define COREWARD_SERVER_RSS_MAPPING_H
+
+#include <linux/bpf.h>
+#include <linux/types.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "rss_input.h"
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct rss_mapping);
+} rss_mapping SEC(".maps");
+
+#define QUEUE_UNKNOWN 0xffffffffu
+
+/*
+ * The receive queue of a connection to this server, and its Toeplitz hash; QUEUE_UNKNOWN while the table is not known.
+ * `ports` as they stand at the start of the client's TCP header.
+ */
+static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destination_address, __u32 ports, __u32 *hash)
+{
+	__u32 words[3] = {source_address, destination_address, ports};
+	__u8 *input = (__u8 *)words;
+	const struct rss_mapping *rss;
+	__u32 zero = 0, entry;
+	int i;
+
+	*hash = 0;
+	rss = bpf_map_lookup_elem(&rss_mapping, &zero);
+	if (!rss || !rss->entry_count)
+		return QUEUE_UNKNOWN;
+	transform_rss_input(rss->input_transform, input);
+#pragma unroll
+	for (i = 0; i < RSS_INPUT_IPV4_BYTES; i++)
+		*hash ^= rss->byte[i][input[i]];
+	entry = *hash & (rss->entry_count - 1) & (MAX_INDIRECTION_ENTRIES - 1);
+	return rss->queue[entry];
+}
+
+#endif

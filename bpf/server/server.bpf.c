@@ -1,0 +1,289 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * At a server's NIC: stamps the cookie into what leaves for a client, and takes it out of what the client echoes, so
+ * that neither the server's TCP nor its applications know of it. (The bit diagram is at the head of intf.h.)
+ *
+ * 1. Where it runs. tc ingress and tc egress of the Ethernet device on which a service's packets come and go (direct
+ *    server return: answers leave by the same device, not through the load balancer). As tcx links from kernel 6.6 on,
+ *    as cls_bpf on a clsact qdisc before.
+ *
+ * 2. Egress. TCP from a service's VIP and port with a timestamp option gets TSval' = time part | cookie. It needs only
+ *    TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are stamped as well.
+ *    Keys. The fleet's keys hide the id and rotate; the time part is masked with a key of the server's own, so that time
+ *    goes on when they do. Which of the two stamps is decided by the packet's own TSval (switch_ms), not by the moment at
+ *    which it passes: packets of one millisecond differ in nothing then, and those of a later one are larger. A held value
+ *    keeps the key of the millisecond that it stands for. So no client sees TSval step back.
+ *
+ * 3. The clock (cookie_time.h). What clients echo is restored by the clock, without state per connection. The kernel's
+ *    TSval is skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h), and skb_mstamp_ns comes from ktime_get_ns():
+ *    the CLOCK_MONOTONIC that bpf_ktime_get_ns() reads. With pacing by the fq qdisc (EDT) it is the time at which the
+ *    packet will leave, which lies ahead of now at egress, but not when its echo arrives. To TSval the kernel adds an
+ *    offset per connection, 0 only with net.ipv4.tcp_timestamps=2. A connection with another offset (it is older than the
+ *    sysctl), or with microseconds (route feature tcp_usec_ts, kernel 6.7) is left alone and counted: it was never
+ *    stamped, and a TSval that jumps would break it. SYN cookies hide options in the low 6 bits and so lie up to 64 ms
+ *    in the past: restored all the same, bit by bit, which is what the kernel needs to decode them.
+ *
+ * 4. The hold rule (cookie_time.h). The time part has 16 bits; a client takes a step of 2^15 ms or more for a step
+ *    back and drops the packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. What the client
+ *    has last echoed is a lower bound of its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the server's
+ *    own TSval lies too far ahead of it, the largest allowed step is sent instead, again and again until the client echoes
+ *    exactly that; its echo is then restored to the TSval that it stood for. From then until the client echoes something
+ *    newer, rcv_tsecr (the restored one) is not what the client has: the held entry says what it is.
+ *    Normal traffic pays two compares for this. An entry can only matter when the last echo is older than the largest
+ *    step, or when some connection of its group (hold_group()) was held so lately: if this connection's own hold is older than that and was the last
+ *    thing echoed, then the last echo is old, too.
+ *    Entries need no deletion: one that does not fit the last echo is ignored and overwritten. Losing one (LRU) costs a
+ *    wrong round-trip sample, at worst a retransmission.
+ *
+ * 5. Ingress. The echo's key bit names the key; if the rest names this server, TSecr is restored; any other echo is left
+ *    as it is (a connection that is older than coreward, or a forged one). SYNs carry no echo.
+ *
+ * 6. The index (index.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the place of the
+ *    connection's entry in its table into the SYN's TSecr, 0 on the wire. It is taken out again and kept in an LRU map
+ *    until the connection has a socket, then with that (sk_storage, which goes with it). What leaves carries the index in
+ *    the place of the id. Without one (the table was full, the map has lost it in a flood) it carries the id, and the
+ *    connection goes on like a stateless one: so the bounds of the map cost no connection.
+ *    An echoed index cannot be told from noise, so it is restored only if the socket's clock is the plain one. A packet
+ *    with an index that came to all servers says that no load balancer knows the entry any more: the index is given up,
+ *    and after one round trip the client echoes the id. TSvals up to the last one stamped with the index still get it.
+ *
+ * 7. Sent to all servers. What the load balancer cannot attribute (a bare RST has no timestamp) it sends to the
+ *    broadcast address. Here it is accepted, by turning it into a packet for this host, only if this host has a socket
+ *    of exactly that 4-tuple; a listening socket does not count, or every server would answer. Else it is dropped. ICMP
+ *    errors likewise (icmp.h), by the packet that they quote.
+ *
+ * 8. The server before (chain.h). Packets without a cookie go by the bucket, and a bucket may have changed hands
+ *    since the connection began. The load balancer writes whose it was into the IP identification. What has no socket
+ *    here goes on to that server's MAC address by the device it came on, with NO_SERVER in its place, so that it goes on
+ *    once at most. SYNs never do, nor does the end of a handshake that was answered with a SYN cookie: the kernel is asked
+ *    whether the cookie is one of its own. A packet that is for nobody reaches the server before, which refuses it. While that
+ *    one's MAC address is not known the packet is dropped: refusing it would end a connection that may well be there.
+ *
+ * 9. Stalls (stall.h). Something between client and server may drop what does not look like a timestamp. SYN-ACKs
+ *    sent four times and segments sent five times are counted, and the agent compares them with the handshakes.
+ *
+ * 10. RSS (rss.h). Of each SYN the queue that Toeplitz and the table predict is compared with the one it came
+ *    by: what a NIC displays is not always what is in force.
+ *
+ * What can go wrong: a header that lies beyond the linear part is pulled in first. A TCP header that contradicts itself
+ * is dropped and counted (the kernel would do the same); a malformed list of options ends where it goes wrong, as in the
+ * kernel, and the packet passes. Fragments pass untouched (the load balancer forwards none). A rewrite does both, option
+ * and checksum, or drops the packet. Checksums: bpf_l4_csum_replace() without BPF_F_PSEUDO_HDR does the right
+ * thing for full, partial (it leaves the pseudo-header's sum alone) and hardware-verified ones; one rewrite of a GSO
+ * packet's header covers its segments, whose headers are copies of it.
+ */
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_packet.h>
+#include <linux/in.h>
+#include <linux/pkt_cls.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "cookie.h"
+#include "intf.h"
+#include "chain.h"
+#include "icmp.h"
+#include "index.h"
+#include "rss.h"
+#include "segment.h"
+#include "socket.h"
+#include "stall.h"
+#include "state.h"
+#include "cookie_time.h"
+#include "service.h"
+
+typedef __u64 __attribute__((may_alias)) switch_word;
+_Static_assert(__builtin_offsetof(struct server_state, keys.current) % 8 == 0, "current and switch_ms are one word");
+
+/* True for `coreward agent rss`: every TCP SYN is sampled, whether or not it is for a service. */
+const volatile __u8 sample_every_syn = 0;
+
+/* ---- egress ---------------------------------------------------------------------------------------------------- */
+
+/*
+ * Which of the fleet's keys stamps the server's own TSval `milliseconds` (essay, 2). `current` and `switch_ms` are
+ * read in one piece, as the agent writes them.
+ */
+static __always_inline __u32 stamping_key(__u32 milliseconds)
+{
+	__u64 both = *(const volatile switch_word *)&state.keys.current;
+	__u32 current = both, switch_ms = both >> 32;
+
+	if ((__s32)(milliseconds - switch_ms) < 0)
+		current = ~current;
+	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
+	barrier_var(current);
+	return current & 1;
+}
+
+/* Modulo COOKIE_PRIME, of 1 to COOKIE_FACTORS, by that - 1: user space fills it. */
+const volatile __u16 cookie_inverses[COOKIE_FACTORS];
+
+/* `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no echo" (RFC 7323, Sect. 3.2). */
+static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
+{
+	__u32 index = stamping_key(time.original), ports = swapped(segment->ports);
+	__u64 hash = cookie_hash(&state.keys.key[index], segment->destination_address, segment->source_address, ports);
+	__u64 time_hash = cookie_hash(&state.time_key, segment->destination_address, segment->source_address, ports);
+	__u32 low =
+		hide(hash, cookie & COOKIE_HIDDEN_MASK, COOKIE_PERMUTATION, cookie_inverses) | index * COOKIE_KEY_BIT;
+	__u32 stamped = (time.sent + cookie_time_mask(time_hash)) << COOKIE_TIME_SHIFT | low;
+
+	return stamped ? stamped : 1u << COOKIE_TIME_SHIFT;
+}
+
+/* What the cookie says for the server's own TSval `milliseconds`: kind, and id or index. `number`: the service's. */
+static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32 number, struct tcp_sock *socket,
+					    __u32 milliseconds)
+{
+	if (number & SERVER_NUMBER_STATEFUL) {
+		__u32 index = index_to_send(segment, socket, milliseconds);
+
+		if (index != NO_CONNECTION_INDEX)
+			return COOKIE_KIND_BIT | (index & COOKIE_ID_MASK);
+		count(SERVER_COUNTER_INDEX_UNKNOWN);
+	}
+	return number & SERVER_NUMBER_ID_MASK;
+}
+
+SEC("tc")
+int server_egress(struct __sk_buff *skb)
+{
+	struct segment segment = {};
+	struct tcp_sock *socket = NULL;
+	struct bpf_sock *sk;
+	__u32 milliseconds, last_echo = 0, number, cookie;
+	struct time_part time;
+	/* A SYN-ACK of a SYN cookie has no socket either, but has come from no device. */
+	bool forwarded = !skb->sk && skb->ingress_ifindex;
+
+	if (locate_pulled(skb, &segment) != LOCATED_TCP)
+		return TC_ACT_UNSPEC;
+	number =
+		find_service(&state.directories, service_tail_ipv4(segment.source_address, segment.ports, IPPROTO_TCP));
+	if (number >= SERVICE_ADDRESS_ONLY || number & SERVER_NUMBER_TIMESTAMPS_OFF)
+		return TC_ACT_UNSPEC;
+	if (locate_timestamp_pulled(skb, &segment) != LOCATED_TCP || segment.timestamp == NO_TIMESTAMP) {
+		count(SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP);
+		return TC_ACT_UNSPEC;
+	}
+
+	milliseconds = bpf_ntohl(segment.value);
+	sk = skb->sk;
+	/*
+	 * SYN-ACKs belong to a request or to no socket. The kernel's socket for answers without one (TIME-WAIT before
+	 * 6.13) claims to be TCP, but is raw: only its state, CLOSE, tells.
+	 */
+	if (sk && !segment.syn && sk->state != SOCKET_CLOSE)
+		socket = bpf_skc_to_tcp_sock(sk);
+	if (socket) {
+		if (has_other_clock(socket)) {
+			count(SERVER_COUNTER_EGRESS_OTHER_CLOCK);
+			return TC_ACT_UNSPEC;
+		}
+		last_echo = socket->rx_opt.rcv_tsecr;
+		watch_connection(&segment, socket);
+	} else if (!plain_clock(milliseconds)) {
+		count(segment.syn && forwarded ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK
+					       : SERVER_COUNTER_EGRESS_OTHER_CLOCK);
+		return TC_ACT_UNSPEC;
+	} else if (segment.syn) {
+		if (sk)
+			watch_handshake(sk);
+		else if (forwarded)
+			count(SERVER_COUNTER_EGRESS_FORWARDED);
+	}
+	count(SERVER_COUNTER_STAMPED);
+	time = time_to_send(&segment, milliseconds, last_echo);
+	cookie = cookie_to_send(&segment, number, socket, time.original);
+	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, cookie, time)));
+}
+
+/* ---- ingress --------------------------------------------------------------------------------------------------- */
+
+/* Whether an echo that says `cookie` (kind, and id or index) is of what this host has stamped. */
+static __always_inline bool stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
+					 __u32 cookie)
+{
+	if (cookie & COOKIE_KIND_BIT)
+		return number & SERVER_NUMBER_STATEFUL && may_be_stamped(skb, segment);
+	return cookie == (number & SERVER_NUMBER_ID_MASK);
+}
+
+static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 number, bool sent_to_all)
+{
+	__u32 echo = bpf_ntohl(segment->echo);
+	__u64 hash = cookie_hash(&state.keys.key[cookie_key_index(echo)], segment->source_address,
+				 segment->destination_address, segment->ports);
+	__u32 cookie = reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_PERMUTATION);
+	__u64 time_hash;
+
+	if (!stamped_here(skb, segment, number, cookie)) {
+		count(SERVER_COUNTER_INGRESS_OTHER_COOKIE);
+		return TC_ACT_UNSPEC;
+	}
+	if (sent_to_all && cookie & COOKIE_KIND_BIT)
+		give_up_index(skb, segment, cookie & COOKIE_ID_MASK);
+	time_hash = cookie_hash(&state.time_key, segment->source_address, segment->destination_address, segment->ports);
+	count(SERVER_COUNTER_RESTORED);
+	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->echo,
+		       bpf_htonl(restored(segment, (echo >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
+}
+
+/* TCP for a service. */
+static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u32 number,
+					  bool sent_to_all)
+{
+	int verdict;
+
+	if (locate_timestamp_pulled(skb, segment) != LOCATED_TCP) {
+		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
+		return TC_ACT_SHOT;
+	}
+	if (!segment->syn && !sent_to_all && carries_server_before(number, segment)) {
+		verdict = hand_on(skb, segment, number & SERVER_NUMBER_ID_MASK);
+		if (verdict != TC_ACT_UNSPEC)
+			return verdict;
+	}
+	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
+		return TC_ACT_UNSPEC;
+	if (segment->syn || segment->timestamp == NO_TIMESTAMP || !segment->echo) {
+		count(SERVER_COUNTER_INGRESS_WITHOUT_ECHO);
+		return segment->syn && number & SERVER_NUMBER_STATEFUL ? learn_index(skb, segment) : TC_ACT_UNSPEC;
+	}
+	return restore(skb, segment, number, sent_to_all);
+}
+
+SEC("tc")
+int server_ingress(struct __sk_buff *skb)
+{
+	struct segment segment = {};
+	bool sent_to_all;
+	__u32 number;
+
+	sent_to_all = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
+	if (locate_pulled(skb, &segment) != LOCATED_TCP)
+		return sent_to_all ? accept_icmp_error(skb) : TC_ACT_UNSPEC;
+	if (sample_every_syn && segment.syn && !segment.ack)
+		sample_rss(skb, &segment);
+	number = find_service(&state.directories,
+			      service_tail_ipv4(segment.destination_address, high_half(segment.ports), IPPROTO_TCP));
+	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
+		return TC_ACT_UNSPEC;
+	if (sent_to_all) {
+		if (!socket_is_here(skb, &segment)) {
+			count(SERVER_COUNTER_TO_ALL_IGNORED);
+			return TC_ACT_SHOT;
+		}
+		count(SERVER_COUNTER_TO_ALL_ACCEPTED);
+		bpf_skb_change_type(skb, PACKET_HOST);
+	}
+	if (!segment.syn)
+		count_established(skb, &segment);
+	else if (!sample_every_syn && !segment.ack)
+		sample_rss(skb, &segment);
+	return accept_segment(skb, &segment, number, sent_to_all);
+}
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";
