@@ -2,67 +2,116 @@
 
 use std::mem::MaybeUninit;
 use std::net::Ipv4Addr;
+use std::os::fd::{AsFd as _, BorrowedFd};
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use libbpf_rs::ObjectBuilder;
-use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::query::ProgInfoIter;
+use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
+use libbpf_rs::{Object, ObjectBuilder, Program};
 
 use crate::dispatch::{self, Policy, RequestId, RequestType};
 use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
-/// Loads the objects of these names; gives each with what the kernel said.
+/// Loads the objects of these names; returns each with the kernel's answer.
 pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
     let named = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
-    named.map(|(name, object)| (name, load(name, object))).collect()
+    named.map(|(name, object)| (name, load(name, object).map(drop))).collect()
 }
 
-/// Loads every program; gives the name of each with what the kernel said.
+/// Loads every program; returns the name of each with the kernel's answer.
 pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
-    skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load(name, object))).collect()
+    skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load(name, object).map(drop))).collect()
 }
 
-fn load(name: &str, object: &[u8]) -> anyhow::Result<()> {
+/// Cost of one program in one variant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerifierCost {
+    /// Name of the program and of the variant.
+    pub program: String,
+    /// Instructions that the verifier has processed; the kernel's limit is 1,000,000 (include/linux/bpf_verifier.h,
+    /// BPF_COMPLEXITY_LIMIT_INSNS).
+    pub instructions: u32,
+}
+
+/// Loads every variant of every program; returns the costs.
+///
+/// # Errors
+/// When the kernel refuses one of them.
+pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
+    let costs = skeleton::OBJECTS.into_iter().map(|(name, object)| load(name, object));
+    Ok(costs.collect::<anyhow::Result<Vec<_>>>()?.concat())
+}
+
+/// Returns the number of instructions that the verifier has processed for a loaded program.
+///
+/// # Errors
+/// When the kernel does not show the program.
+pub fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
+    let id = Program::id_from_fd(program).context("the program's id")?;
+    ProgInfoIter::default()
+        .find(|info| info.id == id)
+        .map(|info| info.verified_insns)
+        .context("the program is not listed")
+}
+
+fn load(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     match name {
         // Each rule and each mode by itself, and all at once: what a variant has less than that is not compiled in.
         "lb" => {
-            let each = |count: u32| (0..count).map(|n| 1 << n);
-            let (all_rules, all_modes) = ((1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
-            each(intf::PLACEMENT_RULE_COUNT).try_for_each(|rule| load_lb(rule, 1 << intf::CONSISTENCY_STATELESS))?;
-            each(intf::CONSISTENCY_COUNT).try_for_each(|mode| load_lb(1 << intf::PLACEMENT_RULE_TABLE, mode))?;
-            load_lb(all_rules, all_modes)?;
+            let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
+            let of_rules = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS));
+            let of_modes = modes.iter().enumerate().map(|(mode, name)| (*name, TABLE, 1 << mode));
+            let all = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
+            let variants = of_rules.chain(of_modes).chain([all]);
+            collect(variants.map(|(variant, rules, modes)| load_lb(variant, rules, modes)))
         }
         "dispatch" => {
-            for (policy, learn, ids) in Policy::all().flat_map(|policy| [(policy, false, false), (policy, true, true)])
-            {
-                load_dispatch(policy, learn, ids).with_context(|| format!("with the policy {}", policy.name()))?;
-            }
+            let variants = Policy::all().flat_map(|policy| [(policy, false), (policy, true)]);
+            collect(variants.map(|(policy, learn)| {
+                load_dispatch(policy, learn).with_context(|| format!("with the policy {}", policy.name()))
+            }))
         }
-        _ => drop(ObjectBuilder::default().open_memory(object)?.load()?),
+        _ => costs(name, &ObjectBuilder::default().open_memory(object)?.load()?),
     }
-    Ok(())
 }
 
-fn load_dispatch(policy: Policy, learn: bool, ids: bool) -> anyhow::Result<()> {
+const STATELESS: u32 = 1 << intf::CONSISTENCY_STATELESS;
+const TABLE: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
+
+fn collect(variants: impl Iterator<Item = anyhow::Result<Vec<VerifierCost>>>) -> anyhow::Result<Vec<VerifierCost>> {
+    Ok(variants.collect::<anyhow::Result<Vec<_>>>()?.concat())
+}
+
+fn costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
+    let cost = |program: Program<'_>| {
+        let name = format!("{variant}, {}", program.name().to_string_lossy());
+        Ok(VerifierCost { program: name, instructions: verified_instructions(program.as_fd())? })
+    };
+    object.progs().map(cost).collect()
+}
+
+fn load_dispatch(policy: Policy, learn: bool) -> anyhow::Result<Vec<VerifierCost>> {
     let match_nothing = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
     let options = dispatch::Options {
         service: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
-        request_id: ids.then_some(RequestId { offset: 0, response_offset: 0, bytes: 2 }),
+        request_id: learn.then_some(RequestId { offset: 0, response_offset: 0, bytes: 2 }),
         type_offset: 0,
-        types: if ids { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
+        types: if learn { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
         other_class: 0,
         learn,
     };
     let mut storage = MaybeUninit::uninit();
     let mut open = DispatchSkelBuilder::default().open(&mut storage)?;
     dispatch::set_constants(&mut open, &options)?;
-    open.load().map(drop).map_err(Into::into)
+    let variant = format!("dispatch {}{}", policy.name(), if learn { ", learning" } else { "" });
+    costs(&variant, open.load()?.object())
 }
 
-fn load_lb(rules: u32, modes: u32) -> anyhow::Result<()> {
+fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<VerifierCost>> {
     let mut storage = MaybeUninit::uninit();
     let mut open = LbSkelBuilder::default().open(&mut storage)?;
     let rodata = open.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
@@ -75,5 +124,5 @@ fn load_lb(rules: u32, modes: u32) -> anyhow::Result<()> {
     rodata.traffic_in_use = several;
     rodata.capture_in_use = several;
     let what = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
-    open.load().map(drop).with_context(what)
+    costs(&format!("lb {variant}"), open.load().with_context(what)?.object())
 }

@@ -23,3 +23,4 @@ mod server_kernel_tcp;
 mod server_modes;
 mod server_test_run;
 mod support;
+mod verifier_costs;

@@ -274,10 +274,7 @@ impl Balancer {
 
     /// Instructions that the verifier walked through when it loaded the program.
     pub fn verifier_instructions(&self) -> anyhow::Result<u32> {
-        let lb = self.lb.borrow();
-        let id = libbpf_rs::Program::id_from_fd(lb.program()).context("the program's id")?;
-        let mut programs = libbpf_rs::query::ProgInfoIter::default();
-        programs.find(|info| info.id == id).map(|info| info.verified_insns).context("the program is not listed")
+        coreward_dataplane::check::verified_instructions(self.lb.borrow().program())
     }
 }
 
