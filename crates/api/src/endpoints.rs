@@ -2,7 +2,7 @@
 //! authentication, limits, a timeout, and its place in the OpenAPI document.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -12,6 +12,7 @@ use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::{IntoResponse as _, Response};
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::verify::Denied;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use utoipa::OpenApi as _;
 use utoipa::openapi::path::{Operation, PathItem};
@@ -41,12 +42,12 @@ pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
 
 impl RequestCounts {
     fn count(&self, status: u16) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(status).or_default() += 1;
+        *self.0.lock().entry(status).or_default() += 1;
     }
 
     /// By status.
     pub fn all(&self) -> BTreeMap<u16, u64> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Sessions of browsers. A browser sends its cookie to whatever listens on the host, and on behalf of any page of the same
 //! site; so a session is a viewer's, whoever logged in, and nothing of the fleet can be changed by one.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::http::{HeaderMap, header};
@@ -9,6 +8,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::verify::Denied;
+use parking_lot::{Mutex, MutexGuard};
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
@@ -92,7 +92,7 @@ impl Sessions {
     }
 
     fn living(&self) -> MutexGuard<'_, Vec<Session>> {
-        let mut sessions = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sessions = self.0.lock();
         let now = Instant::now();
         sessions.retain(|session| session.ends > now);
         sessions

@@ -3,12 +3,12 @@
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
 
 use anyhow::{Context as _, anyhow, ensure};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use coreward_config::{Secret, read_secret};
+use parking_lot::RwLock;
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
@@ -57,7 +57,7 @@ impl Tokens {
             "the roles' tokens in {} are the same: expected one for each",
             self.directory.display()
         );
-        let mut known = self.tokens.write().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.tokens.write();
         let texts = known.iter().map(|(_, token)| token.expose());
         let others = !texts.eq(tokens.iter().map(|(_, token)| token.expose()));
         *known = tokens;
@@ -66,7 +66,7 @@ impl Tokens {
 
     /// The role that has this token. How long that takes does not depend on where they differ.
     pub fn role_of(&self, token: &str) -> Option<Role> {
-        let tokens = self.tokens.read().unwrap_or_else(PoisonError::into_inner);
+        let tokens = self.tokens.read();
         let same = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
         tokens.iter().find(same).map(|(role, _)| *role)
     }

@@ -3,10 +3,11 @@
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// A map of maps that no program uses: every update of its one element waits for an RCU grace period.
 static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
@@ -73,14 +74,14 @@ struct Wishes {
 
 impl Shared {
     fn wishes(&self) -> MutexGuard<'_, Wishes> {
-        self.wishes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.wishes.lock()
     }
 
     fn run(&self) {
         loop {
             let mut wishes = self.wishes();
             while !wishes.over && wishes.wanted <= self.ended.load(Ordering::SeqCst) {
-                wishes = self.changed.wait(wishes).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut wishes);
             }
             if wishes.over {
                 return;
@@ -143,7 +144,7 @@ impl GracePeriods {
             if let Some(error) = &wishes.failed {
                 bail!("{error}");
             }
-            wishes = self.0.changed.wait(wishes).unwrap_or_else(PoisonError::into_inner);
+            self.0.changed.wait(&mut wishes);
         }
         Ok(())
     }

@@ -11,7 +11,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
@@ -19,6 +18,7 @@ use anyhow::Context as _;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{MsgFlags, recv};
+use parking_lot::Mutex;
 
 use crate::mac::MacAddress;
 
@@ -179,7 +179,7 @@ impl Resolver {
 
     /// Follows these addresses and no others.
     pub fn follow(&self, addresses: Vec<Ipv4Addr>) {
-        *self.wanted.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(addresses);
+        *self.wanted.lock() = Some(addresses);
     }
 
     /// Whether the thread still runs.
@@ -227,7 +227,7 @@ impl Link {
         let mut neighbours = Neighbours::default();
         let mut paced_until = Duration::ZERO;
         while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
-            let new = wanted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+            let new = wanted.lock().take();
             if let Some(new) = new {
                 neighbours.follow(&new, start.elapsed());
             }

@@ -2,13 +2,14 @@
 //! find new workers and to give up requests without a response.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
 use coreward_dataplane::dispatch::{LOOK_INTERVAL, cgroup_root};
+use parking_lot::Mutex;
 
 use crate::config::Config;
 use crate::service::{self, Service};
@@ -67,7 +68,7 @@ impl Dispatcher {
 
     /// What the last look saw.
     pub fn seen(&self) -> Seen {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.seen.lock().clone()
     }
 
     /// Whether services are looked after.
@@ -113,7 +114,7 @@ impl Services {
         let mut next = Instant::now();
         loop {
             self.services.iter_mut().for_each(Service::look);
-            *seen.lock().unwrap_or_else(PoisonError::into_inner) = self.seen();
+            *seen.lock() = self.seen();
             // A look that is late is not made up for: requests would look older than they are.
             next = (next + LOOK_INTERVAL).max(Instant::now());
             match requests.recv_timeout(next.saturating_duration_since(Instant::now())) {

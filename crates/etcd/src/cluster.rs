@@ -3,13 +3,14 @@
 //! member that has it.)
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use coreward_metrics::latency::Latencies;
 use coreward_tls::failure::{Failure, Reason};
 use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tonic::Code;
@@ -65,12 +66,12 @@ impl Cluster {
         let cluster = self.clone();
         let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
         let clients = connected.map_err(|_| EtcdError::Refused("the thread for it has ended".to_owned()))??;
-        *self.clients.write().unwrap_or_else(PoisonError::into_inner) = clients;
+        *self.clients.write() = clients;
         Ok(())
     }
 
     fn client(&self, position: usize) -> Client {
-        self.clients.read().unwrap_or_else(PoisonError::into_inner)[position].clone()
+        self.clients.read()[position].clone()
     }
 
     /// Where they are.
@@ -80,11 +81,11 @@ impl Cluster {
 
     /// How long requests took that were answered.
     pub fn latencies(&self) -> Latencies {
-        *self.latencies.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.latencies.lock()
     }
 
     fn leases(&self) -> MutexGuard<'_, Option<BTreeSet<i64>>> {
-        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+        self.leases.lock()
     }
 
     /// Remembers a lease that was granted to this process; whether it may use it: not when it has left meanwhile.
@@ -152,7 +153,7 @@ impl Cluster {
             match tokio::time::timeout(left.min(REQUEST_TIMEOUT), request(self.client(position))).await {
                 Ok(Ok(answer)) => {
                     self.preferred.store(position, Ordering::Relaxed);
-                    self.latencies.lock().unwrap_or_else(PoisonError::into_inner).observe(began.elapsed());
+                    self.latencies.lock().observe(began.elapsed());
                     return Ok(answer);
                 }
                 Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Refused(error.to_string())),

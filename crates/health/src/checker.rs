@@ -5,12 +5,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::net::{Ipv4Addr, SocketAddrV4};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_model::health::{Check, Judge, Verdict};
+use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt as _;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
@@ -152,7 +153,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
 
 impl<K> Shared<K> {
     fn found(&self) -> MutexGuard<'_, BTreeMap<K, Found>> {
-        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+        self.found.lock()
     }
 }
 

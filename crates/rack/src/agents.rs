@@ -1,8 +1,8 @@
 //! The side towards agents: the same gRPC as the controller's, as far as agents use it.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use coreward_controller::Now;
@@ -16,6 +16,7 @@ use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
 use coreward_wire::v1::control_server::Control;
 use coreward_wire::words::readable;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
@@ -78,7 +79,7 @@ impl Shared {
 
     /// Held for microseconds; never across an await.
     fn up(&self) -> MutexGuard<'_, Option<Up>> {
-        self.up.lock().unwrap_or_else(PoisonError::into_inner)
+        self.up.lock()
     }
 
     /// What is counted now.

@@ -1,8 +1,9 @@
 //! Files that are read again when they have changed.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// How often it is looked whether a file has changed.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -43,7 +44,7 @@ impl Changes {
     }
 
     fn known(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     fn now(&self) -> Vec<Option<SystemTime>> {

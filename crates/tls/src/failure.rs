@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error};
 
@@ -243,7 +243,7 @@ struct Counted {
 
 impl Failures {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Reason, Counted>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Counts it; logs it, unless one like it was logged within the last second.

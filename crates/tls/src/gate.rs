@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::ClientCertVerifier as _;
@@ -119,7 +120,7 @@ impl Door {
 
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        if let Some(reader) = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(reader) = self.reader.lock().take() {
             reader.wake();
         }
     }
@@ -151,7 +152,7 @@ impl Gate {
     }
 
     fn inside(&self) -> MutexGuard<'_, Inside> {
-        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inside.lock()
     }
 
     /// Those who come to `listener` and are let in, for as long as somebody takes them.
@@ -313,7 +314,7 @@ impl Protection {
     /// Who may come in now, if an authority is believed no more since this was asked last.
     fn with_fewer_authorities(&self) -> Option<ClientVerifier> {
         let material = self.tls.material();
-        let mut believed = self.believed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut believed = self.believed.lock();
         let before = std::mem::replace(&mut *believed, material.clone());
         let is_still = |old: &Certificate| material.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
         if Arc::ptr_eq(&before, &material) || before.authorities.iter().all(is_still) {
@@ -325,7 +326,7 @@ impl Protection {
 
     fn config(&self) -> Result<Arc<ServerConfig>, Failure> {
         let material = self.tls.material();
-        let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut config = self.config.lock();
         if let Some((of, config)) = &*config
             && Arc::ptr_eq(of, &material)
         {
@@ -446,7 +447,7 @@ impl AsyncRead for Admitted {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if let Some(inside) = &self.inside {
-            *inside.door.reader.lock().unwrap_or_else(PoisonError::into_inner) = Some(context.waker().clone());
+            *inside.door.reader.lock() = Some(context.waker().clone());
         }
         // After the waker is there: who closes in between wakes it.
         if self.is_closed() {

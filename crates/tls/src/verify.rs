@@ -3,8 +3,9 @@
 //! compare them ([`Host`]), as a person has chosen the host.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use parking_lot::RwLock;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls13_signature};
@@ -28,12 +29,12 @@ pub struct Denied(Arc<RwLock<BTreeSet<Fingerprint>>>);
 impl Denied {
     /// Replaces the list.
     pub fn set(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = fingerprints.into_iter().collect();
+        *self.0.write() = fingerprints.into_iter().collect();
     }
 
     /// Whether it is on the list.
     pub fn contains(&self, fingerprint: &Fingerprint) -> bool {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).contains(fingerprint)
+        self.0.read().contains(fingerprint)
     }
 }
 

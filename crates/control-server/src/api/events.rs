@@ -2,10 +2,10 @@
 //! `status` shows.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use coreward_api::types::{Event, EventId, EventKind, KeyPhase, Overview, OverviewLoadBalancer, ServerState, Severity};
+use parking_lot::{Mutex, MutexGuard};
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use tokio::sync::watch;
@@ -61,7 +61,7 @@ impl EventLog {
 
     /// The fleet as it is now. `wall`: since 1970.
     pub fn look(&self, overview: &Overview, wall: Duration) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         let happened = match &*seen {
             Some(before) if before == overview => return,
             Some(before) => differences(before, overview),
@@ -97,7 +97,7 @@ impl EventLog {
     }
 
     fn events(&self) -> MutexGuard<'_, VecDeque<Event>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+        self.events.lock()
     }
 }
 

@@ -1,11 +1,12 @@
 //! What watchers are told, written once for all of them. Whoever is slow finds the newest here when it comes to look, and
 //! nothing queues up.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_api::types::{Loads, Overview};
 use coreward_api::{Problem, ProblemKind};
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -39,7 +40,7 @@ impl Default for Feed {
 impl Feed {
     /// The fleet as it is now.
     pub fn overview(&self, overview: Overview) {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         if last.as_ref() != Some(&overview) {
             publish(&self.overview, &overview);
             *last = Some(overview);

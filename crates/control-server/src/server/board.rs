@@ -2,9 +2,10 @@
 //! to look, and nothing queues up.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use coreward_wire::{FleetChange, FleetConfiguration, ServiceIndex};
+use parking_lot::{Mutex, MutexGuard};
 use prost::bytes::Bytes;
 use tokio::sync::watch;
 
@@ -82,7 +83,7 @@ impl Board {
 
     fn posted(&self) -> MutexGuard<'_, Posted> {
         // Every call leaves it whole.
-        self.posted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.posted.lock()
     }
 
     fn post(&self, change: impl FnOnce(&mut Posted, u64)) {

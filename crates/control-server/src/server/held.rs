@@ -1,7 +1,7 @@
 //! The controller as one caller has it, while all others wait. Tests measure how long that is, in CPU time: what else runs on the
 //! machine does not count.
 
-use std::sync::MutexGuard;
+use parking_lot::MutexGuard;
 
 use coreward_controller::Controller;
 

@@ -1,9 +1,9 @@
 //! When tables are made: at the end of each report interval, or as soon as something has changed of which they are made, while
 //! reports have their share of the time.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::{Instant, sleep_until};
 
 use super::shared::Shared;
@@ -26,7 +26,7 @@ pub struct Turns(Mutex<Option<Instant>>);
 impl Turns {
     /// Makes tables that are due if it is their turn. Gives when it is next.
     fn take(&self, shared: &Shared) -> Instant {
-        let mut next = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.0.lock();
         if let Some(later) = next.filter(|next| *next > Instant::now()) {
             return later;
         }

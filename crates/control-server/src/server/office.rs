@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_api::endpoints::RequestCounts;
@@ -16,6 +16,7 @@ use coreward_metrics::parts;
 use coreward_metrics::table::Part;
 use coreward_tls::Changes;
 use coreward_wire::LEADER;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
@@ -84,11 +85,11 @@ impl Office {
     }
 
     fn set(&self, role: Role) {
-        *self.role.lock().unwrap_or_else(PoisonError::into_inner) = role;
+        *self.role.lock() = role;
     }
 
     fn role(&self) -> Role {
-        self.role.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.role.lock().clone()
     }
 
     /// What the leader knows and decides.

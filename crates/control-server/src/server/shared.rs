@@ -1,8 +1,8 @@
 //! What all callers share.
 
 use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -14,6 +14,7 @@ use coreward_metrics::parts;
 use coreward_metrics::table::Part;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{ServiceIndex, table};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
@@ -183,7 +184,7 @@ impl Shared {
     /// Held for microseconds; never across an await.
     pub fn controller(&self) -> Held<'_> {
         // Every call leaves the state whole, so after a panic in one of them the others can go on.
-        let controller = self.controller.lock().unwrap_or_else(PoisonError::into_inner);
+        let controller = self.controller.lock();
         #[cfg(test)]
         let controller = Held::begin(controller, &self.held_longest);
         controller
@@ -287,7 +288,7 @@ impl Shared {
         metrics::add_status(&mut page, &self.status(false), now.wall);
         self.controller().add_metrics(&mut page, now);
         self.counts.add_metrics(&mut page);
-        let latencies = *self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
+        let latencies = *self.report_to_table.lock();
         page.add_latencies("coreward_report_to_table_seconds", latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
@@ -366,7 +367,7 @@ impl Shared {
     fn post(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
         self.board.post_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
         let made = self.started.elapsed();
-        let mut latencies = self.report_to_table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut latencies = self.report_to_table.lock();
         received.for_each(|received| latencies.observe(made.saturating_sub(received)));
         drop(latencies);
         let changes = self.controller().predecessor_changes();
@@ -376,7 +377,7 @@ impl Shared {
     }
 
     fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+        self.told.lock()
     }
 
     /// Load balancers know of each other who is.

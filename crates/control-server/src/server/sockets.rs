@@ -3,9 +3,9 @@
 //! and nothing else: by another's answer a load balancer would free connections of servers that the agent does not speak for.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use coreward_wire::{SocketAnswer, SocketQuery};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
 /// Questions of up to 256 connections that wait for one agent, or answers that wait for one load balancer.
@@ -28,7 +28,7 @@ struct Asked {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl Sockets {

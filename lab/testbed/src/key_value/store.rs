@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
-use std::sync::{PoisonError, RwLock};
 
 use coreward_load::key_value::{self, Request, ResponseWriter, Status};
 use coreward_load::request_type::RequestType;
+use parking_lot::RwLock;
 
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
@@ -55,7 +55,7 @@ impl Store {
 
     fn put(&self, key: &[u8], value: &[u8]) -> Status {
         // A writer that panicked left the map as it was before or after its PUT.
-        let mut pairs = self.pairs.write().unwrap_or_else(PoisonError::into_inner);
+        let mut pairs = self.pairs.write();
         if let Some(present) = pairs.get_mut(key) {
             *present = value.into();
         } else if pairs.len() < self.pairs_max {
@@ -73,8 +73,8 @@ impl Store {
         }
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, Pairs> {
-        self.pairs.read().unwrap_or_else(PoisonError::into_inner)
+    fn read(&self) -> parking_lot::RwLockReadGuard<'_, Pairs> {
+        self.pairs.read()
     }
 }
 

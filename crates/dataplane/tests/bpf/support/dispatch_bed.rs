@@ -6,11 +6,11 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::dispatch::{self, Dispatch, Options, Patience, Policy, WorkerCounts};
 use nix::sched::{CloneFlags, unshare};
+use parking_lot::Mutex;
 use socket2::{Domain, Protocol, Socket, Type};
 
 pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
@@ -19,7 +19,7 @@ pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::L
 /// sockets until it execs, and a worker that is dropped meanwhile would live on.
 pub fn in_namespace(test: impl FnOnce() + Send) {
     static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONE.lock();
     in_another_namespace(test);
 }
 

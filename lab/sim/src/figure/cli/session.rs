@@ -1,9 +1,10 @@
 //! One run of `coreward-lab figure`: progress bars and the end by a signal.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::Asked;
 use crate::figure::live::{LiveFigure, Progress};
@@ -29,7 +30,7 @@ pub struct Session {
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+    state.lock()
 }
 
 impl Session {
