@@ -1,8 +1,8 @@
 //! The part of new connections that a server may take.
 //!
 //! Policies send connections where load is lowest, and load is what a server's agent reports. An agent that lies draws connections; load
-//! balancers count how many. So each server has an [`Allowance`]. A server without allowance takes part in
-//! [`TIMES_FAIR`] times its fair part of the buckets only, whatever it reports, until half of the allowance is there again.
+//! balancers count how many. So each server has an [`Allowance`], and gets no new connections while it is spent. A part
+//! of the buckets would not limit it: a server chooses its RSS key, and so the buckets in which connections come.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -26,8 +26,8 @@ pub struct Attraction {
     servers: HashMap<ServerId, u64>,
     looked: Duration,
     allowances: HashMap<ServerId, Allowance>,
-    /// The part of a service's buckets that a limited server takes part in.
-    parts: HashMap<(ServiceIndex, ServerId), f64>,
+    /// Servers that get no new connections of a service for now.
+    excluded: HashSet<(ServiceIndex, ServerId)>,
 }
 
 impl Attraction {
@@ -43,13 +43,22 @@ impl Attraction {
         }
     }
 
-    /// How many servers take part in some buckets only.
+    /// Returns the number of servers that took too many.
     pub fn limited_count(&self) -> usize {
         self.limited().count()
     }
 
     fn limited(&self) -> impl Iterator<Item = ServerId> {
         self.allowances.iter().filter(|(_, allowance)| allowance.is_limited()).map(|(id, _)| *id)
+    }
+
+    /// Returns whether the server took too many: it may be excluded at any second.
+    pub fn is_limited(&self, id: ServerId) -> bool {
+        self.allowances.get(&id).is_some_and(Allowance::is_limited)
+    }
+
+    fn is_spent(&self, id: ServerId) -> bool {
+        self.allowances.get(&id).is_some_and(Allowance::is_spent)
     }
 
     /// Takes in the time since the last look. `expected`: each server's fair part of what was opened.
@@ -67,10 +76,11 @@ impl Attraction {
 }
 
 impl Controller {
-    /// How much of its part of the service's new connections the server gets: less than 1 in its slow start, or when it took too many.
+    /// Returns the part of its share of the service's new connections that the server gets: less than 1 in its slow start,
+    /// 0 while it is excluded.
     pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
-        let limit = self.attraction.parts.get(&(service.fleet().index, id));
-        service.ramp(id, now).min(limit.copied().unwrap_or(1.0))
+        let is_excluded = self.attraction.excluded.contains(&(service.fleet().index, id));
+        if is_excluded { 0.0 } else { service.ramp(id, now) }
     }
 
     /// Looks at what servers took, once per second.
@@ -91,7 +101,8 @@ impl Controller {
         self.attraction.allowances.retain(|id, _| servers.contains_key(id));
         self.attraction.update(&expected);
         let limited: HashSet<ServerId> = self.attraction.limited().collect();
-        self.limit(&before, &limited, now);
+        self.report_limited(&before, &limited);
+        self.exclude_spent(&limited, now);
     }
 
     fn fair_shares(&self, position: usize, now: Now) -> Vec<(ServerId, f64)> {
@@ -99,20 +110,30 @@ impl Controller {
         service.fair_shares(&self.newest_pool(service, now))
     }
 
-    /// These servers take part in some buckets only from now on.
-    fn limit(&mut self, before: &HashSet<ServerId>, limited: &HashSet<ServerId>, now: Now) {
-        let reading = |position: &usize| self.services[*position].reads_loads();
+    /// Excludes servers whose allowance is spent from services whose policy reads loads, if another server is left.
+    fn exclude_spent(&mut self, limited: &HashSet<ServerId>, now: Now) {
+        let mut excluded = HashSet::new();
         let of_server = |id: &ServerId| self.services_of.get(id).into_iter().flatten().copied();
-        let positions: HashSet<usize> = limited.iter().flat_map(of_server).filter(reading).collect();
-        let mut parts = HashMap::new();
-        for position in positions {
+        let positions: HashSet<usize> = limited.iter().flat_map(of_server).collect();
+        for position in positions.into_iter().filter(|position| self.services[*position].reads_loads()) {
             let index = self.services[position].fleet().index;
-            let shares = self.fair_shares(position, now).into_iter().filter(|(id, _)| limited.contains(id));
-            parts.extend(shares.map(|(id, share)| ((index, id), (TIMES_FAIR * share).min(1.0))));
+            let servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
+            let (spent, others): (Vec<_>, Vec<_>) = servers.partition(|id| self.attraction.is_spent(*id));
+            if !others.is_empty() {
+                excluded.extend(spent.into_iter().map(|id| (index, id)));
+            }
         }
-        self.attraction.parts = parts;
+        let before = std::mem::replace(&mut self.attraction.excluded, excluded);
+        let changed = before.symmetric_difference(&self.attraction.excluded).map(|(_, id)| *id);
+        for id in changed.collect::<HashSet<_>>() {
+            self.source_changed(id);
+        }
+    }
+
+    fn report_limited(&mut self, before: &HashSet<ServerId>, limited: &HashSet<ServerId>) {
         for id in before.symmetric_difference(limited) {
-            let name = &self.fleet.servers[id].name;
+            let Some(server) = self.fleet.servers.get(id) else { continue };
+            let name = &server.name;
             match limited.contains(id) {
                 true => tracing::warn!(
                     "server {name} took more than {TIMES_FAIR} times its fair part of new connections: it is limited to that"

@@ -4,8 +4,8 @@
 use std::collections::VecDeque;
 
 use coreward_config::Source;
-use coreward_model::placement::{PlacementTable, Rule};
-use coreward_model::rss::seeded_rng;
+use coreward_model::placement::PlacementState;
+use coreward_model::rss::{RssKey, seeded_rng};
 use coreward_wire::{ServerTraffic, TrafficMessage};
 
 use super::tests::{plain_report, plain_rss};
@@ -28,7 +28,7 @@ fn at(interval: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-struct World {
+struct Harness {
     controller: Controller,
     sessions: Vec<Session>,
     balancer: u64,
@@ -38,9 +38,11 @@ struct World {
     busy: Vec<[u64; CORES]>,
     opened: Vec<u64>,
     lies: bool,
+    /// The key that the liar reports, and the hash under it of every connection; `None`: the others' key.
+    own_key: Option<(RssKey, u32)>,
 }
 
-impl World {
+impl Harness {
     fn new(policy: &str, lies: bool) -> Self {
         let mut text = String::new();
         for n in 0..SERVERS {
@@ -62,6 +64,7 @@ impl World {
             busy: vec![[0; CORES]; SERVERS],
             opened: vec![0; SERVERS],
             lies,
+            own_key: None,
         }
     }
 
@@ -72,7 +75,12 @@ impl World {
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
-            let rss = (interval == 0).then(|| plain_rss(128, CORES as u32));
+            let mut rss = (interval == 0).then(|| plain_rss(128, CORES as u32));
+            if let Some((key, _)) = self.own_key.as_ref().filter(|_| n == LIAR)
+                && let Some(rss) = rss.as_mut().and_then(|reported| reported.rss.as_mut())
+            {
+                rss.key = key.clone();
+            }
             let report = plain_report(interval + 1, at(interval), &self.busy[n]);
             let report = Report { rss, rss_generation: 1, ..report };
             self.controller.report(session, Ok(report), at(interval)).unwrap();
@@ -84,14 +92,16 @@ impl World {
         self.report(interval);
         let table = self.controller.tick(at(interval)).remove(0).table;
         let index = self.controller.fleet().services[0].index;
-        let mut assigned = vec![0u32; table.core_slots.len()];
+        let mut assigned = PlacementState::for_table(&table);
         let mut new = Vec::new();
         for _ in 0..PER_INTERVAL {
             self.random = self.random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let bucket = self.random >> 25;
-            let server = place(&table, bucket, &mut assigned);
+            let hash = self.random >> 25;
+            let own_hash = |key: &RssKey| self.own_key.as_ref().filter(|(own, _)| own == key).map(|(_, hash)| *hash);
+            let chosen = table.choose_by_hash(&mut assigned, |group| own_hash(&table.groups[group]).unwrap_or(hash));
+            let server = usize::from(chosen.unwrap().get());
             self.opened[server] += 1;
-            new.push((server, bucket as usize % CORES));
+            new.push((server, hash as usize % CORES));
         }
         self.open.push_back(new);
         if self.open.len() > LIFE {
@@ -117,51 +127,45 @@ impl World {
     }
 }
 
-/// What the data plane does with a first packet of the bucket.
-fn place(table: &PlacementTable, bucket: u32, assigned: &mut [u32]) -> usize {
-    let candidates = table.candidates_of(0, bucket);
-    let chosen = match table.rule {
-        Rule::LeastAssigned => {
-            let cost = |slot: u16| assigned[usize::from(slot)].saturating_mul(table.assignment_cost);
-            let load = |candidate: &&coreward_model::placement::Candidate| candidate.load + cost(candidate.core_slot);
-            candidates.iter().min_by_key(load).unwrap()
-        }
-        _ => &candidates[0],
-    };
-    if let Some(count) = assigned.get_mut(usize::from(chosen.core_slot)) {
-        *count += 1;
-    }
-    usize::from(chosen.server.get())
-}
-
 #[test]
 fn lying_agent_attracts_at_most_twice_its_fair_part() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
-        let mut world = World::new(policy, true);
-        let part = world.part_of_liar();
-        // A tenth is fair. Buckets are drawn: 128 of them give or take a few.
-        assert!(part < 0.26, "{policy}: {part}");
-        assert_eq!(world.controller.attraction.limited_count(), 1, "{policy}");
+        let mut harness = Harness::new(policy, true);
+        let part = harness.part_of_liar();
+        // A tenth is fair.
+        assert!(part < 0.21, "{policy}: {part}");
+        assert_eq!(harness.controller.attraction.limited_count(), 1, "{policy}");
+    }
+}
+
+/// All keys that hash every connection alike (zeros do) put it into one bucket.
+#[test]
+fn liar_with_a_key_that_hashes_all_connections_alike_attracts_no_more() {
+    for hash in 0..16 {
+        let mut harness = Harness::new("crossrss", true);
+        harness.own_key = Some((RssKey::new(&[0; 40]).unwrap(), hash));
+        let part = harness.part_of_liar();
+        assert!(part < 0.21, "hash {hash}: {part}");
     }
 }
 
 #[test]
 fn honest_servers_are_not_limited() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
-        let mut world = World::new(policy, false);
+        let mut harness = Harness::new(policy, false);
         for interval in 0..600 {
-            world.step(interval);
-            assert_eq!(world.controller.attraction.limited_count(), 0, "{policy}, interval {interval}");
+            harness.step(interval);
+            assert_eq!(harness.controller.attraction.limited_count(), 0, "{policy}, interval {interval}");
         }
     }
 }
 
 #[test]
 fn liar_that_reports_its_load_again_is_limited_no_more() {
-    let mut world = World::new("crossrss", true);
-    (0..300).for_each(|interval| world.step(interval));
-    assert_eq!(world.controller.attraction.limited_count(), 1);
-    world.lies = false;
-    (300..900).for_each(|interval| world.step(interval));
-    assert_eq!(world.controller.attraction.limited_count(), 0);
+    let mut harness = Harness::new("crossrss", true);
+    (0..300).for_each(|interval| harness.step(interval));
+    assert_eq!(harness.controller.attraction.limited_count(), 1);
+    harness.lies = false;
+    (300..900).for_each(|interval| harness.step(interval));
+    assert_eq!(harness.controller.attraction.limited_count(), 0);
 }

@@ -330,7 +330,7 @@ impl Controller {
         let member = |server: &RackServer| RackMember {
             id: server.id,
             eligible: self.takes_connections(service, server.id, now),
-            whole_part: self.ramp(service, server.id, now) >= 1.0,
+            whole_part: service.ramp(server.id, now) >= 1.0 && !self.attraction.is_limited(server.id),
         };
         RackService {
             index: fleet.index,

@@ -1,5 +1,6 @@
 //! The number of new connections that a server may still take: a token bucket that grows by [`TIMES_FAIR`] times the
-//! server's fair part of the connections that were opened, and shrinks by those that it got.
+//! server's fair part of the connections that were opened, and shrinks by those that it got. A server whose bucket is
+//! empty gets none.
 
 /// How many times its fair part of new connections a server may take for long.
 pub const TIMES_FAIR: f64 = 2.0;
@@ -37,6 +38,11 @@ impl Allowance {
         self.is_limited = self.left < if self.is_limited { most / 2.0 } else { 0.0 };
     }
 
+    /// Whether the server may take no connection now.
+    pub fn is_spent(&self) -> bool {
+        self.left < 0.0
+    }
+
     /// Whether the server took too many: it stays so until half of the allowance is there again.
     pub fn is_limited(&self) -> bool {
         self.is_limited
@@ -59,6 +65,21 @@ mod tests {
         // 2,000 of allowance, of which 200 a second are lost; then 100 a second come back.
         assert_eq!(seconds_until(&mut allowance, 400.0, true), Some(11));
         assert_eq!(seconds_until(&mut allowance, 100.0, false), Some(12));
+    }
+
+    #[test]
+    fn server_that_takes_all_it_can_gets_twice_its_fair_part() {
+        let mut allowance = Allowance::full(100.0);
+        let mut taken = |seconds: u32| {
+            let opened = (0..seconds).map(|_| {
+                let opened = if allowance.is_spent() { 0.0 } else { 1_000.0 };
+                allowance.update(100.0, opened);
+                opened
+            });
+            opened.sum::<f64>()
+        };
+        taken(60);
+        assert_eq!(taken(60), 60.0 * TIMES_FAIR * 100.0);
     }
 
     #[test]
