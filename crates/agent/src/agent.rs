@@ -365,6 +365,18 @@ impl Agent {
         Ok(query.answer(open_sockets(&tuples)?))
     }
 
+    /// Returns the warnings that `coreward status` prints; `more`: those of the connection to the controller.
+    fn all_warnings(&self, more: &[String]) -> Vec<String> {
+        let refused = |refused: &v1::RefusedUpdate| {
+            format!(
+                "configuration {} cannot be used (service {:?}): {}",
+                refused.generation, refused.service, refused.reason
+            )
+        };
+        let refused: Vec<String> = self.refused.iter().map(refused).collect();
+        [&self.warnings[..], more, &refused].concat()
+    }
+
     /// What to say now to who was `told` that, with what else is wrong; `None` while the cores' load is not known.
     pub fn report(&mut self, told: &Told, more_warnings: &[String]) -> Option<v1::Report> {
         self.readings.clear();
@@ -388,14 +400,7 @@ impl Agent {
         let rss = (generation != told.rss_generation())
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
         let counters = self.programs.counters();
-        let refused = |refused: &v1::RefusedUpdate| {
-            format!(
-                "configuration {} cannot be used (service {:?}): {}",
-                refused.generation, refused.service, refused.reason
-            )
-        };
-        let refused: Vec<String> = self.refused.iter().map(refused).collect();
-        let warnings = [&self.warnings[..], more_warnings, &refused].concat();
+        let warnings = self.all_warnings(more_warnings);
         let details = told.wants_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
             counters: named(&counters, &self.steering),
             warnings,

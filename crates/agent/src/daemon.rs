@@ -112,7 +112,7 @@ impl Chore {
         let path = match self {
             Self::Look => return agent.look_after(),
             Self::Scrape(scrape) => {
-                let mut page = agent.metrics();
+                let mut page = agent.metrics(&connection.warnings());
                 connection.add_metrics(&mut page);
                 // Who asked may have gone.
                 return drop(scrape.send(page));

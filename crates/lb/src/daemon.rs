@@ -188,6 +188,20 @@ impl Around {
         Ok(())
     }
 
+    /// Returns the state of all of the daemon, for the controller and Prometheus.
+    fn state(&self, forwarder: &Forwarder, connection: &Connection) -> v1::LoadBalancerState {
+        let mut state = forwarder.state();
+        state.warnings.extend(connection.warnings());
+        state.warnings.extend(self.last.problem().map(str::to_owned));
+        state
+    }
+
+    fn metrics(&self, forwarder: &Forwarder, connection: &Connection) -> Page {
+        let mut page = forwarder.metrics(&self.state(forwarder, connection));
+        connection.add_metrics(&mut page);
+        page
+    }
+
     /// Waits for something else, and looks after the forwarder meanwhile.
     async fn meanwhile<T>(
         &mut self,
@@ -203,7 +217,7 @@ impl Around {
                 // No controller forwards the questions: they time out, and agents count as away.
                 _ = self.beat.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 // Who asked may have gone.
-                scrape = self.scrapes.next() => drop(scrape.send(metrics(forwarder, connection))),
+                scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
             }
         }
     }
@@ -284,7 +298,7 @@ async fn follow(
                 false
             }
             scrape = around.scrapes.next() => {
-                drop(scrape.send(metrics(forwarder, connection)));
+                drop(scrape.send(around.metrics(forwarder, connection)));
                 false
             }
             _ = around.beat.tick() => {
@@ -303,18 +317,9 @@ async fn follow(
             told = (forwarder.tables(), forwarder.confirmed());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
             // A controller that does not read misses a state; the next one has it all.
-            let mut state = forwarder.state();
-            state.warnings.extend(connection.warnings());
-            state.warnings.extend(around.last.problem().map(str::to_owned));
-            let _ = messages.try_send(message(Message::State(state)));
+            let _ = messages.try_send(message(Message::State(around.state(forwarder, connection))));
         }
     }
-}
-
-fn metrics(forwarder: &Forwarder, connection: &Connection) -> Page {
-    let mut page = forwarder.metrics();
-    connection.add_metrics(&mut page);
-    page
 }
 
 fn every(period: Duration) -> Interval {

@@ -40,7 +40,7 @@ pub fn load_balancer(page: &mut Page, name: &str, state: &v1::LoadBalancerState)
     }
     page.add("coreward_lb_connections", &[name], state.connections as f64);
     page.add("coreward_lb_unresolved_servers", &[name], state.unresolved_servers.len() as f64);
-    page.add("coreward_lb_warnings", &[name], state.warnings.len() as f64);
+    page.add("coreward_lb_warnings", &[name], state.warning_count() as f64);
 }
 
 /// A load balancer's health checks, of one service: how many were made and how many of them failed, and what they say of

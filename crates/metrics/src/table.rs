@@ -344,7 +344,7 @@ pub const METRICS: &[Metric] = &[
         Gauge,
         &["load_balancer"],
         &[Controller, Lb],
-        "What is wrong with the machine; `coreward status` has the words",
+        "Warnings that `coreward status` prints of it",
     ),
     metric(
         "coreward_lb_send_drops_total",

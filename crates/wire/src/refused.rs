@@ -1,6 +1,8 @@
 //! Services of a configuration that whoever receives it cannot use, as of a newer controller with a value that this version does not
 //! know. All else of the configuration is used all the same: keys, other services, and which of these servers take connections.
 
+use std::collections::BTreeSet;
+
 use crate::configuration::{Server, Service, StampedService, parse_each};
 use crate::{WireError, v1};
 
@@ -26,6 +28,23 @@ impl RefusedService {
     /// For the controller; `generation`: of the configuration.
     pub fn message(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
+    }
+}
+
+impl v1::RefusedUpdate {
+    /// Returns the reason in one line: a kernel's log of a program may be long.
+    pub fn short_reason(&self) -> &str {
+        self.reason.lines().next().unwrap_or_default()
+    }
+}
+
+impl v1::LoadBalancerState {
+    /// Returns the number of warnings that `coreward status` prints: faults of the machine, and refusals. Refusals with
+    /// one reason count once.
+    pub fn warning_count(&self) -> usize {
+        let refusals: BTreeSet<_> =
+            self.refused.iter().map(|refused| (refused.table, refused.generation, refused.short_reason())).collect();
+        self.warnings.len() + refusals.len()
     }
 }
 

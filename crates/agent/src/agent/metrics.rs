@@ -10,15 +10,16 @@ use super::{Agent, named};
 use crate::dispatch;
 
 impl Agent {
-    /// Everything, as it is now; the cores' busy time as of the newest report.
-    pub fn metrics(&self) -> Page {
+    /// Returns all metrics as of now; the cores' busy time as of the newest report. `more_warnings`: those of the
+    /// connection to the controller.
+    pub fn metrics(&self, more_warnings: &[String]) -> Page {
         let mut page = parts::begin(Part::Agent);
         let server = self.config.server.as_str();
         page.add("coreward_configuration_generation", &[], self.confirmed() as f64);
         page.add("coreward_agent_reports_total", &[], self.sequence as f64);
         let open: u32 = self.counting.newest().iter().flat_map(|counted| counted.services.values()).sum();
         page.add("coreward_agent_open_connections", &[], open.into());
-        page.add("coreward_server_warnings", &[server], self.warnings.len() as f64);
+        page.add("coreward_server_warnings", &[server], self.all_warnings(more_warnings).len() as f64);
         for (core, busy_ns) in self.readings.iter().enumerate() {
             page.add("coreward_agent_core_busy_seconds_total", &[&core.to_string()], *busy_ns as f64 / 1e9);
         }

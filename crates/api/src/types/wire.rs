@@ -90,3 +90,31 @@ impl From<&v1::ServerClock> for ServerClock {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_warnings_are_counted() {
+        let refused = |service: &str, reason: &str, table| v1::RefusedUpdate {
+            service: service.to_owned(),
+            generation: 5,
+            reason: reason.to_owned(),
+            table,
+        };
+        let state = v1::LoadBalancerState {
+            warnings: vec!["the configuration is not saved".to_owned()],
+            refused: vec![
+                refused("web0", "mode \"new\"", false),
+                refused("web1", "mode \"new\"", false),
+                refused("", "no memory\na log", false),
+                refused("", "no memory\nanother log", false),
+                refused("web0", "no memory", true),
+            ],
+            ..Default::default()
+        };
+        assert_eq!(LoadBalancerState::from(&state).warnings.len(), 4);
+        assert_eq!(state.warning_count(), 4);
+    }
+}

@@ -16,11 +16,11 @@ impl Forwarder {
         self.table_to_kernel.observe(took);
     }
 
-    /// Everything, as it is now.
-    pub fn metrics(&self) -> Page {
+    /// Returns all metrics as of now. `state`: of all of the daemon.
+    pub fn metrics(&self, state: &v1::LoadBalancerState) -> Page {
         let mut page = parts::begin(Part::Lb);
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);
-        parts::load_balancer(&mut page, &self.name, &self.state());
+        parts::load_balancer(&mut page, &self.name, state);
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
         page.add("coreward_lb_send_drops_total", &[], self.symptoms.send_drops_total as f64);
         page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);

@@ -6,7 +6,9 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, eventually, open};
+use crate::support::{AT_EVERY_SERVER, eventually, metrics_page, open, series};
+
+const METRICS: &str = "127.0.0.1:9440";
 
 const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
@@ -61,7 +63,8 @@ fn configuration_is_saved_when_the_disk_takes_it_again() {
     }
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let options = FleetOptions { steer: false, ..FleetOptions::default() };
+    let more_of_load_balancers = format!("metrics = \"{METRICS}\"\n");
+    let options = FleetOptions { steer: false, more_of_load_balancers, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
@@ -79,8 +82,13 @@ fn configuration_is_saved_when_the_disk_takes_it_again() {
     };
     eventually(*TIMEOUT, "status has the failure", || warnings(&fleet).contains("the configuration is not saved"));
     assert_eq!(fs::read(&saved).unwrap(), before);
+    let warning_count = || {
+        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS).unwrap();
+        series(&page, "coreward_lb_warnings{load_balancer=\"lb1\"}").unwrap()
+    };
+    eventually(*TIMEOUT, "the metric counts the failure", || warning_count() == 1.0);
 
     fs::remove_dir(&obstacle).unwrap();
     eventually(*TIMEOUT, "the write is retried", || fs::read(&saved).unwrap() != before);
-    eventually(*TIMEOUT, "the failure is over", || warnings(&fleet) == "[]");
+    eventually(*TIMEOUT, "the failure is over", || warnings(&fleet) == "[]" && warning_count() == 0.0);
 }
