@@ -344,7 +344,7 @@ pub const METRICS: &[Metric] = &[
         Gauge,
         &["load_balancer"],
         &[Controller, Lb],
-        "Warnings that `coreward status` prints of it",
+        "Faults of the machine, and refused updates",
     ),
     metric(
         "coreward_lb_send_drops_total",
