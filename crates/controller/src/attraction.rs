@@ -140,7 +140,6 @@ impl Controller {
                 ),
                 false => tracing::info!("server {name} is no longer limited in its part of new connections"),
             }
-            self.source_changed(*id);
             self.racks.changes += 1;
         }
     }

@@ -41,8 +41,7 @@ pub struct VerifierCost {
 /// # Errors
 /// When the kernel refuses one of them.
 pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
-    let costs = skeleton::OBJECTS.into_iter().map(|(name, object)| load(name, object));
-    Ok(costs.collect::<anyhow::Result<Vec<_>>>()?.concat())
+    collect(skeleton::OBJECTS.into_iter().map(|(name, object)| load(name, object)))
 }
 
 /// Returns the number of instructions that the verifier has processed for a loaded program.
