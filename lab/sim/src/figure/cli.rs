@@ -28,7 +28,7 @@ pub struct FigureArgs {
     /// Every figure that is simulated
     #[arg(long, group = "what", conflicts_with_all = ["names", "scenario"])]
     all: bool,
-    /// A scenario of your own (docs/scenario.md)
+    /// A scenario of your own (docs/simulator.md)
     #[arg(long, group = "what", value_name = "FILE")]
     scenario: Vec<PathBuf>,
     /// Only say which figures there are

@@ -1,4 +1,4 @@
-//! What a scenario file says. docs/scenario.md explains it to those who write one.
+//! What a scenario file says. docs/simulator.md explains it to those who write one.
 //!
 //! The types refuse what they cannot hold, with file, line and column; what concerns several values ([`check`]) is looked
 //! at right after reading, so that a scenario that was read can be run, drawn and judged.

@@ -6,7 +6,7 @@
 //! * [`oracle`]: a placement that knows what no load balancer can know
 //! * [`cores`]: counting packets at cores, with or without queues; [`history`]: what they did before the first packet
 //!
-//! docs/sim-lb.md says how each figure is computed.
+//! docs/simulator.md says how each figure is computed.
 
 pub mod cli;
 mod cores;

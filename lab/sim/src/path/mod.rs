@@ -6,7 +6,7 @@
 //! * [`traffic`]: connections and their requests
 //! * [`simulation`]: one combination and seed
 //!
-//! docs/sim-path.md says what is modelled.
+//! docs/simulator.md says what is modelled.
 
 pub mod cli;
 mod outcome;

@@ -1,5 +1,5 @@
 //! `coreward-lab sim pcc`: which connections a reconfiguration breaks, and how evenly connections lie on the servers,
-//! by method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/sim-pcc.md says what is modelled.
+//! by method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/simulator.md says what is modelled.
 
 mod arrivals;
 mod balancer;

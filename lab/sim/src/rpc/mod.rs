@@ -2,7 +2,7 @@
 //! and VI; RingLeader, NSDI'23, Sect. 2.1).
 //!
 //! Requests come in at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores
-//! serve them, and responses go out by the same NIC. docs/sim-rpc.md says what is modelled.
+//! serve them, and responses go out by the same NIC. docs/simulator.md says what is modelled.
 
 mod class_bounds;
 pub mod cli;
