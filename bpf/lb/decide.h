@@ -2,7 +2,7 @@
 /*
  * Where a packet of a service goes, by the service's mode (enum consistency) and what the packet carries. The rows of
  * "what finds the server" are those of docs/design.md, "Consistency"; where another load balancer has some of the service's
- * connections, those of docs/adopting.md.
+ * connections, those of docs/deployment.md.
  */
 #ifndef COREWARD_LB_DECIDE_H
 #define COREWARD_LB_DECIDE_H

@@ -37,7 +37,7 @@
  *    before, unless a SYN had to leave its bucket). The constant modes_in_use says at load time which there are: what
  *    no service needs is not compiled in.
  *    Another load balancer may have some of a service's connections, while the service is adopted from it or handed over
- *    to it (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/adopting.md): what nothing here knows goes there, and what goes to
+ *    to it (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/deployment.md): what nothing here knows goes there, and what goes to
  *    a server names it as "the server before", since an echo of a foreign connection may look like any cookie.
  *    Fragments of UDP follow the first one (fragment.h). ICMP errors go to the server whose packet they quote: by
  *    the cookie in the quoted timestamp, by the flow table, or to all (icmp.h).

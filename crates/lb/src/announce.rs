@@ -1,5 +1,5 @@
 //! Says which VIPs this load balancer takes packets for, to a routing daemon (BIRD, FRR): for each one there is a route in a
-//! kernel table that no rule looks at, which the daemon learns and tells the routers (docs/high-availability.md has the
+//! kernel table that no rule looks at, which the daemon learns and tells the routers (docs/deployment.md has the
 //! daemon's file).
 //!
 //! So the routes are no routes of this machine: the kernel neither answers for a VIP nor takes packets of it for its own, as it

@@ -1,5 +1,5 @@
 //! A rack controller: agents connect to it as to the fleet's controller; it reduces what they report to the least loaded cores of
-//! each bucket, and passes that up. docs/rack.md says why nothing is lost.
+//! each bucket, and passes that up. docs/design.md says why nothing is lost.
 //!
 //! It decides nothing and keeps nothing. Without its controller it refuses agents, so that they try the next address in their
 //! files.

@@ -91,7 +91,7 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
         None => {
             let why = "nobody tells the routers which VIPs this load balancer takes";
             let found = "neither bird nor zebra (FRR) runs".to_owned();
-            let mend = "systemctl enable --now bird  # docs/high-availability.md has its file";
+            let mend = "systemctl enable --now bird  # docs/deployment.md has its file";
             findings.push(Finding::fault(found, why).mend(mend.to_owned()));
         }
     }

@@ -1,4 +1,4 @@
-//! A live pool behind another load balancer is taken over and given back: docs/adopting.md, step by step, with stock nginx and
+//! A live pool behind another load balancer is taken over and given back: docs/deployment.md, step by step, with stock nginx and
 //! connections that live through all of it.
 
 use std::net::SocketAddrV4;

@@ -1,4 +1,4 @@
-//! Daemons are exchanged under load: docs/upgrading.md, its table row by row.
+//! Daemons are exchanged under load: docs/deployment.md, its table row by row.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -132,7 +132,7 @@ fn real_versions_are_exchanged_up_and_down() {
         let taken_over = site.fleet.exchange(&site.testbed, daemon, Some(&old));
         if let (Err(refused), Some(number)) = (taken_over, daemon.strip_prefix("lb")) {
             println!("{daemon}: {refused:#}");
-            // As docs/upgrading.md says: the others carry the traffic meanwhile.
+            // As docs/deployment.md says: the others carry the traffic meanwhile.
             let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
             site.testbed.announce(&others).unwrap();
             pause(500);
