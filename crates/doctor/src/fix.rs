@@ -61,7 +61,7 @@ fn apply_one(fix: &Fix, check: &str) -> anyhow::Result<String> {
     }
 }
 
-const HEAD: &str = "# By `coreward doctor --fix`; the name behind each line is the check (docs/doctor.md). Delete a line, or the file, to\n\
+const HEAD: &str = "# By `coreward doctor --fix`; the name behind each line is the check (docs/operations.md). Delete a line, or the file, to\n\
                     # undo it for the next boot.\n";
 
 /// Puts `name = value` into the drop-in file, in place of an older line for that name.

@@ -1,4 +1,4 @@
-//! What to make of the facts. Each check is a pure function; a file per concern; docs/doctor.md has the table.
+//! What to make of the facts. Each check is a pure function; a file per concern; docs/operations.md has the table.
 
 pub mod addresses;
 pub mod certificates;

@@ -1,5 +1,5 @@
 //! Each check against facts: what cannot be made in a network namespace (lab/testbed/tests/e2e/doctor.rs has the
-//! rest), and the tables of docs/doctor.md.
+//! rest), and the tables of docs/operations.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -449,8 +449,8 @@ fn firewalls_and_tracking() {
 
 /// The rows of the table under `heading`, cells trimmed.
 fn table(heading: &str) -> Vec<Vec<String>> {
-    let text = include_str!("../../../../docs/doctor.md");
-    let section = text.split(heading).nth(1).unwrap_or_else(|| panic!("docs/doctor.md has no {heading:?}"));
+    let text = include_str!("../../../../docs/operations.md");
+    let section = text.split(heading).nth(1).unwrap_or_else(|| panic!("docs/operations.md has no {heading:?}"));
     let section = section.split("\n## ").next().unwrap();
     let rows = section.lines().filter(|line| line.starts_with('|')).skip(2);
     rows.map(|line| line.trim_matches('|').split(" | ").map(|cell| cell.trim().to_owned()).collect()).collect()

@@ -1,4 +1,4 @@
-//! `coreward doctor` finds what is wrong: each misconfiguration of docs/doctor.md is made for real, one after the other, must
+//! `coreward doctor` finds what is wrong: each misconfiguration of docs/operations.md is made for real, one after the other, must
 //! be named, and nothing else with it; `--fix` mends what is marked so.
 
 use std::cell::RefCell;
