@@ -6,7 +6,7 @@ use coreward_wire::v1;
 
 use super::agent::Agent;
 use super::{Controller, Now};
-use coreward_fleet::fleet::Standing;
+use coreward_fleet::fleet::AdminState;
 
 /// More are counted, not named.
 const NAMED: usize = 100;
@@ -52,7 +52,7 @@ impl Controller {
             let list = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
             parts.push((LB, name.as_str(), balancer.confirmed, list));
         }
-        for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.standing != Standing::Left) {
+        for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != AdminState::Left) {
             let connected = |agent: &&Agent| agent.session.is_some();
             if let Some(agent) = self.agent(*id).filter(connected) {
                 let list = agent.newest.as_ref().map_or(&[][..], |newest| &newest.details.refused);

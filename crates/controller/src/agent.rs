@@ -9,8 +9,8 @@ use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::rate::{Allowed, Rate};
 use super::refused::{CLOCK_TOLERANCE, HELLOS, REPORTS_AT_ONCE, Refused};
+use super::token_bucket::{Quota, TokenBucket};
 use super::traffic::Totals;
 
 /// What is known of a server.
@@ -30,8 +30,8 @@ pub struct Agent {
     /// How far the newest report was sent ahead of the controller's wall clock, where that is more than clocks may differ.
     pub clock_ahead: Option<Duration>,
     tracker: LoadTracker,
-    hellos: Option<Rate>,
-    reports: Option<Rate>,
+    hellos: Option<TokenBucket>,
+    reports: Option<TokenBucket>,
 }
 
 /// An agent that is connected.
@@ -173,8 +173,8 @@ impl Agent {
 
     /// Whether it may report once more.
     pub fn may_report(&mut self, interval: Duration, now: Now) -> bool {
-        let allowed = reports_allowed(interval);
-        self.reports.get_or_insert(allowed.from(now.monotonic)).take(allowed, now.monotonic)
+        let quota = reports_allowed(interval);
+        self.reports.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
     }
 
     /// Time until it may report again. Its stream is not read before.
@@ -229,8 +229,8 @@ impl Agent {
 }
 
 /// Twice as often as an agent should report: intervals change, and clocks differ.
-fn reports_allowed(interval: Duration) -> Allowed {
-    Allowed { every: interval / 2, at_once: REPORTS_AT_ONCE }
+fn reports_allowed(interval: Duration) -> Quota {
+    Quota { every: interval / 2, at_once: REPORTS_AT_ONCE }
 }
 
 impl KnownRss {

@@ -107,7 +107,7 @@ impl Controller {
 
     fn fair_shares(&self, position: usize, now: Now) -> Vec<(ServerId, f64)> {
         let service = &self.services[position];
-        service.fair_shares(&self.newest_pool(service, now))
+        service.fair_shares(&self.cached_pool(service, now))
     }
 
     /// Excludes servers whose allowance is spent from services whose policy reads loads, if another server is left.

@@ -9,11 +9,11 @@ use coreward_model::ServerId;
 use coreward_model::tuple::Protocol;
 
 use super::agent::{Agent, Counted};
-use super::service::Condition;
+use super::service::Eligibility;
 use super::status::reports;
 use super::{Controller, Now};
 use coreward_fleet::drains::{NotDrained, WantedDrain};
-use coreward_fleet::fleet::{FleetServer, FleetService, Standing};
+use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// When a count began is told from when its report came: a report that was longer under way than this looks newer than it is.
 const LONGEST_WAY: Duration = Duration::from_secs(1);
@@ -24,7 +24,7 @@ impl Controller {
     /// # Errors
     /// As [`WantedDrain::check`].
     pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), NotDrained> {
-        wanted.check(&self.fleet, |service, id| self.condition(service, id, now) == Condition::Fit)
+        wanted.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
     /// Whether the server of that name is drained, and what remains there; `None`: there is no such server.
@@ -32,10 +32,10 @@ impl Controller {
         let id = self.fleet.id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
         let agent = self.agent(id).unwrap_or(&nobody);
-        let life = self.life(id, server, now);
+        let state_reason = self.state_reason(id, server, now);
         let drained = self.drained(id, now);
         let covered: Vec<&FleetService> = self.drained_services(id).collect();
-        let takes_none = drained.is_some() || server.standing == Standing::Left;
+        let takes_none = drained.is_some() || server.admin_state == AdminState::Left;
         let remaining = takes_none.then(|| self.remaining(server, agent, &covered, now));
         let (remaining, waits_for) = match remaining {
             None => (None, Vec::new()),
@@ -44,8 +44,8 @@ impl Controller {
         };
         Some(DrainStatus {
             server: server.name.clone(),
-            state: life.state,
-            state_reason: life.reason,
+            state: state_reason.state,
+            state_reason: state_reason.reason,
             reports: reports(agent, now),
             drained,
             remaining,
@@ -62,7 +62,7 @@ impl Controller {
     /// Who says that the server takes no new connections.
     pub(super) fn drained(&self, id: ServerId, now: Now) -> Option<Drained> {
         let server = &self.fleet.servers[&id];
-        if server.standing == Standing::Left {
+        if server.admin_state == AdminState::Left {
             return None;
         }
         if let Some(drain) = &server.drain {
@@ -73,7 +73,7 @@ impl Controller {
                 services: drain.services.iter().flatten().cloned().collect(),
             });
         }
-        let by_document = server.standing == Standing::Draining || server.weight.get() == 0;
+        let by_document = server.admin_state == AdminState::Draining || server.weight.get() == 0;
         by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 

@@ -64,7 +64,7 @@ impl Controller {
         Ok(ServiceView {
             service: service.fleet().clone(),
             table: service.newest().map(|newest| newest.table),
-            pool: self.as_it_is(service, Pool::new(Vec::new(), 1), now),
+            pool: self.with_context(service, Pool::new(Vec::new(), 1), now),
             names: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
             owners: self.fleet.load_balancers.iter().filter_map(owner).collect(),

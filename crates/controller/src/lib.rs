@@ -7,12 +7,12 @@
 //! * [`pool`]: its servers as the policy sees them
 //! * [`racks`]: who stands between agents and controller
 //! * [`on_change`]: which services' tables are due
-//! * [`in_force`]: which tables load balancers use, and how long that took
+//! * [`table_acks`]: which tables load balancers use, and how long that took
 //! * `attraction`: the part of new connections that a server may take
 //! * [`load_balancers`]: who gets the tables
 //! * [`rotation`]: whether the cookie keys may be rotated now
 //! * [`health`]: which servers are fit for new connections
-//! * `lives`: what people are told of that
+//! * `server_status`: what people are told of that
 //! * `drains`: what remains at servers that take no new connections
 //! * `acknowledged`: who has which configuration in force, and what cannot be
 //! * [`traffic`]: what load balancers count
@@ -24,6 +24,7 @@ mod agents;
 mod attraction;
 #[cfg(test)]
 mod attraction_tests;
+mod dirty_set;
 mod drains;
 #[cfg(test)]
 mod drains_tests;
@@ -31,12 +32,9 @@ pub mod explain;
 pub mod health;
 #[cfg(test)]
 mod health_tests;
-pub mod in_force;
-mod lives;
+mod input_fingerprints;
 pub mod load_balancers;
-mod looked;
 pub mod metrics;
-mod newness;
 mod on_change;
 #[cfg(test)]
 mod on_change_tests;
@@ -46,17 +44,19 @@ mod pool_tests;
 pub mod racks;
 #[cfg(test)]
 mod racks_tests;
-pub mod rate;
 pub mod refused;
 pub mod rotation;
 #[cfg(test)]
 mod rotation_tests;
 mod rss_keys;
+mod server_status;
 pub mod service;
 pub mod status;
+pub mod table_acks;
 pub mod tables;
 #[cfg(test)]
 mod tests;
+pub mod token_bucket;
 pub mod traffic;
 pub mod warnings;
 
@@ -76,12 +76,12 @@ use agents::Agents;
 use attraction::Attraction;
 use coreward_fleet::fleet::{Fleet, FleetService};
 use health::Health;
-use in_force::InForce;
 use load_balancers::LoadBalancers;
-use racks::{Behind, Racks};
+use racks::{RackRelay, Racks};
 use refused::Refused;
 use rss_keys::RssKeys;
-use service::{Cause, Service};
+use service::{Service, TableTrigger};
+use table_acks::TableAcks;
 
 /// The moment at which something happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +99,7 @@ pub struct Now {
 pub struct Session {
     server: Arc<str>,
     number: u64,
-    behind: Option<Behind>,
+    relay: Option<RackRelay>,
 }
 
 impl Session {
@@ -173,7 +173,7 @@ pub struct Controller {
     /// Services whose table is due, the longest first.
     due: VecDeque<ServiceIndex>,
     /// Which tables load balancers use.
-    pub in_force: InForce,
+    pub table_acks: TableAcks,
     attraction: Attraction,
 }
 
@@ -194,7 +194,7 @@ impl Controller {
             positions: HashMap::new(),
             services_of: HashMap::new(),
             due: VecDeque::new(),
-            in_force: InForce::default(),
+            table_acks: TableAcks::default(),
             attraction: Attraction::default(),
             fleet: fleet.clone(),
         };
@@ -244,27 +244,33 @@ impl Controller {
     /// # Errors
     /// When the server is not known, or has a live agent already.
     pub fn hello(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
-        self.hello_behind(server, version, None, now)
+        self.connect_via_rack(server, version, None, now)
     }
 
     /// The same of an agent that may speak through a rack.
     ///
     /// # Errors
     /// As [`Controller::hello`].
-    pub fn hello_behind(
+    pub fn connect_via_rack(
         &mut self,
         server: &str,
         version: &str,
-        behind: Option<Behind>,
+        relay: Option<RackRelay>,
         now: Now,
     ) -> Result<Session, Refused> {
-        let outcome = self.try_hello(server, version, behind, now);
+        let outcome = self.try_hello(server, version, relay, now);
         self.count(outcome)
     }
 
-    fn try_hello(&mut self, server: &str, version: &str, behind: Option<Behind>, now: Now) -> Result<Session, Refused> {
+    fn try_hello(
+        &mut self,
+        server: &str,
+        version: &str,
+        relay: Option<RackRelay>,
+        now: Now,
+    ) -> Result<Session, Refused> {
         let id = self.fleet.id(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
-        self.check_speaker(id, behind.as_ref())?;
+        self.check_speaker(id, relay.as_ref())?;
         let agent = self.agents.of_server(server, id);
         if !agent.may_say_hello(now) {
             return Err(Refused::TooManyHellos(server.to_owned()));
@@ -282,12 +288,12 @@ impl Controller {
         if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
             self.racks.replaced(rack);
         }
-        let rack = behind.as_ref().map(|behind| behind.name.clone());
+        let rack = relay.as_ref().map(|relay| relay.name.clone());
         agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, rack });
         self.source_changed(id);
-        let session = Session { server: server.into(), number: self.sessions, behind };
-        if let Some(behind) = &session.behind {
-            self.racks.begin(behind, &session);
+        let session = Session { server: server.into(), number: self.sessions, relay };
+        if let Some(relay) = &session.relay {
+            self.racks.begin(relay, &session);
         }
         Ok(session)
     }
@@ -299,7 +305,7 @@ impl Controller {
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Refused> {
         let unknown = || Refused::UnknownServer(session.server().to_owned());
         let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
-        self.check_speaker(id, session.behind.as_ref())?;
+        self.check_speaker(id, session.relay.as_ref())?;
         let before = self.services.iter().filter_map(|service| service.predecessors(id));
         Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
@@ -342,7 +348,7 @@ impl Controller {
 
     /// A load balancer says that this table is in force there.
     pub fn table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
-        self.in_force.confirm(session, service, generation, now);
+        self.table_acks.confirm(session, service, generation, now);
         if let Some(position) = self.positions.get(&service) {
             self.load_balancers.table_in_force(session, &self.services[*position].fleet().name, generation);
         }
@@ -397,14 +403,14 @@ impl Controller {
         self.reports_ahead += u64::from(agent.clock_ahead.is_some());
         if let Some(id) = self.fleet.id(server) {
             agent.sent_at_report = self.load_balancers.totals(id);
-            self.load_changed(id, Cause { received: now.monotonic, is_load: true, sent });
+            self.load_changed(id, TableTrigger { received: now.monotonic, is_load: true, sent });
         }
         Ok(())
     }
 
     /// Time until the session's next message may be read; zero: now. An agent behind a rack waits there.
     pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
-        if session.behind.is_some() {
+        if session.relay.is_some() {
             return Duration::ZERO;
         }
         let interval = self.fleet.report_interval;
@@ -439,8 +445,8 @@ impl Controller {
                 self.source_changed(id);
             }
         }
-        if let Some(behind) = &session.behind {
-            self.racks.end(behind);
+        if let Some(relay) = &session.relay {
+            self.racks.end(relay);
         }
     }
 

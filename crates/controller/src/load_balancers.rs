@@ -12,8 +12,8 @@ use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, Traf
 
 use super::Now;
 use super::health::Target;
-use super::rate::Rate;
 use super::refused::{HELLOS, MOST_LOAD_BALANCERS, Refused};
+use super::token_bucket::TokenBucket;
 use super::traffic::{NewlyOpened, Totals, Traffic};
 use coreward_fleet::fleet::Fleet;
 
@@ -53,7 +53,7 @@ pub struct LoadBalancer {
     traffic: Traffic,
     /// What its checks say.
     health: SaidHealth,
-    hellos: Option<Rate>,
+    hellos: Option<TokenBucket>,
 }
 
 /// A configuration that is newer than the store's.

@@ -13,9 +13,9 @@ use coreward_model::policy::{Capacity, RackSummary};
 use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
-use super::looked::Piece;
+use super::input_fingerprints::Shard;
 use super::pool::loads_here;
-use super::service::{Cause, Service};
+use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
@@ -28,7 +28,7 @@ pub struct DueTable {
     /// The table.
     pub new: NewTable,
     /// What had waited longest for it.
-    pub cause: Cause,
+    pub trigger: TableTrigger,
 }
 
 impl Controller {
@@ -37,11 +37,11 @@ impl Controller {
         self.racks.changes += 1;
         let (positions, services) = (&self.positions, &self.services);
         self.due.retain(|index| positions.get(index).is_some_and(|position| services[*position].due.is_some()));
-        self.in_force.retain(|index| positions.contains_key(&index));
+        self.table_acks.retain(|index| positions.contains_key(&index));
     }
 
     /// A server's load has changed.
-    pub(super) fn load_changed(&mut self, id: ServerId, cause: Cause) {
+    pub(super) fn load_changed(&mut self, id: ServerId, trigger: TableTrigger) {
         let Some(positions) = self.services_of.get(&id) else { return };
         for position in positions {
             let service = &mut self.services[*position];
@@ -49,7 +49,7 @@ impl Controller {
                 continue;
             }
             service.load_is_new(id);
-            make_due(&mut self.due, service, cause, self.fleet.tables);
+            make_due(&mut self.due, service, trigger, self.fleet.tables);
         }
     }
 
@@ -68,16 +68,16 @@ impl Controller {
             return;
         }
         summary.servers.iter().for_each(|server| service.load_is_passed_up(server.id));
-        let cause = Cause { received: now.monotonic, is_load: true, sent: None };
-        make_due(&mut self.due, service, cause, self.fleet.tables);
+        let trigger = TableTrigger { received: now.monotonic, is_load: true, sent: None };
+        make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 
     /// What load balancers count has changed.
     pub(super) fn traffic_changed(&mut self, now: Now) {
-        let cause = Cause { received: now.monotonic, is_load: false, sent: None };
+        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.loads_are_new();
-            make_due(&mut self.due, service, cause, self.fleet.tables);
+            make_due(&mut self.due, service, trigger, self.fleet.tables);
         }
     }
 
@@ -111,18 +111,18 @@ impl Controller {
             self.begin_interval(position);
             self.renew_unreported(position, now);
         }
-        let pieces = self.services[position].to_look_at(!interval_ended);
+        let shards = self.services[position].next_shards(!interval_ended);
         let found =
-            pieces.into_iter().map(|piece| (piece, self.server_inputs(position, piece, now))).collect::<Vec<_>>();
+            shards.into_iter().map(|shard| (shard, self.server_inputs(position, shard, now))).collect::<Vec<_>>();
         let inputs = self.inputs(position, now);
         let service = &mut self.services[position];
-        if !service.is_made_of(inputs, &found) {
+        if !service.update_fingerprints(inputs, &found) {
             return;
         }
         service.forget_servers();
         self.racks.changes += 1;
-        let cause = Cause { received: now.monotonic, is_load: false, sent: None };
-        make_due(&mut self.due, service, cause, self.fleet.tables);
+        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent: None };
+        make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 
     /// What was assigned to a server that does not report ends with the interval: nothing else would ever show it.
@@ -151,17 +151,17 @@ impl Controller {
     }
 
     /// The same, of these servers.
-    fn server_inputs(&self, position: usize, piece: Piece, now: Now) -> u64 {
+    fn server_inputs(&self, position: usize, shard: Shard, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
-        for id in piece.members(&fleet.members) {
+        for id in shard.members(&fleet.members) {
             let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
             // What the agent of one behind a rack says here of its loads is for people.
             let reports = agent.filter(|agent| !agent.is_behind_rack());
             let cores = reports.and_then(Agent::core_count);
             let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
-            (id, self.condition(fleet, id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
+            (id, self.eligibility(fleet, id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
             (self.ramp(service, id, now).to_bits(), server.weight.get()).hash(&mut hasher);
             server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
         }
@@ -172,10 +172,10 @@ impl Controller {
     pub fn next_due(&mut self, now: Now) -> Option<DueTable> {
         loop {
             let position = *self.positions.get(&self.due.pop_front()?)?;
-            if let Some(cause) = self.services[position].due {
+            if let Some(trigger) = self.services[position].due {
                 let new = self.place(position, now);
-                self.in_force.made(new.service, new.table.generation, cause);
-                return Some(DueTable { new, cause });
+                self.table_acks.record_build(new.service, new.table.generation, trigger);
+                return Some(DueTable { new, trigger });
             }
         }
     }
@@ -187,9 +187,9 @@ impl Controller {
 }
 
 /// Of several causes the first counts. Where tables are made at the interval none is ever due.
-fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, cause: Cause, tables: TableTiming) {
+fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
     if tables == TableTiming::OnChange && service.due.is_none() {
-        service.due = Some(cause);
+        service.due = Some(trigger);
         due.push_back(service.fleet().index);
     }
 }

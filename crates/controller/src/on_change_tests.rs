@@ -115,13 +115,13 @@ fn the_oldest_change_is_the_cause() {
     world.report(0, at(10));
     world.report(1, at(15));
     let due = world.due(at(16)).remove(0);
-    assert_eq!(due.cause.received, at(10).monotonic);
-    assert_eq!(due.cause.sent, Some(at(10).wall));
+    assert_eq!(due.trigger.received, at(10).monotonic);
+    assert_eq!(due.trigger.sent, Some(at(10).wall));
     let web = world.index("web");
-    world.controller.in_force.confirm(7, web, 1, at(16));
-    world.controller.in_force.confirm(7, web, 2, at(18));
-    assert_eq!(world.controller.in_force.since_receipt.count(), 1);
-    assert!((world.controller.in_force.since_receipt.sum() - 0.008).abs() < 1e-9);
+    world.controller.table_acks.confirm(7, web, 1, at(16));
+    world.controller.table_acks.confirm(7, web, 2, at(18));
+    assert_eq!(world.controller.table_acks.since_receipt.count(), 1);
+    assert!((world.controller.table_acks.since_receipt.sum() - 0.008).abs() < 1e-9);
 }
 
 #[test]

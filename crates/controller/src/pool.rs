@@ -11,38 +11,38 @@ use coreward_model::statistics::mean;
 use coreward_model::tuple::Protocol;
 
 use super::agent::Agent;
-use super::service::{Condition, Service};
+use super::service::{Eligibility, Service};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::fleet::FleetService;
 
 impl Controller {
     /// The table of the service at this position, as things are now.
     pub(super) fn place(&mut self, position: usize, now: Now) -> NewTable {
-        let pool = match self.services[position].take_pool() {
-            Some(known) => self.renewed(position, known, now),
+        let pool = match self.services[position].take_cached_pool() {
+            Some(known) => self.refreshed(position, known, now),
             None => {
                 self.follow(position, now);
                 let service = &self.services[position];
-                self.as_it_is(service, Pool::new(self.pool_servers(service, now), 1), now)
+                self.with_context(service, Pool::new(self.pool_servers(service, now), 1), now)
             }
         };
         let service = &mut self.services[position];
         service.due = None;
         let pool = service.with_interval(pool);
         let table = service.place(&pool, now);
-        service.know_pool(pool);
+        service.cache_pool(pool);
         table
     }
 
     /// The service's pool as its policy would see it now.
     pub(super) fn pool(&self, service: &Service, now: Now) -> Pool {
-        self.as_it_is(service, Pool::new(self.pool_servers(service, now), 1), now)
+        self.with_context(service, Pool::new(self.pool_servers(service, now), 1), now)
     }
 
     /// The pool that the newest table was made of, as far as it is known still: for those who look twice a second and must not
     /// keep reports waiting.
-    pub(super) fn newest_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
-        service.newest_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
+    pub(super) fn cached_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
+        service.cached_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
@@ -50,7 +50,7 @@ impl Controller {
     }
 
     /// The service's pool with all that is not its servers' own.
-    pub(super) fn as_it_is(&self, service: &Service, pool: Pool, now: Now) -> Pool {
+    pub(super) fn with_context(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
         let pool = pool.behind_racks(self.racks.summaries(fleet.index, now).cloned().collect());
@@ -58,44 +58,44 @@ impl Controller {
     }
 
     /// The pool of the newest table of the service at this position, with what is new.
-    fn renewed(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
+    fn refreshed(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
         let service = &self.services[position];
-        for id in service.perhaps_new() {
-            if service.is_to_be_looked_at(id) {
+        for id in service.dirty_servers() {
+            if service.needs_refresh(id) {
                 pool.renew(self.pool_server(service, id, now));
             } else {
                 pool.set_fresh(id, service.is_fresh(id));
             }
         }
-        self.as_it_is(service, pool, now)
+        self.with_context(service, pool, now)
     }
 
     /// Where the servers of the service at this position stand now.
     fn follow(&mut self, position: usize, now: Now) {
         let service = self.services[position].fleet();
-        let condition = |id: &ServerId| (*id, self.condition(service, *id, now));
-        let conditions = service.members.keys().map(condition).collect();
-        self.services[position].follow(conditions, now);
+        let eligibility = |id: &ServerId| (*id, self.eligibility(service, *id, now));
+        let eligibilities = service.members.keys().map(eligibility).collect();
+        self.services[position].follow(eligibilities, now);
         self.racks.changes += 1;
     }
 
-    pub(super) fn condition(&self, service: &FleetService, id: ServerId, now: Now) -> Condition {
+    pub(super) fn eligibility(&self, service: &FleetService, id: ServerId, now: Now) -> Eligibility {
         if self.fleet.has_left(service, id) {
-            Condition::Left
+            Eligibility::Left
         } else if !self.fleet.eligible(service, id) {
-            Condition::Drained
+            Eligibility::Drained
         } else if self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now) {
-            Condition::Unreachable
+            Eligibility::Unreachable
         } else if self.health.is_down(&(service.index, id)) {
-            Condition::Unfit
+            Eligibility::Unhealthy
         } else {
-            Condition::Fit
+            Eligibility::Eligible
         }
     }
 
     pub(super) fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
         let told = service.takes_connections(id);
-        told.unwrap_or_else(|| self.condition(service.fleet(), id, now) == Condition::Fit)
+        told.unwrap_or_else(|| self.eligibility(service.fleet(), id, now) == Eligibility::Eligible)
     }
 
     pub(super) fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {

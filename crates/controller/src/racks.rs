@@ -78,7 +78,7 @@ impl Rack {
 
 /// Through which rack an agent speaks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Behind {
+pub struct RackRelay {
     /// The rack's session.
     pub rack: u64,
     /// Its name.
@@ -134,18 +134,18 @@ impl Racks {
     }
 
     /// An agent's session has begun behind a rack.
-    pub fn begin(&mut self, behind: &Behind, session: &Session) {
-        if let Some(rack) = self.of_session(behind.rack) {
+    pub fn begin(&mut self, relay: &RackRelay, session: &Session) {
+        if let Some(rack) = self.of_session(relay.rack) {
             rack.changes += 1;
-            rack.agents.insert(behind.stream, session.clone());
+            rack.agents.insert(relay.stream, session.clone());
         }
     }
 
     /// An agent's session is over.
-    pub fn end(&mut self, behind: &Behind) {
-        if let Some(rack) = self.of_session(behind.rack) {
+    pub fn end(&mut self, relay: &RackRelay) {
+        if let Some(rack) = self.of_session(relay.rack) {
             rack.changes += 1;
-            rack.agents.remove(&behind.stream);
+            rack.agents.remove(&relay.stream);
         }
     }
 
@@ -191,8 +191,8 @@ impl Controller {
 
     /// Whether an agent may speak for the server from where it is. That an agent who comes by itself is the server's own is for its
     /// certificate to say; one behind a rack the rack vouches for, and for whom it may is in the fleet's document.
-    pub(super) fn check_speaker(&self, id: ServerId, behind: Option<&Behind>) -> Result<(), Refused> {
-        let Some(Behind { name, .. }) = behind.filter(|behind| !self.fleet.may_speak_through(id, &behind.name)) else {
+    pub(super) fn check_speaker(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Refused> {
+        let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_speak_through(id, &relay.name)) else {
             return Ok(());
         };
         let racks = self.fleet.racks_of(id).into_iter().flatten().cloned().collect();

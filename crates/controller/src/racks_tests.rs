@@ -6,7 +6,7 @@ use coreward_config::Source;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::v1;
 
-use super::racks::{Behind, SummaryRefused};
+use super::racks::{RackRelay, SummaryRefused};
 use super::refused::Refused;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
@@ -53,8 +53,8 @@ impl World {
 
     /// The first agent of the server that speaks through the rack; each has a stream of its own.
     fn behind(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Refused> {
-        let behind = Behind { rack, name: name.into(), stream };
-        self.controller.hello_behind(server, "test", Some(behind), at(0))
+        let behind = RackRelay { rack, name: name.into(), stream };
+        self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
 
     /// Streams and servers that the rack is to sum up.

@@ -5,13 +5,13 @@ use std::time::Duration;
 use coreward_model::load::ReadingsRefused;
 use coreward_wire::ReportError;
 
-use super::rate::Allowed;
+use super::token_bucket::Quota;
 
 /// How far a report may be ahead of the controller's wall clock before people are warned: what NTP keeps apart at worst.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// Of one name: a daemon that is restarted again and again comes back later.
-pub const HELLOS: Allowed = Allowed { every: Duration::from_secs(1), at_once: 30 };
+pub const HELLOS: Quota = Quota { every: Duration::from_secs(1), at_once: 30 };
 /// Reports at once: after a pause of the network those that were on the way come together.
 pub const REPORTS_AT_ONCE: u32 = 64;
 /// Names of load balancers that are known at a time.

@@ -6,7 +6,7 @@ use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 
 use super::load_balancers::START_GRACE;
 use super::{Controller, Now};
-use coreward_fleet::fleet::{FleetServer, Standing};
+use coreward_fleet::fleet::{AdminState, FleetServer};
 use coreward_fleet::key_ring::KeyPhase;
 
 /// Why a rotation cannot begin, or go on, now.
@@ -140,7 +140,7 @@ impl Controller {
         let agents = self.fleet.servers.iter().filter(|(id, _)| self.fleet.stamps(**id)).filter_map(|(id, server)| {
             let agent = self.agent(*id);
             let connected = agent.is_some_and(|agent| agent.session.is_some()) || starting;
-            let waited_for = connected || !(connected_only || server.standing == Standing::Left);
+            let waited_for = connected || !(connected_only || server.admin_state == AdminState::Left);
             let confirmed = agent.map_or(0, |agent| agent.confirmed);
             (waited_for && confirmed < generation).then(|| agent_of(server))
         });

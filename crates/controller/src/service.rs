@@ -13,8 +13,8 @@ use coreward_model::placement::{Core, PlacementTable, Rule};
 use coreward_model::policy::{Policy, Pool};
 use coreward_model::tuple::Protocol;
 
-use super::looked::{Looked, Piece};
-use super::newness::Newness;
+use super::dirty_set::DirtySet;
+use super::input_fingerprints::{InputFingerprints, Shard};
 use super::{NewTable, Now, policy_of};
 use coreward_fleet::fleet::FleetService;
 
@@ -24,11 +24,11 @@ const SMALLEST_RAMP: f64 = 1.0 / 64.0;
 
 /// What decides whether a server takes a service's new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Condition {
+pub enum Eligibility {
     /// Nothing is against it.
-    Fit,
+    Eligible,
     /// Checks say that it is not well.
-    Unfit,
+    Unhealthy,
     /// No load balancer finds it on the network.
     Unreachable,
     /// Somebody does not want it to.
@@ -37,27 +37,27 @@ pub enum Condition {
     Left,
 }
 
-impl Condition {
+impl Eligibility {
     /// The state that follows, but for the slow start.
     pub fn state(self) -> ServerState {
         match self {
-            Condition::Left => ServerState::Gone,
-            Condition::Drained => ServerState::Draining,
-            Condition::Unfit | Condition::Unreachable => ServerState::Down,
-            Condition::Fit => ServerState::Active,
+            Eligibility::Left => ServerState::Gone,
+            Eligibility::Drained => ServerState::Draining,
+            Eligibility::Unhealthy | Eligibility::Unreachable => ServerState::Down,
+            Eligibility::Eligible => ServerState::Active,
         }
     }
 }
 
 /// Where a server stands in a service.
 #[derive(Debug, Clone, Copy)]
-pub struct Life {
+pub struct ServerStatus {
     /// Now.
     pub state: ServerState,
     /// Since then (since the controller's start); `None`: since before this process.
     pub since: Option<Duration>,
     /// Why.
-    pub condition: Condition,
+    pub eligibility: Eligibility,
     /// While it is fit: since when; as `since`.
     joined: Option<Duration>,
 }
@@ -69,7 +69,7 @@ pub struct Service {
     generation: u64,
     newest: Option<(Arc<PlacementTable>, Duration)>,
     /// Where its servers stand.
-    lives: BTreeMap<ServerId, Life>,
+    statuses: BTreeMap<ServerId, ServerStatus>,
     /// Whether servers that are down take new connections, as no other one does.
     failing_open: bool,
     /// Whether any table has been made: who is there with the first one has not just joined.
@@ -82,21 +82,21 @@ pub struct Service {
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
     /// What made a table due that is not made yet.
-    pub due: Option<Cause>,
+    pub due: Option<TableTrigger>,
     /// Of which servers something is newer than the newest table.
-    newness: Newness,
+    dirty: DirtySet,
     /// The pool of the newest table; `None`: something else than loads may have changed since.
     pool: Option<Pool>,
     /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
     opened: Option<u64>,
     new_interval: bool,
     /// What the newest table was made of, apart from loads.
-    made_of: Looked,
+    fingerprints: InputFingerprints,
 }
 
 /// The oldest change that a table does not have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cause {
+pub struct TableTrigger {
     /// When it came (since the controller's start).
     pub received: Duration,
     /// Whether a server's or a rack's loads have changed, and not something that was looked for.
@@ -112,7 +112,7 @@ impl Service {
             policy: policy_of(&fleet),
             generation: 0,
             newest: None,
-            lives: BTreeMap::new(),
+            statuses: BTreeMap::new(),
             failing_open: false,
             begun: false,
             history: fleet.bucket_history.clone(),
@@ -120,11 +120,11 @@ impl Service {
             predecessors: fleet.bucket_history.predecessors(),
             predecessor_changes: 0,
             due: None,
-            newness: Newness::default(),
+            dirty: DirtySet::default(),
             pool: None,
             opened: None,
             new_interval: true,
-            made_of: Looked::default(),
+            fingerprints: InputFingerprints::default(),
             fleet,
         }
     }
@@ -142,7 +142,7 @@ impl Service {
         self.fleet = new;
         self.pool = None;
         let members = &self.fleet.members;
-        self.newness.retain(|server| members.contains_key(&server));
+        self.dirty.retain(|server| members.contains_key(&server));
         self.predecessors.retain(|server, before| {
             before.retain(|before| members.contains_key(before));
             members.contains_key(server) && !before.is_empty()
@@ -157,37 +157,40 @@ impl Service {
 
     /// This is where its servers stand now. Who was fit for new connections when the first table was made has not just
     /// joined.
-    pub fn follow(&mut self, conditions: Vec<(ServerId, Condition)>, now: Now) {
+    pub fn follow(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
         let moment = self.begun.then_some(now.monotonic);
-        let mut before = std::mem::take(&mut self.lives);
-        let none_is_fit = conditions.iter().all(|(_, condition)| *condition != Condition::Fit);
-        self.failing_open = none_is_fit
+        let mut before = std::mem::take(&mut self.statuses);
+        let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
+        self.failing_open = none_is_eligible
             && self.fleet.when_all_down == WhenAllDown::FailOpen
-            && conditions.iter().any(|(_, condition)| *condition == Condition::Unfit);
-        self.lives = conditions
+            && eligibilities.iter().any(|(_, eligibility)| *eligibility == Eligibility::Unhealthy);
+        self.statuses = eligibilities
             .into_iter()
-            .map(|(id, condition)| {
+            .map(|(id, eligibility)| {
                 let known = before.remove(&id);
-                let fit_since = known.as_ref().filter(|life| life.condition == Condition::Fit).map(|life| life.joined);
-                let joined = fit_since.unwrap_or(moment);
-                let state = self.state(condition, joined, now);
-                let since = known.as_ref().filter(|life| life.state == state).map(|life| life.since);
-                (id, Life { state, since: since.unwrap_or(moment), condition, joined })
+                let eligible_since = known
+                    .as_ref()
+                    .filter(|status| status.eligibility == Eligibility::Eligible)
+                    .map(|status| status.joined);
+                let joined = eligible_since.unwrap_or(moment);
+                let state = self.state(eligibility, joined, now);
+                let since = known.as_ref().filter(|status| status.state == state).map(|status| status.since);
+                (id, ServerStatus { state, since: since.unwrap_or(moment), eligibility, joined })
             })
             .collect();
         self.begun = true;
     }
 
-    fn state(&self, condition: Condition, joined: Option<Duration>, now: Now) -> ServerState {
-        match condition {
-            Condition::Fit if self.ramp_since(joined, now) < 1.0 => ServerState::Joining,
+    fn state(&self, eligibility: Eligibility, joined: Option<Duration>, now: Now) -> ServerState {
+        match eligibility {
+            Eligibility::Eligible if self.ramp_since(joined, now) < 1.0 => ServerState::Joining,
             other => other.state(),
         }
     }
 
     /// Where the server stands; `None` until the next table is made.
-    pub fn life(&self, server: ServerId) -> Option<&Life> {
-        self.lives.get(&server)
+    pub fn status(&self, server: ServerId) -> Option<&ServerStatus> {
+        self.statuses.get(&server)
     }
 
     /// Whether servers that are down take new connections, as no other one does.
@@ -197,17 +200,17 @@ impl Service {
 
     /// Whether the server takes new connections; `None` until the next table is made.
     pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
-        self.lives.get(&server).map(|life| match life.condition {
-            Condition::Fit => true,
-            Condition::Unfit => self.failing_open,
-            Condition::Unreachable | Condition::Drained | Condition::Left => false,
+        self.statuses.get(&server).map(|status| match status.eligibility {
+            Eligibility::Eligible => true,
+            Eligibility::Unhealthy => self.failing_open,
+            Eligibility::Unreachable | Eligibility::Drained | Eligibility::Left => false,
         })
     }
 
     /// How much of its part the server gets so far: grows from nearly nothing to 1 during the slow start.
     pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
-        let fit = self.lives.get(&server).filter(|life| life.condition == Condition::Fit);
-        fit.map_or(1.0, |life| self.ramp_since(life.joined, now))
+        let fit = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
+        fit.map_or(1.0, |status| self.ramp_since(status.joined, now))
     }
 
     fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {
@@ -233,31 +236,31 @@ impl Service {
 
     /// The server's load is new.
     pub fn load_is_new(&mut self, server: ServerId) {
-        self.newness.mark(server);
+        self.dirty.mark(server);
     }
 
     /// The server's rack passes up new loads of it.
     pub fn load_is_passed_up(&mut self, server: ServerId) {
-        self.newness.mark_passed_up(server);
+        self.dirty.mark_passed_up(server);
     }
 
     /// All loads are new.
     pub fn loads_are_new(&mut self) {
-        self.fleet.members.keys().for_each(|server| self.newness.mark(*server));
+        self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
     }
 
     /// The pool of the newest table; `None`: all servers must be looked at.
-    pub fn take_pool(&mut self) -> Option<Pool> {
+    pub fn take_cached_pool(&mut self) -> Option<Pool> {
         self.pool.take()
     }
 
     /// The same, only to look at.
-    pub fn newest_pool(&self) -> Option<&Pool> {
+    pub fn cached_pool(&self) -> Option<&Pool> {
         self.pool.as_ref()
     }
 
     /// The newest table was made of this one.
-    pub fn know_pool(&mut self, pool: Pool) {
+    pub fn cache_pool(&mut self, pool: Pool) {
         self.pool = Some(pool);
     }
 
@@ -267,18 +270,18 @@ impl Service {
     }
 
     /// Of whom something is newer than the newest table, and was when that one was made. (Some come twice.)
-    pub fn perhaps_new(&self) -> impl Iterator<Item = ServerId> {
-        self.newness.changed()
+    pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
+        self.dirty.changed()
     }
 
     /// Whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, server: ServerId) -> bool {
-        self.newness.is_fresh(server)
+        self.dirty.is_fresh(server)
     }
 
     /// Whether more may be new of it than what its rack passes up.
-    pub fn is_to_be_looked_at(&self, server: ServerId) -> bool {
-        self.newness.is_to_be_looked_at(server)
+    pub fn needs_refresh(&self, server: ServerId) -> bool {
+        self.dirty.needs_refresh(server)
     }
 
     /// A report interval has ended, in which so many connections were opened, if that is known.
@@ -297,13 +300,13 @@ impl Service {
     }
 
     /// Takes note of what the next table will be made of, apart from loads; whether that has changed.
-    pub fn is_made_of(&mut self, inputs: u64, servers: &[(Piece, u64)]) -> bool {
-        self.made_of.finds(inputs, servers)
+    pub fn update_fingerprints(&mut self, inputs: u64, servers: &[(Shard, u64)]) -> bool {
+        self.fingerprints.update(inputs, servers)
     }
 
     /// Which servers are to be looked at next for what changes by itself.
-    pub fn to_look_at(&mut self, all: bool) -> Vec<Piece> {
-        self.made_of.next(&self.fleet.members, all)
+    pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
+        self.fingerprints.next(&self.fleet.members, all)
     }
 
     /// The table for this pool.
@@ -326,11 +329,11 @@ impl Service {
 
     /// [`PlacementTable::core_slot_ages`] of a table just made.
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        self.newness.is_in_table(table.generation);
+        self.dirty.is_in_table(table.generation);
         if table.rule != Rule::LeastAssigned {
             return Vec::new();
         }
-        let newest = |core: &Core| self.newness.generation(core.server).unwrap_or(table.generation);
+        let newest = |core: &Core| self.dirty.generation(core.server).unwrap_or(table.generation);
         let ages: Vec<u32> = table.core_slots.iter().map(|core| (table.generation - newest(core)) as u32).collect();
         if ages.iter().all(|age| *age == 0) { Vec::new() } else { ages }
     }

@@ -110,7 +110,7 @@ impl Controller {
             policy: service.fleet().policy.to_owned(),
             consistency: service.fleet().mode.consistency.name().to_owned(),
             servers: self.names(service.fleet().members.keys().copied()),
-            warnings: self.service_warnings(service, &self.newest_pool(service, now)),
+            warnings: self.service_warnings(service, &self.cached_pool(service, now)),
         })
     }
 
@@ -118,13 +118,13 @@ impl Controller {
     pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
-        let life = self.life(id, server, now);
+        let state_reason = self.state_reason(id, server, now);
         OverviewServer {
             name: server.name.clone(),
             id: id.get().into(),
             address: server.address,
-            state: life.state,
-            state_reason: life.reason,
+            state: state_reason.state,
+            state_reason: state_reason.reason,
             reports: reports(agent, now),
             weight: server.weight.get(),
             drained: self.drained(id, now),
@@ -155,7 +155,7 @@ impl Controller {
     pub fn service_status(&self, position: usize, rss_keys: bool, now: Now) -> Option<ShownService> {
         let service = self.services.get(position)?;
         let fleet = service.fleet();
-        let pool = self.newest_pool(service, now);
+        let pool = self.cached_pool(service, now);
         let table = service.table(now);
         let groups = self.groups(&pool);
         Some(ShownService {
@@ -248,7 +248,7 @@ impl Controller {
     pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
-        let life = self.life(id, server, now);
+        let state_reason = self.state_reason(id, server, now);
         let newest = agent.newest.as_ref();
         let known = agent.rss();
         let rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
@@ -266,9 +266,9 @@ impl Controller {
             name: server.name.clone(),
             id: id.get().into(),
             address: server.address,
-            state: life.state,
-            state_for_ms: life.lasts_ms(),
-            state_reason: life.reason,
+            state: state_reason.state,
+            state_for_ms: state_reason.lasts_ms(),
+            state_reason: state_reason.reason,
             reports: reports(agent, now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),

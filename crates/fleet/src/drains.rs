@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_model::ServerId;
 
 use crate::config::FleetConfig;
-use crate::fleet::{Fleet, FleetService, Standing};
+use crate::fleet::{AdminState, Fleet, FleetService};
 use crate::records::{Membership, Records, whole_seconds};
 
 /// That somebody drains a server.
@@ -102,7 +102,7 @@ impl WantedDrain {
 /// # Errors
 /// When there is none of that name.
 pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, NotDrained> {
-    let id = fleet.id(server).filter(|id| fleet.servers[id].standing != Standing::Left);
+    let id = fleet.id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
     id.ok_or_else(|| NotDrained::UnknownServer(server.to_owned()))
 }
 

@@ -75,7 +75,7 @@ pub struct FleetServer {
     /// Where load balancers reach it.
     pub address: IpAddr,
     /// Whether it takes new connections.
-    pub standing: Standing,
+    pub admin_state: AdminState,
     /// Its part of new connections.
     pub weight: Weight,
     /// How much it can do; `None`: by its cores.
@@ -95,7 +95,7 @@ impl FleetServer {
 
 /// Whether a server takes new connections, as far as the operator decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum AdminState {
     /// It does.
     Active,
     /// It keeps what it has.
@@ -194,7 +194,7 @@ impl Fleet {
         let mut ids = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
             // Of two ids with one name (the operator changed it) the one that is in the file.
-            if server.standing != Standing::Left || !ids.contains_key(&server.name) {
+            if server.admin_state != AdminState::Left || !ids.contains_key(&server.name) {
                 ids.insert(server.name.clone(), *id);
             }
         }
@@ -256,7 +256,7 @@ impl Fleet {
     pub fn eligible(&self, service: &FleetService, id: ServerId) -> bool {
         let server = &self.servers[&id];
         service.members.get(&id) == Some(&Membership::Present)
-            && server.standing == Standing::Active
+            && server.admin_state == AdminState::Active
             && server.weight.get() > 0
             && !server.is_drained_in(&service.name)
     }
@@ -271,7 +271,7 @@ impl Fleet {
 
     /// Whether the server is in the service, or in the fleet, no more.
     pub fn has_left(&self, service: &FleetService, id: ServerId) -> bool {
-        service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].standing == Standing::Left
+        service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
     }
 
     /// Whether the server puts cookies into timestamps.
@@ -355,10 +355,10 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
     FleetServer {
         name: record.name.clone(),
         address: record.address,
-        standing: match listed.map(|server| server.state) {
-            Some(ServerState::Active) => Standing::Active,
-            Some(ServerState::Draining) => Standing::Draining,
-            None => Standing::Left,
+        admin_state: match listed.map(|server| server.state) {
+            Some(ServerState::Active) => AdminState::Active,
+            Some(ServerState::Draining) => AdminState::Draining,
+            None => AdminState::Left,
         },
         weight: listed.map_or(Weight::ONE, |server| server.weight),
         capacity: listed.and_then(|server| server.capacity),

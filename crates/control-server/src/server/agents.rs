@@ -15,7 +15,7 @@ use super::office::not_leading;
 use super::refused_status;
 use super::shared::Shared;
 use coreward_controller::Session;
-use coreward_controller::racks::Behind;
+use coreward_controller::racks::RackRelay;
 use coreward_listener::security::Visitor;
 
 /// Before an agent is told that its hello is refused.
@@ -33,15 +33,15 @@ pub enum Speaker {
     /// The agent's own.
     Agent(Visitor),
     /// That of the rack through which the agent speaks. The rack vouches for it.
-    Rack(Behind),
+    Rack(RackRelay),
 }
 
 impl Speaker {
     /// Whether it may speak for the server.
-    fn require_name(&self, server: &str) -> Result<Option<Behind>, Status> {
+    fn require_name(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(visitor) => visitor.require_name(Role::Agent, server).map(|()| None),
-            Self::Rack(behind) => Ok(Some(behind.clone())),
+            Self::Rack(relay) => Ok(Some(relay.clone())),
         }
     }
 }
@@ -50,7 +50,7 @@ impl fmt::Display for Speaker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Agent(visitor) => write!(f, "the agent at {}", visitor.caller),
-            Self::Rack(behind) => write!(f, "an agent behind rack {}", behind.name),
+            Self::Rack(relay) => write!(f, "an agent behind rack {}", relay.name),
         }
     }
 }
@@ -101,9 +101,9 @@ async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages)
         return Err(Status::invalid_argument("an agent's first message: expected a hello"));
     };
     let (server, version) = (made_readable(hello.server), made_readable(hello.version));
-    let behind = speaker.require_name(&server)?;
+    let relay = speaker.require_name(&server)?;
     let now = shared.now();
-    let session = shared.controller().hello_behind(&server, &version, behind, now);
+    let session = shared.controller().connect_via_rack(&server, &version, relay, now);
     session.map_err(|refused| refused_status(&refused))
 }
 

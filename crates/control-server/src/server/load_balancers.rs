@@ -44,7 +44,7 @@ pub async fn serve(
         }
     }
     shared.sockets.forget_asker(session);
-    shared.controller().in_force.forget(session);
+    shared.controller().table_acks.forget(session);
     leave(&shared, name, session).await;
 }
 

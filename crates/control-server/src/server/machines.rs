@@ -4,7 +4,7 @@ use coreward_wire::address::address_bytes;
 use coreward_wire::v1;
 
 use super::shared::Shared;
-use coreward_fleet::fleet::{FleetServer, FleetService, Standing};
+use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// What a machine must know to be looked at.
 pub fn fleet(shared: &Shared) -> v1::FleetReply {
@@ -20,7 +20,7 @@ pub fn fleet(shared: &Shared) -> v1::FleetReply {
         |server: &FleetServer| v1::FleetServer { name: server.name.clone(), address: address_bytes(server.address) };
     v1::FleetReply {
         services: fleet.services.iter().map(service).collect(),
-        servers: fleet.servers.values().filter(|server| server.standing != Standing::Left).map(server).collect(),
+        servers: fleet.servers.values().filter(|server| server.admin_state != AdminState::Left).map(server).collect(),
         reports_from_the_future: controller.reports_ahead,
     }
 }

@@ -15,7 +15,7 @@ use super::agents::Speaker;
 use super::office::not_leading;
 use super::shared::Shared;
 use super::{agents, refused_status};
-use coreward_controller::racks::Behind;
+use coreward_controller::racks::RackRelay;
 use coreward_controller::refused::Refused;
 use coreward_listener::security::Visitor;
 
@@ -97,8 +97,8 @@ async fn listen(
                         let _ = updates.send(Err(Status::resource_exhausted(refusal))).await;
                         return;
                     }
-                    let behind = Behind { rack: session, name: name.into(), stream };
-                    let agent = served.entry(stream).or_insert_with(|| begin(shared, behind, updates.clone()));
+                    let relay = RackRelay { rack: session, name: name.into(), stream };
+                    let agent = served.entry(stream).or_insert_with(|| begin(shared, relay, updates.clone()));
                     // Where nobody serves it any more, it has been told why.
                     let _ = agent.send(Ok(message)).await;
                 }
@@ -120,11 +120,11 @@ async fn listen(
 }
 
 /// Serves an agent behind the rack, from its hello on.
-fn begin(shared: &Arc<Shared>, behind: Behind, updates: Updates) -> Said {
+fn begin(shared: &Arc<Shared>, relay: RackRelay, updates: Updates) -> Said {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
-    let stream = behind.stream;
-    tokio::spawn(agents::serve(shared.clone(), Speaker::Rack(behind), ReceiverStream::new(messages), answers));
+    let stream = relay.stream;
+    tokio::spawn(agents::serve(shared.clone(), Speaker::Rack(relay), ReceiverStream::new(messages), answers));
     tokio::spawn(async move {
         let update = |agent| Ok(v1::RackUpdate { update: Some(v1::rack_update::Update::Agent(agent)) });
         let to = v1::ToAgent { stream, ..Default::default() };

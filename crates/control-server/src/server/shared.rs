@@ -292,7 +292,7 @@ impl Shared {
         page.add_latencies("coreward_report_to_table_seconds", latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
-            (controller.in_force.since_receipt, controller.in_force.since_sent)
+            (controller.table_acks.since_receipt, controller.table_acks.since_sent)
         };
         page.add_latencies("coreward_report_to_kernel_seconds", since_receipt);
         page.add_latencies("coreward_report_sent_to_kernel_seconds", since_sent);
@@ -342,7 +342,7 @@ impl Shared {
         while begun.elapsed() < enough {
             let now = self.now();
             let Some(due) = self.controller().next_due(now) else { break };
-            self.post(&[due.new], due.cause.is_load.then_some(due.cause.received).into_iter());
+            self.post(&[due.new], due.trigger.is_load.then_some(due.trigger.received).into_iter());
         }
         begun.elapsed()
     }

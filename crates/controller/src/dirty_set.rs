@@ -16,7 +16,7 @@ struct Server {
 
 /// Of all servers of a service.
 #[derive(Debug, Default)]
-pub struct Newness {
+pub struct DirtySet {
     /// By id.
     servers: Vec<Server>,
     /// Those of which something is new: few, as tables are made after a few reports.
@@ -25,7 +25,7 @@ pub struct Newness {
     before: Vec<ServerId>,
 }
 
-impl Newness {
+impl DirtySet {
     fn server(&mut self, id: ServerId) -> &mut Server {
         let position = usize::from(id.get());
         if position >= self.servers.len() {
@@ -62,7 +62,7 @@ impl Newness {
     }
 
     /// Whether more may be new of it than what its rack passes up.
-    pub fn is_to_be_looked_at(&self, id: ServerId) -> bool {
+    pub fn needs_refresh(&self, id: ServerId) -> bool {
         self.get(id).more
     }
 

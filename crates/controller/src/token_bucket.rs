@@ -4,43 +4,43 @@ use std::time::Duration;
 
 /// What somebody has left (a token bucket).
 #[derive(Debug, Clone, Copy)]
-pub struct Rate {
+pub struct TokenBucket {
     left: f64,
     at: Duration,
 }
 
 /// How often.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Allowed {
+pub struct Quota {
     /// One per so long, for ever.
     pub every: Duration,
     /// At once, after a pause.
     pub at_once: u32,
 }
 
-impl Allowed {
+impl Quota {
     /// Somebody who has done nothing yet.
-    pub fn from(self, now: Duration) -> Rate {
-        Rate { left: self.at_once.into(), at: now }
+    pub fn from(self, now: Duration) -> TokenBucket {
+        TokenBucket { left: self.at_once.into(), at: now }
     }
 }
 
-impl Rate {
+impl TokenBucket {
     /// Whether it may be done now (since the controller's start); if so, it counts.
-    pub fn take(&mut self, allowed: Allowed, now: Duration) -> bool {
+    pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.at).as_secs_f64();
         self.at = now;
-        self.left = (self.left + elapsed / allowed.every.as_secs_f64()).min(allowed.at_once.into());
+        self.left = (self.left + elapsed / quota.every.as_secs_f64()).min(quota.at_once.into());
         let may = self.left >= 1.0;
         self.left -= f64::from(u8::from(may));
         may
     }
 }
 
-impl Rate {
+impl TokenBucket {
     /// Time until it may be done again; zero: it may be done now. Nothing is counted.
-    pub fn wait(&self, allowed: Allowed, now: Duration) -> Duration {
-        let every = allowed.every.as_secs_f64();
+    pub fn wait(&self, quota: Quota, now: Duration) -> Duration {
+        let every = quota.every.as_secs_f64();
         let left = self.left + now.saturating_sub(self.at).as_secs_f64() / every;
         // A nanosecond more: rounded down it would be waited for again.
         if left >= 1.0 {
@@ -57,20 +57,20 @@ mod tests {
 
     #[test]
     fn some_at_once_and_then_at_the_rate() {
-        let allowed = Allowed { every: Duration::from_millis(50), at_once: 3 };
-        let mut rate = allowed.from(Duration::ZERO);
-        let mut taken = |ms: u64| (0..10).filter(|_| rate.take(allowed, Duration::from_millis(ms))).count();
+        let quota = Quota { every: Duration::from_millis(50), at_once: 3 };
+        let mut bucket = quota.from(Duration::ZERO);
+        let mut taken = |ms: u64| (0..10).filter(|_| bucket.take(quota, Duration::from_millis(ms))).count();
         assert_eq!((taken(0), taken(49), taken(50), taken(150), taken(10_000)), (3, 0, 1, 2, 3));
     }
 
     #[test]
     fn wait_ends_when_a_token_is_there() {
-        let allowed = Allowed { every: Duration::from_millis(50), at_once: 1 };
-        let mut rate = allowed.from(Duration::ZERO);
-        assert_eq!(rate.wait(allowed, Duration::ZERO), Duration::ZERO);
+        let quota = Quota { every: Duration::from_millis(50), at_once: 1 };
+        let mut bucket = quota.from(Duration::ZERO);
+        assert_eq!(bucket.wait(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {
-            let now = now + rate.wait(allowed, now);
-            assert!(rate.take(allowed, now), "{now:?}");
+            let now = now + bucket.wait(quota, now);
+            assert!(bucket.take(quota, now), "{now:?}");
         }
     }
 }

@@ -6,7 +6,7 @@ use coreward_metrics::latency::Latencies;
 use coreward_wire::ServiceIndex;
 
 use super::Now;
-use super::service::Cause;
+use super::service::TableTrigger;
 
 /// Tables of a service that are remembered until load balancers say that they are in force. One that is slower than so many
 /// tables is not measured: some seconds' worth.
@@ -14,8 +14,8 @@ const REMEMBERED: usize = 1024;
 
 /// Causes of the newest tables, and what became of them.
 #[derive(Debug, Default)]
-pub struct InForce {
-    made: HashMap<ServiceIndex, VecDeque<(u64, Cause)>>,
+pub struct TableAcks {
+    made: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
     /// By load balancer's session and service: the newest generation that was said to be in force.
     confirmed: HashMap<(u64, ServiceIndex), u64>,
     /// From the receipt of a report to the word that the table which it made due is in force, at each load balancer.
@@ -24,14 +24,14 @@ pub struct InForce {
     pub since_sent: Latencies,
 }
 
-impl InForce {
+impl TableAcks {
     /// A table has been made.
-    pub fn made(&mut self, service: ServiceIndex, generation: u64, cause: Cause) {
+    pub fn record_build(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
         let made = self.made.entry(service).or_default();
         if made.len() == REMEMBERED {
             made.pop_front();
         }
-        made.push_back((generation, cause));
+        made.push_back((generation, trigger));
     }
 
     /// The load balancer with that session says that this table is in force. A table that it never had was overtaken: what
@@ -42,11 +42,11 @@ impl InForce {
         // What was made before it came says nothing.
         let Some(before) = before else { return };
         let first = made.partition_point(|(made, _)| *made <= before);
-        for (_, cause) in made.range(first..).take_while(|(made, _)| *made <= generation) {
-            if cause.is_load {
-                self.since_receipt.observe(now.monotonic.saturating_sub(cause.received));
+        for (_, trigger) in made.range(first..).take_while(|(made, _)| *made <= generation) {
+            if trigger.is_load {
+                self.since_receipt.observe(now.monotonic.saturating_sub(trigger.received));
             }
-            if let Some(sent) = cause.sent {
+            if let Some(sent) = trigger.sent {
                 self.since_sent.observe(now.wall.saturating_sub(sent));
             }
         }

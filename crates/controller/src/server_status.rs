@@ -6,14 +6,14 @@ use coreward_api::types::{CheckedBy, ServerState, ServiceMember};
 use coreward_model::ServerId;
 use coreward_model::health::{Probe, Verdict};
 
-use super::service::{Condition, Life, Service};
+use super::service::{Eligibility, ServerStatus, Service};
 use super::{Controller, Now};
-use coreward_fleet::fleet::{FleetServer, FleetService, Standing};
+use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 const BY_COMMAND: &str = "`coreward drain` says so";
 
 /// A state, and what is to be said of it.
-pub(super) struct Told {
+pub(super) struct StateReason {
     pub state: ServerState,
     /// Empty: nothing.
     pub reason: String,
@@ -21,7 +21,7 @@ pub(super) struct Told {
     pub lasts: Option<Duration>,
 }
 
-impl Told {
+impl StateReason {
     fn since(state: ServerState, reason: String, since: Option<Duration>, now: Now) -> Self {
         Self { state, reason, lasts: since.map(|since| now.monotonic.saturating_sub(since)) }
     }
@@ -36,7 +36,7 @@ impl Controller {
     /// A service's servers one by one.
     pub(super) fn members(&self, service: &Service, now: Now) -> Vec<ServiceMember> {
         let member = |id: &ServerId| {
-            let told = self.life_in(service, *id, now);
+            let status = self.state_reason_in(service, *id, now);
             let checks = self.load_balancers.checked((service.fleet().index, *id), now);
             let checks = checks.into_iter().map(|(load_balancer, checked, age)| CheckedBy {
                 load_balancer: load_balancer.to_owned(),
@@ -49,9 +49,9 @@ impl Controller {
             });
             ServiceMember {
                 server: self.fleet.servers[id].name.clone(),
-                state: told.state,
-                state_for_ms: told.lasts_ms(),
-                reason: told.reason,
+                state: status.state,
+                state_for_ms: status.lasts_ms(),
+                reason: status.reason,
                 checks: checks.collect(),
             }
         };
@@ -59,51 +59,54 @@ impl Controller {
     }
 
     /// Where the server stands: where it stands best of all its services, and in which of them it is down.
-    pub(super) fn life(&self, id: ServerId, server: &FleetServer, now: Now) -> Told {
-        let lives = self.services_of.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
-        let lives: Vec<(&str, Told)> =
-            lives.map(|service| (service.fleet().name.as_str(), self.life_in(service, id, now))).collect();
+    pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
+        let statuses = self.services_of.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
+        let statuses: Vec<(&str, StateReason)> =
+            statuses.map(|service| (service.fleet().name.as_str(), self.state_reason_in(service, id, now))).collect();
         let down_in = |best: ServerState| {
-            let down =
-                lives.iter().filter(move |(_, told)| told.state == ServerState::Down && best != ServerState::Down);
-            down.map(|(service, told)| format!("down in {service} ({})", told.reason))
+            let down = statuses
+                .iter()
+                .filter(move |(_, status)| status.state == ServerState::Down && best != ServerState::Down);
+            down.map(|(service, status)| format!("down in {service} ({})", status.reason))
         };
-        match lives.iter().map(|(_, told)| told).min_by_key(|told| told.state) {
+        match statuses.iter().map(|(_, status)| status).min_by_key(|status| status.state) {
             Some(best) => {
                 let reasons = Some(best.reason.clone()).filter(|reason| !reason.is_empty()).into_iter();
                 let reasons: Vec<String> = reasons.chain(down_in(best.state)).collect();
-                Told { reason: reasons.join("; "), ..*best }
+                StateReason { reason: reasons.join("; "), ..*best }
             }
-            None => match server.standing {
-                Standing::Active if server.drain.is_some() => {
-                    Told::since(ServerState::Draining, BY_COMMAND.to_owned(), None, now)
+            None => match server.admin_state {
+                AdminState::Active if server.drain.is_some() => {
+                    StateReason::since(ServerState::Draining, BY_COMMAND.to_owned(), None, now)
                 }
-                Standing::Active => Told::since(ServerState::Active, "in no service".to_owned(), None, now),
-                Standing::Draining => Told::since(ServerState::Draining, "in no service".to_owned(), None, now),
-                Standing::Left => Told::since(ServerState::Gone, "has left the fleet".to_owned(), None, now),
+                AdminState::Active => StateReason::since(ServerState::Active, "in no service".to_owned(), None, now),
+                AdminState::Draining => {
+                    StateReason::since(ServerState::Draining, "in no service".to_owned(), None, now)
+                }
+                AdminState::Left => StateReason::since(ServerState::Gone, "has left the fleet".to_owned(), None, now),
             },
         }
     }
 
-    fn life_in(&self, service: &Service, id: ServerId, now: Now) -> Told {
+    fn state_reason_in(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
         let fleet = service.fleet();
         // Before the first table nobody has been judged.
-        let condition = self.condition(fleet, id, now);
-        let (state, since) = match service.life(id) {
-            Some(Life { state, since, condition: known, .. }) if *known == condition => (*state, *since),
-            _ => (condition.state(), Some(now.monotonic)),
+        let eligibility = self.eligibility(fleet, id, now);
+        let (state, since) = match service.status(id) {
+            Some(ServerStatus { state, since, eligibility: known, .. }) if *known == eligibility => (*state, *since),
+            _ => (eligibility.state(), Some(now.monotonic)),
         };
-        let reason = match condition {
-            Condition::Left => "has left".to_owned(),
-            Condition::Drained => self.why_drained(fleet, id),
-            Condition::Unreachable => "no load balancer can find its MAC address".to_owned(),
-            Condition::Unfit => self.why_unfit(fleet, id, now),
-            Condition::Fit if state == ServerState::Joining => {
+        let reason = match eligibility {
+            Eligibility::Left => "has left".to_owned(),
+            Eligibility::Drained => self.why_drained(fleet, id),
+            Eligibility::Unreachable => "no load balancer can find its MAC address".to_owned(),
+            Eligibility::Unhealthy => self.why_unhealthy(fleet, id, now),
+            Eligibility::Eligible if state == ServerState::Joining => {
                 format!("slow start: {:.0} %", service.ramp(id, now) * 100.0)
             }
-            Condition::Fit => self.found_down_by(fleet, id, now).unwrap_or_default(),
+            Eligibility::Eligible => self.found_down_by(fleet, id, now).unwrap_or_default(),
         };
-        Told::since(state, reason, since, now)
+        StateReason::since(state, reason, since, now)
     }
 
     fn why_drained(&self, service: &FleetService, id: ServerId) -> String {
@@ -111,13 +114,13 @@ impl Controller {
         if server.is_drained_in(&service.name) {
             return BY_COMMAND.to_owned();
         }
-        match server.standing {
-            Standing::Draining => "the fleet's document says so".to_owned(),
-            Standing::Active | Standing::Left => "its weight is 0".to_owned(),
+        match server.admin_state {
+            AdminState::Draining => "the fleet's document says so".to_owned(),
+            AdminState::Active | AdminState::Left => "its weight is 0".to_owned(),
         }
     }
 
-    fn why_unfit(&self, service: &FleetService, id: ServerId, now: Now) -> String {
+    fn why_unhealthy(&self, service: &FleetService, id: ServerId, now: Now) -> String {
         if service.check.as_ref().is_some_and(|check| check.probe == Probe::Agent) {
             return "its agent does not report".to_owned();
         }

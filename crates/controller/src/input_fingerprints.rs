@@ -1,0 +1,98 @@
+//! What a service's tables are made of, apart from loads, as it was when somebody last looked. Servers are looked at in shards: reports
+//! wait meanwhile, and a service may have ten thousand.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use coreward_model::ServerId;
+
+/// Ids of a shard. A look at so many servers takes about a millisecond; what changes by itself in a service of ten thousand is found
+/// after five report intervals.
+const SHARD_SIZE: u64 = 2048;
+
+/// A shard of a service's servers, by their ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Shard(u64);
+
+impl Shard {
+    fn of(id: ServerId) -> Self {
+        Self(u64::from(id.get()) / SHARD_SIZE)
+    }
+
+    fn ids(self) -> Range<u64> {
+        self.0 * SHARD_SIZE..(self.0 + 1) * SHARD_SIZE
+    }
+
+    /// Those of `members` that are in the shard.
+    pub fn members<T>(self, members: &BTreeMap<ServerId, T>) -> impl Iterator<Item = ServerId> {
+        let ids = self.ids();
+        let first = ServerId::try_from(ids.start).expect("a shard begins with the id of a server");
+        members.range(first..).map(|(id, _)| *id).take_while(move |id| ids.contains(&u64::from(id.get())))
+    }
+}
+
+/// What was found, as one number for each shard and one for the service.
+#[derive(Debug, Default)]
+pub struct InputFingerprints {
+    service: Option<u64>,
+    shards: BTreeMap<Shard, u64>,
+    last: Option<Shard>,
+}
+
+impl InputFingerprints {
+    /// The shard that comes after the one that was looked at last, or all of them: where `all`, and the first time.
+    pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
+        let from = |first: u64| {
+            let first = ServerId::try_from(first).ok()?;
+            members.range(first..).next().map(|(id, _)| Shard::of(*id))
+        };
+        if all || self.service.is_none() {
+            return std::iter::successors(from(0), |shard| from(shard.ids().end)).collect();
+        }
+        self.last = self.last.and_then(|last| from(last.ids().end)).or_else(|| from(0));
+        self.last.into_iter().collect()
+    }
+
+    /// Takes note of what is found now; whether it is something else.
+    pub fn update(&mut self, service: u64, shards: &[(Shard, u64)]) -> bool {
+        let mut is_new = self.service.replace(service) != Some(service);
+        for (shard, found) in shards {
+            is_new |= self.shards.insert(*shard, *found) != Some(*found);
+        }
+        is_new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn members(ids: &[u64]) -> BTreeMap<ServerId, ()> {
+        ids.iter().map(|id| ((*id).try_into().unwrap(), ())).collect()
+    }
+
+    #[test]
+    fn shards_come_in_turn_after_all_of_them() {
+        let members = members(&[3, 2047, 9_000, 16_383]);
+        let mut fingerprints = InputFingerprints::default();
+        let all = fingerprints.next(&members, false);
+        assert_eq!(all, [Shard(0), Shard(4), Shard(7)]);
+        let of = |shard: Shard| shard.members(&members).map(|id| id.get()).collect::<Vec<_>>();
+        assert_eq!([of(all[0]), of(all[1]), of(all[2])], [vec![3, 2047], vec![9_000], vec![16_383]]);
+        assert!(fingerprints.update(1, &[(Shard(0), 5), (Shard(4), 6), (Shard(7), 7)]));
+        let mut next = || fingerprints.next(&members, false);
+        assert_eq!([next(), next(), next(), next()], [[Shard(0)], [Shard(4)], [Shard(7)], [Shard(0)]]);
+        assert_eq!(fingerprints.next(&members, true), all);
+        assert!(!fingerprints.update(1, &[(Shard(4), 6)]));
+        assert!(fingerprints.update(1, &[(Shard(4), 8)]));
+        assert!(fingerprints.update(2, &[(Shard(4), 8)]));
+    }
+
+    #[test]
+    fn service_without_servers_has_no_shard() {
+        let mut fingerprints = InputFingerprints::default();
+        assert_eq!(fingerprints.next(&members(&[]), true), []);
+        assert!(fingerprints.update(1, &[]));
+        assert_eq!(fingerprints.next(&members(&[]), false), []);
+    }
+}
