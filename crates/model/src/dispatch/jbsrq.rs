@@ -1,176 +1,127 @@
-//! `jbsrq`: bounded queues at the cores, ranked by what a request of that priority would have to wait for.
+//! `jbsrq`: bounded queues at the cores, ranked by the requests that are served before one of that priority.
 
-use super::{Dispatcher, Header, LeastTree, Release};
+use std::num::NonZeroU16;
 
-/// What a request of lower priority counts in the rank of one of higher priority: the cost of making it yield. From 0 to
-/// 1, kept in thousandths so that ranks are whole numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lambda(u16);
-
-/// A factor outside 0 to 1.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[error("lambda {0}: expected a number from 0 to 1")]
-pub struct LambdaOutOfRange(pub f64);
-
-/// What a request of at least the same priority counts.
-const ONE: u32 = 1000;
-
-impl Lambda {
-    /// RingLeader's setting (NSDI'23, Sect. 7.1).
-    pub const PUBLISHED: Lambda = Lambda(200);
-
-    /// Rounded to thousandths.
-    ///
-    /// # Errors
-    /// When `value` is not from 0 to 1.
-    pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
-        if (0.0..=1.0).contains(&value) {
-            Ok(Self((value * f64::from(ONE)).round() as u16))
-        } else {
-            Err(LambdaOutOfRange(value))
-        }
-    }
-
-    /// The factor.
-    pub fn get(self) -> f64 {
-        f64::from(self.0) / f64::from(ONE)
-    }
-}
+use super::feo::{FeoConfig, FeoConfigError, FirstEligibleOut};
+use super::ranks::{FeedbackError, Lambda, RankArrays, RankRule, RankedService};
+use super::{Dispatcher, Header, Release};
 
 /// Join the bounded, shortest ranked queue, and first eligible out (RingLeader, NSDI'23, Sect. 4.2 and 4.3).
 ///
-/// The rank of core c for service A is the number of requests under way there of at least A's priority, plus lambda times
-/// the number of the others. A core takes a request while its rank for that service is below `depth` and the service runs
-/// there; the request goes to the core of least rank. What no core takes waits at the NIC, in a queue per service;
-/// first out is the service of highest priority that any core would take.
+/// A request goes to the core of least rank: see [`RankArrays`]. A request that no core takes waits at the NIC, in a
+/// queue per service: see [`FirstEligibleOut`]. `T` is the handle of a waiting request; the simulator has none.
 #[derive(Debug, Clone)]
-pub struct JoinBoundedShortestRankedQueue {
-    lambda: u32,
-    bound: u32,
-    services: Vec<Service>,
+pub struct JoinBoundedShortestRankedQueue<T = ()> {
+    ranks: RankArrays,
+    queue: FirstEligibleOut<T>,
+    /// By service: the most requests that waited at once since the last call of `take_waiting_peak`.
+    waiting_peaks: Vec<u64>,
 }
 
-#[derive(Debug, Clone)]
-struct Service {
-    /// Rank of each core, in thousandths.
-    ranks: Vec<u32>,
-    /// Whether the service runs on the core.
-    runs: Vec<bool>,
-    /// The ranks of the cores that would take a request; [`FULL`] for the others.
-    eligible: LeastTree<u32>,
-    /// Requests that wait at the NIC.
-    waiting: u64,
-    waiting_peak: u64,
+/// What a new request caused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Submitted<T> {
+    /// The request that the full buffer dropped, with its service; it can be the new one.
+    pub dropped: Option<(u8, T)>,
+    /// The request that goes to a core now; without rate limits and with all earlier ones sent, the new one.
+    pub sent: Option<(Release, T)>,
 }
-
-const FULL: u32 = u32::MAX;
 
 impl JoinBoundedShortestRankedQueue {
-    /// `services` services, each of which runs on all cores.
-    pub fn new(cores: u16, services: u8, lambda: Lambda, depth: std::num::NonZeroU16) -> Self {
-        let service = Service {
-            ranks: vec![0; usize::from(cores)],
-            runs: vec![true; usize::from(cores)],
-            eligible: LeastTree::new(cores, 0),
-            waiting: 0,
-            waiting_peak: 0,
-        };
-        Self {
-            lambda: u32::from(lambda.0),
-            bound: u32::from(depth.get()) * ONE,
-            services: vec![service; usize::from(services)],
-        }
-    }
-
-    /// Says whether `service` runs on `core` (RingLeader's EnableService and DisableService). Requests that went there
-    /// before stay there.
-    pub fn set_runs(&mut self, service: u8, core: u16, runs: bool) {
-        let entry = &mut self.services[usize::from(service)];
-        entry.runs[usize::from(core)] = runs;
-        entry.judge(core, self.bound);
-    }
-
-    /// Whether `service` runs on `core`.
-    pub fn runs(&self, service: u8, core: u16) -> bool {
-        self.services[usize::from(service)].runs[usize::from(core)]
-    }
-
-    /// How many requests of `service` wait at the NIC.
-    pub fn waiting(&self, service: u8) -> u64 {
-        self.services[usize::from(service)].waiting
-    }
-
-    /// The most requests of `service` that waited at once since this was last asked.
-    pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
-        let entry = &mut self.services[usize::from(service)];
-        std::mem::replace(&mut entry.waiting_peak, entry.waiting)
-    }
-
-    /// How many requests `core` has under way, in thousandths: its rank for the lowest priority.
-    pub fn under_way(&self, core: u16) -> u32 {
-        self.services.last().map_or(0, |lowest| lowest.ranks[usize::from(core)])
-    }
-
-    /// A request of `service` more, or less, at `core`.
-    #[inline]
-    fn count(&mut self, service: u8, core: u16, change: impl Fn(&mut u32, u32)) {
-        for (priority, entry) in self.services.iter_mut().enumerate() {
-            // A lower number is a higher priority: those of at least this entry's priority count in full.
-            let weight = if usize::from(service) <= priority { ONE } else { self.lambda };
-            change(&mut entry.ranks[usize::from(core)], weight);
-            entry.judge(core, self.bound);
-        }
-    }
-
-    #[inline]
-    fn send(&mut self, service: u8) -> Option<u16> {
-        let (core, rank) = self.services[usize::from(service)].eligible.least();
-        if rank == FULL {
-            return None;
-        }
-        self.count(service, core, |rank, weight| *rank += weight);
-        Some(core)
+    /// `services` services in strict priority, each of which runs on all cores.
+    ///
+    /// # Panics
+    /// Without services or with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
+    pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
+        let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
+        let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);
+        Self::with(ranks, &FeoConfig::strict(0..services)).expect("1 to 64 services")
     }
 }
 
-impl Service {
+impl<T> JoinBoundedShortestRankedQueue<T> {
+    /// Empty queues in front of the cores that `ranks` describes.
+    ///
+    /// # Errors
+    /// When `config` is out of range or has not the services of `ranks`.
+    pub fn with(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
+        if config.queues.len() != ranks.services() {
+            return Err(FeoConfigError::Services(config.queues.len()));
+        }
+        Ok(Self { queue: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.services()], ranks })
+    }
+
+    /// Enables or disables `service` on `core`: see [`RankArrays::set_enabled`].
+    pub fn set_runs(&mut self, service: u8, core: u16, runs: bool) {
+        self.ranks.set_enabled(service, core, runs);
+    }
+
+    /// The rank arrays.
+    pub fn ranks(&self) -> &RankArrays {
+        &self.ranks
+    }
+
+    /// The waiting requests.
+    pub fn queue(&self) -> &FirstEligibleOut<T> {
+        &self.queue
+    }
+
+    /// The number of requests of `service` that wait at the NIC.
+    pub fn waiting(&self, service: u8) -> u64 {
+        self.queue.waiting(service) as u64
+    }
+
+    /// The most requests of `service` that waited at once since the last call.
+    pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
+        let waiting = self.waiting(service);
+        std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting)
+    }
+
+    /// Queues a request that came in at `now`, then sends the next one if a core takes it. `now` must not decrease.
     #[inline]
-    fn judge(&mut self, core: u16, bound: u32) {
-        let rank = self.ranks[usize::from(core)];
-        let eligible = self.runs[usize::from(core)] && rank < bound;
-        self.eligible.set(core, if eligible { rank } else { FULL });
+    pub fn submit(&mut self, now: u64, service: u8, request: T) -> Submitted<T> {
+        let dropped = self.queue.push(now, service, request);
+        let sent = self.next(now);
+        let peak = &mut self.waiting_peaks[usize::from(service)];
+        *peak = (*peak).max(self.queue.waiting(service) as u64);
+        Submitted { dropped, sent }
+    }
+
+    /// The next request that goes to a core. To be called until it returns `None`, after feedback, after a service was
+    /// enabled, and when a rate limit ends.
+    #[inline]
+    pub fn next(&mut self, now: u64) -> Option<(Release, T)> {
+        let (service, request) = self.queue.pop(now, self.ranks.eligible())?;
+        let core = self.ranks.send(service)?;
+        Some((Release { service, core }, request))
+    }
+
+    /// Accounts for answered requests: see [`RankArrays::feedback`].
+    ///
+    /// # Errors
+    /// When fewer are outstanding.
+    #[inline]
+    pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
+        self.ranks.feedback(service, core, count)
     }
 }
 
 impl Dispatcher for JoinBoundedShortestRankedQueue {
     #[inline]
-    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
-        // A request never overtakes one of its own service.
-        let core = if self.waiting(header.service) == 0 { self.send(header.service) } else { None };
-        if core.is_none() {
-            let entry = &mut self.services[usize::from(header.service)];
-            entry.waiting += 1;
-            entry.waiting_peak = entry.waiting_peak.max(entry.waiting);
-        }
-        core
+    fn place(&mut self, now: u64, header: &Header) -> Option<u16> {
+        let (release, ()) = self.submit(now, header.service, ()).sent?;
+        debug_assert_eq!(release.service, header.service, "release() was called until None");
+        Some(release.core)
     }
 
     #[inline]
     fn completed(&mut self, core: u16, header: &Header) {
-        self.count(header.service, core, |rank, weight| *rank -= weight);
+        self.feedback(header.service, core, 1).expect("a response answers a request");
     }
 
     #[inline]
-    fn release(&mut self) -> Option<Release> {
-        for service in 0..self.services.len() as u8 {
-            if self.waiting(service) > 0
-                && let Some(core) = self.send(service)
-            {
-                self.services[usize::from(service)].waiting -= 1;
-                return Some(Release { service, core });
-            }
-        }
-        None
+    fn release(&mut self, now: u64) -> Option<Release> {
+        self.next(now).map(|(release, ())| release)
     }
 }
 
@@ -225,19 +176,44 @@ mod tests {
         assert_eq!(jbsrq.place(0, &header(0, 1)), None);
         assert_eq!(jbsrq.place(0, &header(1, 1)), Some(1));
         assert_eq!(jbsrq.place(0, &header(1, 1)), None);
-        assert_eq!(jbsrq.release(), None);
+        assert_eq!(jbsrq.release(0), None);
         // Core 1 becomes free: service 0 is first but not eligible there.
         jbsrq.completed(1, &header(1, 1));
-        assert_eq!(jbsrq.release(), Some(Release { service: 1, core: 1 }));
+        assert_eq!(jbsrq.release(0), Some(Release { service: 1, core: 1 }));
         jbsrq.completed(0, &header(0, 1));
-        assert_eq!(jbsrq.release(), Some(Release { service: 0, core: 0 }));
-        assert_eq!((jbsrq.waiting(0), jbsrq.waiting(1), jbsrq.release()), (0, 0, None));
+        assert_eq!(jbsrq.release(0), Some(Release { service: 0, core: 0 }));
+        assert_eq!((jbsrq.waiting(0), jbsrq.waiting(1), jbsrq.release(0)), (0, 0, None));
     }
 
+    /// RingLeader, Sect. 5.2 and Fig. 7: depth 3, lambda 0.2. Service 1 has the paper's priority 2, service 2 its
+    /// priority 1 (the lowest), and priority 3 has no request. Cores count from 0 here.
     #[test]
-    fn lambda_is_a_factor() {
-        assert_eq!(Lambda::new(1.5).unwrap_err().to_string(), "lambda 1.5: expected a number from 0 to 1");
-        assert!(Lambda::new(f64::NAN).is_err());
-        assert_eq!(Lambda::new(0.2), Ok(Lambda::PUBLISHED));
+    fn figure_7_of_the_paper() {
+        const PRIORITY_3: u8 = 0;
+        const SERVICE_1: u8 = 1;
+        const SERVICE_2: u8 = 2;
+        let arrays = |jbsrq: &JoinBoundedShortestRankedQueue, core| {
+            [SERVICE_2, SERVICE_1, PRIORITY_3].map(|service| jbsrq.ranks().rank(service, core))
+        };
+        let depth = NonZeroU16::new(3).unwrap();
+        let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, depth);
+        for (service, core) in [(SERVICE_2, 0), (SERVICE_2, 0), (SERVICE_1, 1), (SERVICE_2, 1), (SERVICE_2, 1)] {
+            put(&mut jbsrq, service, core);
+        }
+        assert_eq!((arrays(&jbsrq, 0), arrays(&jbsrq, 1)), ([2000, 400, 400], [3000, 1400, 600]), "before");
+        assert_eq!(jbsrq.ranks().eligible(), 0b111);
+
+        let sent_f = jbsrq.submit(0, SERVICE_1, ()).sent;
+        assert_eq!(sent_f, Some((Release { service: SERVICE_1, core: 0 }, ())), "steps 1 to 5");
+        assert_eq!(arrays(&jbsrq, 0), [3000, 1400, 600], "step 6");
+        assert_eq!(jbsrq.ranks().eligible() >> SERVICE_2 & 1, 0, "steps 7 and 8");
+        assert_eq!(jbsrq.submit(0, SERVICE_2, ()).sent, None, "held at the NIC");
+
+        jbsrq.feedback(SERVICE_1, 0, 1).unwrap();
+        assert_eq!(arrays(&jbsrq, 0), [2000, 400, 400], "step 9, F");
+        jbsrq.feedback(SERVICE_2, 0, 1).unwrap();
+        assert_eq!(arrays(&jbsrq, 0), [1000, 200, 200], "step 9, A");
+        assert_eq!(jbsrq.next(0), Some((Release { service: SERVICE_2, core: 0 }, ())));
+        assert_eq!(jbsrq.next(0), None);
     }
 }

@@ -49,7 +49,7 @@ impl Dispatcher for JoinShortestQueue {
     }
 
     #[inline]
-    fn release(&mut self) -> Option<Release> {
+    fn release(&mut self, _now: u64) -> Option<Release> {
         if self.waiting == 0 {
             return None;
         }
@@ -71,7 +71,7 @@ mod tests {
         assert_eq!(placed, [0, 1, 2, 0]);
         jsq.completed(2, &header(0, 1));
         assert_eq!(jsq.place(0, &header(0, 1)), Some(2));
-        assert_eq!(jsq.release(), None);
+        assert_eq!(jsq.release(0), None);
     }
 
     #[test]
@@ -79,9 +79,9 @@ mod tests {
         let mut jbsq = JoinShortestQueue::bounded(2, 2.try_into().unwrap());
         let placed: Vec<_> = (0..6).map(|_| jbsq.place(0, &header(0, 1))).collect();
         assert_eq!(placed, [Some(0), Some(1), Some(0), Some(1), None, None]);
-        assert_eq!(jbsq.release(), None);
+        assert_eq!(jbsq.release(0), None);
         jbsq.completed(1, &header(0, 1));
-        assert_eq!(jbsq.release(), Some(Release { service: 0, core: 1 }));
-        assert_eq!(jbsq.release(), None);
+        assert_eq!(jbsq.release(0), Some(Release { service: 0, core: 1 }));
+        assert_eq!(jbsq.release(0), None);
     }
 }

@@ -8,10 +8,12 @@
 
 mod assignment;
 mod class_bounds;
+mod feo;
 mod jbsrq;
 mod jlq;
 mod jsq;
 mod least;
+mod ranks;
 mod repair;
 mod rss;
 mod spread;
@@ -20,10 +22,15 @@ mod weight;
 
 pub use assignment::{Assignment, Change, CoreAllocation, LoadHint, LoadMonitor, UnknownAssignment};
 pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
-pub use jbsrq::{JoinBoundedShortestRankedQueue, Lambda, LambdaOutOfRange};
+pub use feo::{
+    FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, Ranking,
+    RateLimit, Selection,
+};
+pub use jbsrq::{JoinBoundedShortestRankedQueue, Submitted};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{Key, LeastTree};
+pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
 pub use repair::{LearnedTime, Liveness, given_up};
 pub use rss::{BucketHash, regroup};
 pub use spread::{RandomCore, RoundRobinCore};
@@ -60,8 +67,8 @@ pub trait Dispatcher {
     /// The response to a request that `core` had passes the NIC on its way out.
     fn completed(&mut self, core: u16, header: &Header);
 
-    /// After [`Dispatcher::completed`]: a request that waits and may go now. Ask until the answer is `None`.
-    fn release(&mut self) -> Option<Release> {
+    /// After [`Dispatcher::completed`]: a request that waits and may go at `now`. Ask until the answer is `None`.
+    fn release(&mut self, _now: u64) -> Option<Release> {
         None
     }
 }

@@ -60,7 +60,7 @@ impl AllocatedServer {
             let Some((_, (service, hint))) = self.hints.receive() else { return };
             let nic = &self.server.dispatcher;
             let other_waits = nic.waiting(1 - service) > 0;
-            let changes = self.allocation.hint(service, hint, other_waits, |core| nic.under_way(core));
+            let changes = self.allocation.hint(service, hint, other_waits, |core| nic.ranks().load(core));
             self.answers.send(now, (service, changes));
         } else {
             for service in [0, 1] {

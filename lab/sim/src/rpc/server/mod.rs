@@ -119,7 +119,7 @@ impl<D: Dispatcher, C: Cores> NicServer<D, C> {
     /// Sends what waits at the NIC and may go now.
     #[inline]
     fn release(&mut self, now: Tick) {
-        while let Some(release) = self.dispatcher.release() {
+        while let Some(release) = self.dispatcher.release(now) {
             let released = self.waiting[usize::from(release.service)].pop_front();
             self.cores.dispatch(now, release.core, released.expect("the dispatcher counts those that wait"));
         }

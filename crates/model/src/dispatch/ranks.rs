@@ -1,0 +1,324 @@
+//! Rank arrays: how much work is ahead of a service's next request at each core, and which cores take one.
+
+use std::num::NonZeroU16;
+
+use super::LeastTree;
+use super::feo::MAX_SERVICES;
+
+/// Factor of a request of lower priority in the rank of a service: the cost of making it yield. From 0 to 1, in
+/// thousandths so that ranks are whole numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lambda(u16);
+
+/// A factor outside 0 to 1.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("lambda {0}: expected a number from 0 to 1")]
+pub struct LambdaOutOfRange(pub f64);
+
+/// Factor of a request of at least the same priority.
+const ONE: u32 = 1000;
+
+impl Lambda {
+    /// RingLeader's setting (NSDI'23, Sect. 7.1).
+    pub const PUBLISHED: Lambda = Lambda(200);
+
+    /// Rounded to thousandths.
+    ///
+    /// # Errors
+    /// When `value` is not from 0 to 1.
+    pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
+        if (0.0..=1.0).contains(&value) {
+            Ok(Self((value * f64::from(ONE)).round() as u16))
+        } else {
+            Err(LambdaOutOfRange(value))
+        }
+    }
+
+    /// The factor.
+    pub fn get(self) -> f64 {
+        f64::from(self.0) / f64::from(ONE)
+    }
+}
+
+/// Which outstanding requests of a core count in the rank of a service there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RankRule {
+    /// JBSRQ: those of at least the service's priority in full, the others by the service's [`Lambda`] (RingLeader,
+    /// NSDI'23, Sect. 4.2).
+    Ranked,
+    /// Global JBSQ: all alike (RackSched, OSDI'20).
+    Global,
+    /// Per-service JBSQ: those of the service itself only (nanoPU, OSDI'21). Each service has a bound of its own.
+    PerService,
+}
+
+/// A service as the rank arrays see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RankedService {
+    /// Its priority; 0 is the highest. Services can share one.
+    pub priority: u8,
+    /// Factor of a request of lower priority.
+    pub lambda: Lambda,
+}
+
+/// Feedback about requests that were not sent to the core.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("feedback for {count} requests of service {service} at core {core}: {outstanding} are outstanding")]
+pub struct FeedbackError {
+    /// The service.
+    pub service: u8,
+    /// The core.
+    pub core: u16,
+    /// Completed requests, as reported.
+    pub count: u32,
+    /// Requests of the service that the core has.
+    pub outstanding: u32,
+}
+
+/// The ranks of every service at every core (RingLeader, NSDI'23, Sect. 4.2 and 5.1).
+///
+/// The rank of a core for a service is a weighted sum of the requests that are outstanding there. A core takes a request
+/// while its rank for that service is below the depth and the service is enabled there. The request goes to the core of
+/// least rank; of equal cores, the one with the lowest index.
+#[derive(Debug, Clone)]
+pub struct RankArrays {
+    bound: u32,
+    /// Bit s: a core would take a request of service s.
+    eligible: u64,
+    services: Vec<ServiceRanks>,
+}
+
+#[derive(Debug, Clone)]
+struct ServiceRanks {
+    /// By service: what one of its requests counts in this rank, in thousandths.
+    weights: Vec<u32>,
+    /// By core: the rank, in thousandths.
+    ranks: Vec<u32>,
+    /// By core: whether the service is enabled.
+    enabled: Vec<bool>,
+    /// By core: requests of the service that were sent and not answered.
+    outstanding: Vec<u32>,
+    /// The ranks of the cores that would take a request; [`FULL`] for the others.
+    least: LeastTree<u32>,
+}
+
+const FULL: u32 = u32::MAX;
+
+impl RankArrays {
+    /// Empty queues of `cores` cores (at least 1), every service enabled on every core. `depth`: the bound of a rank.
+    ///
+    /// # Panics
+    /// Without cores, or with more than [`MAX_SERVICES`] services.
+    pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
+        assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
+        let per_core = usize::from(cores);
+        let ranks = (0..services.len()).map(|own| ServiceRanks {
+            weights: (0..services.len()).map(|other| rule.weight(services, own, other)).collect(),
+            ranks: vec![0; per_core],
+            enabled: vec![true; per_core],
+            outstanding: vec![0; per_core],
+            least: LeastTree::new(cores, 0),
+        });
+        let eligible = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
+        Self { bound: u32::from(depth.get()) * ONE, eligible, services: ranks.collect() }
+    }
+
+    /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that were
+    /// sent before stay there.
+    pub fn set_enabled(&mut self, service: u8, core: u16, enabled: bool) {
+        self.services[usize::from(service)].enabled[usize::from(core)] = enabled;
+        self.update_eligibility(service, core);
+    }
+
+    /// Whether `service` is enabled on `core`.
+    pub fn is_enabled(&self, service: u8, core: u16) -> bool {
+        self.services[usize::from(service)].enabled[usize::from(core)]
+    }
+
+    /// The number of services.
+    pub fn services(&self) -> usize {
+        self.services.len()
+    }
+
+    /// The services of which a core would take a request: bit s is service s.
+    #[inline]
+    pub fn eligible(&self) -> u64 {
+        self.eligible
+    }
+
+    /// The rank of `core` for `service`, in thousandths.
+    pub fn rank(&self, service: u8, core: u16) -> u32 {
+        self.services[usize::from(service)].ranks[usize::from(core)]
+    }
+
+    /// Requests of `service` that `core` has.
+    pub fn outstanding(&self, service: u8, core: u16) -> u32 {
+        self.services[usize::from(service)].outstanding[usize::from(core)]
+    }
+
+    /// Requests that `core` has, of all services.
+    pub fn load(&self, core: u16) -> u32 {
+        self.services.iter().map(|service| service.outstanding[usize::from(core)]).sum()
+    }
+
+    /// Sends a request of `service`: returns its core and counts it there. `None`: no core takes it.
+    #[inline]
+    pub fn send(&mut self, service: u8) -> Option<u16> {
+        let (core, rank) = self.services[usize::from(service)].least.least();
+        if rank == FULL {
+            return None;
+        }
+        self.services[usize::from(service)].outstanding[usize::from(core)] += 1;
+        self.update_ranks(service, core, |rank, weight| rank + weight);
+        Some(core)
+    }
+
+    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback).
+    ///
+    /// # Errors
+    /// When fewer are outstanding there; nothing changes then.
+    #[inline]
+    pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
+        let outstanding = &mut self.services[usize::from(service)].outstanding[usize::from(core)];
+        let Some(left) = outstanding.checked_sub(count) else {
+            return Err(FeedbackError { service, core, count, outstanding: *outstanding });
+        };
+        *outstanding = left;
+        self.update_ranks(service, core, |rank, weight| rank - weight * count);
+        Ok(())
+    }
+
+    #[inline]
+    fn update_ranks(&mut self, service: u8, core: u16, change: impl Fn(u32, u32) -> u32) {
+        for own in 0..self.services.len() as u8 {
+            let entry = &mut self.services[usize::from(own)];
+            let weight = entry.weights[usize::from(service)];
+            if weight != 0 {
+                entry.ranks[usize::from(core)] = change(entry.ranks[usize::from(core)], weight);
+                self.update_eligibility(own, core);
+            }
+        }
+    }
+
+    #[inline]
+    fn update_eligibility(&mut self, service: u8, core: u16) {
+        let entry = &mut self.services[usize::from(service)];
+        let rank = entry.ranks[usize::from(core)];
+        let takes = entry.enabled[usize::from(core)] && rank < self.bound;
+        entry.least.set(core, if takes { rank } else { FULL });
+        let eligible = u64::from(entry.least.least().1 != FULL);
+        self.eligible = self.eligible & !(1 << service) | eligible << service;
+    }
+}
+
+impl RankRule {
+    /// What a request of service `other` counts in the rank of service `own`, in thousandths.
+    fn weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
+        match self {
+            Self::Ranked if services[other].priority <= services[own].priority => ONE,
+            Self::Ranked => u32::from(services[own].lambda.0),
+            Self::Global => ONE,
+            Self::PerService => u32::from(own == other) * ONE,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
+
+    fn services(priorities: &[u8]) -> Vec<RankedService> {
+        priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect()
+    }
+
+    /// Sends `count` requests of the service to the core of two.
+    fn fill(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
+        ranks.set_enabled(service, 1 - core, false);
+        (0..count).for_each(|_| assert_eq!(ranks.send(service), Some(core)));
+        ranks.set_enabled(service, 1 - core, true);
+    }
+
+    /// RingLeader, Fig. 5 (a): core 0 has three of low priority, core 1 one of high priority.
+    #[test]
+    fn global_jbsq_avoids_low_priority_that_jbsrq_overtakes() {
+        for (rule, expected) in [(RankRule::Global, 1), (RankRule::Ranked, 0)] {
+            let mut ranks = RankArrays::new(2, &services(&[0, 1]), rule, DEPTH);
+            fill(&mut ranks, 1, 0, 3);
+            fill(&mut ranks, 0, 1, 1);
+            assert_eq!(ranks.send(0), Some(expected), "{rule:?}");
+        }
+    }
+
+    /// Fig. 5 (b): core 0 has fewer of low priority but more of high priority, which are served first.
+    #[test]
+    fn per_service_jbsq_ignores_high_priority_that_jbsrq_counts() {
+        for (rule, expected) in [(RankRule::PerService, 0), (RankRule::Ranked, 1)] {
+            let mut ranks = RankArrays::new(2, &services(&[0, 1]), rule, DEPTH);
+            fill(&mut ranks, 1, 0, 1);
+            fill(&mut ranks, 1, 1, 2);
+            fill(&mut ranks, 0, 0, 2);
+            assert_eq!(ranks.send(1), Some(expected), "{rule:?}");
+        }
+    }
+
+    #[test]
+    fn feedback_for_requests_never_sent_is_an_error() {
+        let mut ranks = RankArrays::new(2, &services(&[0, 1]), RankRule::Ranked, DEPTH);
+        fill(&mut ranks, 1, 0, 2);
+        let error = ranks.feedback(1, 0, 3).unwrap_err();
+        let expected = "feedback for 3 requests of service 1 at core 0: 2 are outstanding";
+        assert_eq!(error.to_string(), expected);
+        assert_eq!((ranks.outstanding(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
+        assert_eq!((ranks.feedback(0, 0, 0), ranks.feedback(1, 0, 2)), (Ok(()), Ok(())));
+        assert_eq!(ranks.load(0), 0);
+    }
+
+    #[test]
+    fn lambda_is_a_factor() {
+        assert_eq!(Lambda::new(1.5).unwrap_err().to_string(), "lambda 1.5: expected a number from 0 to 1");
+        assert!(Lambda::new(f64::NAN).is_err());
+        assert_eq!(Lambda::new(0.2), Ok(Lambda::PUBLISHED));
+    }
+
+    proptest! {
+        /// Ranks are the sums over the outstanding requests, and the eligible core of least rank is selected.
+        #[test]
+        fn ranks_agree_with_a_sum(
+            priorities in prop::collection::vec(0u8..3, 1..5),
+            rule in prop_oneof![Just(RankRule::Ranked), Just(RankRule::Global), Just(RankRule::PerService)],
+            cores in 1u16..5,
+            steps in prop::collection::vec((0u8..4, any::<u8>(), any::<u16>()), 0..200),
+        ) {
+            let services = services(&priorities);
+            let mut ranks = RankArrays::new(cores, &services, rule, DEPTH);
+            for (step, service, core) in steps {
+                let (service, core) = (service % services.len() as u8, core % cores);
+                let sum = |ranks: &RankArrays, core| -> u32 {
+                    let counted = |other: u8| {
+                        let weight = rule.weight(&services, usize::from(service), usize::from(other));
+                        ranks.outstanding(other, core) * weight
+                    };
+                    (0..services.len() as u8).map(counted).sum()
+                };
+                for core in 0..cores {
+                    prop_assert_eq!(ranks.rank(service, core), sum(&ranks, core));
+                }
+                let takes = |core: &u16| ranks.is_enabled(service, *core) && sum(&ranks, *core) < 4000;
+                let expected = (0..cores).filter(takes).min_by_key(|core| sum(&ranks, *core));
+                prop_assert_eq!(ranks.eligible() >> service & 1 == 1, expected.is_some());
+                match step {
+                    0 | 1 => prop_assert_eq!(ranks.send(service), expected),
+                    2 => {
+                        let count = ranks.outstanding(service, core).min(2);
+                        prop_assert!(ranks.feedback(service, core, count).is_ok());
+                    }
+                    _ => ranks.set_enabled(service, core, !ranks.is_enabled(service, core)),
+                }
+            }
+        }
+    }
+}
