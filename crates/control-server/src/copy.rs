@@ -11,8 +11,8 @@ use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
 
-use crate::config::{ControllerConfig, StorePlace};
-use crate::server::office;
+use crate::config::{ControllerConfig, StoreLocation};
+use crate::server::leader_election;
 
 /// Copies what is on record from the store that the controller's file `from` names to the one that `to` names. No controller may
 /// use either of them meanwhile. Returns what was done, in words.
@@ -48,13 +48,15 @@ struct Opened {
 }
 
 impl Opened {
-    fn open(place: &StorePlace) -> anyhow::Result<Self> {
+    fn open(place: &StoreLocation) -> anyhow::Result<Self> {
         match place {
-            StorePlace::Embedded(file) => Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), held: None }),
-            StorePlace::Etcd(config) => {
-                let cluster = office::cluster(config)?;
+            StoreLocation::Embedded(file) => {
+                Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), held: None })
+            }
+            StoreLocation::Etcd(config) => {
+                let cluster = leader_election::cluster(config)?;
                 let leadership = cluster
-                    .block_on(office::candidate(config)?.lead_now(cluster.clone()))
+                    .block_on(leader_election::candidate(config)?.lead_now(cluster.clone()))
                     .context("a controller uses this store: expected all of them to be stopped")?;
                 let leadership = Arc::new(leadership);
                 let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.prefix)?;

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use coreward_config::{Diagnostic, Diagnostics, Source, schema};
 use coreward_control_server::config::file::ControllerFile;
-use coreward_control_server::config::{ControllerConfig, StorePlace};
-use coreward_control_server::server::office;
+use coreward_control_server::config::{ControllerConfig, StoreLocation};
+use coreward_control_server::server::leader_election;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::config::file::FleetFile;
 use serde_json::{Value, json};
@@ -192,9 +192,9 @@ impl Kind {
 
 /// The files of `[etcd.tls]`, as the daemon uses them.
 fn etcd_files(controller: &Source) -> Result<(), Diagnostics> {
-    let StorePlace::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
+    let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let wrong = |error| Diagnostic::of_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
-    office::cluster(&etcd).map(drop).map_err(wrong)
+    leader_election::cluster(&etcd).map(drop).map_err(wrong)
 }
 
 /// The fleet's file that a controller's names, also when something else in that is wrong.

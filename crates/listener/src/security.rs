@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tonic::{Request, Status};
 
 /// What stands in the file of a daemon that parts connect to.
-pub struct Door<'a> {
+pub struct ListenerConfig<'a> {
     /// Where they connect to.
     pub listen: SocketAddr,
     /// Who the daemon is.
@@ -41,7 +41,7 @@ impl Security {
     ///
     /// # Errors
     /// When certificates cannot be used.
-    pub fn of(config: &Door<'_>) -> anyhow::Result<Self> {
+    pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
                 "{} without TLS: whoever reaches it can read the cookie keys and speak for any server: expected `[tls]`, an \
@@ -129,13 +129,13 @@ impl Acceptor for ApiDoor {
 }
 
 /// Who asks; what is refused to it is counted and logged.
-pub struct Visitor {
+pub struct AuthenticatedPeer {
     /// Who it is.
     pub caller: Caller,
     security: Arc<Security>,
 }
 
-impl Visitor {
+impl AuthenticatedPeer {
     /// Who sends the request.
     ///
     /// # Errors
@@ -155,7 +155,7 @@ impl Visitor {
     /// Whether it may say that it is `role` called `name`.
     ///
     /// # Errors
-    /// As [`Visitor::require`].
+    /// As [`AuthenticatedPeer::require`].
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.caller.require_name(role, name).inspect_err(|status| self.refused(Reason::WrongName, status))
     }

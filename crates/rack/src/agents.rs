@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_controller::Now;
 use coreward_fleet::clock::wall_now;
 use coreward_listener::HELLO_TIMEOUT;
-use coreward_listener::security::{Security, Visitor};
+use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_tls::Role;
 use coreward_wire::rack::rack_messages;
 use coreward_wire::v1;
@@ -146,9 +146,9 @@ impl Shared {
     }
 
     /// Whether the agent is who its certificate says; it is told when not.
-    fn may_speak_for(&self, stream: u64, visitor: &Visitor, server: &str) -> bool {
-        let Err(refused) = visitor.require_name(Role::Agent, server) else { return true };
-        tracing::warn!("the agent at {} was refused: {}", visitor.caller, refused.message());
+    fn may_speak_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
+        let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
+        tracing::warn!("the agent at {} was refused: {}", peer.caller, refused.message());
         if let Some(answers) = self.up().as_ref().and_then(|up| up.answers.get(&stream)) {
             let _ = answers.try_send(Err(refused));
         }
@@ -231,7 +231,7 @@ async fn next_message(
 /// Serves one agent until it, or the controller, goes.
 async fn serve(
     shared: Arc<Shared>,
-    visitor: Visitor,
+    peer: AuthenticatedPeer,
     stream: u64,
     mut said: Streaming<v1::AgentMessage>,
     up: mpsc::Sender<v1::RackMessage>,
@@ -249,7 +249,7 @@ async fn serve(
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
             // The controller has only our word for who it is.
-            Message::Hello(hello) if !shared.may_speak_for(stream, &visitor, &readable(&hello.server)) => false,
+            Message::Hello(hello) if !shared.may_speak_for(stream, &peer, &readable(&hello.server)) => false,
             other => {
                 shared.other_message(stream, &other);
                 hand_on(from_agent(stream, other)).await
@@ -286,10 +286,10 @@ impl Control for Service {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
-        let visitor = Visitor::of(&request, &self.security)?;
+        let peer = AuthenticatedPeer::of(&request, &self.security)?;
         let (answers, updates) = mpsc::channel(QUEUED);
         let (stream, up) = self.shared.begin(answers)?;
-        tokio::spawn(serve(self.shared.clone(), visitor, stream, request.into_inner(), up));
+        tokio::spawn(serve(self.shared.clone(), peer, stream, request.into_inner(), up));
         Ok(Response::new(ReceiverStream::new(updates)))
     }
 

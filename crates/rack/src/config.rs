@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_config::{Diagnostics, MILLISECOND, MINUTE, Name, Number, Period, Source, table};
 use coreward_daemon::Controllers;
-use coreward_listener::security::Door;
+use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MOST_CANDIDATES;
 use coreward_tls::Files;
 use coreward_tls::certificate::Fingerprint;
@@ -87,9 +87,9 @@ impl Config {
     }
 
     /// Who may come.
-    pub fn door(&self) -> Door<'_> {
+    pub fn listener_config(&self) -> ListenerConfig<'_> {
         let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;
-        Door { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
+        ListenerConfig { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
     }
 }
 

@@ -90,7 +90,7 @@ impl Rack {
     }
 
     async fn open(config: Config) -> anyhow::Result<Self> {
-        let security = Arc::new(Security::of(&config.door())?);
+        let security = Arc::new(Security::of(&config.listener_config())?);
         let expected = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
             .await

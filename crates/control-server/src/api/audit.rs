@@ -8,7 +8,7 @@ use coreward_api::work::{Answer, Size, answer};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
-use crate::server::keeper::{Change, NotForgotten};
+use crate::server::state_manager::{Change, NotForgotten};
 use coreward_fleet::audit::ENTRIES;
 
 /// Who changed what: the newest 1,000 changes, also those of controllers before this one

@@ -7,8 +7,8 @@ use coreward_api::types::{DrainServer, DrainStatus, EventId, EventKind};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
-use crate::server::keeper::Change;
-use crate::server::shared::Shared;
+use crate::server::controller_state::ControllerState;
+use crate::server::state_manager::Change;
 use coreward_fleet::drains::{NotDrained, WantedDrain};
 
 /// Whether a server is drained, and what remains there
@@ -24,7 +24,7 @@ pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> R
     status(&*api.shared()?, &name).map(Json)
 }
 
-fn status(shared: &Shared, server: &str) -> Result<DrainStatus, Problem> {
+fn status(shared: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
     let now = shared.now();
     shared.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
@@ -81,7 +81,7 @@ pub async fn undrain(
 /// Makes the change, and tells of it where it changes anything.
 async fn change(
     api: &Api,
-    shared: &Shared,
+    shared: &ControllerState,
     server: &str,
     change: Change,
     (caller, event): (&Caller, &str),

@@ -20,10 +20,10 @@ use serde_json::json;
 
 use super::{look, router};
 use crate::config::ControllerConfig;
-use crate::server::keeper::Keeper;
+use crate::server::controller_state::{ControllerState, WantedChange};
+use crate::server::leader_election::LeaderElection;
 use crate::server::make;
-use crate::server::office::Office;
-use crate::server::shared::{Shared, WantedChange};
+use crate::server::state_manager::StateManager;
 use coreward_controller::Controller;
 use coreward_listener::security::Security;
 use coreward_store::Store;
@@ -54,7 +54,7 @@ fn fleet(more: &str) -> String {
 
 struct Site {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ControllerState>,
     client: Client,
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
@@ -128,13 +128,14 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
-    let office = Office::new(None, Security::of(&config.door()).unwrap());
+    let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
     let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let mut keeper = Keeper::open(&path, config, office.security.denied.clone(), open).unwrap();
-    let (shared, mut changes) = Shared::new(Controller::new(keeper.fleet()), (keeper.clock(), keeper.counts()), None);
+    let mut manager = StateManager::open(&path, config, election.security.denied.clone(), open).unwrap();
+    let (shared, mut changes) =
+        ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
     let shared = Arc::new(shared);
     shared.settle();
-    office.take(shared.clone());
+    election.take(shared.clone());
     let drawn = Arc::new(Tokens::open(directory).unwrap());
     let listener = Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = listener.address();
@@ -144,7 +145,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
     let api_thread = Arc::default();
     let site = Site { address, shared: shared.clone(), client, tokens, api_thread };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
-        let (router, api) = router(Arc::new(office), drawn).unwrap();
+        let (router, api) = router(Arc::new(election), drawn).unwrap();
         let watch = watch_thread(site.api_thread.clone());
         let beside = async {
             tokio::join!(look(api), watch);
@@ -152,8 +153,8 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
         let _serving = listener.serve(Plain, router, || (), beside).unwrap();
         let keep = async {
             while let Some(WantedChange { change, author, done }) = changes.recv().await {
-                let (back, outcome) = make(keeper, &shared, change, author).await.unwrap();
-                keeper = back;
+                let (back, outcome) = make(manager, &shared, change, author).await.unwrap();
+                manager = back;
                 let _ = done.send(outcome);
             }
         };

@@ -7,7 +7,7 @@ use coreward_api::types::{EventId, EventKind, Keys, RotateKeys};
 use coreward_api::{Caller, Problem, ProblemKind};
 
 use super::Api;
-use crate::server::keeper::Change;
+use crate::server::state_manager::Change;
 
 /// Which key stamps, and how far a rotation is
 #[utoipa::path(get, path = "/v1/keys", responses((status = 200, description = "The keys, without the secrets", body = Keys)))]

@@ -4,17 +4,17 @@
 //! * [`events`]: what has happened, found by looking at what there is again and again
 //! * [`feed`]: what watchers are told
 
-mod answers;
 mod audit;
 mod dashboard;
-mod documents;
 mod drains;
 mod events;
 mod explain;
 mod feed;
+mod fleet_handlers;
 #[cfg(test)]
 mod isolation_tests;
 mod keys;
+mod status_handlers;
 mod watch;
 
 use std::sync::Arc;
@@ -33,8 +33,8 @@ use coreward_api::{Problem, ProblemKind, Role, routes};
 use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
 
-use crate::server::office::{Leader, Office, is_deposed};
-use crate::server::shared::Shared;
+use crate::server::controller_state::ControllerState;
+use crate::server::leader_election::{Leader, LeaderElection, is_deposed};
 use crate::server::yield_to_reports;
 use coreward_store::StoreError;
 use events::EventLog;
@@ -49,7 +49,7 @@ const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balan
 /// What all handlers know.
 #[derive(Clone)]
 pub struct Api {
-    office: Arc<Office>,
+    election: Arc<LeaderElection>,
     guard: Arc<Guard>,
     events: Arc<EventLog>,
     feed: Arc<Feed>,
@@ -61,8 +61,8 @@ impl Api {
     ///
     /// # Errors
     /// When this controller does not lead.
-    fn shared(&self) -> Result<Arc<Shared>, Problem> {
-        self.office.shared().map_err(|_| self.not_leading(None))
+    fn shared(&self) -> Result<Arc<ControllerState>, Problem> {
+        self.election.shared().map_err(|_| self.not_leading(None))
     }
 }
 
@@ -70,7 +70,7 @@ impl Api {
     /// Why a change was not made.
     fn not_changed(&self, error: &anyhow::Error) -> Problem {
         // Who has been deposed meanwhile has nobody left who would answer.
-        if is_deposed(error) || self.office.shared().is_err() {
+        if is_deposed(error) || self.election.shared().is_err() {
             self.not_leading(Some(error))
         } else if error.downcast_ref::<StoreError>().is_some() {
             Problem::new(ProblemKind::NotStored, format!("{error:#}")).retry_after(10)
@@ -80,7 +80,7 @@ impl Api {
     }
 
     fn not_leading(&self, error: Option<&anyhow::Error>) -> Problem {
-        let leader = self.office.leader();
+        let leader = self.election.leader();
         let detail = match (error, &leader) {
             (Some(error), _) => format!("{error:#}"),
             (None, Some(leader)) => format!("this controller does not lead: {leader} does"),
@@ -96,29 +96,29 @@ impl Api {
 fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
     let viewer = Role::Viewer;
     Endpoints::new(guard, "coreward controller", DESCRIPTION)
-        .add(viewer, routes!(answers::version))
-        .add(viewer, routes!(answers::health))
-        .add(viewer, routes!(answers::status))
-        .add(viewer, routes!(answers::services))
-        .add(viewer, routes!(answers::service))
-        .add(viewer, routes!(answers::servers))
-        .add(viewer, routes!(answers::server))
+        .add(viewer, routes!(status_handlers::version))
+        .add(viewer, routes!(status_handlers::health))
+        .add(viewer, routes!(status_handlers::status))
+        .add(viewer, routes!(status_handlers::services))
+        .add(viewer, routes!(status_handlers::service))
+        .add(viewer, routes!(status_handlers::servers))
+        .add(viewer, routes!(status_handlers::server))
         .add(viewer, routes!(drains::drain_status))
         .add(Role::Operator, routes!(drains::drain, drains::undrain))
-        .add(viewer, routes!(answers::load_balancers))
-        .add(viewer, routes!(answers::load_balancer))
-        .add(viewer, routes!(answers::loads))
-        .add(viewer, routes!(answers::tables))
-        .add(viewer, routes!(answers::table))
+        .add(viewer, routes!(status_handlers::load_balancers))
+        .add(viewer, routes!(status_handlers::load_balancer))
+        .add(viewer, routes!(status_handlers::loads))
+        .add(viewer, routes!(status_handlers::tables))
+        .add(viewer, routes!(status_handlers::table))
         .add(viewer, routes!(explain::explain))
         .add(viewer, routes!(keys::keys))
         .add(Role::Operator, routes!(keys::rotate))
-        .add(viewer, routes!(documents::fleet))
-        .add(viewer, routes!(documents::acknowledgements))
+        .add(viewer, routes!(fleet_handlers::fleet))
+        .add(viewer, routes!(fleet_handlers::acknowledgements))
         .add(Role::Operator, routes!(audit::audit))
         .add(Role::Operator, routes!(audit::forget))
-        .add_with_body(Role::Operator, DOCUMENT_BODY, routes!(documents::put_fleet))
-        .add_with_body(viewer, DOCUMENT_BODY, routes!(documents::check))
+        .add_with_body(Role::Operator, DOCUMENT_BODY, routes!(fleet_handlers::put_fleet))
+        .add_with_body(viewer, DOCUMENT_BODY, routes!(fleet_handlers::check))
         .add(viewer, routes!(watch::events))
         .add(viewer, routes!(watch::watch))
         .add(viewer, routes!(dashboard::log_in, dashboard::log_out))
@@ -133,10 +133,10 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
 }
 
 /// What serves the endpoints, and the document that describes them.
-fn router(office: Arc<Office>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
-    let guard = Arc::new(Guard::new(tokens, office.security.denied.clone(), office.api_requests.clone()));
+fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
+    let guard = Arc::new(Guard::new(tokens, election.security.denied.clone(), election.api_requests.clone()));
     let api =
-        Api { office, guard: guard.clone(), events: Arc::default(), feed: Arc::default(), document: Arc::default() };
+        Api { election, guard: guard.clone(), events: Arc::default(), feed: Arc::default(), document: Arc::default() };
     let (router, document) = endpoints(guard).into_parts();
     let text = document.to_json().context("the OpenAPI document cannot be written")?;
     api.document.get_or_init(|| text);
@@ -150,11 +150,11 @@ fn router(office: Arc<Office>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, A
 pub fn serve(
     listener: Listener,
     acceptor: impl Acceptor,
-    office: Arc<Office>,
+    election: Arc<LeaderElection>,
     tokens: Arc<Tokens>,
     hangup: Signal,
 ) -> anyhow::Result<Serving> {
-    let (router, api) = router(office, tokens)?;
+    let (router, api) = router(election, tokens)?;
     let guard = api.guard.clone();
     let begin_thread = || yield_to_reports("the API's threads do");
     listener.serve(acceptor, router, begin_thread, async move {

@@ -19,7 +19,7 @@ use utoipa::IntoParams;
 use super::Api;
 use super::events::KEPT;
 use super::feed::Watcher;
-use crate::server::shared::Shared;
+use crate::server::controller_state::ControllerState;
 
 /// How often something is sent where nothing happens, so that both sides see whether the other is there.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -102,7 +102,7 @@ pub async fn watch(
 struct Changes {
     api: Api,
     /// Of the term in which it began.
-    shared: Arc<Shared>,
+    shared: Arc<ControllerState>,
     /// Changes when who may watch may have changed.
     who_may: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,

@@ -8,7 +8,7 @@ use coreward_config::toml::de::DeValue;
 use coreward_config::{Form, MINUTE, Period, Reader, SECOND, Span, Spanned, parsed, serde_json, table};
 use serde_json::{Value, json};
 
-use super::StorePlace;
+use super::StoreLocation;
 
 /// How long nobody leads when the leader dies, without a word in the file.
 const DEFAULT_LEASE: Duration = Duration::from_secs(5);
@@ -160,16 +160,16 @@ pub fn store_place(
     listens: Listens,
     fleet: Option<Span>,
     reader: &mut Reader<'_>,
-) -> Option<StorePlace> {
+) -> Option<StoreLocation> {
     match (store, etcd) {
-        (Some(path), None) => Some(StorePlace::Embedded(path)),
+        (Some(path), None) => Some(StoreLocation::Embedded(path)),
         (None, Some(etcd)) => {
             if let Some(span) = fleet {
                 let message = "several controllers may each have another file: expected no `fleet` with [etcd], but \
                                `coreward apply` with the file";
                 reader.mistake(span, message);
             }
-            check(etcd, listens, reader).map(StorePlace::Etcd)
+            check(etcd, listens, reader).map(StoreLocation::Etcd)
         }
         (Some(_), Some(etcd)) => {
             let message =

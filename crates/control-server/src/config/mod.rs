@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use coreward_config::{Diagnostics, Secret, Source, Spanned};
-use coreward_listener::security::Door;
+use coreward_listener::security::ListenerConfig;
 use coreward_model::rss::RssKey;
 use coreward_tls::certificate::Fingerprint;
 
@@ -29,7 +29,7 @@ pub struct ControllerConfig {
     /// Where its tokens are.
     pub token_directory: PathBuf,
     /// Where everything is that must survive.
-    pub store: StorePlace,
+    pub store: StoreLocation,
     /// Where metrics are served for Prometheus; `None`: nowhere.
     pub metrics: Option<SocketAddr>,
     /// The fleet's document; `None`: what was applied last, which the store keeps.
@@ -46,14 +46,14 @@ pub struct ControllerConfig {
 
 /// Where everything is that must survive.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StorePlace {
+pub enum StoreLocation {
     /// In a file of this controller's own.
     Embedded(PathBuf),
     /// In etcd, which it shares with others.
     Etcd(EtcdConfig),
 }
 
-impl StorePlace {
+impl StoreLocation {
     /// Whether a controller may have been there before.
     pub fn may_hold_records(&self) -> bool {
         match self {
@@ -79,9 +79,9 @@ impl ControllerConfig {
     }
 
     /// Who may come.
-    pub fn door(&self) -> Door<'_> {
+    pub fn listener_config(&self) -> ListenerConfig<'_> {
         let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;
-        Door { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
+        ListenerConfig { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
     }
 
     /// # Errors
@@ -105,8 +105,8 @@ impl ControllerConfig {
             let listen = listen?;
             let token_directory = match (file.token_directory, &store) {
                 (Some(directory), _) => reader.beside(&directory),
-                (None, StorePlace::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
-                (None, StorePlace::Etcd(_)) => STATE_DIRECTORY.into(),
+                (None, StoreLocation::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
+                (None, StoreLocation::Etcd(_)) => STATE_DIRECTORY.into(),
             };
             Some(Self {
                 listen,

@@ -11,12 +11,12 @@ use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Code, Status};
 
-use super::office::not_leading;
+use super::controller_state::ControllerState;
+use super::leader_election::not_leading;
 use super::refused_status;
-use super::shared::Shared;
 use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
-use coreward_listener::security::Visitor;
+use coreward_listener::security::AuthenticatedPeer;
 
 /// Before an agent is told that its hello is refused.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
@@ -29,38 +29,38 @@ pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
 
 /// Whose stream it is.
-pub enum Speaker {
+pub enum ReportSource {
     /// The agent's own.
-    Agent(Visitor),
+    Agent(AuthenticatedPeer),
     /// That of the rack through which the agent speaks. The rack vouches for it.
     Rack(RackRelay),
 }
 
-impl Speaker {
+impl ReportSource {
     /// Whether it may speak for the server.
     fn require_name(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
-            Self::Agent(visitor) => visitor.require_name(Role::Agent, server).map(|()| None),
+            Self::Agent(peer) => peer.require_name(Role::Agent, server).map(|()| None),
             Self::Rack(relay) => Ok(Some(relay.clone())),
         }
     }
 }
 
-impl fmt::Display for Speaker {
+impl fmt::Display for ReportSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Agent(visitor) => write!(f, "the agent at {}", visitor.caller),
+            Self::Agent(peer) => write!(f, "the agent at {}", peer.caller),
             Self::Rack(relay) => write!(f, "an agent behind rack {}", relay.name),
         }
     }
 }
 
 /// Serves the stream until it ends.
-pub async fn serve(shared: Arc<Shared>, speaker: Speaker, mut messages: impl Messages, answers: Answers) {
-    let session = match hello(&shared, &speaker, &mut messages).await {
+pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messages: impl Messages, answers: Answers) {
+    let session = match hello(&shared, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
-            tracing::warn!("{speaker} was refused: {}", status.message());
+            tracing::warn!("{source} was refused: {}", status.message());
             refuse(status, &answers).await;
             return;
         }
@@ -93,7 +93,11 @@ async fn refuse(status: Status, answers: &Answers) {
     let _ = answers.send(Err(status)).await;
 }
 
-async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages) -> Result<Session, Status> {
+async fn hello(
+    shared: &ControllerState,
+    source: &ReportSource,
+    messages: &mut impl Messages,
+) -> Result<Session, Status> {
     let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.next()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))?.transpose()?;
     let message = message.and_then(|message| message.message);
@@ -101,14 +105,14 @@ async fn hello(shared: &Shared, speaker: &Speaker, messages: &mut impl Messages)
         return Err(Status::invalid_argument("an agent's first message: expected a hello"));
     };
     let (server, version) = (made_readable(hello.server), made_readable(hello.version));
-    let relay = speaker.require_name(&server)?;
+    let relay = source.require_name(&server)?;
     let now = shared.now();
     let session = shared.controller().connect_via_rack(&server, &version, relay, now);
     session.map_err(|refused| refused_status(&refused))
 }
 
 async fn converse(
-    shared: &Shared,
+    shared: &ControllerState,
     session: &Session,
     messages: &mut impl Messages,
     answers: &Answers,
@@ -158,7 +162,7 @@ async fn converse(
 /// Returns the next message. While the agent is over its limit nothing is read or decoded: what it sends waits in its own connection,
 /// and HTTP/2's flow control stops it there.
 async fn next_message(
-    shared: &Shared,
+    shared: &ControllerState,
     session: &Session,
     messages: &mut impl Messages,
     log: &mut RefusalLog,
@@ -180,14 +184,14 @@ async fn next_message(
 }
 
 /// A report that is of no use is counted and logged; only when the session itself is over the stream ends.
-fn take(shared: &Shared, session: &Session, report: v1::Report, log: &mut RefusalLog) -> Result<(), Status> {
+fn take(shared: &ControllerState, session: &Session, report: v1::Report, log: &mut RefusalLog) -> Result<(), Status> {
     let report = Report::try_from(report);
     let now = shared.now();
     let outcome = shared.controller().report(session, report, now);
     match outcome {
         Ok(()) => {
             log.newest = None;
-            shared.loads_came();
+            shared.on_loads_updated();
         }
         Err(refused) if refused.ends_session() => return Err(refused_status(&refused)),
         Err(refused) => log.refused(session, &refused),

@@ -10,26 +10,26 @@ use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, Traf
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
-use super::board::{News, Seen, Told};
-use super::keeper::Change;
-use super::office::not_leading;
+use super::controller_state::ControllerState;
+use super::leader_election::not_leading;
 use super::refused_status;
-use super::shared::Shared;
-use coreward_listener::security::Visitor;
+use super::state_manager::Change;
+use super::update_publisher::{ConfigUpdate, Cursor, PendingUpdates};
+use coreward_listener::security::AuthenticatedPeer;
 
 type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
 /// Serves the stream until it ends.
 pub async fn serve(
-    shared: Arc<Shared>,
-    visitor: Visitor,
+    shared: Arc<ControllerState>,
+    peer: AuthenticatedPeer,
     mut messages: Streaming<v1::LoadBalancerMessage>,
     updates: Updates,
 ) {
-    let (name, session) = match introduce(&shared, &visitor, &mut messages).await {
+    let (name, session) = match introduce(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!("the load balancer at {} was refused: {}", visitor.caller, status.message());
+            tracing::warn!("the load balancer at {} was refused: {}", peer.caller, status.message());
             let _ = updates.send(Err(status)).await;
             return;
         }
@@ -38,7 +38,7 @@ pub async fn serve(
     let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
-        () = tell(&shared, Seen::default(), answers, &updates) => {}
+        () = tell(&shared, Cursor::default(), answers, &updates) => {}
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
         }
@@ -48,7 +48,7 @@ pub async fn serve(
     leave(&shared, name, session).await;
 }
 
-async fn leave(shared: &Shared, name: String, session: u64) {
+async fn leave(shared: &ControllerState, name: String, session: u64) {
     let now = shared.now();
     if shared.controller().load_balancers.goodbye(session, now) {
         tracing::info!("load balancer {name} has disconnected");
@@ -60,12 +60,12 @@ async fn leave(shared: &Shared, name: String, session: u64) {
 
 /// Who it is, and whether it takes changes. From then on it is in the fleet: others know its number and its address.
 async fn introduce(
-    shared: &Shared,
-    visitor: &Visitor,
+    shared: &ControllerState,
+    peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
     let Hello { name, address, in_force } = hello(messages).await?;
-    visitor.require_name(Role::Lb, &name)?;
+    peer.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
     shared.controller().load_balancer_had(session, in_force);
@@ -97,7 +97,7 @@ async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hell
 }
 
 /// What it sees and asks, until it disconnects.
-async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::LoadBalancerMessage>) {
+async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming<v1::LoadBalancerMessage>) {
     use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
         let now = shared.now();
@@ -132,7 +132,7 @@ async fn listen(shared: &Shared, session: u64, messages: &mut Streaming<v1::Load
 }
 
 /// Hands the question to the server's agent. When that is away the load balancer is told at once.
-fn ask(shared: &Shared, session: u64, query: SocketQuery) {
+fn ask(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { asker: session, ..query };
     match agent {
@@ -143,12 +143,17 @@ fn ask(shared: &Shared, session: u64, query: SocketQuery) {
 
 /// The newest configuration, then the newest tables, each time there is something new and room for it. Who is slow
 /// misses tables, and gets the newest.
-async fn tell(shared: &Shared, mut seen: Seen, mut answers: mpsc::Receiver<SocketAnswer>, updates: &Updates) {
+async fn tell(
+    shared: &ControllerState,
+    mut cursor: Cursor,
+    mut answers: mpsc::Receiver<SocketAnswer>,
+    updates: &Updates,
+) {
     use v1::dataplane_update::Update;
     let send = async |update: Update| {
         shared.leads() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut changes = shared.board.changes();
+    let mut changes = shared.publisher.changes();
     changes.mark_changed();
     loop {
         tokio::select! {
@@ -161,10 +166,10 @@ async fn tell(shared: &Shared, mut seen: Seen, mut answers: mpsc::Receiver<Socke
                 if !shared.controller().fleet().has_document() {
                     continue;
                 }
-                let News { configuration, tables } = shared.board.news(&mut seen);
-                let configuration = configuration.into_iter().map(|told| match told {
-                    Told::Whole(configuration) => Update::Configuration(configuration),
-                    Told::Change(change) => Update::Change(change),
+                let PendingUpdates { configuration, tables } = shared.publisher.pending(&mut cursor);
+                let configuration = configuration.into_iter().map(|update| match update {
+                    ConfigUpdate::Whole(configuration) => Update::Configuration(configuration),
+                    ConfigUpdate::Change(change) => Update::Change(change),
                 });
                 for update in configuration.chain(tables.into_iter().map(Update::Table)) {
                     if !send(update).await {

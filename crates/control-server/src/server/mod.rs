@@ -1,25 +1,25 @@
 //! The daemon: the controller's decisions behind gRPC, ticking, and reading its file again when told.
 //!
-//! * [`shared`]: what all callers share
-//! * [`board`]: what load balancers are to have
-//! * [`held`]: the controller's lock
-//! * [`keeper`]: configuration and records; the only one that writes the store
-//! * [`office`]: who leads, where there are several controllers
-//! * [`sockets`]: questions and answers between the two
-//! * [`agents`], [`racks`], [`load_balancers`], [`machines`]: one kind of caller each
+//! * [`controller_state`]: what all callers share
+//! * [`update_publisher`]: what load balancers are to have
+//! * [`timed_guard`]: the controller's lock
+//! * [`state_manager`]: configuration and records; the only one that writes the store
+//! * [`leader_election`]: who leads, where there are several controllers
+//! * [`socket_query_relay`]: questions and answers between the two
+//! * [`agents`], [`racks`], [`load_balancers`], [`doctor_rpc`]: one kind of caller each
 
 mod agents;
-mod apart;
-mod board;
-mod held;
-pub(crate) mod keeper;
+pub(crate) mod controller_state;
+mod doctor_rpc;
+mod lb_runtime;
+pub mod leader_election;
 mod load_balancers;
-mod machines;
-mod making;
-pub mod office;
 mod racks;
-pub(crate) mod shared;
-mod sockets;
+mod socket_query_relay;
+pub(crate) mod state_manager;
+mod table_scheduler;
+mod timed_guard;
+mod update_publisher;
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -35,7 +35,7 @@ use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_listener::builder;
 use coreward_listener::message_size::SizedControl;
-use coreward_listener::security::{Security, Visitor};
+use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_metrics::endpoint;
 use coreward_tls::verify::Denied;
 use coreward_tls::{Limits, Role};
@@ -51,19 +51,19 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::api;
 use crate::config::etcd::EtcdConfig;
-use crate::config::{ControllerConfig, StorePlace};
-use agents::Speaker;
-use apart::Apart;
+use crate::config::{ControllerConfig, StoreLocation};
+use agents::ReportSource;
+use controller_state::{ChangeOutcome, ControllerState, WantedChange};
 use coreward_controller::Controller;
 use coreward_controller::refused::Refused;
 use coreward_fleet::audit::Author;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
-use keeper::{Change, Keeper, NotForgotten};
-use making::make_tables;
-use office::Office;
-use shared::{Made, Shared, WantedChange};
+use lb_runtime::LbRuntime;
+use leader_election::LeaderElection;
+use state_manager::{Change, NotForgotten, StateManager};
+use table_scheduler::make_tables;
 
 /// Who has something to say by gRPC.
 const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
@@ -100,9 +100,9 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     let server = Server::bind(&config).await?;
     tracing::info!("listening on {}, the API at {}", server.address(), server.api_address());
-    let office = server.office();
+    let election = server.election();
     let outcome = coreward_daemon::until_told(server.serve()).await;
-    office.resign().await;
+    election.resign().await;
     outcome
 }
 
@@ -118,8 +118,8 @@ pub(crate) fn yield_to_reports(who: &str) {
 pub struct Server {
     path: PathBuf,
     config: ControllerConfig,
-    place: Place,
-    office: Arc<Office>,
+    store: OpenedStore,
+    election: Arc<LeaderElection>,
     listener: TcpListener,
     address: SocketAddr,
     api: Listener,
@@ -134,9 +134,9 @@ struct Hangups {
 }
 
 /// Where the records are.
-enum Place {
+enum OpenedStore {
     /// There is no other controller.
-    Own(Box<Keeper>),
+    Own(Box<StateManager>),
     Etcd(Arc<Cluster>, EtcdConfig),
 }
 
@@ -155,10 +155,10 @@ impl Server {
         // Who changes a file from now on says so to this.
         let hangups = Hangups { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
-        let (config, place, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
-        let cluster = match &place {
-            Place::Own(_) => None,
-            Place::Etcd(cluster, _) => Some(cluster.clone()),
+        let (config, store, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
+        let cluster = match &store {
+            OpenedStore::Own(_) => None,
+            OpenedStore::Etcd(cluster, _) => Some(cluster.clone()),
         };
         let expected = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
@@ -167,8 +167,8 @@ impl Server {
         let address = listener.local_addr()?;
         let api = Listener::bind(config.api)?;
         let tokens = Arc::new(Tokens::open(&config.token_directory)?);
-        let office = Arc::new(Office::new(cluster, security));
-        Ok(Self { path: path.to_owned(), config, place, office, listener, address, api, tokens, hangups })
+        let election = Arc::new(LeaderElection::new(cluster, security));
+        Ok(Self { path: path.to_owned(), config, store, election, listener, address, api, tokens, hangups })
     }
 
     /// Where it listens (the port that the system chose where `listen` names port 0).
@@ -177,8 +177,8 @@ impl Server {
     }
 
     /// Who leads.
-    pub fn office(&self) -> Arc<Office> {
-        self.office.clone()
+    pub fn election(&self) -> Arc<LeaderElection> {
+        self.election.clone()
     }
 
     /// Where the API listens.
@@ -195,27 +195,27 @@ impl Server {
     }
 
     async fn run(self) -> anyhow::Result<()> {
-        let asked = self.office.clone();
+        let asked = self.election.clone();
         endpoint::serve(self.config.metrics, || yield_to_reports("metrics do"), move || asked.metrics())?;
         // Before anybody can ask: who starts the only controller may ask it at once.
-        let work = match self.place {
-            Place::Own(keeper) => Work::Alone(Box::new(Term::begin(*keeper, &self.office, None))),
-            Place::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
+        let work = match self.store {
+            OpenedStore::Own(manager) => Work::Alone(Box::new(Term::begin(*manager, &self.election, None))),
+            OpenedStore::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
         };
-        let api_door = self.office.security.api_door(self.config.api);
+        let api_door = self.election.security.api_door(self.config.api);
         let Hangups { mut files, tokens } = self.hangups;
-        let _api = api::serve(self.api, api_door.clone(), self.office.clone(), self.tokens, tokens)?;
-        let mut load_balancers = Apart::begin(self.office.clone())?;
-        let admitted = self.office.security.gate(PARTS, Limits::default()).admit(self.listener);
+        let _api = api::serve(self.api, api_door.clone(), self.election.clone(), self.tokens, tokens)?;
+        let mut load_balancers = LbRuntime::begin(self.election.clone())?;
+        let admitted = self.election.security.gate(PARTS, Limits::default()).admit(self.listener);
         let others = builder()
-            .add_service(service(Service { office: self.office.clone() }))
+            .add_service(service(Service { election: self.election.clone() }))
             .serve_with_incoming(load_balancers.take_from(admitted));
         let work = async {
             match work {
                 Work::Alone(term) => term.lead(&mut files).await,
                 Work::Together(cluster, etcd) => tokio::select! {
-                    outcome = take_turns(&self.path, self.config, &self.office, (&cluster, &etcd), &mut files) => outcome,
-                    never = office::look_after_certificates(&cluster, &etcd) => match never {},
+                    outcome = take_turns(&self.path, self.config, &self.election, (&cluster, &etcd), &mut files) => outcome,
+                    never = leader_election::look_after_certificates(&cluster, &etcd) => match never {},
                 },
             }
         };
@@ -223,7 +223,7 @@ impl Server {
             outcome = others => outcome.context("the controller's socket failed"),
             outcome = load_balancers.ended() => outcome,
             outcome = work => outcome,
-            never = self.office.security.look_after() => match never {},
+            never = self.election.security.look_after() => match never {},
             never = api_door.look_after() => match never {},
         }
     }
@@ -238,31 +238,31 @@ enum Work {
 }
 
 /// The file, and what it says where the records are. Not to be called from asynchronous code.
-fn open(path: &Path) -> anyhow::Result<(ControllerConfig, Place, Security)> {
+fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
     let config = ControllerConfig::load(path)?;
-    let security = Security::of(&config.door())?;
-    let place = match &config.store {
-        StorePlace::Embedded(file) => {
+    let security = Security::of(&config.listener_config())?;
+    let store = match &config.store {
+        StoreLocation::Embedded(file) => {
             let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
-            Place::Own(Box::new(Keeper::open(path, config.clone(), security.denied.clone(), store)?))
+            OpenedStore::Own(Box::new(StateManager::open(path, config.clone(), security.denied.clone(), store)?))
         }
-        StorePlace::Etcd(etcd) => Place::Etcd(office::cluster(etcd)?, etcd.clone()),
+        StoreLocation::Etcd(etcd) => OpenedStore::Etcd(leader_election::cluster(etcd)?, etcd.clone()),
     };
-    Ok((config, place, security))
+    Ok((config, store, security))
 }
 
 /// Leads whenever nobody else does, for ever.
 async fn take_turns(
     path: &Path,
     mut config: ControllerConfig,
-    office: &Arc<Office>,
+    election: &Arc<LeaderElection>,
     (cluster, etcd): (&Arc<Cluster>, &EtcdConfig),
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     loop {
         let leadership = tokio::select! {
-            leadership = office::campaign(office, cluster, etcd) => Arc::new(leadership?),
-            never = deny_when_told(hangup, path, &office.security.denied) => match never {},
+            leadership = leader_election::campaign(election, cluster, etcd) => Arc::new(leadership?),
+            never = deny_when_told(hangup, path, &election.security.denied) => match never {},
         };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
@@ -271,14 +271,14 @@ async fn take_turns(
         let term = leadership.term();
         let (file, config) = (path.to_owned(), config.clone());
         let (cluster, held, prefix) = (cluster.clone(), leadership.clone(), etcd.prefix.clone());
-        let denied = office.security.denied.clone();
+        let denied = election.security.denied.clone();
         let opened = tokio::task::spawn_blocking(move || {
-            Keeper::open(&file, config, denied, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
+            StateManager::open(&file, config, denied, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
         });
         let reason = match opened.await? {
-            Ok(keeper) => {
+            Ok(manager) => {
                 tracing::info!("this controller leads (term {term})");
-                let term = Term::begin(keeper, office, Some(leadership.clone()));
+                let term = Term::begin(manager, election, Some(leadership.clone()));
                 let shared = term.shared.clone();
                 let reason = tokio::select! {
                     outcome = term.lead(hangup) => return outcome,
@@ -291,7 +291,7 @@ async fn take_turns(
             Err(error) => format!("what is on record cannot be used: {error:#}"),
         };
         tracing::error!("this controller leads no more: {reason}");
-        office.follow(None);
+        election.follow(None);
         if let Err(error) = leadership.resign().await {
             tracing::debug!("the lease ends by itself: {error}");
         }
@@ -312,27 +312,27 @@ async fn deny_when_told(hangup: &mut Signal, path: &Path, denied: &Denied) -> In
 
 /// A controller's time as the one that leads.
 struct Term {
-    keeper: Keeper,
-    shared: Arc<Shared>,
+    manager: StateManager,
+    shared: Arc<ControllerState>,
     changes: mpsc::Receiver<WantedChange>,
 }
 
 impl Term {
     /// From now on questions are answered.
-    fn begin(keeper: Keeper, office: &Office, leadership: Option<Arc<Leadership>>) -> Self {
+    fn begin(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
         let (shared, changes) =
-            Shared::new(Controller::new(keeper.fleet()), (keeper.clock(), keeper.counts()), leadership);
+            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
         let shared = Arc::new(shared);
-        office.take(shared.clone());
-        Self { keeper, shared, changes }
+        election.take(shared.clone());
+        Self { manager, shared, changes }
     }
 
     /// Decides and serves, for ever.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
-        let Self { keeper, shared, changes } = self;
+        let Self { manager, shared, changes } = self;
         tokio::select! {
-            () = make_tables(&shared, keeper.restarted()) => Ok(()),
-            outcome = keep(keeper, &shared, changes, hangup) => outcome,
+            () = make_tables(&shared, manager.restarted()) => Ok(()),
+            outcome = keep(manager, &shared, changes, hangup) => outcome,
             () = look(&shared) => Ok(()),
         }
     }
@@ -340,8 +340,8 @@ impl Term {
 
 /// Changes of configuration and records, one after the other, for ever.
 async fn keep(
-    mut keeper: Keeper,
-    shared: &Shared,
+    mut manager: StateManager,
+    shared: &ControllerState,
     mut changes: mpsc::Receiver<WantedChange>,
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
@@ -354,8 +354,8 @@ async fn keep(
         };
         let WantedChange { change, author, done } = change;
         let waiting = waiting.then_some(done);
-        let (back, outcome) = make(keeper, shared, change, author).await?;
-        keeper = back;
+        let (back, outcome) = make(manager, shared, change, author).await?;
+        manager = back;
         match (waiting, outcome) {
             // Who has hung up meanwhile does not want to know.
             (Some(done), outcome) => drop(done.send(outcome)),
@@ -367,42 +367,42 @@ async fn keep(
 
 /// Makes a change, and puts it in force.
 pub(crate) async fn make(
-    mut keeper: Keeper,
-    shared: &Shared,
+    mut manager: StateManager,
+    shared: &ControllerState,
     change: Change,
     author: Author,
-) -> anyhow::Result<(Keeper, anyhow::Result<Made>)> {
+) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
     // Changes are made one after the other: here nobody else drains the last healthy one meanwhile.
     if let Change::Drain(wanted) = &change
         && let Err(refused) = shared.controller().can_drain(wanted, shared.now())
     {
-        return Ok((keeper, Err(refused.into())));
+        return Ok((manager, Err(refused.into())));
     }
     if let Change::Forget(name) = &change
         && shared.controller().load_balancers.is_connected(name)
     {
-        return Ok((keeper, Err(NotForgotten::Connected(name.clone()).into())));
+        return Ok((manager, Err(NotForgotten::Connected(name.clone()).into())));
     }
     // The disk may take its time: tables and reports go on.
-    let (keeper, outcome) = tokio::task::spawn_blocking(move || {
-        let outcome = keeper.make(change, &author);
-        (keeper, outcome)
+    let (manager, outcome) = tokio::task::spawn_blocking(move || {
+        let outcome = manager.make(change, &author);
+        (manager, outcome)
     })
     .await?;
-    let document_generation = keeper.document_generation();
+    let document_generation = manager.document_generation();
     let outcome = outcome.map(|fleet| {
         let is_new = fleet.is_some();
         if let Some(fleet) = fleet {
             tracing::info!("configuration generation {} is in force", fleet.generation);
             shared.configure(fleet);
         }
-        Made { is_new, document_generation }
+        ChangeOutcome { is_new, document_generation }
     });
-    Ok((keeper, outcome))
+    Ok((manager, outcome))
 }
 
 /// Looks after what is to be written down by itself, for ever: buckets that changed hands, and keys.
-async fn look(shared: &Shared) {
+async fn look(shared: &ControllerState) {
     let mut due = tokio::time::interval(LOOK_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut not_rotated = None;
@@ -450,7 +450,7 @@ fn refused_status(refused: &Refused) -> Status {
 }
 
 /// A stream, and in which term: whoever has heard of a newer one leaves.
-fn begun<T>(shared: &Shared, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
+fn begun<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
     let mut response = Response::new(ReceiverStream::new(stream));
     if let Some(leadership) = shared.leadership() {
         response.metadata_mut().insert(TERM, leadership.term().into());
@@ -459,7 +459,7 @@ fn begun<T>(shared: &Shared, stream: mpsc::Receiver<T>) -> Response<ReceiverStre
 }
 
 struct Service {
-    office: Arc<Office>,
+    election: Arc<LeaderElection>,
 }
 
 fn service(service: Service) -> SizedControl<Service> {
@@ -468,10 +468,10 @@ fn service(service: Service) -> SizedControl<Service> {
 
 impl Service {
     /// Who asks, if he may.
-    fn visitor<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<Visitor, Status> {
-        let visitor = Visitor::of(request, &self.office.security)?;
-        visitor.require(roles)?;
-        Ok(visitor)
+    fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
+        let peer = AuthenticatedPeer::of(request, &self.election.security)?;
+        peer.require(roles)?;
+        Ok(peer)
     }
 }
 
@@ -485,12 +485,12 @@ impl Control for Service {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
-        let visitor = self.visitor(&request, &[Role::Agent])?;
+        let peer = self.peer(&request, &[Role::Agent])?;
         let (answers, stream) = mpsc::channel(1);
-        let speaker = Speaker::Agent(visitor);
-        let shared = self.office.shared()?;
+        let source = ReportSource::Agent(peer);
+        let shared = self.election.shared()?;
         let begun = begun(&shared, stream);
-        tokio::spawn(agents::serve(shared, speaker, request.into_inner(), answers));
+        tokio::spawn(agents::serve(shared, source, request.into_inner(), answers));
         Ok(begun)
     }
 
@@ -498,25 +498,25 @@ impl Control for Service {
         &self,
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<Self::LoadBalancerStream>, Status> {
-        let visitor = self.visitor(&request, &[Role::Lb])?;
+        let peer = self.peer(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(TABLES_ON_THE_WAY);
-        let shared = self.office.shared()?;
+        let shared = self.election.shared()?;
         let begun = begun(&shared, stream);
-        tokio::spawn(load_balancers::serve(shared, visitor, request.into_inner(), updates));
+        tokio::spawn(load_balancers::serve(shared, peer, request.into_inner(), updates));
         Ok(begun)
     }
 
     async fn rack(&self, request: Request<Streaming<v1::RackMessage>>) -> Result<Response<Self::RackStream>, Status> {
-        let visitor = self.visitor(&request, &[Role::Rack])?;
+        let peer = self.peer(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
-        let shared = self.office.shared()?;
+        let shared = self.election.shared()?;
         let begun = begun(&shared, stream);
-        tokio::spawn(racks::serve(shared, visitor, request.into_inner(), updates));
+        tokio::spawn(racks::serve(shared, peer, request.into_inner(), updates));
         Ok(begun)
     }
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        self.visitor(&request, PARTS)?;
-        Ok(Response::new(machines::fleet(&*self.office.shared()?)))
+        self.peer(&request, PARTS)?;
+        Ok(Response::new(doctor_rpc::fleet(&*self.election.shared()?)))
     }
 }

@@ -11,13 +11,13 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use super::agents::Speaker;
-use super::office::not_leading;
-use super::shared::Shared;
+use super::agents::ReportSource;
+use super::controller_state::ControllerState;
+use super::leader_election::not_leading;
 use super::{agents, refused_status};
 use coreward_controller::racks::RackRelay;
 use coreward_controller::refused::Refused;
-use coreward_listener::security::Visitor;
+use coreward_listener::security::AuthenticatedPeer;
 
 type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// What an agent has said, for who serves it.
@@ -29,11 +29,16 @@ const QUEUED: usize = 4;
 const MOST_AGENTS: usize = 16_384;
 
 /// Serves the stream until it ends.
-pub async fn serve(shared: Arc<Shared>, visitor: Visitor, mut messages: Streaming<v1::RackMessage>, updates: Updates) {
-    let (name, session) = match hello(&shared, &visitor, &mut messages).await {
+pub async fn serve(
+    shared: Arc<ControllerState>,
+    peer: AuthenticatedPeer,
+    mut messages: Streaming<v1::RackMessage>,
+    updates: Updates,
+) {
+    let (name, session) = match hello(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!("the rack at {} was refused: {}", visitor.caller, status.message());
+            tracing::warn!("the rack at {} was refused: {}", peer.caller, status.message());
             let _ = updates.send(Err(status)).await;
             return;
         }
@@ -54,8 +59,8 @@ pub async fn serve(shared: Arc<Shared>, visitor: Visitor, mut messages: Streamin
 }
 
 async fn hello(
-    shared: &Shared,
-    visitor: &Visitor,
+    shared: &ControllerState,
+    peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::RackMessage>,
 ) -> Result<(String, u64), Status> {
     let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.message()).await;
@@ -64,7 +69,7 @@ async fn hello(
         return Err(Status::invalid_argument("a rack's first message: expected a hello"));
     };
     let (name, version) = (made_readable(hello.name), made_readable(hello.version));
-    visitor.require_name(Role::Rack, &name)?;
+    peer.require_name(Role::Rack, &name)?;
     let now = shared.now();
     let session = shared.controller().rack_hello(&name, &version, now);
     session.map(|session| (name, session)).map_err(|refused| refused_status(&refused))
@@ -72,7 +77,7 @@ async fn hello(
 
 /// What it passes up and hands on, until it disconnects.
 async fn listen(
-    shared: &Arc<Shared>,
+    shared: &Arc<ControllerState>,
     name: &str,
     session: u64,
     messages: &mut Streaming<v1::RackMessage>,
@@ -108,7 +113,7 @@ async fn listen(
             continue;
         }
         let outcome = shared.controller().rack_summaries(session, &message.summaries, now);
-        shared.loads_came();
+        shared.on_loads_updated();
         // Once, not ten times a second.
         if let Err(refused) = &outcome
             && newest_refusal.as_ref() != Some(refused)
@@ -120,11 +125,11 @@ async fn listen(
 }
 
 /// Serves an agent behind the rack, from its hello on.
-fn begin(shared: &Arc<Shared>, relay: RackRelay, updates: Updates) -> Said {
+fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> Said {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
     let stream = relay.stream;
-    tokio::spawn(agents::serve(shared.clone(), Speaker::Rack(relay), ReceiverStream::new(messages), answers));
+    tokio::spawn(agents::serve(shared.clone(), ReportSource::Rack(relay), ReceiverStream::new(messages), answers));
     tokio::spawn(async move {
         let update = |agent| Ok(v1::RackUpdate { update: Some(v1::rack_update::Update::Agent(agent)) });
         let to = v1::ToAgent { stream, ..Default::default() };
@@ -145,7 +150,7 @@ fn begin(shared: &Arc<Shared>, relay: RackRelay, updates: Updates) -> Said {
 
 /// What the rack must know: looked at once per report interval, and told when it has changed. Ends when the rack does, or says why the
 /// rack must.
-async fn tell(shared: &Shared, session: u64, updates: &Updates) -> Option<Refused> {
+async fn tell(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Refused> {
     let (mut told, mut looked_at) = (None, None);
     loop {
         let now = shared.now();

@@ -82,7 +82,7 @@ impl Home {
             }
         })
         .await;
-        let (address, api, state) = (server.address(), server.api_address(), server.office());
+        let (address, api, state) = (server.address(), server.api_address(), server.election());
         let metrics = Box::new(move || state.metrics().text());
         let token = token_file(self.directory.path(), Role::Operator);
         let asking = Client::new(api.into(), &token).unwrap();

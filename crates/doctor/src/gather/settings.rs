@@ -11,7 +11,7 @@ use coreward_agent::config as agent;
 use coreward_agent::rss::RssDevice;
 use coreward_agent::rss::ethtool::EthtoolRss;
 use coreward_agent::rss::testbed::TestbedRss;
-use coreward_control_server::config::{ControllerConfig, StorePlace};
+use coreward_control_server::config::{ControllerConfig, StoreLocation};
 use coreward_lb::config::{Config as LbConfig, XdpMode};
 use coreward_model::ServiceAddress;
 use coreward_tls::Files;
@@ -169,11 +169,12 @@ fn controller_place(config: &ControllerConfig, store: StoreFacts) -> ControllerP
     }
 }
 
-fn store(place: &StorePlace) -> StoreFacts {
+fn store(place: &StoreLocation) -> StoreFacts {
     match place {
-        StorePlace::Embedded(file) => store_file(file),
-        StorePlace::Etcd(etcd) => {
-            let leader = coreward_control_server::server::office::who_leads(etcd).map_err(|error| format!("{error:#}"));
+        StoreLocation::Embedded(file) => store_file(file),
+        StoreLocation::Etcd(etcd) => {
+            let leader =
+                coreward_control_server::server::leader_election::who_leads(etcd).map_err(|error| format!("{error:#}"));
             StoreFacts::Etcd { endpoints: etcd.endpoints.clone(), leader }
         }
     }

@@ -26,7 +26,7 @@ use coreward_fleet::records::{Document, Records, whole_seconds};
 use coreward_store::{Store, StoreError};
 
 /// The only one that writes the store.
-pub struct Keeper {
+pub struct StateManager {
     path: PathBuf,
     config: ControllerConfig,
     fleet: FleetConfig,
@@ -149,7 +149,7 @@ pub enum NotApplied {
         file.display(),
         controller.display()
     )]
-    FileIsTheTruth {
+    ManagedByFile {
         /// The fleet's file.
         file: PathBuf,
         /// The controller's own.
@@ -157,7 +157,7 @@ pub enum NotApplied {
     },
     /// Somebody else was faster.
     #[error("generation {0} is in force, not {1}, with which this was compared: expected a new look at the difference")]
-    Moved(u64, u64),
+    GenerationConflict(u64, u64),
     /// Something in it is wrong.
     #[error(transparent)]
     Wrong(#[from] Diagnostics),
@@ -168,7 +168,7 @@ fn random() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
-impl Keeper {
+impl StateManager {
     /// Reads the fleet's file, opens the store, and takes the one into the other. `config`: what stands in `path`;
     /// `denied`: where its list of certificates goes.
     pub fn open(
@@ -202,21 +202,21 @@ impl Keeper {
         denied.set(config.denied_certificates.iter().copied());
         let counts = Arc::new(Counts::default());
         counts.file_refused.store(refused, Ordering::Relaxed);
-        let mut keeper =
+        let mut manager =
             Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, denied, counts };
-        match (keeper.save(&keeper.records.clone()), stored) {
+        match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}
             // On a disk that is full a controller goes on by what is on record, and changes nothing.
             (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
                 tracing::error!("what is on record stays in force, nothing can be changed: {error}");
-                if stored.document.text != keeper.records.document.text {
-                    keeper.fleet = applied(&stored.document)?;
+                if stored.document.text != manager.records.document.text {
+                    manager.fleet = applied(&stored.document)?;
                 }
-                keeper.records = stored;
+                manager.records = stored;
             }
             (Err(error), _) => return Err(error.into()),
         }
-        Ok(keeper)
+        Ok(manager)
     }
 
     /// What people are told of this.
@@ -363,11 +363,11 @@ impl Keeper {
 
     fn apply(&mut self, wanted: WantedDocument, author: &Author) -> anyhow::Result<Option<Fleet>> {
         if let Some(file) = self.config.fleet.clone().filter(|_| !wanted.dry_run) {
-            return Err(NotApplied::FileIsTheTruth { file, controller: self.path.clone() }.into());
+            return Err(NotApplied::ManagedByFile { file, controller: self.path.clone() }.into());
         }
         let in_force = self.records.document.generation;
         if wanted.generation != in_force {
-            return Err(NotApplied::Moved(in_force, wanted.generation).into());
+            return Err(NotApplied::GenerationConflict(in_force, wanted.generation).into());
         }
         let fleet = wanted.fleet.map_err(NotApplied::Wrong)?;
         let mut records = self.records.clone();
@@ -491,25 +491,25 @@ mod tests {
     use super::*;
     use coreward_store::embedded::EmbeddedStore;
 
-    fn keeper(directory: &Path, fleet: &str) -> anyhow::Result<Keeper> {
+    fn manager(directory: &Path, fleet: &str) -> anyhow::Result<StateManager> {
         let [path, file, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.join(name));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {file:?}\n")).unwrap();
         std::fs::write(&file, fleet).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
-        Keeper::open(&path, config, Denied::default(), || Ok(Store::Embedded(EmbeddedStore::open(&store)?)))
+        StateManager::open(&path, config, Denied::default(), || Ok(Store::Embedded(EmbeddedStore::open(&store)?)))
     }
 
-    fn is_refused(keeper: &Keeper) -> bool {
-        keeper.counts().file_refused.load(Ordering::Relaxed)
+    fn is_refused(manager: &StateManager) -> bool {
+        manager.counts().file_refused.load(Ordering::Relaxed)
     }
 
     #[test]
     fn a_fleet_that_is_wrong_does_not_stop_the_next_start() {
         let directory = tempfile::tempdir().unwrap();
         let wrong = "alpha = 7\n";
-        assert!(keeper(directory.path(), wrong).is_err());
+        assert!(manager(directory.path(), wrong).is_err());
         assert!(!directory.path().join("store").exists(), "nothing is left behind");
-        let mut first = keeper(directory.path(), "alpha = 0.25\n").unwrap();
+        let mut first = manager(directory.path(), "alpha = 0.25\n").unwrap();
         assert!(!is_refused(&first));
         assert_eq!(first.counts().warnings(), [""; 0]);
         std::fs::write(directory.path().join("fleet.toml"), wrong).unwrap();
@@ -519,7 +519,7 @@ mod tests {
         first.counts().is_writable.store(false, Ordering::Relaxed);
         assert!(first.counts().warnings()[0].starts_with("the store cannot be written"));
         drop(first);
-        let mut second = keeper(directory.path(), wrong).unwrap();
+        let mut second = manager(directory.path(), wrong).unwrap();
         assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("alpha = 0.25\n", true));
         std::fs::write(directory.path().join("fleet.toml"), "alpha = 0.75\n").unwrap();
         second.make(Change::Reload, &Author::signal()).unwrap();
@@ -535,11 +535,12 @@ mod tests {
         std::fs::write(&fleet, "alpha = 0.5").unwrap();
         let denied = Denied::default();
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let mut keeper = Keeper::open(&path, ControllerConfig::load(&path).unwrap(), denied.clone(), open).unwrap();
+        let mut manager =
+            StateManager::open(&path, ControllerConfig::load(&path).unwrap(), denied.clone(), open).unwrap();
         let lost = "AB".repeat(32);
         std::fs::write(&path, format!("denied_certificates = [\"{lost}\"]\n{text}")).unwrap();
         std::fs::write(&fleet, "alpha = 7").unwrap();
-        assert!(keeper.make(Change::Reload, &Author::signal()).is_err());
+        assert!(manager.make(Change::Reload, &Author::signal()).is_err());
         assert!(denied.contains(&lost.parse::<Fingerprint>().unwrap()));
     }
 }

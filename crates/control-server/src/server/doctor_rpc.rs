@@ -3,11 +3,11 @@
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1;
 
-use super::shared::Shared;
+use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// What a machine must know to be looked at.
-pub fn fleet(shared: &Shared) -> v1::FleetReply {
+pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
     let controller = shared.controller();
     let fleet = controller.fleet();
     let service = |service: &FleetService| v1::FleetService {

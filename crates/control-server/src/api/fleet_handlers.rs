@@ -13,8 +13,8 @@ use coreward_api::{Caller, Problem, ProblemKind};
 use coreward_config::Source;
 
 use super::Api;
-use crate::server::keeper::{Change, NotApplied, WantedDocument};
-use crate::server::shared::Shared;
+use crate::server::controller_state::ControllerState;
+use crate::server::state_manager::{Change, NotApplied, WantedDocument};
 use coreward_fleet::config::{self, FleetConfig, difference};
 use coreward_fleet::records::Document;
 
@@ -30,7 +30,7 @@ pub async fn fleet(State(api): State<Api>) -> Result<Answer, Problem> {
     .await
 }
 
-fn in_force(shared: &Shared) -> (Document, Option<PathBuf>) {
+fn in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
     let controller = shared.controller();
     (controller.fleet().document.clone(), controller.fleet().file.clone())
 }
@@ -109,7 +109,7 @@ impl Api {
     fn not_applied(&self, error: &anyhow::Error) -> Problem {
         match error.downcast_ref::<NotApplied>() {
             Some(NotApplied::Wrong(mistakes)) => mistakes.into(),
-            Some(conflict @ (NotApplied::Moved(..) | NotApplied::FileIsTheTruth { .. })) => {
+            Some(conflict @ (NotApplied::GenerationConflict(..) | NotApplied::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
             None => self.not_changed(error),
@@ -165,36 +165,37 @@ mod tests {
 
     use super::*;
     use crate::config::ControllerConfig;
-    use crate::server::keeper::Keeper;
+    use crate::server::controller_state::WantedChange;
+    use crate::server::leader_election::LeaderElection;
     use crate::server::make;
-    use crate::server::office::Office;
-    use crate::server::shared::WantedChange;
+    use crate::server::state_manager::StateManager;
     use coreward_controller::Controller;
     use coreward_listener::security::Security;
     use coreward_store::Store;
     use coreward_store::embedded::EmbeddedStore;
 
     /// A controller that leads, and what comes to its keeper.
-    fn leader(directory: &std::path::Path) -> (Api, Keeper, mpsc::Receiver<WantedChange>) {
+    fn leader(directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<WantedChange>) {
         let (path, store) = (directory.join("controller.toml"), directory.join("store"));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
-        let office = Office::new(None, Security::of(&config.door()).unwrap());
+        let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let keeper = Keeper::open(&path, config, office.security.denied.clone(), open).unwrap();
-        let (shared, changes) = Shared::new(Controller::new(keeper.fleet()), (keeper.clock(), keeper.counts()), None);
-        office.take(Arc::new(shared));
+        let manager = StateManager::open(&path, config, election.security.denied.clone(), open).unwrap();
+        let (shared, changes) =
+            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
+        election.take(Arc::new(shared));
         let guard =
             Arc::new(Guard::new(Arc::new(Tokens::open(directory).unwrap()), Default::default(), Arc::default()));
         let (events, feed, document) = Default::default();
-        (Api { office: Arc::new(office), guard, events, feed, document }, keeper, changes)
+        (Api { election: Arc::new(election), guard, events, feed, document }, manager, changes)
     }
 
     /// Two operators: the second one's document is in force when the first one is told of its own.
     #[tokio::test]
     async fn each_is_told_of_the_generation_of_its_own_document() {
         let directory = tempfile::tempdir().unwrap();
-        let (api, mut keeper, mut changes) = leader(directory.path());
+        let (api, mut manager, mut changes) = leader(directory.path());
         let shared = api.shared().unwrap();
         let put = |generation: u64| {
             let text = format!("retire_after = \"{}h\"\n", generation + 1);
@@ -208,8 +209,8 @@ mod tests {
             for _ in 0..2 {
                 let WantedChange { change, author, done } = changes.recv().await.unwrap();
                 first_has_come.notify_one();
-                let (back, outcome) = make(keeper, &shared, change, author).await.unwrap();
-                keeper = back;
+                let (back, outcome) = make(manager, &shared, change, author).await.unwrap();
+                manager = back;
                 told.push((done, outcome));
             }
             told.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());

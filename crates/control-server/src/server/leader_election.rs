@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
-use super::shared::Shared;
+use super::controller_state::ControllerState;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use coreward_listener::security::Security;
 use coreward_store::StoreError;
@@ -48,13 +48,13 @@ impl fmt::Display for Leader {
 /// What this controller is now.
 #[derive(Clone)]
 enum Role {
-    Leads(Arc<Shared>),
+    Leads(Arc<ControllerState>),
     /// Who leads, as far as is known.
     Follows(Option<Leader>),
 }
 
 /// Who leads, as this controller knows it.
-pub struct Office {
+pub struct LeaderElection {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
     /// Who is let in, whoever leads.
@@ -63,7 +63,7 @@ pub struct Office {
     pub api_requests: Arc<RequestCounts>,
 }
 
-impl Office {
+impl LeaderElection {
     /// Nobody leads. `cluster`: where it is decided who does.
     pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
         Self {
@@ -75,7 +75,7 @@ impl Office {
     }
 
     /// This controller leads.
-    pub fn take(&self, shared: Arc<Shared>) {
+    pub fn take(&self, shared: Arc<ControllerState>) {
         self.set(Role::Leads(shared));
     }
 
@@ -96,7 +96,7 @@ impl Office {
     ///
     /// # Errors
     /// When this controller does not lead: UNAVAILABLE, with the one that does.
-    pub fn shared(&self) -> Result<Arc<Shared>, Status> {
+    pub fn shared(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leads(shared) if shared.leads() => Ok(shared),
             Role::Leads(_) => Err(not_leading(None)),
@@ -168,22 +168,26 @@ pub fn is_deposed(error: &anyhow::Error) -> bool {
 }
 
 /// Waits until this controller leads, and says meanwhile who does.
-pub async fn campaign(office: &Arc<Office>, cluster: &Arc<Cluster>, config: &EtcdConfig) -> anyhow::Result<Leadership> {
+pub async fn campaign(
+    election: &Arc<LeaderElection>,
+    cluster: &Arc<Cluster>,
+    config: &EtcdConfig,
+) -> anyhow::Result<Leadership> {
     let candidate = candidate(config)?;
-    let (office, cluster_of) = (office.clone(), cluster.clone());
+    let (election, cluster_of) = (election.clone(), cluster.clone());
     let seen = move |seen| match seen {
         Seen::Nobody => {
             tracing::info!("no controller leads");
-            office.follow(None);
+            election.follow(None);
         }
         Seen::Leader(value) => {
             let leader = serde_json::from_str::<Leader>(&value).ok();
             tracing::info!("this controller follows: {} leads", leader.as_ref().map_or(value, Leader::to_string));
-            office.follow(leader);
+            election.follow(leader);
         }
         Seen::Unknown(problem) => {
             tracing::warn!("who leads is not known: {problem}");
-            office.follow(None);
+            election.follow(None);
         }
     };
     let campaign = cluster.spawn(async move { candidate.campaign(cluster_of, seen).await });

@@ -6,7 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep_until};
 
-use super::shared::Shared;
+use super::controller_state::ControllerState;
 
 /// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
 /// are back; but no longer than this.
@@ -21,11 +21,11 @@ const TABLES_GAP: Duration = Duration::from_millis(1);
 
 /// From when on it is the turn of tables again; `None`: it always was.
 #[derive(Debug, Default)]
-pub struct Turns(Mutex<Option<Instant>>);
+pub struct TableBudget(Mutex<Option<Instant>>);
 
-impl Turns {
+impl TableBudget {
     /// Makes tables that are due if it is their turn. Gives when it is next.
-    fn take(&self, shared: &Shared) -> Instant {
+    fn take(&self, shared: &ControllerState) -> Instant {
         let mut next = self.0.lock();
         if let Some(later) = next.filter(|next| *next > Instant::now()) {
             return later;
@@ -35,19 +35,19 @@ impl Turns {
     }
 }
 
-impl Shared {
+impl ControllerState {
     /// Loads are new. Whoever takes them in makes the tables, too, when it is their turn: a task of their own that had to wait for its
     /// turn among hundreds that have reports to take in would make them after a burst of these.
-    pub fn loads_came(&self) {
+    pub fn on_loads_updated(&self) {
         if self.may_make_tables() {
-            self.turns.take(self);
+            self.table_budget.take(self);
             self.inputs_changed();
         }
     }
 }
 
 /// Makes tables, for ever. `restarted`: load balancers have those of before.
-pub async fn make_tables(shared: &Shared, restarted: bool) {
+pub async fn make_tables(shared: &ControllerState, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.all_report() {
         tokio::time::sleep(SETTLE_LOOK).await;
@@ -56,7 +56,7 @@ pub async fn make_tables(shared: &Shared, restarted: bool) {
     tokio::join!(at_intervals(shared), on_change(shared));
 }
 
-async fn at_intervals(shared: &Shared) {
+async fn at_intervals(shared: &ControllerState) {
     let mut due = Instant::now();
     loop {
         sleep_until(due).await;
@@ -66,11 +66,11 @@ async fn at_intervals(shared: &Shared) {
 }
 
 /// Tables that are due while no loads come.
-async fn on_change(shared: &Shared) {
+async fn on_change(shared: &ControllerState) {
     loop {
         shared.due().await;
         while shared.may_make_tables() {
-            sleep_until(shared.turns.take(shared)).await;
+            sleep_until(shared.table_budget.take(shared)).await;
         }
     }
 }

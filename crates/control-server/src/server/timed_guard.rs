@@ -6,10 +6,10 @@ use parking_lot::MutexGuard;
 use coreward_controller::Controller;
 
 #[cfg(not(test))]
-pub type Held<'a> = MutexGuard<'a, Controller>;
+pub type TimedGuard<'a> = MutexGuard<'a, Controller>;
 
 #[cfg(test)]
-pub use timed::Held;
+pub use timed::TimedGuard;
 
 #[cfg(test)]
 mod timed {
@@ -21,13 +21,13 @@ mod timed {
 
     use super::{Controller, MutexGuard};
 
-    pub struct Held<'a> {
+    pub struct TimedGuard<'a> {
         controller: MutexGuard<'a, Controller>,
         since: u64,
         longest: &'a AtomicU64,
     }
 
-    impl<'a> Held<'a> {
+    impl<'a> TimedGuard<'a> {
         /// `longest`: nanoseconds.
         pub fn begin(controller: MutexGuard<'a, Controller>, longest: &'a AtomicU64) -> Self {
             Self { controller, since: cpu_time(), longest }
@@ -38,13 +38,13 @@ mod timed {
         Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64
     }
 
-    impl Drop for Held<'_> {
+    impl Drop for TimedGuard<'_> {
         fn drop(&mut self) {
             self.longest.fetch_max(cpu_time() - self.since, Ordering::Relaxed);
         }
     }
 
-    impl Deref for Held<'_> {
+    impl Deref for TimedGuard<'_> {
         type Target = Controller;
 
         fn deref(&self) -> &Controller {
@@ -52,7 +52,7 @@ mod timed {
         }
     }
 
-    impl DerefMut for Held<'_> {
+    impl DerefMut for TimedGuard<'_> {
         fn deref_mut(&mut self) -> &mut Controller {
             &mut self.controller
         }

@@ -13,7 +13,7 @@ use coreward_api::work::{Answer, Size, answer};
 use coreward_api::{Caller, Problem, ProblemKind, Role};
 
 use super::Api;
-use crate::server::shared::Shared;
+use crate::server::controller_state::ControllerState;
 
 /// Which controller this is
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, description = "Its version", body = Version)))]
@@ -29,7 +29,7 @@ pub async fn health(State(api): State<Api>) -> Json<Health> {
         Ok(_) => HealthState::Settling,
         Err(_) => HealthState::Following,
     };
-    let leader = api.office.leader();
+    let leader = api.election.leader();
     let address = leader.as_ref().map(|leader| leader.address.to_string());
     Json(Health { state, leader: address, leader_api: leader.and_then(|leader| leader.api) })
 }
@@ -46,7 +46,7 @@ pub async fn status(
 }
 
 /// Where this caller may see what it asks for.
-fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<Shared>, Problem> {
+fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
         return Err(Problem::new(ProblemKind::Forbidden, detail));

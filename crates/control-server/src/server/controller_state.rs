@@ -25,23 +25,23 @@ use coreward_fleet::clock::{RecordClock, wall_now};
 use coreward_fleet::config::TableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
 
-use super::board::Board;
-use super::held::Held;
-use super::keeper::{Change, Counts};
-use super::making::Turns;
-use super::sockets::Sockets;
+use super::socket_query_relay::Sockets;
+use super::state_manager::{Change, Counts};
+use super::table_scheduler::TableBudget;
+use super::timed_guard::TimedGuard;
+use super::update_publisher::UpdatePublisher;
 
 /// The controller's decisions, and what they say now.
-pub struct Shared {
+pub struct ControllerState {
     controller: Mutex<Controller>,
     /// Until when this controller leads; `None`: there is no other.
     leadership: Option<Arc<Leadership>>,
     /// What load balancers are to have.
-    pub board: Board,
+    pub publisher: UpdatePublisher,
     /// Tables are due.
     due: Notify,
     /// Whether it is their turn.
-    pub turns: Turns,
+    pub table_budget: TableBudget,
     /// Counts configurations of agents: what they wait for.
     agent_configurations: watch::Sender<u64>,
     /// Who is asked for sockets, and who asks.
@@ -53,7 +53,7 @@ pub struct Shared {
     /// Whether tables are made: after a restart not at once.
     settled: AtomicBool,
     /// What the newest configurations were made of, beside the fleet.
-    told: Mutex<Told>,
+    last_published: Mutex<LastPublished>,
     /// From servers' newest reports to the tables that have them.
     report_to_table: Mutex<Latencies>,
     started: Instant,
@@ -71,7 +71,7 @@ pub struct WantedChange {
     /// Who wants it.
     pub author: Author,
     /// Told when it is in force, or why it is not.
-    pub done: oneshot::Sender<anyhow::Result<Made>>,
+    pub done: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
 impl WantedChange {
@@ -83,7 +83,7 @@ impl WantedChange {
 
 /// What a change has come to, whatever others change after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Made {
+pub struct ChangeOutcome {
     /// Whether it makes another configuration.
     pub is_new: bool,
     /// Of the fleet's document that was in force then.
@@ -97,14 +97,14 @@ const SERVERS_AT_ONCE: usize = 32;
 const CHANGES: usize = 64;
 
 #[derive(Default)]
-struct Told {
+struct LastPublished {
     alive: BTreeSet<String>,
     predecessor_changes: u64,
     /// When the last tables were made.
     ticked: Duration,
 }
 
-impl Shared {
+impl ControllerState {
     /// Changes that callers want come out of the receiver.
     pub fn new(
         controller: Controller,
@@ -115,16 +115,16 @@ impl Shared {
         let configuration = controller.fleet_configuration(start);
         let (changes, receiver) = mpsc::channel(CHANGES);
         let shared = Self {
-            board: Board::new(configuration),
+            publisher: UpdatePublisher::new(configuration),
             due: Notify::new(),
-            turns: Turns::default(),
+            table_budget: TableBudget::default(),
             agent_configurations: watch::Sender::new(0),
             sockets: Sockets::default(),
             leadership,
             deposed: watch::Sender::new(false),
             changes,
             settled: AtomicBool::new(false),
-            told: Mutex::new(Told { alive: controller.alive(start), ..Told::default() }),
+            last_published: Mutex::new(LastPublished { alive: controller.alive(start), ..LastPublished::default() }),
             report_to_table: Mutex::default(),
             controller: Mutex::new(controller),
             started: Instant::now(),
@@ -140,15 +140,15 @@ impl Shared {
     ///
     /// # Errors
     /// When it cannot be written down.
-    pub async fn change(&self, change: Change) -> anyhow::Result<Made> {
+    pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
         self.change_by(Author::controller(), change).await
     }
 
     /// The same, because somebody wants it.
     ///
     /// # Errors
-    /// As [`Shared::change`].
-    pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<Made> {
+    /// As [`ControllerState::change`].
+    pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
         let (done, outcome) = oneshot::channel();
         self.changes.send(WantedChange { change, author, done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
@@ -165,7 +165,7 @@ impl Shared {
         self.leadership.as_ref().is_none_or(|leadership| leadership.holds())
     }
 
-    /// Returns when this controller leads no more ([`Shared::depose`]). Every stream waits here, and nothing wakes it before.
+    /// Returns when this controller leads no more ([`ControllerState::depose`]). Every stream waits here, and nothing wakes it before.
     pub async fn deposed(&self) {
         // The sender is this one's own.
         let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
@@ -182,11 +182,11 @@ impl Shared {
     }
 
     /// Held for microseconds; never across an await.
-    pub fn controller(&self) -> Held<'_> {
+    pub fn controller(&self) -> TimedGuard<'_> {
         // Every call leaves the state whole, so after a panic in one of them the others can go on.
         let controller = self.controller.lock();
         #[cfg(test)]
-        let controller = Held::begin(controller, &self.held_longest);
+        let controller = TimedGuard::begin(controller, &self.held_longest);
         controller
     }
 
@@ -320,13 +320,13 @@ impl Shared {
                 self.due.notify_one();
             }
         }
-        self.tell_who_is_alive(now);
+        self.publish_liveness(now);
         interval
     }
 
     /// Every service's table (`tables = "interval"`).
     fn make_all_tables(&self, now: Now) {
-        let since = std::mem::replace(&mut self.told().ticked, now.monotonic);
+        let since = std::mem::replace(&mut self.last_published().ticked, now.monotonic);
         let (tables, received) = {
             let mut controller = self.controller();
             let tables = controller.tick(now);
@@ -365,29 +365,29 @@ impl Shared {
     }
 
     fn post(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
-        self.board.post_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
+        self.publisher.publish_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
         let made = self.started.elapsed();
         let mut latencies = self.report_to_table.lock();
         received.for_each(|received| latencies.observe(made.saturating_sub(received)));
         drop(latencies);
         let changes = self.controller().predecessor_changes();
-        if std::mem::replace(&mut self.told().predecessor_changes, changes) != changes {
+        if std::mem::replace(&mut self.last_published().predecessor_changes, changes) != changes {
             self.agent_configurations.send_modify(|count| *count += 1);
         }
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock()
+    fn last_published(&self) -> MutexGuard<'_, LastPublished> {
+        self.last_published.lock()
     }
 
     /// Load balancers know of each other who is.
-    fn tell_who_is_alive(&self, now: Now) {
+    fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
         let alive = controller.alive(now);
-        let mut told = self.told();
-        if told.alive != alive {
-            told.alive = alive;
-            self.board.post_configuration(controller.fleet_configuration(now), |_| true);
+        let mut last_published = self.last_published();
+        if last_published.alive != alive {
+            last_published.alive = alive;
+            self.publisher.publish_configuration(controller.fleet_configuration(now), |_| true);
         }
     }
 
@@ -402,7 +402,7 @@ impl Shared {
         let old = self.controller().configure_indexed(fleet, indexed);
         drop(old);
         // Tables of before may name servers that are no more: the data plane knows which are.
-        self.board.post_configuration(configuration, |service| kept.contains(&service));
+        self.publisher.publish_configuration(configuration, |service| kept.contains(&service));
         self.agent_configurations.send_modify(|count| *count += 1);
         if !self.settled.load(Ordering::Relaxed) {
             return;

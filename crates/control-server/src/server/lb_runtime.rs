@@ -16,24 +16,24 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
 use super::{Service, builder, service};
-use crate::server::office::Office;
+use crate::server::leader_election::LeaderElection;
 
 /// Connections that wait for the thread.
 const WAITING: usize = 64;
 
 /// Serves load balancers, for as long as it is there.
-pub struct Apart {
+pub struct LbRuntime {
     runtime: Option<Runtime>,
     connections: mpsc::Sender<io::Result<Admitted>>,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
-impl Apart {
+impl LbRuntime {
     /// Begins to serve.
     ///
     /// # Errors
     /// When there can be no more threads.
-    pub fn begin(office: Arc<Office>) -> anyhow::Result<Self> {
+    pub fn begin(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("load-balancers")
@@ -41,7 +41,7 @@ impl Apart {
             .build()
             .context("no thread for load balancers")?;
         let (connections, receiver) = mpsc::channel(WAITING);
-        let server = builder().add_service(service(Service { office }));
+        let server = builder().add_service(service(Service { election }));
         let serving = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
         Ok(Self { runtime: Some(runtime), connections, serving })
     }
@@ -73,7 +73,7 @@ impl Apart {
     }
 }
 
-impl Drop for Apart {
+impl Drop for LbRuntime {
     fn drop(&mut self) {
         // Waiting for its thread is not possible in asynchronous code.
         if let Some(runtime) = self.runtime.take() {

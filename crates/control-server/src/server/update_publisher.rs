@@ -1,0 +1,207 @@
+//! What every load balancer is to have now, encoded once for all of them. Whoever is slow finds the newest here when it comes
+//! to look, and nothing queues up.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::OnceLock;
+
+use coreward_wire::{FleetChange, FleetConfiguration, ServiceIndex};
+use parking_lot::{Mutex, MutexGuard};
+use prost::bytes::Bytes;
+use tokio::sync::watch;
+
+/// The newest configuration and the newest table of each service.
+pub struct UpdatePublisher {
+    snapshot: Mutex<Snapshot>,
+    /// Grows with every posting.
+    changes: watch::Sender<u64>,
+}
+
+struct Snapshot {
+    configuration: PublishedConfiguration,
+    newest: u64,
+    tables: HashMap<ServiceIndex, (u64, Bytes)>,
+    /// The same by posting.
+    order: BTreeMap<(u64, ServiceIndex), Bytes>,
+}
+
+struct PublishedConfiguration {
+    fleet: FleetConfiguration,
+    /// The posting that brought it.
+    number: u64,
+    /// Encoded, once somebody needs it whole.
+    whole: OnceLock<Bytes>,
+    /// The posting of the one before, and what has changed since.
+    change: Option<(u64, Bytes)>,
+}
+
+/// What somebody has not seen yet.
+pub struct PendingUpdates {
+    /// Comes before the tables.
+    pub configuration: Option<ConfigUpdate>,
+    /// Of each service the newest.
+    pub tables: Vec<Bytes>,
+}
+
+/// A configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ConfigUpdate {
+    /// An encoded [`FleetConfiguration`].
+    Whole(Bytes),
+    /// An encoded [`FleetChange`].
+    Change(Bytes),
+}
+
+/// What somebody has seen.
+#[derive(Debug, Default)]
+pub struct Cursor {
+    newest: u64,
+    /// The posting of the configuration.
+    configuration: u64,
+}
+
+impl PublishedConfiguration {
+    fn new(fleet: FleetConfiguration, number: u64, change: Option<(u64, Bytes)>) -> Self {
+        Self { fleet, number, whole: OnceLock::new(), change }
+    }
+
+    /// For somebody who has seen the configuration of that posting.
+    fn after(&self, cursor: u64) -> ConfigUpdate {
+        match &self.change {
+            Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
+            _ => ConfigUpdate::Whole(self.whole.get_or_init(|| self.fleet.encode(self.number)).clone()),
+        }
+    }
+}
+
+impl UpdatePublisher {
+    /// A configuration, no tables yet.
+    pub fn new(configuration: FleetConfiguration) -> Self {
+        let configuration = PublishedConfiguration::new(configuration, 1, None);
+        let snapshot = Snapshot { configuration, newest: 1, tables: HashMap::new(), order: BTreeMap::new() };
+        Self { snapshot: Mutex::new(snapshot), changes: watch::Sender::new(1) }
+    }
+
+    fn snapshot(&self) -> MutexGuard<'_, Snapshot> {
+        // Every call leaves it whole.
+        self.snapshot.lock()
+    }
+
+    fn publish(&self, change: impl FnOnce(&mut Snapshot, u64)) {
+        let newest = {
+            let mut snapshot = self.snapshot();
+            snapshot.newest += 1;
+            let newest = snapshot.newest;
+            change(&mut snapshot, newest);
+            newest
+        };
+        self.changes.send_replace(newest);
+    }
+
+    /// New tables.
+    pub fn publish_tables(&self, tables: impl IntoIterator<Item = (ServiceIndex, Bytes)>) {
+        self.publish(|snapshot, number| {
+            for (service, table) in tables {
+                if let Some((before, _)) = snapshot.tables.insert(service, (number, table.clone())) {
+                    snapshot.order.remove(&(before, service));
+                }
+                snapshot.order.insert((number, service), table);
+            }
+        });
+    }
+
+    /// Another configuration; tables of services that it does not `keep` are gone.
+    pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
+        self.publish(|snapshot, number| {
+            let before = &snapshot.configuration;
+            let change = FleetChange::between((before.number, &before.fleet), (number, &configuration));
+            let change = Some((before.number, change.encode()));
+            snapshot.configuration = PublishedConfiguration::new(configuration, number, change);
+            snapshot.tables.retain(|service, _| keep(*service));
+            snapshot.order.retain(|(_, service), _| keep(*service));
+        });
+    }
+
+    /// What has come since; from now on it is seen.
+    pub fn pending(&self, cursor: &mut Cursor) -> PendingUpdates {
+        let snapshot = self.snapshot();
+        let number = snapshot.configuration.number;
+        let configuration = (number > cursor.newest).then(|| snapshot.configuration.after(cursor.configuration));
+        let first = (cursor.newest + 1, ServiceIndex::FIRST);
+        let tables = snapshot.order.range(first..).map(|(_, table)| table.clone()).collect();
+        (cursor.newest, cursor.configuration) = (snapshot.newest, number);
+        PendingUpdates { configuration, tables }
+    }
+
+    /// Changes with every posting.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+
+    use super::*;
+
+    fn service(index: u32) -> ServiceIndex {
+        ServiceIndex::new(index).unwrap()
+    }
+
+    fn configuration(generation: u64) -> FleetConfiguration {
+        let key = CookieKey { k0: 1, k1: 2 };
+        FleetConfiguration {
+            generation,
+            keys: FleetKeys { keys: [key; 2], current: KeyIndex::First },
+            services: Vec::new(),
+            load_balancers: Vec::new(),
+            report_interval: Duration::from_millis(100),
+            table_lifetime: Duration::from_secs(10),
+        }
+    }
+
+    /// Generations of a configuration whole or of a change, and tables.
+    fn received(publisher: &UpdatePublisher, cursor: &mut Cursor) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
+        let pending = publisher.pending(cursor);
+        let (mut whole, mut change) = (None, None);
+        match pending.configuration {
+            Some(ConfigUpdate::Whole(bytes)) => whole = Some(FleetConfiguration::decode(bytes).unwrap().1.generation),
+            Some(ConfigUpdate::Change(bytes)) => {
+                change = Some(FleetChange::decode(bytes).unwrap().0.configuration.generation)
+            }
+            None => {}
+        }
+        (whole, change, pending.tables.iter().map(|table| table.to_vec()).collect())
+    }
+
+    #[test]
+    fn each_sees_the_newest_once() {
+        let publisher = UpdatePublisher::new(configuration(1));
+        let mut cursor = Cursor::default();
+        assert_eq!(received(&publisher, &mut cursor), (Some(1), None, vec![]));
+        publisher.publish_tables([(service(1), "1".into()), (service(2), "2".into())]);
+        publisher.publish_tables([(service(1), "1 again".into())]);
+        assert_eq!(received(&publisher, &mut cursor), (None, None, vec![b"2".to_vec(), b"1 again".to_vec()]));
+        assert_eq!(received(&publisher, &mut cursor), (None, None, vec![]));
+        publisher.publish_configuration(configuration(2), |index| index == service(2));
+        assert_eq!(received(&publisher, &mut cursor), (None, Some(2), vec![]));
+        assert_eq!(received(&publisher, &mut Cursor::default()), (Some(2), None, vec![b"2".to_vec()]));
+    }
+
+    #[test]
+    fn a_change_is_for_those_who_saw_what_it_changes() {
+        let publisher = UpdatePublisher::new(configuration(1));
+        let (mut quick, mut slow) = (Cursor::default(), Cursor::default());
+        for cursor in [&mut quick, &mut slow] {
+            assert_eq!(received(&publisher, cursor), (Some(1), None, vec![]));
+        }
+        publisher.publish_configuration(configuration(2), |_| true);
+        assert_eq!(received(&publisher, &mut quick), (None, Some(2), vec![]));
+        publisher.publish_tables([(service(1), "1".into())]);
+        publisher.publish_configuration(configuration(3), |_| true);
+        assert_eq!(received(&publisher, &mut quick), (None, Some(3), vec![b"1".to_vec()]));
+        assert_eq!(received(&publisher, &mut slow), (Some(3), None, vec![b"1".to_vec()]));
+    }
+}
