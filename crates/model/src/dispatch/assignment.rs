@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::LoadHint;
+
 /// How cores are divided between services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Assignment {
@@ -35,57 +37,6 @@ impl fmt::Display for Assignment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = NAMES.iter().find(|(_, known)| known == self).map_or("", |(name, _)| *name);
         f.write_str(name)
-    }
-}
-
-/// What the NIC tells the cores about a service.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LoadHint {
-    /// It needs more cores.
-    ScaleUp,
-    /// It could do with fewer.
-    ScaleDown,
-}
-
-/// The NIC's load monitor of one service, asked at the end of every interval.
-///
-/// Up: a request was found waiting at the NIC at two checks in a row (Caladan's rule, OSDI'20). Down: none waited at all
-/// during [`CALM_INTERVALS`]; the paper asks for a more conservative rule than for up and leaves the number open.
-#[derive(Debug, Clone, Default)]
-pub struct LoadMonitor {
-    previous_check: u64,
-    calm: u32,
-    /// A hint is under way; no other is sent until the cores have acted on it.
-    disarmed: bool,
-}
-
-const CALM_INTERVALS: u32 = 4;
-
-impl LoadMonitor {
-    /// `oldest`: when the request that has waited longest came in, if any waits; `peak`: how many waited at once, at most,
-    /// since the check before.
-    pub fn check(&mut self, now: u64, oldest: Option<u64>, peak: u64) -> Option<LoadHint> {
-        let waits_since_the_previous_check = oldest.is_some_and(|oldest| oldest <= self.previous_check);
-        self.previous_check = now;
-        self.calm = if peak == 0 { self.calm + 1 } else { 0 };
-        if self.disarmed {
-            return None;
-        }
-        let hint = if waits_since_the_previous_check {
-            LoadHint::ScaleUp
-        } else if self.calm >= CALM_INTERVALS {
-            LoadHint::ScaleDown
-        } else {
-            return None;
-        };
-        self.disarmed = true;
-        self.calm = 0;
-        Some(hint)
-    }
-
-    /// The cores have acted on the hint (RearmLoadMonitor).
-    pub fn rearm(&mut self) {
-        self.disarmed = false;
     }
 }
 
@@ -166,20 +117,6 @@ impl CoreAllocation {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_request_that_waits_from_check_to_check_asks_for_cores() {
-        let mut monitor = LoadMonitor::default();
-        assert_eq!(monitor.check(10, Some(5), 1), None, "it came after the check before");
-        assert_eq!(monitor.check(20, Some(15), 1), None, "another one");
-        assert_eq!(monitor.check(30, Some(15), 1), Some(LoadHint::ScaleUp));
-        assert_eq!(monitor.check(40, Some(15), 1), None, "one hint at a time");
-        monitor.rearm();
-        assert_eq!(monitor.check(50, Some(15), 1), Some(LoadHint::ScaleUp));
-        monitor.rearm();
-        let calm: Vec<_> = (6..10).map(|n| monitor.check(n * 10, None, 0)).collect();
-        assert_eq!(calm, [None, None, None, Some(LoadHint::ScaleDown)]);
-    }
 
     #[test]
     fn dedicated_cores_change_hands() {

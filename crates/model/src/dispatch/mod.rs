@@ -13,6 +13,7 @@ mod jbsrq;
 mod jlq;
 mod jsq;
 mod least;
+mod load_monitor;
 mod ranks;
 mod repair;
 mod rss;
@@ -20,7 +21,7 @@ mod spread;
 mod stealing;
 mod weight;
 
-pub use assignment::{Assignment, Change, CoreAllocation, LoadHint, LoadMonitor, UnknownAssignment};
+pub use assignment::{Assignment, Change, CoreAllocation, UnknownAssignment};
 pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
 pub use feo::{
     FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, Ranking,
@@ -30,6 +31,7 @@ pub use jbsrq::{JoinBoundedShortestRankedQueue, Submitted};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{Key, LeastTree};
+pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDown, ScaleUp};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
 pub use repair::{LearnedTime, Liveness, given_up};
 pub use rss::{BucketHash, regroup};

@@ -77,9 +77,9 @@ pub struct FeedbackError {
 
 /// The ranks of every service at every core (RingLeader, NSDI'23, Sect. 4.2 and 5.1).
 ///
-/// The rank of a core for a service is a weighted sum of the requests that are outstanding there. A core takes a request
-/// while its rank for that service is below the depth and the service is enabled there. The request goes to the core of
-/// least rank; of equal cores, the one with the lowest index.
+/// The rank of a core for a service is a weighted sum of the requests that are outstanding there. A core takes a
+/// request while its rank for that service is below the depth and the service is enabled there. The request goes to the
+/// core of least rank; of equal cores, to the one with the lowest index.
 #[derive(Debug, Clone)]
 pub struct RankArrays {
     bound: u32,
@@ -159,6 +159,13 @@ impl RankArrays {
     /// Requests that `core` has, of all services.
     pub fn load(&self, core: u16) -> u32 {
         self.services.iter().map(|service| service.outstanding[usize::from(core)]).sum()
+    }
+
+    /// The core of least rank among those on which `service` is enabled, full ones included: it receives the load hint.
+    pub fn least_loaded(&self, service: u8) -> Option<u16> {
+        let entry = &self.services[usize::from(service)];
+        let enabled = (0..entry.enabled.len() as u16).filter(|core| entry.enabled[usize::from(*core)]);
+        enabled.min_by_key(|core| entry.ranks[usize::from(*core)])
     }
 
     /// Sends a request of `service`: returns its core and counts it there. `None`: no core takes it.
@@ -275,6 +282,17 @@ mod tests {
         assert_eq!((ranks.outstanding(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
         assert_eq!((ranks.feedback(0, 0, 0), ranks.feedback(1, 0, 2)), (Ok(()), Ok(())));
         assert_eq!(ranks.load(0), 0);
+    }
+
+    #[test]
+    fn load_hint_goes_to_the_least_loaded_core_even_if_it_is_full() {
+        let mut ranks = RankArrays::new(2, &services(&[0, 1]), RankRule::Ranked, NonZeroU16::MIN);
+        assert_eq!((ranks.send(1), ranks.least_loaded(1)), (Some(0), Some(1)));
+        assert_eq!((ranks.send(1), ranks.send(1), ranks.least_loaded(1)), (Some(1), None, Some(0)));
+        ranks.set_enabled(1, 0, false);
+        assert_eq!(ranks.least_loaded(1), Some(1));
+        ranks.set_enabled(1, 1, false);
+        assert_eq!((ranks.least_loaded(1), ranks.least_loaded(0)), (None, Some(0)));
     }
 
     #[test]

@@ -1,6 +1,10 @@
 //! `jbsrq:assignment=dedicated|hybrid`: two services whose cores change by load hints (RingLeader, NSDI'23, Sect. 4.4).
 
-use coreward_model::dispatch::{Change, CoreAllocation, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor};
+use std::num::NonZeroU64;
+
+use coreward_model::dispatch::{
+    Change, CoreAllocation, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDown, ScaleUp,
+};
 
 use super::delay::DelayLine;
 use super::priority::PriorityCores;
@@ -23,6 +27,9 @@ pub struct AllocatedServer {
     answers: DelayLine<(u8, Vec<Change>)>,
 }
 
+/// RingLeader gives no number.
+const CALM_EPOCHS: u32 = 4;
+
 impl AllocatedServer {
     /// `interval`: between two checks of the load monitors. `latency`: of the interface, one way.
     pub fn new(
@@ -37,10 +44,14 @@ impl AllocatedServer {
                 server.dispatcher.set_runs(service, core, allocation.runs(service, core));
             }
         }
+        let epoch = Epoch::new(NonZeroU64::new(interval).unwrap_or(NonZeroU64::MIN));
+        let mut monitor = LoadMonitor::default();
+        monitor.enable_scale_up(0, ScaleUp { epoch });
+        monitor.enable_scale_down(0, ScaleDown { epoch, threshold: 0, calm_epochs: CALM_EPOCHS });
         Self {
             server,
             allocation,
-            monitors: Default::default(),
+            monitors: [monitor.clone(), monitor],
             interval,
             next_check: interval,
             hints: DelayLine::new(latency),

@@ -1,0 +1,265 @@
+//! Load monitor of a service: reports when it needs more cores or fewer (RingLeader, NSDI'23, Sect. 4.4).
+
+use std::num::NonZeroU64;
+
+/// A hint about a service, from the NIC to the cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadHint {
+    /// It needs more cores.
+    ScaleUp,
+    /// It can do with fewer.
+    ScaleDown,
+}
+
+/// Time between two checks, in the caller's unit of time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Epoch(NonZeroU64);
+
+impl Epoch {
+    /// An epoch of any length.
+    pub const fn new(length: NonZeroU64) -> Self {
+        Self(length)
+    }
+
+    /// An epoch of 2^`exponent`, as RingLeader's hardware counts them. `None` from 64 on.
+    pub fn power_of_two(exponent: u8) -> Option<Self> {
+        let length = 1u64.checked_shl(exponent.into())?;
+        NonZeroU64::new(length).map(Self)
+    }
+}
+
+/// Condition of scaling up: one request waits at the NIC at two consecutive checks (Caladan's rule, OSDI'20).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScaleUp {
+    /// Time between two checks.
+    pub epoch: Epoch,
+}
+
+/// Condition of scaling down: the queue at the NIC is never longer than the threshold in some consecutive epochs. The
+/// paper asks for a more conservative rule than for scaling up and leaves the numbers open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScaleDown {
+    /// Time between two checks.
+    pub epoch: Epoch,
+    /// The longest queue of a calm epoch, in requests.
+    pub threshold: u64,
+    /// Consecutive calm epochs that cause a hint; 0 counts as 1.
+    pub calm_epochs: u32,
+}
+
+/// The two monitors of one service. Each is enabled on its own and has epochs of its own.
+///
+/// A hint disarms both monitors until [`rearm`](LoadMonitor::rearm), so a service has one hint in flight at most. The
+/// hint goes to the service's least loaded core: [`RankArrays::least_loaded`](super::RankArrays::least_loaded).
+#[derive(Debug, Clone, Default)]
+pub struct LoadMonitor {
+    scale_up: Option<(ScaleUp, Checks)>,
+    scale_down: Option<(ScaleDown, Checks)>,
+    /// The longest queue in the current epoch of `scale_down`.
+    peak: u64,
+    /// Calm epochs in a row.
+    calm: u32,
+    is_hint_in_flight: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Checks {
+    previous: u64,
+    next: u64,
+}
+
+impl Checks {
+    fn new(now: u64, epoch: Epoch) -> Self {
+        Self { previous: now, next: now.saturating_add(epoch.0.get()) }
+    }
+
+    /// Returns the time of the previous check if one is due. Late checks do not pile up.
+    fn pass(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
+        if now < self.next {
+            return None;
+        }
+        let missed = (now - self.next) / epoch.0;
+        self.next = self.next.saturating_add((missed + 1).saturating_mul(epoch.0.get()));
+        Some(std::mem::replace(&mut self.previous, now))
+    }
+}
+
+impl LoadMonitor {
+    /// Enables scaling up, or changes its condition. The first check is one epoch after `now`.
+    pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUp) {
+        self.scale_up = Some((condition, Checks::new(now, condition.epoch)));
+    }
+
+    /// Enables scaling down, or changes its condition. The first check is one epoch after `now`.
+    pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDown) {
+        self.scale_down = Some((condition, Checks::new(now, condition.epoch)));
+        (self.peak, self.calm) = (0, 0);
+    }
+
+    /// Disables the monitor of that hint. A hint in flight stays in flight.
+    pub fn disable(&mut self, hint: LoadHint) {
+        match hint {
+            LoadHint::ScaleUp => self.scale_up = None,
+            LoadHint::ScaleDown => self.scale_down = None,
+        }
+    }
+
+    /// The time of the next check of either monitor; `None` if both are disabled.
+    pub fn next_check(&self) -> Option<u64> {
+        let up = self.scale_up.map(|(_, checks)| checks.next);
+        let down = self.scale_down.map(|(_, checks)| checks.next);
+        up.into_iter().chain(down).min()
+    }
+
+    /// Performs the checks that are due at `now`, and returns the hint to send. Scaling up comes before scaling down.
+    ///
+    /// `oldest`: arrival of the request that has waited longest, if any waits; `peak`: the longest queue since the
+    /// previous call. `now` must not decrease.
+    pub fn check(&mut self, now: u64, oldest: Option<u64>, peak: u64) -> Option<LoadHint> {
+        let needs_more = self.check_scale_up(now, oldest);
+        let needs_fewer = self.check_scale_down(now, peak);
+        if self.is_hint_in_flight || !(needs_more || needs_fewer) {
+            return None;
+        }
+        self.is_hint_in_flight = true;
+        self.calm = 0;
+        Some(if needs_more { LoadHint::ScaleUp } else { LoadHint::ScaleDown })
+    }
+
+    fn check_scale_up(&mut self, now: u64, oldest: Option<u64>) -> bool {
+        let Some((condition, checks)) = &mut self.scale_up else { return false };
+        let Some(previous) = checks.pass(now, condition.epoch) else { return false };
+        oldest.is_some_and(|oldest| oldest <= previous)
+    }
+
+    fn check_scale_down(&mut self, now: u64, peak: u64) -> bool {
+        let Some((condition, checks)) = &mut self.scale_down else { return false };
+        self.peak = self.peak.max(peak);
+        if checks.pass(now, condition.epoch).is_none() {
+            return false;
+        }
+        let is_calm = std::mem::take(&mut self.peak) <= condition.threshold;
+        self.calm = if is_calm { self.calm.saturating_add(1) } else { 0 };
+        is_calm && self.calm >= condition.calm_epochs
+    }
+
+    /// Whether a hint was sent and [`rearm`](Self::rearm) not called since.
+    pub fn is_hint_in_flight(&self) -> bool {
+        self.is_hint_in_flight
+    }
+
+    /// Arms both monitors again, after the cores acted on the hint (RingLeader's RearmLoadMonitor). Returns whether a
+    /// hint was in flight.
+    pub fn rearm(&mut self) -> bool {
+        std::mem::take(&mut self.is_hint_in_flight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn epoch(length: u64) -> Epoch {
+        Epoch::new(NonZeroU64::new(length).unwrap())
+    }
+
+    fn monitor(up: u64, down: u64, threshold: u64, calm_epochs: u32) -> LoadMonitor {
+        let mut monitor = LoadMonitor::default();
+        monitor.enable_scale_up(0, ScaleUp { epoch: epoch(up) });
+        monitor.enable_scale_down(0, ScaleDown { epoch: epoch(down), threshold, calm_epochs });
+        monitor
+    }
+
+    #[test]
+    fn request_waiting_at_two_checks_scales_up() {
+        let mut monitor = monitor(10, 10, 0, 4);
+        assert_eq!(monitor.check(10, Some(5), 1), None, "it arrived after the previous check");
+        assert_eq!(monitor.check(20, Some(15), 1), None, "another one");
+        assert_eq!(monitor.check(30, Some(15), 1), Some(LoadHint::ScaleUp));
+        assert_eq!(monitor.check(40, Some(15), 1), None, "one hint in flight");
+        assert!(monitor.rearm() && !monitor.rearm());
+        assert_eq!(monitor.check(50, Some(15), 1), Some(LoadHint::ScaleUp));
+        monitor.rearm();
+        let calm: Vec<_> = (6..10).map(|n| monitor.check(n * 10, None, 0)).collect();
+        assert_eq!(calm, [None, None, None, Some(LoadHint::ScaleDown)]);
+    }
+
+    #[test]
+    fn monitors_are_enabled_apart_with_epochs_of_their_own() {
+        let mut monitor = LoadMonitor::default();
+        assert_eq!((monitor.next_check(), monitor.check(1000, Some(0), 9)), (None, None));
+        let condition = ScaleDown { epoch: Epoch::power_of_two(6).unwrap(), threshold: 2, calm_epochs: 1 };
+        monitor.enable_scale_down(1000, condition);
+        assert_eq!(monitor.next_check(), Some(1064));
+        assert_eq!(monitor.check(1063, Some(0), 3), None);
+        assert_eq!(monitor.check(1064, None, 0), None, "3 waited in this epoch");
+        monitor.enable_scale_up(1064, ScaleUp { epoch: Epoch::power_of_two(4).unwrap() });
+        assert_eq!(monitor.next_check(), Some(1080));
+        monitor.disable(LoadHint::ScaleUp);
+        assert_eq!(monitor.check(1128, Some(0), 2), Some(LoadHint::ScaleDown));
+        monitor.rearm();
+        monitor.disable(LoadHint::ScaleDown);
+        assert_eq!((monitor.next_check(), monitor.check(2000, Some(0), 0)), (None, None));
+        assert_eq!((Epoch::power_of_two(0), Epoch::power_of_two(64)), (Some(epoch(1)), None));
+    }
+
+    #[test]
+    fn late_checks_do_not_pile_up() {
+        let mut monitor = monitor(10, 1000, 0, 1);
+        assert_eq!(monitor.check(55, Some(0), 1), Some(LoadHint::ScaleUp));
+        assert_eq!(monitor.next_check(), Some(60));
+    }
+
+    proptest! {
+        /// Hints follow from the definitions, applied to the history of a queue.
+        #[test]
+        fn hints_agree_with_the_history_of_the_queue(
+            (up, down) in (1u64..5, 1u64..9),
+            threshold in 0u64..3,
+            calm_epochs in 1u32..4,
+            steps in prop::collection::vec((0usize..3, 0usize..3, any::<bool>()), 1..300),
+        ) {
+            let mut monitor = monitor(up, down, threshold, calm_epochs);
+            let mut queue: VecDeque<(u64, usize)> = VecDeque::new();
+            let mut at_previous_check: VecDeque<(u64, usize)> = VecDeque::new();
+            let (mut in_flight, mut calm, mut epoch_peak) = (false, 0, 0);
+            for (now, (arrivals, departures, rearms)) in (1u64..).zip(steps) {
+                // Those that arrive with a check arrive just after it.
+                queue.drain(..departures.min(queue.len()));
+                let needs_more = now % up == 0 && queue.iter().any(|request| at_previous_check.contains(request));
+                if now % up == 0 {
+                    at_previous_check.clone_from(&queue);
+                }
+                let mut needs_fewer = false;
+                if now % down == 0 {
+                    calm = if epoch_peak <= threshold { calm + 1 } else { 0 };
+                    needs_fewer = calm >= calm_epochs;
+                }
+                let expected = match (in_flight, needs_more, needs_fewer) {
+                    (false, true, _) => Some(LoadHint::ScaleUp),
+                    (false, false, true) => Some(LoadHint::ScaleDown),
+                    _ => None,
+                };
+                let oldest = queue.front().map(|(arrived, _)| *arrived);
+                prop_assert_eq!(monitor.check(now, oldest, epoch_peak), expected);
+                if expected.is_some() {
+                    (in_flight, calm) = (true, 0);
+                }
+                if now % down == 0 {
+                    epoch_peak = queue.len() as u64;
+                }
+                prop_assert_eq!(monitor.is_hint_in_flight(), in_flight);
+                if rearms {
+                    prop_assert_eq!(monitor.rearm(), in_flight);
+                    in_flight = false;
+                }
+                queue.extend((0..arrivals).map(|index| (now + 1, index)));
+                epoch_peak = epoch_peak.max(queue.len() as u64);
+            }
+        }
+    }
+}
