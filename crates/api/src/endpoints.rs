@@ -32,7 +32,7 @@ pub const SMALL_BODY: usize = 64 << 10;
 /// Bytes of a body with a document of the fleet: 16,384 servers and 1,000 services are about 2 MB.
 pub const DOCUMENT_BODY: usize = 8 << 20;
 /// From a request's first byte to the first one of its answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// The name of bearer tokens in the OpenAPI document.
 const TOKEN_SCHEME: &str = "token";
 
@@ -157,9 +157,9 @@ async fn admit(gate: &Gate, mut request: Request, next: Next) -> Response {
         Err(problem) => problem.into_response(),
         Ok(caller) => {
             request.extensions_mut().insert(caller);
-            let answer = tokio::time::timeout(PATIENCE, next.run(request)).await;
+            let answer = tokio::time::timeout(TIMEOUT, next.run(request)).await;
             answer.unwrap_or_else(|_| {
-                let detail = format!("no answer within {} s", PATIENCE.as_secs());
+                let detail = format!("no answer within {} s", TIMEOUT.as_secs());
                 Problem::new(ProblemKind::Timeout, detail).into_response()
             })
         }

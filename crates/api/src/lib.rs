@@ -14,10 +14,10 @@
 //! The handlers are the controller's: `crates/control-server/src/api`.
 
 pub mod client;
+mod connection_limit;
 pub mod endpoints;
 pub mod extract;
 mod limits;
-mod places;
 pub mod problem;
 pub mod role;
 pub mod serve;

@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
-use crate::places::{Answer, Place, Places};
+use crate::connection_limit::{Answer, ConnectionSlots, Permit};
 use crate::{Role, work};
 
 /// What connections can take.
@@ -171,7 +171,7 @@ pub struct Serving {
 }
 
 async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: impl Acceptor, router: Router) {
-    let places = Places::new(bounds.connections);
+    let slots = ConnectionSlots::new(bounds.connections);
     loop {
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
@@ -182,14 +182,14 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
                 continue;
             }
         };
-        let place = Arc::new(places.take(address.ip()).await);
+        let permit = Arc::new(slots.take(address.ip()).await);
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
             let ended = tokio::select! {
                 // First what it has sent: who has just asked stays.
                 biased;
-                ended = connection(stream, address, bounds, &place, acceptor, router) => ended,
-                () = place.is_needed() => Err("others come, and it asks for nothing".into()),
+                ended = connection(stream, address, bounds, &permit, acceptor, router) => ended,
+                () = permit.is_needed() => Err("others come, and it asks for nothing".into()),
             };
             if let Err(error) = ended {
                 tracing::debug!("API: {address}: {error}");
@@ -202,7 +202,7 @@ async fn connection(
     stream: TcpStream,
     address: SocketAddr,
     bounds: Bounds,
-    place: &Arc<Place>,
+    permit: &Arc<Permit>,
     acceptor: impl Acceptor,
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -211,8 +211,8 @@ async fn connection(
     let (stream, peer) = acceptor.accept(stream, address).await?;
     let answers = TowerToHyperService::new(router.layer(axum::Extension(peer)));
     let service = service_fn(|request| {
-        let (asks, answer) = (place.asks(), answers.call(request));
-        async { answer.await.map(|answer| answer.map(|body| Answer { body, _asks: asks })) }
+        let (guard, answer) = (permit.begin_request(), answers.call(request));
+        async { answer.await.map(|answer| answer.map(|body| Answer { body, _guard: guard })) }
     });
     http1::Builder::new()
         .timer(TokioTimer::new())

@@ -16,7 +16,7 @@ use subtle::ConstantTimeEq as _;
 /// How long a session lasts.
 const LIFE: Duration = Duration::from_secs(12 * 3600);
 /// At a time; the oldest ends when there would be more.
-const MOST: usize = 256;
+const MAX_SESSIONS: usize = 256;
 /// The cookie's name.
 const COOKIE: &str = "coreward_session";
 
@@ -63,7 +63,7 @@ impl Sessions {
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
         let mut sessions = self.living();
-        if sessions.len() >= MOST {
+        if sessions.len() >= MAX_SESSIONS {
             sessions.remove(0);
         }
         let cookie = set_cookie(&id, LIFE, encrypted);
@@ -161,11 +161,11 @@ mod tests {
     }
 
     #[test]
-    fn there_are_only_so_many() {
+    fn oldest_session_is_evicted_at_limit() {
         let sessions = Sessions::default();
         let first = with(sessions.begin(Shown::Token, false).split(';').next().unwrap());
-        (0..MOST).for_each(|_| drop(sessions.begin(Shown::Token, false)));
+        (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin(Shown::Token, false)));
         assert!(!sessions.has(&first, &Denied::default()));
-        assert_eq!(sessions.living().len(), MOST);
+        assert_eq!(sessions.living().len(), MAX_SESSIONS);
     }
 }

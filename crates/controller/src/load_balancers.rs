@@ -7,7 +7,7 @@ use coreward_model::ServerId;
 use coreward_model::health::Verdict;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::words::{readable, readable_state};
+use coreward_wire::sanitize::{readable, readable_state};
 use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use coreward_model::rss::RssKey;
 
 /// A fleet has a few. Somebody who reports a new one each time fills no memory.
-const MOST: usize = 256;
+const MAX_KEYS: usize = 256;
 
 /// The keys that were reported lately.
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ impl RssKeys {
         if let Some(known) = self.0.get(&key) {
             return known.clone();
         }
-        if self.0.len() == MOST {
+        if self.0.len() == MAX_KEYS {
             self.0.clear();
         }
         self.0.insert(key.clone());

@@ -28,10 +28,10 @@ pub mod rack;
 pub mod refused;
 pub mod report;
 pub mod rss;
+pub mod sanitize;
 pub mod sockets;
 pub mod table;
 pub mod traffic;
-pub mod words;
 
 pub use change::FleetChange;
 pub use configuration::{

@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
-use crate::words::{known_counts, made_readable, readable_dispatched, readable_refused};
+use crate::sanitize::{known_counts, readable_dispatched, readable_refused, sanitize};
 use crate::{Context as _, ReportedRss, WireError, v1};
 
 /// A report, all values absolute.
@@ -75,7 +75,7 @@ impl From<v1::CountedConnections> for CountedConnections {
         Self {
             age: Duration::from_millis(message.age_ms.into()),
             configuration_generation: message.configuration_generation,
-            services: message.services.into_iter().map(|(name, count)| (made_readable(name), count)).collect(),
+            services: message.services.into_iter().map(|(name, count)| (sanitize(name), count)).collect(),
         }
     }
 }
@@ -148,7 +148,7 @@ impl TryFrom<v1::Report> for Report {
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
         let details = (!message.without_details).then(|| ReportDetails {
             counters: known_counts(message.counters, &SERVER_COUNTERS).into_iter().collect(),
-            warnings: message.warnings.into_iter().map(made_readable).collect(),
+            warnings: message.warnings.into_iter().map(sanitize).collect(),
             dispatch: message.dispatch.into_iter().filter(listens).map(readable_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
             refused: readable_refused(message.refused),

@@ -2,7 +2,7 @@
 
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
-use crate::words::readable;
+use crate::sanitize::readable;
 use crate::{WireError, v1};
 
 /// What an agent knows of its NIC's RSS.

@@ -19,7 +19,7 @@ use super::contact::ControllerUrl;
 /// How long it may take to connect.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 /// How long an answer may take: 16,384 servers of 64 cores are about 10 MB.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What is asked.
 pub(super) struct Question {
@@ -38,7 +38,7 @@ pub(super) async fn exchange(
     question: Question,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let io = in_time("no connection", CONNECT_PATIENCE, async { Ok(connect(url, tls).await?) }).await?;
-    in_time("no answer", PATIENCE, send(io, url, token, question)).await
+    in_time("no answer", TIMEOUT, send(io, url, token, question)).await
 }
 
 async fn in_time<T>(

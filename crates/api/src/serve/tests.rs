@@ -14,7 +14,7 @@ use tokio::time::{Interval, interval, timeout};
 use super::*;
 
 /// Everything here happens within milliseconds, unless the machine stands still; a test that waits this long has failed.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Nobody is let go by the clock.
 const NEVER: Duration = Duration::from_secs(3600);
 
@@ -62,7 +62,7 @@ impl Client {
                 assert_ne!(self.0.read_buf(&mut read).await.unwrap(), 0, "it was let go");
             }
         };
-        timeout(PATIENCE, reading).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
+        timeout(TIMEOUT, reading).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
     }
 
     async fn ask(&mut self) {
@@ -77,14 +77,14 @@ impl Client {
 
     async fn is_let_go(&mut self) {
         let mut read = Vec::new();
-        let ended = timeout(PATIENCE, self.0.read_to_end(&mut read)).await;
+        let ended = timeout(TIMEOUT, self.0.read_to_end(&mut read)).await;
         drop(ended.expect("it is let go in time"));
     }
 }
 
 /// One connection more than there are: each comes in all the same, and who is being answered stays.
 #[tokio::test]
-async fn who_asks_for_nothing_makes_room() {
+async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) = serve(Bounds { connections: 5, head: NEVER, ..Bounds::default() });
     let mut alone = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
@@ -115,7 +115,7 @@ async fn who_asks_for_nothing_makes_room() {
 }
 
 #[tokio::test]
-async fn who_comes_when_all_are_being_answered_waits_until_one_is_no_more() {
+async fn connection_waits_when_all_slots_are_busy() {
     let (address, _serving) = serve(Bounds { connections: 2, head: NEVER, ..Bounds::default() });
     let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
     for watcher in &mut watchers {

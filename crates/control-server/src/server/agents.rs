@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_tls::Role;
-use coreward_wire::words::made_readable;
+use coreward_wire::sanitize::sanitize;
 use coreward_wire::{Report, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
@@ -104,7 +104,7 @@ async fn hello(
     let Some(v1::agent_message::Message::Hello(hello)) = message else {
         return Err(Status::invalid_argument("an agent's first message: expected a hello"));
     };
-    let (server, version) = (made_readable(hello.server), made_readable(hello.version));
+    let (server, version) = (sanitize(hello.server), sanitize(hello.version));
     let relay = source.require_name(&server)?;
     let now = shared.now();
     let session = shared.controller().connect_via_rack(&server, &version, relay, now);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use coreward_tls::Role;
 use coreward_wire::address::parse_optional_address;
-use coreward_wire::words::made_readable;
+use coreward_wire::sanitize::sanitize;
 use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficMessage, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
@@ -90,7 +90,7 @@ async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hell
         Some(v1::load_balancer_message::Message::Hello(first)) => {
             let address = parse_optional_address("address", &first.address)?;
             let in_force = first.configuration_generation;
-            Ok(Hello { name: made_readable(first.name), address, in_force })
+            Ok(Hello { name: sanitize(first.name), address, in_force })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
     }

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use coreward_tls::Role;
+use coreward_wire::sanitize::sanitize;
 use coreward_wire::v1;
-use coreward_wire::words::made_readable;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -68,7 +68,7 @@ async fn hello(
     let Some(hello) = message.and_then(|message| message.hello) else {
         return Err(Status::invalid_argument("a rack's first message: expected a hello"));
     };
-    let (name, version) = (made_readable(hello.name), made_readable(hello.version));
+    let (name, version) = (sanitize(hello.name), sanitize(hello.version));
     peer.require_name(Role::Rack, &name)?;
     let now = shared.now();
     let session = shared.controller().rack_hello(&name, &version, now);

@@ -16,132 +16,135 @@ use tokio::time::timeout;
 use crate::limits::network;
 
 /// While everybody is being answered: how often it is looked whether somebody is no more.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// All places.
-pub(crate) struct Places {
+pub(crate) struct ConnectionSlots {
     free: Arc<Semaphore>,
-    taken: Mutex<Taken>,
+    connections: Mutex<Connections>,
 }
 
 /// Of one connection each, by its number.
 #[derive(Default)]
-struct Taken {
-    by_number: BTreeMap<u64, Seat>,
+struct Connections {
+    by_number: BTreeMap<u64, Connection>,
     /// Grows: who has the lesser number came, or was answered, earlier.
     next: u64,
 }
 
-struct Seat {
+struct Connection {
     network: IpAddr,
     /// Requests that are being answered.
-    asks: usize,
+    requests: usize,
     /// When it was answered last, or came.
     idle_since: u64,
     leave: Arc<Notify>,
 }
 
-impl Taken {
+impl Connections {
     fn moment(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
 
     /// Whoever has asked for nothing for longest, of the network that has most of those.
-    fn idlest(&self) -> Option<&Seat> {
-        let idle = || self.by_number.values().filter(|seat| seat.asks == 0);
+    fn idlest(&self) -> Option<&Connection> {
+        let idle = || self.by_number.values().filter(|connection| connection.requests == 0);
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
-        idle().for_each(|seat| *counts.entry(seat.network).or_default() += 1);
-        idle().min_by_key(|seat| (std::cmp::Reverse(counts[&seat.network]), seat.idle_since))
+        idle().for_each(|connection| *counts.entry(connection.network).or_default() += 1);
+        idle().min_by_key(|connection| (std::cmp::Reverse(counts[&connection.network]), connection.idle_since))
     }
 }
 
-impl Places {
+impl ConnectionSlots {
     /// So many.
     pub(crate) fn new(count: usize) -> Arc<Self> {
-        Arc::new(Self { free: Arc::new(Semaphore::new(count)), taken: Mutex::default() })
+        Arc::new(Self { free: Arc::new(Semaphore::new(count)), connections: Mutex::default() })
     }
 
-    fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock()
+    fn connections(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock()
     }
 
     /// A place for somebody at this address, as soon as there is one.
-    pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> Place {
+    pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> Permit {
         let permit = loop {
             if let Ok(permit) = self.free.clone().try_acquire_owned() {
                 break permit;
             }
-            if let Some(idlest) = self.taken().idlest() {
+            if let Some(idlest) = self.connections().idlest() {
                 idlest.leave.notify_one();
             }
-            if let Ok(Ok(permit)) = timeout(LOOK_INTERVAL, self.free.clone().acquire_owned()).await {
+            if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free.clone().acquire_owned()).await {
                 break permit;
             }
         };
         let leave = Arc::new(Notify::new());
-        let mut taken = self.taken();
-        let number = taken.moment();
-        let seat = Seat { network: network(address), asks: 0, idle_since: number, leave: leave.clone() };
-        taken.by_number.insert(number, seat);
-        drop(taken);
-        Place { places: self.clone(), number, leave, _permit: permit }
+        let mut connections = self.connections();
+        let number = connections.moment();
+        let connection =
+            Connection { network: network(address), requests: 0, idle_since: number, leave: leave.clone() };
+        connections.by_number.insert(number, connection);
+        drop(connections);
+        Permit { slots: self.clone(), number, leave, _permit: permit }
     }
 }
 
 /// That of one connection.
-pub(crate) struct Place {
-    places: Arc<Places>,
+pub(crate) struct Permit {
+    slots: Arc<ConnectionSlots>,
     number: u64,
     leave: Arc<Notify>,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Place {
+impl Permit {
     /// A request is being answered until what this gives is dropped.
-    pub(crate) fn asks(self: &Arc<Self>) -> Asks {
-        self.change(|seat, _| seat.asks += 1);
-        Asks(self.clone())
+    pub(crate) fn begin_request(self: &Arc<Self>) -> RequestGuard {
+        self.change(|connection, _| connection.requests += 1);
+        RequestGuard(self.clone())
     }
 
     /// When others need it and nothing is being answered.
     pub(crate) async fn is_needed(&self) {
         loop {
             self.leave.notified().await;
-            if self.places.taken().by_number.get(&self.number).is_none_or(|seat| seat.asks == 0) {
+            if self.slots.connections().by_number.get(&self.number).is_none_or(|connection| connection.requests == 0) {
                 return;
             }
         }
     }
 
-    fn change(&self, change: impl FnOnce(&mut Seat, u64)) {
-        let mut taken = self.places.taken();
-        let moment = taken.moment();
-        if let Some(seat) = taken.by_number.get_mut(&self.number) {
-            change(seat, moment);
+    fn change(&self, change: impl FnOnce(&mut Connection, u64)) {
+        let mut connections = self.slots.connections();
+        let moment = connections.moment();
+        if let Some(connection) = connections.by_number.get_mut(&self.number) {
+            change(connection, moment);
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.places.taken().by_number.remove(&self.number);
+        self.slots.connections().by_number.remove(&self.number);
     }
 }
 
 /// A request that is being answered.
-pub(crate) struct Asks(Arc<Place>);
+pub(crate) struct RequestGuard(Arc<Permit>);
 
-impl Drop for Asks {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.0.change(|seat, moment| (seat.asks, seat.idle_since) = (seat.asks - 1, moment));
+        self.0.change(|connection, moment| {
+            (connection.requests, connection.idle_since) = (connection.requests - 1, moment)
+        });
     }
 }
 
 /// An answer's body: until it ends, the request is being answered.
 pub(crate) struct Answer<B> {
     pub(crate) body: B,
-    pub(crate) _asks: Asks,
+    pub(crate) _guard: RequestGuard,
 }
 
 impl<B: Body + Unpin> Body for Answer<B> {

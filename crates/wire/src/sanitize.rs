@@ -7,30 +7,30 @@ use coreward_intf as intf;
 use crate::v1;
 
 /// Characters.
-const LONGEST: usize = 512;
+const MAX_CHARACTERS: usize = 512;
 /// Counters of one kind, or services: as many as there are indexes of services.
-const MOST_COUNTS: usize = 1024;
+const MAX_COUNTS: usize = 1024;
 /// As many as there are ids.
-const MOST_SERVERS: usize = 16_384;
+const MAX_SERVERS: usize = 16_384;
 
 /// The text as people may see it.
 pub fn readable(text: &str) -> String {
-    text.chars().take(LONGEST).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars().take(MAX_CHARACTERS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 /// The same of a text that nobody else needs: as it is where that will do.
-pub fn made_readable(text: String) -> String {
-    let is_readable = text.len() <= LONGEST && !text.chars().any(char::is_control);
+pub fn sanitize(text: String) -> String {
+    let is_readable = text.len() <= MAX_CHARACTERS && !text.chars().any(char::is_control);
     if is_readable { text } else { readable(&text) }
 }
 
 fn all_readable(texts: Vec<String>) -> Vec<String> {
-    texts.into_iter().take(MOST_SERVERS).map(made_readable).collect()
+    texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
 /// Counts by name.
 pub fn readable_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
-    counts.into_iter().take(MOST_COUNTS).map(|(name, count)| (made_readable(name), count)).collect()
+    counts.into_iter().take(MAX_COUNTS).map(|(name, count)| (sanitize(name), count)).collect()
 }
 
 /// The same, of counters that there are: their names are labels of metrics, and whoever invents names makes series without end.
@@ -42,8 +42,8 @@ pub fn known_counts(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<
 /// What an agent says of a UDP service.
 pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
     v1::DispatchedService {
-        listen: made_readable(service.listen),
-        policy: made_readable(service.policy),
+        listen: sanitize(service.listen),
+        policy: sanitize(service.policy),
         workers: service.workers,
         counters: readable_counts(service.counters),
     }
@@ -52,30 +52,30 @@ pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
 /// What a part cannot use.
 pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
     let one = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
-        service: made_readable(refused.service),
-        reason: made_readable(refused.reason),
+        service: sanitize(refused.service),
+        reason: sanitize(refused.reason),
         ..refused
     };
-    refused.into_iter().take(MOST_COUNTS).map(one).collect()
+    refused.into_iter().take(MAX_COUNTS).map(one).collect()
 }
 
 /// What a load balancer says of itself.
 pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     let clock = |clock: v1::ServerClock| v1::ServerClock {
-        service: made_readable(clock.service),
-        server: made_readable(clock.server),
-        state: made_readable(clock.state),
-        problem: made_readable(clock.problem),
+        service: sanitize(clock.service),
+        server: sanitize(clock.server),
+        state: sanitize(clock.state),
+        problem: sanitize(clock.problem),
         ..clock
     };
     v1::LoadBalancerState {
         table_generations: readable_counts(state.table_generations),
         unresolved_servers: all_readable(state.unresolved_servers),
         counters: known_counts(state.counters, &[&intf::LB_COUNTER_NAMES]),
-        xdp_mode: made_readable(state.xdp_mode),
+        xdp_mode: sanitize(state.xdp_mode),
         events: known_counts(state.events, &[&intf::LB_EVENT_NAMES]),
         unresolved_load_balancers: all_readable(state.unresolved_load_balancers),
-        server_clocks: state.server_clocks.into_iter().take(MOST_SERVERS).map(clock).collect(),
+        server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(clock).collect(),
         warnings: all_readable(state.warnings),
         refused: readable_refused(state.refused),
         ..state
@@ -89,9 +89,9 @@ mod tests {
     #[test]
     fn nobody_is_told_what_a_terminal_obeys() {
         let escape = || "\u{1b}[2Jgone".to_owned();
-        assert_eq!(made_readable("s1".into()), "s1");
-        assert_eq!(made_readable(escape()), "\u{fffd}[2Jgone");
-        assert_eq!(made_readable("ä".repeat(600)).chars().count(), LONGEST);
+        assert_eq!(sanitize("s1".into()), "s1");
+        assert_eq!(sanitize(escape()), "\u{fffd}[2Jgone");
+        assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_CHARACTERS);
         let state = readable_state(v1::LoadBalancerState {
             xdp_mode: escape(),
             counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("first".to_owned(), 1)]).collect(),
@@ -102,7 +102,7 @@ mod tests {
             ..Default::default()
         });
         // Names of counters are labels of metrics.
-        assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MOST_COUNTS, 7));
+        assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MAX_COUNTS, 7));
         let shown = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem];
         assert!(shown.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));
     }
