@@ -142,6 +142,8 @@ pub struct FirstEligibleOut<T> {
     selection: Selection,
     capacity: usize,
     waiting: usize,
+    /// A dispatch changes no rank and takes no token.
+    is_stateless: bool,
     /// Services with waiting requests.
     backlogged: u64,
     /// Start tag of the group that was dispatched last.
@@ -249,7 +251,12 @@ impl<T> FirstEligibleOut<T> {
             queues.push(Queue { turn, group, priority, requests: VecDeque::new() });
         }
         let &FeoConfig { ranking, selection, capacity, .. } = config;
-        Ok(Self { ranking, selection, capacity, waiting: 0, backlogged: 0, virtual_time: 0, groups, queues })
+        let mut rankings = groups.iter().map(|group| group.ranking).chain([ranking]);
+        let mut turns = groups.iter().map(|group| &group.turn).chain(queues.iter().map(|queue| &queue.turn));
+        let is_stateless =
+            rankings.all(|ranking| ranking != Ranking::WeightedShare) && turns.all(|turn| turn.member.limit.is_none());
+        let (waiting, backlogged, virtual_time) = (0, 0, 0);
+        Ok(Self { ranking, selection, capacity, waiting, is_stateless, backlogged, virtual_time, groups, queues })
     }
 
     /// The number of waiting requests of `service`.
@@ -261,6 +268,12 @@ impl<T> FirstEligibleOut<T> {
     /// The arrival time of the request of `service` that has waited longest.
     pub fn oldest(&self, service: u8) -> Option<u64> {
         self.queues[usize::from(service)].requests.front().map(|(arrived, _)| *arrived)
+    }
+
+    /// Whether a push followed by a pop would return the pushed request and change nothing, if its service is eligible.
+    #[inline]
+    pub fn is_transparent(&self) -> bool {
+        self.waiting == 0 && self.is_stateless
     }
 
     /// Appends a request to the queue of `service`; `now` must not decrease from call to call.

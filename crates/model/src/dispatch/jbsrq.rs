@@ -80,6 +80,11 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     /// Queues a request that came in at `now`, then sends the next one if a core takes it. `now` must not decrease.
     #[inline]
     pub fn submit(&mut self, now: u64, service: u8, request: T) -> Submitted<T> {
+        if self.queue.is_transparent()
+            && let Some(core) = self.ranks.send(service)
+        {
+            return Submitted { dropped: None, sent: Some((Release { service, core }, request)) };
+        }
         let dropped = self.queue.push(now, service, request);
         let sent = self.next(now);
         let peak = &mut self.waiting_peaks[usize::from(service)];
@@ -127,7 +132,10 @@ impl Dispatcher for JoinBoundedShortestRankedQueue {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::super::tests::header;
+    use super::super::{Ranking, RateLimit, Selection};
     use super::*;
 
     fn dispatcher(cores: u16, depth: u16) -> JoinBoundedShortestRankedQueue {
@@ -215,5 +223,45 @@ mod tests {
         assert_eq!(arrays(&jbsrq, 0), [1000, 200, 200], "step 9, A");
         assert_eq!(jbsrq.next(0), Some((Release { service: SERVICE_2, core: 0 }, ())));
         assert_eq!(jbsrq.next(0), None);
+    }
+
+    proptest! {
+        /// A rate limit that limits nothing makes every request pass the queue.
+        #[test]
+        fn shortcut_past_an_empty_queue_changes_no_decision(
+            deadline in any::<bool>(),
+            pifo in any::<bool>(),
+            steps in prop::collection::vec((0u8..4, 0u8..3, 0u16..2), 0..200),
+        ) {
+            let mut config = FeoConfig::strict(0..3);
+            config.capacity = 4;
+            config.groups[0].ranking = if deadline { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
+            config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
+            let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, 2.try_into().unwrap()).ranks;
+            let mut direct = JoinBoundedShortestRankedQueue::with(ranks.clone(), &config).unwrap();
+            config.groups[0].member.limit = Some(RateLimit { interval: 0, burst: 1 });
+            let mut queued = JoinBoundedShortestRankedQueue::with(ranks, &config).unwrap();
+            for (now, (step, service, core)) in (0u64..).zip(steps) {
+                match step {
+                    0 | 1 => prop_assert_eq!(direct.submit(now, service, now), queued.submit(now, service, now)),
+                    2 => prop_assert_eq!(direct.feedback(service, core, 1), queued.feedback(service, core, 1)),
+                    _ => {
+                        let enabled = !direct.ranks().is_enabled(service, core);
+                        direct.set_runs(service, core, enabled);
+                        queued.set_runs(service, core, enabled);
+                    }
+                }
+                loop {
+                    let next = direct.next(now);
+                    prop_assert_eq!(&next, &queued.next(now));
+                    if next.is_none() {
+                        break;
+                    }
+                }
+                for service in 0..3 {
+                    prop_assert_eq!(direct.take_waiting_peak(service), queued.take_waiting_peak(service));
+                }
+            }
+        }
     }
 }
